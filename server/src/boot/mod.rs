@@ -33,17 +33,17 @@ use std::{
 };
 use tokio::net::TcpListener;
 
-/// Time to wait for the lock: an agent of this machine that cannot reach a server tests it, which holds it for a moment.
+/// Time limit for taking the lock. An agent of this machine that cannot reach a server tests the lock, and so holds it for a moment.
 const LOCK_WITHIN: Duration = Duration::from_millis(500);
-/// Time limit for the object store at the start, twice.
+/// Time limit for each of the two checks of the object store at the start.
 const STORE_WITHIN: Duration = Duration::from_secs(20);
-/// Time limit for requests in progress when the server stops, and then again for websockets.
+/// Time limit for requests in progress when the server stops, and after that for websockets and tasks.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Runs the server until `shutdown` completes. Calls `ready` once it accepts connections.
 ///
 /// # Errors
-/// [`ServeError`], which has the exit status. Address and data directory are checked before the database is opened.
+/// [`ServeError`], which determines the exit status. Address and data directory are checked before the database is opened.
 pub async fn serve(
     mut config: ServeConfig,
     ready: impl FnOnce(Running) + Send,
@@ -80,14 +80,14 @@ pub async fn serve(
     let stopping = app.tasks.stopping.clone();
     let stop = async {
         shutdown.await;
-        // This ends websockets and the server's own tasks. Requests in progress are finished.
+        // Ends websockets and background tasks. Requests in progress can finish.
         stopping.cancel();
         tokio::time::sleep(PATIENCE).await;
     };
     let router = build_router(app.clone());
     tokio::select! {
         () = listener::serve(listeners, app.gate.clone(), router, limit, access_log) => {}
-        () = stop => {} // Someone is still downloading; they can continue with a range.
+        () = stop => {} // A download in progress is cut off; the client can continue it with a range request.
     }
     stopping.cancel();
     app.tasks.tracker.close();
@@ -98,8 +98,8 @@ pub async fn serve(
     Ok(())
 }
 
-/// Opens the object store, if one is configured, and checks that it can be used. If it is only unavailable, the server starts nevertheless:
-/// the reason is returned, too.
+/// Opens the object store, if one is configured, and checks that it can be used. If the store is temporarily unavailable, the server starts
+/// nevertheless, and the reason is returned with the store.
 async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, Option<String>)>, ServeError> {
     let Some(url) = &config.artifacts else { return Ok(None) };
     let failed = |detail| ServeError::Artifacts { url: url.clone(), detail };
@@ -116,7 +116,7 @@ async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, O
         };
         if !shared.is_empty() {
             return Err(failed(format!(
-                "{shared} ({}), and one would be lost with the other; choose a directory of another disk",
+                "{shared} ({}), so both would be lost together; choose a directory on another disk",
                 data_dir.display()
             )));
         }
@@ -138,10 +138,10 @@ fn resolved(path: &Path) -> std::io::Result<PathBuf> {
     Ok(path)
 }
 
-/// The reason why the object store is unavailable, if that may pass.
+/// Waits for a check of the object store. Returns the reason if the store is temporarily unavailable.
 ///
 /// # Errors
-/// What the user has to change.
+/// The store cannot be used until the user changes something.
 async fn unless_away(asked: impl Future<Output = Result<(), Unusable>>) -> Result<Option<String>, String> {
     match tokio::time::timeout(STORE_WITHIN, asked).await {
         Ok(Ok(())) => Ok(None),
@@ -151,7 +151,7 @@ async fn unless_away(asked: impl Future<Output = Result<(), Unusable>>) -> Resul
     }
 }
 
-/// Confirms that the object store is the one that the database knows. `away`: why the store is unavailable.
+/// Confirms that the object store is the store that the database knows. `away` is the reason if the store is unavailable.
 async fn known_artifacts(
     config: &ServeConfig,
     store: &dyn Store,
@@ -169,7 +169,7 @@ async fn known_artifacts(
     if let Some(why) = away {
         artifacts.is_away(Asked::Other, &why);
     }
-    // What was damaged there may have been mended since.
+    // Damaged checkpoints in the object store may have been repaired.
     let forgotten = store.forget_damaged(artifacts.storage.url()).await;
     forgotten.map_err(|error| database_error(config, error))?;
     Ok(artifacts)
@@ -258,7 +258,7 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {
     })
 }
 
-/// Makes the data directory and takes its lock, which the system releases when this process ends for any reason.
+/// Creates the data directory and takes its lock. The system releases the lock when this process ends for any reason.
 fn lock_data_dir(path: &Path) -> Result<File, ServeError> {
     let failed = |source| ServeError::DataDir { path: path.to_owned(), source };
     private::data_dir(path).map_err(failed)?;

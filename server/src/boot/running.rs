@@ -1,4 +1,4 @@
-//! The interface of a running server for its own process, which owns the data directory and needs no token.
+//! The interface of a running server for the process in which it runs. The process owns the data directory, so it needs no token.
 
 use crate::{
     auth::{Auth, access::Secret, token_file},
@@ -19,7 +19,7 @@ const OWN: (&str, &str) = ("local", "this machine");
 /// Id and name of the token of this machine's agent.
 const AGENT: (&str, &str) = ("local-agent", "this machine's agent");
 
-/// A server that accepts connections; cheap to clone.
+/// A server that accepts connections. Cheap to clone.
 #[derive(Clone)]
 pub struct Running {
     config: Arc<ServeConfig>,
@@ -31,12 +31,12 @@ impl Running {
         Self { config, auth }
     }
 
-    /// The address on which it listens.
+    /// The address on which the server listens.
     pub fn address(&self) -> SocketAddr {
         self.config.listen
     }
 
-    /// The address to open in a browser.
+    /// The URL to open in a browser.
     pub fn url(&self) -> String {
         let config = &self.config;
         if let Some(url) = &config.public_url {
@@ -49,8 +49,8 @@ impl Running {
         format!("{}://{address}", if config.tls.is_some() { "https" } else { "http" })
     }
 
-    /// A link that signs a browser in once, within ten minutes, and leads to `page` (the path of a page of this server).
-    /// Without authentication, the page's plain address.
+    /// A link that signs a browser in once, within ten minutes, and leads to `page`, a path of this server. If the server requires no
+    /// authentication, the page's URL.
     ///
     /// # Errors
     /// The system has no random bits.
@@ -68,10 +68,10 @@ impl Running {
         code.is_some_and(|code| self.auth.access.has_login_code(code))
     }
 
-    /// Makes sure that a file has a token with which only this agent may join; false if no token is needed.
+    /// Makes sure that a file has a token with which only this agent may join. Returns false if no token is needed.
     ///
     /// # Errors
-    /// The file or the database cannot be written.
+    /// The file or the database cannot be read or written.
     pub async fn agent_token(&self, agent_id: &str, path: &Path) -> io::Result<bool> {
         if !self.auth.access.is_required() {
             return Ok(false);
@@ -90,8 +90,8 @@ pub(super) async fn own_token(config: &ServeConfig, auth: &Auth) -> io::Result<(
     ensure(auth, OWN, Scope::Admin, None, &config.data_dir.join("token")).await
 }
 
-/// Makes sure that a file has a valid token. A token that the database does not know, as after a change of the database, is added to it:
-/// who can write the file owns the data directory. A revoked token is replaced.
+/// Makes sure that a file has a valid token. A token that the database does not have, such as after a change of the database, is added to the
+/// database: only the owner of the data directory can write the file. A revoked token is replaced.
 async fn ensure(
     auth: &Auth,
     (id, name): (&str, &str),

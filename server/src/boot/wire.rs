@@ -1,4 +1,4 @@
-//! Makes the subsystems, connects them, and starts their tasks.
+//! Creates the subsystems, connects them, and starts their tasks.
 
 use super::{database_error, running};
 use crate::{
@@ -19,9 +19,9 @@ use crate::{
 };
 use std::sync::Arc;
 
-/// What the subsystems are made of.
+/// The parts from which the subsystems are created.
 pub(super) struct Parts {
-    /// As given, the data directory made absolute.
+    /// The configuration as given, with an absolute data directory.
     pub(super) config: ServeConfig,
     pub(super) store: Arc<dyn Store>,
     pub(super) artifact_store: Option<ArtifactStore>,
@@ -29,7 +29,7 @@ pub(super) struct Parts {
     pub(super) certificate: Option<Arc<ServerCertificate>>,
 }
 
-/// Who hears of stored changes, in this order.
+/// The subscribers to stored changes, in the order in which they are called.
 fn subscribers(
     waiting: Arc<WaitingJobs>,
     hub: Arc<Hub>,
@@ -62,10 +62,10 @@ fn subscribers(
     all
 }
 
-/// Makes all subsystems, restores what the store has, and starts their tasks.
+/// Creates all subsystems, restores their state from the store, and starts their tasks.
 ///
 /// # Errors
-/// The store, or the file of this machine's token.
+/// A store error, or the file of this machine's token cannot be read or written.
 pub(super) async fn start(parts: Parts) -> Result<App, ServeError> {
     let Parts { config, store, artifact_store, oidc, certificate } = parts;
     let (config, tasks) = (Arc::new(config), Tasks::default());
@@ -131,7 +131,7 @@ pub(super) async fn start(parts: Parts) -> Result<App, ServeError> {
     Ok(app)
 }
 
-/// Restores what earlier servers have stored, and removes what they left unfinished.
+/// Restores the state that earlier servers have stored, and removes their incomplete downloads of checkpoints.
 async fn restore(app: &App) -> Result<(), ServeError> {
     let restored = async {
         app.agents.set_draining(app.store.draining().await?);
@@ -144,7 +144,7 @@ async fn restore(app: &App) -> Result<(), ServeError> {
         let jobs = app.config.data_dir.join("jobs");
         let swept = tokio::task::spawn_blocking(move || artifact_fetches::sweep(&jobs)).await;
         if let Err(error) = swept.map_err(std::io::Error::other).flatten() {
-            tracing::warn!(%error, "what was fetched by half stays on the disk for now");
+            tracing::warn!(%error, "incomplete downloads of checkpoints stay on the disk until the next start");
         }
     }
     Ok(())

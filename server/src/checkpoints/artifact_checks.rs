@@ -1,5 +1,5 @@
-//! Checks checkpoints on the server's disk that the object store has as well. A damaged one is renamed, as ranks do, so that the copy of the
-//! store takes its place.
+//! Checks checkpoints on the server's disk that are also in the object store. A damaged checkpoint is renamed, as by ranks, so that the copy in
+//! the store can replace it.
 
 use super::{
     Checkpoints,
@@ -12,10 +12,10 @@ use std::{
     path::Path,
 };
 
-/// Checks a checkpoint's folder and renames it if it is damaged.
+/// Checks a checkpoint's folder, and renames the folder if it is damaged.
 ///
 /// # Errors
-/// The folder cannot be checked, or cannot be renamed.
+/// The folder cannot be checked or renamed.
 pub(crate) async fn set_damaged_aside(checkpoints: &Checkpoints, row: &CheckpointRow) -> io::Result<()> {
     let folder = checkpoints.folder(row);
     let done = tokio::task::spawn_blocking(move || set_aside(&folder)).await;
@@ -36,7 +36,7 @@ fn manifest(folder: &Path) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-/// Returns how the folder is damaged, after renaming it.
+/// Checks a folder. If it is damaged, renames the folder and returns a description of the damage.
 fn set_aside(folder: &Path) -> io::Result<Option<String>> {
     let before = manifest(folder).ok();
     let checked = irregular(folder).and_then(|irregular| match irregular {
@@ -49,7 +49,7 @@ fn set_aside(folder: &Path) -> io::Result<Option<String>> {
         Err(error) if is_media_error(&error) => format!("it cannot be read ({error})"),
         Err(error) => return Err(error),
     };
-    // Not damaged: it was replaced or removed during the check.
+    // The checkpoint is not damaged, but was replaced or removed during the check.
     if !folder.exists() || manifest(folder).ok() != before {
         return Ok(None);
     }
@@ -63,7 +63,7 @@ fn set_aside(folder: &Path) -> io::Result<Option<String>> {
     Ok(Some(how))
 }
 
-/// Which entry of the folder is no regular file: reading a pipe would never end.
+/// An error text if an entry of the folder is not a regular file, because reading a pipe would never end.
 fn irregular(folder: &Path) -> io::Result<Option<String>> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -74,7 +74,7 @@ fn irregular(folder: &Path) -> io::Result<Option<String>> {
     Ok(None)
 }
 
-/// Whether all files of a checkpoint are there with their sizes. Their contents are not read.
+/// Whether all files of a checkpoint exist with the right sizes. The contents are not read.
 pub(crate) fn looks_whole(folder: &Path) -> bool {
     let Ok(text) = manifest(folder) else { return false };
     let Ok(manifest) = serde_json::from_slice::<Manifest>(&text) else { return false };

@@ -1,4 +1,4 @@
-//! Fetches checkpoints from the object store whose copy on the server's disk is gone or damaged: for a download, an evaluation, a
+//! Fetches checkpoints from the object store if their copy on the server's disk is missing or damaged: for a download, an evaluation, a
 //! prediction, a fork, or the next attempt of a job.
 
 use super::{
@@ -22,13 +22,13 @@ use std::{
 };
 use tokio::{fs::File, io::AsyncWriteExt, time::Instant};
 
-/// How often a checkpoint with a wrong checksum is fetched before it counts as damaged: the network may be at fault.
+/// Number of times that a checkpoint is fetched before a wrong checksum means that it is damaged. The first error may come from the network.
 const TRIES: usize = 2;
-/// Bytes of the disk that a fetch leaves free: others write there, too.
+/// Number of bytes that a fetch leaves free on the disk, for other writers.
 const SPARE_BYTES: u64 = 256 << 20;
-/// How long a round of dispatch waits for checks, all of them together. It does nothing else meanwhile.
+/// Time limit for all checks for which a round of dispatch waits. The round does nothing else while it waits.
 const CHECK_WAIT: Duration = Duration::from_millis(500);
-/// The folder, in a job's folder, with what has arrived of checkpoints that are being fetched.
+/// Name of the folder in a job's folder that has the files of checkpoints which are being fetched.
 const FETCHED: &str = "fetched";
 
 impl From<object_store::Error> for NotFetched {
@@ -48,7 +48,8 @@ impl From<io::Error> for NotFetched {
 
 type Result<T> = std::result::Result<T, NotFetched>;
 
-/// The fetch of a checkpoint that is not on this disk; starts one if none runs. `None`: it is on the disk, or not in the store.
+/// The fetch of a checkpoint that is not on this disk. Starts a fetch if none runs. `None` if the checkpoint is on the disk, or is not in the
+/// store.
 pub(crate) fn fetch(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
@@ -61,8 +62,8 @@ pub(crate) fn fetch(
     Some(begin(checkpoints, store, row, None).0)
 }
 
-/// Checks a checkpoint that is on this disk and in the object store; one that is damaged is set aside and fetched. The flag says whether
-/// this call has started the check. `None`: it is not in both places. `waiting`: the job whose next attempt needs it.
+/// Checks a checkpoint that is on this disk and in the object store. A damaged checkpoint is set aside and fetched. The flag is true if this
+/// call has started the check. `None` if the checkpoint is not in both places. `waiting` is the job whose next attempt needs the checkpoint.
 pub(crate) fn check(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
@@ -76,7 +77,8 @@ pub(crate) fn check(
     Some(begin(checkpoints, store, row, waiting))
 }
 
-/// As [`check`], but only if files are missing or have other sizes. `None`: all are there with their sizes, or the store lacks it.
+/// Same as [`check`], but only if files are missing or have wrong sizes. `None` if all files have the right sizes, or if the checkpoint is not
+/// in the store.
 pub(crate) async fn mend(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
@@ -107,7 +109,7 @@ fn begin(
         checkpoints.tasks.clone().spawn(async move {
             let Some(store) = &checkpoints.artifact_store else { return };
             let mut outcome = have_whole(&checkpoints, store, &row).await;
-            // Not lost if this is another store than the one that it was uploaded to.
+            // The checkpoint is not lost if this is not the store to which it was uploaded.
             if let Err(NotFetched::Missing | NotFetched::Damaged(_)) = outcome
                 && let Err(unusable) = store.confirm(&*checkpoints.store).await
             {
@@ -119,9 +121,9 @@ fn begin(
                         store.checked(&row.id, waiting);
                     }
                 }
-                // Logged once and not for each fetch: a job that waits for it asks again and again.
+                // Logged once and not for each fetch, because a waiting job fetches again and again.
                 Err(NotFetched::Away(why)) => store.is_away(Asked::Other, why),
-                Err(why) => tracing::warn!(checkpoint = row.id, %why, "not fetched from the object store"),
+                Err(why) => tracing::warn!(checkpoint = row.id, %why, "a checkpoint cannot be fetched from the object store"),
             }
             store.fetched(&row.id, &sender, outcome);
             // A job may start now.
@@ -131,13 +133,14 @@ fn begin(
     (fetch, begins)
 }
 
-/// Puts a whole checkpoint on this disk: the copy that is there, unless it is damaged, else that of the object store.
+/// Makes sure that an undamaged checkpoint is on this disk. Fetches the checkpoint from the object store if the copy on the disk is missing or
+/// damaged.
 async fn have_whole(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
     let folder = checkpoints.folder(row);
     let is_stopping = || NotFetched::Away("the server is stopping".into());
     if folder.exists() {
         let _one = store.checking.acquire().await.map_err(|_| is_stopping())?;
-        // A disk error is not fatal here: whoever reads the checkpoint reports it.
+        // A disk error is not fatal here: the process that reads the checkpoint reports the error.
         if let Err(error) = artifact_checks::set_damaged_aside(checkpoints, row).await {
             tracing::warn!(%error, checkpoint = row.id, "a checkpoint on the disk cannot be checked");
         }
@@ -151,12 +154,12 @@ async fn have_whole(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Chec
         clean(checkpoints, row).await;
     } else {
         store.answers(Asked::Other);
-        tracing::info!(checkpoint = row.id, "fetched from the object store");
+        tracing::info!(checkpoint = row.id, "a checkpoint was fetched from the object store");
     }
     fetched
 }
 
-/// What is left of the time that a round of dispatch waits for checks.
+/// The remaining time for which a round of dispatch may wait for checks.
 #[derive(Debug)]
 pub(crate) struct CheckWait(Duration);
 
@@ -167,7 +170,7 @@ impl Default for CheckWait {
 }
 
 impl CheckWait {
-    /// Waits for a check to end while time is left.
+    /// Waits for the end of a check, at most for the remaining time.
     async fn wait(&mut self, check: Fetch) -> Fetched {
         let began = Instant::now();
         let ended = wait(check, self.0).await;
@@ -178,20 +181,21 @@ impl CheckWait {
 
 /// Whether a job can continue from a checkpoint, or begin from it.
 pub(crate) enum Availability {
-    /// It is on the disk, or there is no object store to fetch it from.
+    /// The checkpoint is on the disk, or there is no object store.
     Here,
-    /// Its copy on the disk is being checked.
+    /// The copy on the disk is being checked.
     Checking(Reason),
-    /// It is being fetched from the object store. The job waits for as long as that takes: an older checkpoint would lose training.
+    /// The checkpoint is being fetched from the object store. The job waits without a time limit, because an older checkpoint would lose training.
     Fetching(Reason),
-    /// It is on neither the disk nor the object store, or is damaged there.
+    /// The checkpoint is neither on the disk nor in the object store, or the copy in the object store is damaged.
     Lost,
 }
 
-/// `waiting`: the job that needs it, which need not be the one that wrote it.
+/// Finds out whether a checkpoint is available, and begins to check or fetch it if necessary. `waiting` is the job that needs the checkpoint,
+/// which may be another job than the one that wrote it.
 ///
 /// # Errors
-/// The database.
+/// A database error.
 pub(crate) async fn fetch_if_missing(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
@@ -204,15 +208,15 @@ pub(crate) async fn fetch_if_missing(
         let (checkpoint, detail) = (row.id.as_str().into(), failed.map(Into::into));
         ReasonKind::WaitingForCheckpoint { checkpoint, agent: None, detail }.into()
     };
-    // A rank would set a damaged one aside and continue from an older one.
+    // Without this check, a rank would set a damaged checkpoint aside and continue from an older one.
     if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
         && let Some((fetch, begins)) = check(checkpoints, row, copies, Some(waiting))
     {
-        // Most checks end at once; without a wait the job would start a round later.
+        // Most checks end quickly. Without a wait, the job would start one round later.
         let ended = if begins { patience.wait(fetch).await } else { wait(fetch, Duration::ZERO).await };
         if ended.is_none() {
             let why = waits(None);
-            // One that was found damaged is fetched by now.
+            // If the check has found damage, the checkpoint is being fetched now.
             return Ok(match checkpoints.folder(row).exists() {
                 true => Availability::Checking(why),
                 false => Availability::Fetching(why),
@@ -237,7 +241,7 @@ pub(crate) async fn fetch_if_missing(
     }
 }
 
-/// What the log says of a job whose checkpoint is lost.
+/// The line in the log of a job whose checkpoint is lost.
 fn lost(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
     let how = match why {
         NotFetched::Damaged(how) => format!("is damaged there ({how})"),
@@ -246,16 +250,14 @@ fn lost(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
     if row.job == waiting.id {
         let CheckpointInfo { epoch, step, .. } = row.info;
         return format!(
-            "checkpoint {epoch}-{step} cannot be fetched from the object store: it {how}; the job continues from the one before"
+            "checkpoint {epoch}-{step} cannot be fetched from the object store: it {how}; the job continues from the previous one"
         );
     }
     let id = &row.id;
-    format!(
-        "checkpoint {id}, which model.pretrained names, cannot be fetched from the object store: it {how}"
-    )
+    format!("checkpoint {id} of model.pretrained cannot be fetched from the object store: it {how}")
 }
 
-/// Waits for a fetch to end, at most for `patience`; `None` if it takes longer.
+/// Waits for the end of a fetch, at most for `patience`. `None` if the fetch takes longer.
 pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> Fetched {
     let ended = tokio::time::timeout(patience, fetch.outcome.wait_for(Option::is_some)).await;
     match ended {
@@ -265,13 +267,14 @@ pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> Fetched {
     }
 }
 
-/// The folder in which the files of a checkpoint arrive.
+/// The folder into which the files of a checkpoint are fetched.
 fn gathering(checkpoints: &Checkpoints, row: &CheckpointRow) -> PathBuf {
     let name = format!("{}-{}", row.info.epoch, row.info.step);
     checkpoints.config.job_dir(&row.job).join(FETCHED).join(name)
 }
 
-/// Removes what a failed fetch has left. If the job was deleted meanwhile, the fetch has made its folder again: that goes, too.
+/// Removes the files of a failed fetch. If the job was deleted during the fetch, the fetch has created the job's folder again, which is removed,
+/// too.
 async fn clean(checkpoints: &Checkpoints, row: &CheckpointRow) {
     let (gathering, job_dir) = (gathering(checkpoints, row), checkpoints.config.job_dir(&row.job));
     if matches!(checkpoints.store.job(&row.job).await, Ok(None)) {
@@ -280,9 +283,9 @@ async fn clean(checkpoints: &Checkpoints, row: &CheckpointRow) {
     }
     match tokio::fs::remove_dir_all(&gathering).await {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::warn!(%error, checkpoint = row.id, "what came of a checkpoint stays on the disk");
+            tracing::warn!(%error, checkpoint = row.id, "the files of a failed fetch cannot be removed");
         }
-        // Fails, as it should, while other checkpoints arrive there.
+        // Fails, as intended, if other checkpoints are being fetched.
         _ => drop(tokio::fs::remove_dir(job_dir.join(FETCHED)).await),
     }
 }
@@ -314,7 +317,7 @@ async fn bring_back(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Chec
                 tracing::warn!(
                     checkpoint = row.id,
                     how,
-                    "what came from the object store is damaged; fetching it again"
+                    "the files from the object store are damaged; fetching them again"
                 );
                 tries += 1;
             }
@@ -323,7 +326,7 @@ async fn bring_back(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Chec
     }
     let to = checkpoints.folder(row);
     tokio::task::spawn_blocking(move || publish(&gathering, &to)).await.map_err(io::Error::other)??;
-    // It was removed meanwhile.
+    // The checkpoint was removed during the fetch.
     if matches!(checkpoints.store.checkpoint(&row.id).await, Ok(None)) {
         let _ = tokio::fs::remove_dir_all(checkpoints.folder(row)).await;
         return Err(NotFetched::Missing);
@@ -331,21 +334,21 @@ async fn bring_back(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Chec
     Ok(())
 }
 
-/// Whether `wanted` bytes fit on a disk with `free` free ones, less [`SPARE_BYTES`].
+/// Checks that `wanted` bytes fit on a disk with `free` free bytes, of which [`SPARE_BYTES`] stay free.
 fn check_room(wanted: u64, free: u64) -> Result<()> {
     if wanted.saturating_add(SPARE_BYTES) <= free {
         return Ok(());
     }
     let megabytes = |bytes: u64| bytes.div_ceil(1_000_000);
     Err(NotFetched::Disk(format!(
-        "it has {} MB and {} MB are free on the disk, of which {} MB are left free",
+        "it has {} MB, and {} MB are free on the disk, of which {} MB must stay free",
         megabytes(wanted),
         megabytes(free),
         megabytes(SPARE_BYTES)
     )))
 }
 
-/// Fetches all files of a checkpoint, each with the size and checksum that the manifest has.
+/// Fetches all files of a checkpoint, and checks their sizes and checksums.
 async fn gather(store: &ArtifactStore, place: &Place, gathering: &Path) -> Result<()> {
     match tokio::fs::remove_dir_all(gathering).await {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
@@ -359,7 +362,7 @@ async fn gather(store: &ArtifactStore, place: &Place, gathering: &Path) -> Resul
     check_room(wanted, disk.f_bavail.saturating_mul(disk.f_frsize))?;
     for (name, wanted) in &manifest.files {
         receive(store, place, (name, wanted), &gathering.join(name)).await.map_err(|why| match why {
-            // The manifest says that it is there.
+            // The manifest names the file, so the checkpoint is damaged.
             NotFetched::Missing => NotFetched::Damaged(format!("its {name} is missing")),
             why => why,
         })?;
@@ -390,7 +393,7 @@ async fn receive(
     Ok(file.sync_all().await?)
 }
 
-/// Renames the gathered folder to the checkpoint's name and syncs both. A checkpoint that came another way meanwhile stays.
+/// Syncs the fetched folder and renames it to the checkpoint's folder. If that folder exists by now, it is kept instead.
 fn publish(gathering: &Path, to: &Path) -> io::Result<()> {
     fs::File::open(gathering)?.sync_all()?;
     if let Some(all) = to.parent() {
@@ -401,7 +404,7 @@ fn publish(gathering: &Path, to: &Path) -> io::Result<()> {
         fs::rename(gathering, to)?;
         fs::File::open(all)?.sync_all()?;
     }
-    // Fails, as it should, while other checkpoints arrive there.
+    // Fails, as intended, if other checkpoints are being fetched.
     let _ = gathering.parent().map(fs::remove_dir);
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! Moves checkpoints between the server's disk and the object store in the background: uploads those that the store lacks, and deletes the
-//! objects of those that were deleted. Two checkpoints at a time, each in parts of a file, which limits memory and network use.
+//! Uploads checkpoints to the object store in the background, and deletes the objects of deleted checkpoints. Two checkpoints are processed at
+//! a time, and their files are sent in parts, which limits memory and network use.
 //!
-//! The row of a copy is written before the first of its objects and deleted after the last. A row without a checkpoint says which objects
-//! are to be deleted, so nothing is left behind if the server is killed or the object store is unavailable.
+//! The row of a copy is written before its first object and deleted after its last object. A row without a checkpoint names objects that are to
+//! be deleted, so no objects are left behind if the server is killed or the object store is unavailable.
 
 use super::{
     Checkpoints,
@@ -24,26 +24,26 @@ use std::{
     time::Duration,
 };
 
-/// Checkpoints at a time.
+/// Number of checkpoints that are processed at the same time.
 const AT_ONCE: usize = 2;
-/// Pauses after a failure, the first and the longest.
+/// Pauses after a failure: the first and the longest.
 const TRY_AGAIN: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
-/// Rows that are read at a time.
+/// Number of rows that are read at a time.
 const ROWS: u32 = 1000;
 
-/// Why a checkpoint is not in the object store yet, or still there.
+/// Why the upload or the deletion of a checkpoint failed.
 enum MoveError {
-    /// The object store is the wrong one, or unavailable, or does not take the checkpoint, for this reason.
+    /// The object store is the wrong store, is unavailable, or refuses the checkpoint. With the reason.
     Away(String),
-    /// The object store does not delete the objects, for this reason.
+    /// The object store does not delete the objects. With the reason.
     Kept(String),
-    /// The database.
+    /// A database error.
     Database(StoreError),
-    /// The disk.
+    /// The files of the checkpoint cannot be read.
     Disk(io::Error),
-    /// Its files were removed or replaced meanwhile, which is notified separately.
+    /// The checkpoint's files were removed or replaced during the upload, which is notified separately.
     Changed,
-    /// Its files do not match its manifest.
+    /// The checkpoint's files do not match the manifest.
     Damaged(String),
 }
 
@@ -69,8 +69,8 @@ impl From<io::Error> for MoveError {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::NotFound => Self::Changed,
-            // Not a regular file: trying again would not help.
-            io::ErrorKind::InvalidInput => Self::Damaged(format!("a file of it {error}")),
+            // The file is not a regular file, so trying again would not help.
+            io::ErrorKind::InvalidInput => Self::Damaged(format!("one of its files {error}")),
             _ => Self::Disk(error),
         }
     }
@@ -78,19 +78,19 @@ impl From<io::Error> for MoveError {
 
 type Result<T> = std::result::Result<T, MoveError>;
 
-/// Moves until dropped: first what an earlier server did not get to.
+/// Runs the mover until dropped. It begins with the work that an earlier server has not finished.
 pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
     let Some(store) = &checkpoints.artifact_store else { return };
     let mut backoff = TRY_AGAIN;
     while let Err(error) = find(&checkpoints, store).await {
-        tracing::warn!(%error, "which checkpoints the object store lacks could not be read; trying again");
+        tracing::warn!(%error, "the list of checkpoints to upload cannot be read; trying again");
         tokio::time::sleep(backoff.pause()).await;
     }
     wait_for(&checkpoints, store).await;
     futures_util::future::join_all((0..AT_ONCE).map(|_| work(&checkpoints, store))).await;
 }
 
-/// Queues the checkpoints on this disk that differ from those in the object store, and the objects without a checkpoint.
+/// Queues the checkpoints on this disk whose copies in the object store are missing or different, and the objects of deleted checkpoints.
 async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
     note_abandoned(checkpoints, store).await?;
     let mut behind = String::new();
@@ -104,7 +104,7 @@ async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result
     }
 }
 
-/// Queues the objects whose checkpoint was deleted.
+/// Queues the deletion of objects whose checkpoint was deleted.
 async fn note_abandoned(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
     let mut behind = String::new();
     loop {
@@ -115,7 +115,7 @@ async fn note_abandoned(checkpoints: &Checkpoints, store: &ArtifactStore) -> sto
     }
 }
 
-/// Queues a checkpoint on this disk, unless the object store has it with the same manifest.
+/// Queues a checkpoint on this disk, unless the object store has the checkpoint with the same manifest.
 async fn note_lacking(
     checkpoints: &Checkpoints,
     store: &ArtifactStore,
@@ -129,10 +129,10 @@ async fn note_lacking(
     Ok(())
 }
 
-/// Queues a job's checkpoints, and the objects of deleted ones. Some may have been stored or deleted without a notification.
+/// Queues a job's checkpoints, and the objects of deleted checkpoints, because some may have been stored or deleted without a notification.
 ///
 /// # Errors
-/// The database.
+/// A database error.
 pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> store::Result<()> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(()) };
     note_abandoned(checkpoints, store).await?;
@@ -142,14 +142,14 @@ pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> store::R
     Ok(())
 }
 
-/// Waits until the store can be used and is the right one. If it was unavailable when the server started, a wrong configuration is found
-/// only now.
+/// Waits until the store can be used and is the right store. If the store was unavailable when the server started, a wrong configuration is
+/// found only now.
 async fn wait_for(checkpoints: &Checkpoints, store: &ArtifactStore) {
     let (mut backoff, mut is_told) = (TRY_AGAIN, false);
     while let Err(unusable) = store.confirm(&*checkpoints.store).await {
         store.is_away(Asked::Other, &unusable.why);
         if !unusable.may_pass && !is_told {
-            tracing::error!(error = unusable.why, "the object store cannot be used as it is");
+            tracing::error!(error = unusable.why, "the object store cannot be used with this configuration");
             is_told = true;
         }
         tokio::time::sleep(backoff.pause()).await;
@@ -199,7 +199,7 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
             }
         };
         if failed {
-            // The other worker does not take it meanwhile, and moves the rest.
+            // Until `done`, the other worker does not take this checkpoint, but processes others.
             tokio::time::sleep(backoff.pause()).await;
             store.note_again(&id);
         } else {
@@ -211,24 +211,24 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
 
 /// Records that the copy on the server's disk is damaged, and tells the job's owner.
 async fn refuse(checkpoints: &Checkpoints, id: &str, how: &str) {
-    tracing::warn!(checkpoint = id, how, "a damaged checkpoint does not go into the object store");
+    tracing::warn!(checkpoint = id, how, "a damaged checkpoint is not uploaded to the object store");
     if let Ok(true) = checkpoints.store.mark_damaged(Copies::SERVER, id).await
         && let Ok(Some(row)) = checkpoints.store.checkpoint(id).await
     {
         let name = format!("{}-{}", row.info.epoch, row.info.step);
         let text = format!(
-            "checkpoint {name} on the server's disk is damaged ({how}); it does not go into the object store"
+            "checkpoint {name} on the server's disk is damaged ({how}); it is not uploaded to the object store"
         );
         checkpoints.events.log(&row.job, text).await;
     }
 }
 
-/// Deletes the objects of a deleted checkpoint, then the record of them.
+/// Deletes the objects of a deleted checkpoint, then the row of the copy.
 async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> Result<()> {
     let url = store.storage.url();
     let Some(record) = checkpoints.store.stored_checkpoint(url, id).await? else { return Ok(()) };
     if let Some(place) = store.storage.place(id) {
-        // The objects may belong to another server, which has a copy of this database and has adopted the store.
+        // The objects may belong to another server, if it has a copy of this database and has adopted the store.
         store.confirm(&*checkpoints.store).await?;
         let gone = async {
             if let Some(parts) = &record.parts {
@@ -247,7 +247,7 @@ async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> R
     Ok(())
 }
 
-/// Uploads one checkpoint, unless the object store has it with the same manifest.
+/// Uploads a checkpoint, unless the object store has the checkpoint with the same manifest.
 async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
     let Some(place) = store.storage.place(&row.id) else { return Ok(()) };
     let folder = checkpoints.folder(row);
@@ -260,7 +260,7 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Checkpoi
     let begun =
         StoredCheckpoint { id: row.id.clone(), manifest: None, parts: known.and_then(|known| known.parts) };
     match bring(checkpoints, store, &place, &folder, &text, begun).await {
-        // Not damaged: it was replaced meanwhile, and is queued again.
+        // The checkpoint is not damaged, but was replaced during the upload, and is queued again.
         Err(MoveError::Damaged(_)) if regular::read(&folder.join(MANIFEST)).await? != text => {
             Err(MoveError::Changed)
         }
@@ -287,9 +287,9 @@ async fn bring(
     if let Some(parts) = record.parts.take() {
         store.storage.drop_parts(&parts).await?;
     }
-    // Recorded before the first object exists, so that every object can be found and deleted.
+    // The row is written before the first object exists, so that every object can be found and deleted.
     write(checkpoints, store, &record).await?;
-    // An earlier server may have been killed between the upload of the manifest and its record.
+    // An earlier server may have been killed after the upload of the manifest and before the row was updated.
     if store.storage.manifest(place).await?.as_ref() != Some(text) {
         for (name, file) in &manifest.files {
             if !store.storage.has(place, name, &file.sha256, file.size_bytes).await? {
@@ -298,24 +298,24 @@ async fn bring(
         }
         store.storage.put_manifest(place, text.clone()).await?;
     }
-    // Remaining files of the checkpoint that this one replaces.
+    // Deletes the remaining files of the checkpoint that this upload replaces.
     store.storage.delete(place, Some(&manifest)).await?;
-    // If the store's disk was unmounted meanwhile, everything went into the folder below it.
+    // If the store's disk was unmounted during the upload, the files were written into the mount point's folder.
     store.confirm(&*checkpoints.store).await?;
     record.manifest = Some(sha256(text));
     write(checkpoints, store, &record).await
 }
 
-/// Stores the record of what is in the object store, or will be.
+/// Writes the row of a copy that is in the object store, or will be.
 async fn write(checkpoints: &Checkpoints, store: &ArtifactStore, record: &StoredCheckpoint) -> Result<()> {
     if !checkpoints.store.put_stored_checkpoint(store.storage.url(), record).await? {
-        // It was removed meanwhile.
+        // The checkpoint was removed during the upload.
         return Err(MoveError::Changed);
     }
     Ok(())
 }
 
-/// A file that is read and verified part by part.
+/// Reads a file part by part and computes its checksum.
 struct Reader {
     file: File,
     verifier: Verifier,
@@ -338,12 +338,12 @@ async fn next(mut reader: Reader, bytes: u64) -> io::Result<(Bytes, Reader)> {
     blocking(move || reader.part(bytes).map(|part| (part, reader))).await
 }
 
-/// Runs blocking work on the disk on a thread of its own.
+/// Runs blocking work on a thread for blocking work.
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
     tokio::task::spawn_blocking(work).await.map_err(io::Error::other)?
 }
 
-/// Uploads one file. It becomes an object once its last part has arrived and its checksum is correct.
+/// Uploads a file. The object appears after the last part has arrived and the checksum is correct.
 async fn send(
     checkpoints: &Checkpoints,
     store: &ArtifactStore,

@@ -1,5 +1,5 @@
-//! The object store of this server, and what is done with it now: which checkpoints wait for the mover, which are fetched from there, and
-//! what it fails at. The database has what is there.
+//! The object store of this server, and its state in memory: checkpoints that wait for the mover, running fetches, and failures. The database
+//! has the list of the copies in the store.
 
 mod confirm;
 
@@ -15,29 +15,29 @@ use std::{
 use tokio::sync::{Notify, OnceCell, Semaphore, watch};
 use utoipa::ToSchema;
 
-/// A fetch that has failed is not tried again sooner: after its first failure, and at most. Each failure doubles it.
+/// Minimum pauses between a failed fetch and the next: after the first failure, and the longest. Each failure doubles the pause.
 const FETCH_AGAIN: Backoff = Backoff::new(Duration::from_secs(3), Duration::from_secs(60));
-/// Checkpoints that are fetched at a time; others wait.
+/// Maximum number of checkpoints that are fetched at the same time. Others wait.
 const FETCHED_AT_ONCE: usize = 2;
-/// Copies on the disk that are checked at a time, each of which reads every byte: after an outage hundreds of jobs restart at once, and the
-/// first of them is not to wait for the disk until all are checked.
+/// Maximum number of copies on the disk that are checked at the same time. A check reads every byte. After an outage, hundreds of jobs restart,
+/// and the first of them should not wait until all checkpoints are checked.
 const CHECKED_AT_ONCE: usize = 2;
 
-/// Copies on the disk of which it is remembered that they were whole. Beyond, one may be checked a second time.
+/// Maximum number of copies on the disk that are remembered as undamaged. With more copies, a copy may be checked again.
 const CHECKED: usize = 4096;
 
-/// Where a checkpoint is on its way into the object store.
+/// The state of a checkpoint's copy in the object store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum StoredState {
-    /// It is uploaded, or waits for that.
+    /// The checkpoint is being uploaded, or waits for its upload.
     Uploading,
-    /// It is there.
+    /// The checkpoint is in the object store.
     Stored,
 }
 
 impl StoredState {
-    /// As it is in JSON.
+    /// The name of the state in JSON.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Uploading => "uploading",
@@ -49,28 +49,28 @@ impl StoredState {
 /// Why a checkpoint could not be fetched.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum NotFetched {
-    /// The store does not have it whole.
+    /// The store does not have the complete checkpoint.
     Missing,
-    /// What came is not what was written.
+    /// The files in the store do not match the manifest.
     Damaged(String),
-    /// The store does not answer, or refuses.
+    /// The store does not respond, or refuses the request.
     Away(String),
-    /// This server's disk.
+    /// The checkpoint cannot be written to this server's disk.
     Disk(String),
 }
 
 impl fmt::Display for NotFetched {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Missing => f.write_str("the store does not have it whole"),
+            Self::Missing => f.write_str("the store does not have the complete checkpoint"),
             Self::Damaged(how) => write!(f, "it is damaged there: {how}"),
-            Self::Away(why) => write!(f, "the store cannot be asked: {why}"),
-            Self::Disk(why) => write!(f, "the server's disk does not take it: {why}"),
+            Self::Away(why) => write!(f, "the store cannot be used: {why}"),
+            Self::Disk(why) => write!(f, "it cannot be written to the server's disk: {why}"),
         }
     }
 }
 
-/// How a fetch has ended; `None` while it runs.
+/// The outcome of a fetch. `None` while the fetch runs.
 pub(crate) type Fetched = Option<Result<(), NotFetched>>;
 
 /// A fetch that runs or has ended.
@@ -78,23 +78,23 @@ pub(crate) type Fetched = Option<Result<(), NotFetched>>;
 pub(crate) struct Fetch {
     pub(crate) outcome: watch::Receiver<Fetched>,
     since: Instant,
-    /// Failures in a row.
+    /// Number of consecutive failures.
     failures: u32,
 }
 
-/// The store, and what is done with it.
+/// The object store of this server, with its queue of uploads and deletions and its fetches.
 #[derive(Debug)]
 pub(crate) struct ArtifactStore {
     pub(crate) storage: ObjectStorage,
-    /// Whether a store may be taken over from the server that a backup was made of.
+    /// Whether the store may be taken over from another server (`--artifacts-adopt`).
     adopts: bool,
     /// Set once a check has shown that the store can be used.
     usable: OnceCell<()>,
-    /// The identity that its `LOCKSTEP.json` must have, once that is known.
+    /// The identity that the store's `LOCKSTEP.json` must have, once the identity is known.
     marker: OnceCell<String>,
     queue: Mutex<Queue>,
     fetches: Mutex<HashMap<String, Fetch>>,
-    /// Copies on the disk that were found whole: the job that starts from it, that job's newest attempt then, and the checkpoint.
+    /// Copies on the disk that are undamaged: the job that starts from the copy, the newest attempt of this job at the check, and the checkpoint.
     checked: Mutex<HashSet<(JobId, u32, String)>>,
     /// A permit for each checkpoint that is being fetched.
     pub(crate) fetching: Semaphore,
@@ -105,16 +105,16 @@ pub(crate) struct ArtifactStore {
     failing: Mutex<Failing>,
 }
 
-/// What is asked of the store.
+/// The kind of a request to the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Asked {
-    /// To take something, which one that is full cannot while it does everything else.
+    /// A write, which fails if the store is full.
     Write,
-    /// Anything else.
+    /// Any other request, which a full store still answers.
     Other,
 }
 
-/// What the store has failed at, and not done since.
+/// The kinds of requests that have failed and not succeeded since.
 #[derive(Debug, Default)]
 struct Failing {
     write: bool,
@@ -122,7 +122,7 @@ struct Failing {
 }
 
 impl Failing {
-    /// Notes a failure; whether it is the first.
+    /// Notes a failure. Returns whether it is the first.
     fn fails(&mut self, what: Asked) -> bool {
         let is_first = !self.write && !self.other;
         match what {
@@ -132,7 +132,7 @@ impl Failing {
         is_first
     }
 
-    /// Notes that something was done; whether nothing fails any more, as it did before.
+    /// Notes a success. Returns whether requests failed before and none fail now.
     fn works(&mut self, what: Asked) -> bool {
         let failed = self.write || self.other;
         self.other = false;
@@ -143,18 +143,18 @@ impl Failing {
     }
 }
 
-/// The checkpoints that wait for the mover: those that were written, and those that were deleted.
+/// The checkpoints that wait for the mover, because they were written or deleted.
 #[derive(Debug, Default)]
 struct Queue {
-    /// The one that was noted last comes first, since a job would continue from that one.
+    /// The waiting checkpoints. The last comes first, because a job would continue from the newest checkpoint.
     order: BTreeMap<i64, String>,
     places: HashMap<String, i64>,
-    /// Those that the mover works on, or tries again after a pause.
+    /// The checkpoints that the mover is processing, or tries again after a pause.
     busy: HashSet<String>,
 }
 
 impl Queue {
-    /// `place`: the largest comes first.
+    /// Adds a checkpoint. The largest `place` comes first.
     fn enter(&mut self, id: &str, place: i64) {
         self.order.insert(place, id.to_owned());
         self.places.insert(id.to_owned(), place);
@@ -172,7 +172,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ArtifactStore {
-    /// Nothing is asked of it yet.
+    /// Creates the state of a store, without a request to the store.
     pub(crate) fn new(storage: ObjectStorage, adopts: bool) -> Self {
         Self {
             storage,
@@ -189,13 +189,13 @@ impl ArtifactStore {
         }
     }
 
-    /// Whether a checkpoint is being uploaded, or waits for that. Only a deleted one waits for its deletion.
+    /// Whether an existing checkpoint is being uploaded, or waits for its upload. Deleted checkpoints wait in the same queue.
     pub(crate) fn is_uploading(&self, id: &str) -> bool {
         let queue = lock(&self.queue);
         queue.places.contains_key(id) || queue.busy.contains(id)
     }
 
-    /// A checkpoint is new on the disk, or another than before, or was deleted.
+    /// Queues a checkpoint that is new on the disk, was replaced, or was deleted.
     pub(crate) fn note(&self, id: &str) {
         {
             let mut queue = lock(&self.queue);
@@ -206,7 +206,7 @@ impl ArtifactStore {
         self.waiting.notify_waiters();
     }
 
-    /// It could not be moved: later, after all others, so that one that never can be holds up none.
+    /// Queues a checkpoint again after a failure, behind all others, so that a permanent failure does not delay other checkpoints.
     pub(crate) fn note_again(&self, id: &str) {
         let mut queue = lock(&self.queue);
         if !queue.places.contains_key(id) {
@@ -215,7 +215,7 @@ impl ArtifactStore {
         }
     }
 
-    /// The next one to move, which is this caller's until [`ArtifactStore::done`].
+    /// Takes the next checkpoint from the queue. No other caller gets the checkpoint before [`ArtifactStore::done`].
     pub(crate) fn take(&self) -> Option<String> {
         let mut queue = lock(&self.queue);
         let id = queue.order.values().rev().find(|id| !queue.busy.contains(*id))?.clone();
@@ -224,18 +224,19 @@ impl ArtifactStore {
         Some(id)
     }
 
-    /// What was taken is no longer being worked on.
+    /// Notes that a checkpoint from [`ArtifactStore::take`] is no longer being processed.
     pub(crate) fn done(&self, id: &str) {
         lock(&self.queue).busy.remove(id);
         self.waiting.notify_waiters();
     }
 
-    /// The database has nothing of it any more.
+    /// Forgets a checkpoint that is no longer in the database.
     pub(crate) fn forget(&self, id: &str) {
         lock(&self.fetches).remove(id);
     }
 
-    /// The fetch of a checkpoint that runs or has just failed, or a new one, which the caller carries out and ends with the sender.
+    /// The fetch of a checkpoint that runs or has just failed. Otherwise a new fetch, with a sender: the caller must carry out the fetch and end it
+    /// with [`ArtifactStore::fetched`].
     pub(crate) fn fetch(&self, id: &str) -> (Fetch, Option<watch::Sender<Fetched>>) {
         let mut fetches = lock(&self.fetches);
         let failures = fetches.get(id).map_or(0, |fetch| fetch.failures);
@@ -256,12 +257,12 @@ impl ArtifactStore {
         (fetch, Some(sender))
     }
 
-    /// Whether a copy on the disk was found whole for a job's next attempt.
+    /// Whether a copy on the disk was checked for a job's next attempt and is undamaged.
     pub(crate) fn is_checked(&self, id: &str, job: &JobId, attempt: u32) -> bool {
         lock(&self.checked).contains(&(job.clone(), attempt, id.to_owned()))
     }
 
-    /// Notes that a copy was found whole, for the attempt that follows `attempt`.
+    /// Notes that a copy is undamaged, for the attempt that follows `attempt`.
     pub(crate) fn checked(&self, id: &str, (job, attempt): (JobId, u32)) {
         let mut checked = lock(&self.checked);
         if checked.len() >= CHECKED {
@@ -270,7 +271,7 @@ impl ArtifactStore {
         checked.insert((job, attempt, id.to_owned()));
     }
 
-    /// Ends a fetch: those who wait for it get the outcome, and a failure is remembered for a moment.
+    /// Ends a fetch. Waiting requests get the outcome. A failure is remembered for a while.
     pub(crate) fn fetched(&self, id: &str, sender: &watch::Sender<Fetched>, outcome: Result<(), NotFetched>) {
         if let Some(fetch) = lock(&self.fetches).get_mut(id) {
             fetch.since = Instant::now();
@@ -279,19 +280,19 @@ impl ArtifactStore {
         sender.send_replace(Some(outcome));
     }
 
-    /// The store fails at `what`, for the reason `error`. Logged once until it works again.
+    /// Notes that the store has failed at `what`, for the reason `error`. Logged once until the store works again.
     pub(crate) fn is_away(&self, what: Asked, error: &str) {
         if lock(&self.failing).fails(what) {
             let url = self.storage.url();
             tracing::warn!(
                 url,
                 error,
-                "the object store cannot be used; trying again until it can, and training continues"
+                "the object store cannot be used; trying again, and training continues"
             );
         }
     }
 
-    /// The store has done this.
+    /// Notes that the store has handled a request.
     pub(crate) fn answers(&self, what: Asked) {
         if lock(&self.failing).works(what) {
             tracing::info!(url = self.storage.url(), "the object store can be used again");

@@ -1,4 +1,4 @@
-//! Running evaluations of checkpoints. A second request joins the first.
+//! Running evaluations of checkpoints. A second request for the same evaluation joins the first.
 
 use crate::agents::RequestError;
 use std::{
@@ -16,7 +16,7 @@ pub(crate) type Outcome = Option<std::result::Result<(), Failure>>;
 pub(crate) enum Failure {
     /// No agent could be asked, or the agent refused or disconnected.
     Agent(RequestError),
-    /// The result was lost; another request may succeed.
+    /// The result was lost. Another request may succeed.
     Lost(String),
 }
 

@@ -1,4 +1,4 @@
-//! What a checkpoint's `MANIFEST.json` says of its files, and whether they are those.
+//! Compares the files of a checkpoint with its `MANIFEST.json`.
 
 use rustix::io::Errno;
 use sha2::{Digest, Sha256};
@@ -15,14 +15,14 @@ pub(crate) fn sha256(bytes: &[u8]) -> String {
     hex::encode(Sha256::digest(bytes))
 }
 
-/// Whether a disk cannot return what was written, and will not be able to later either: a bad sector, or metadata that is corrupt. Other errors
-/// may pass, or are of something else.
+/// Whether an error means that the data on a disk is permanently lost: a bad sector or corrupt metadata. Other errors may be temporary, or
+/// may not concern the data.
 pub(crate) fn is_media_error(error: &io::Error) -> bool {
     const LASTING: [Errno; 4] = [Errno::IO, Errno::NODATA, Errno::BADMSG, Errno::UCLEAN];
     error.raw_os_error().is_some_and(|number| LASTING.iter().any(|of| of.raw_os_error() == number))
 }
 
-/// Compares the bytes of a file with its manifest, while they are read or copied.
+/// Compares the bytes of a file with the manifest while the file is read or copied.
 #[derive(Debug, Default)]
 pub(crate) struct Verifier {
     hash: Sha256,
@@ -35,8 +35,10 @@ impl Verifier {
         self.size_bytes += bytes.len() as u64;
     }
 
+    /// Compares the size and checksum of the bytes with those of the manifest.
+    ///
     /// # Errors
-    /// How the bytes differ from those that were written.
+    /// The bytes differ. The text says how.
     pub(crate) fn finish(self, name: &str, wanted: &ManifestFile) -> Result<(), String> {
         if self.size_bytes != wanted.size_bytes {
             return Err(format!(
@@ -55,10 +57,10 @@ fn damaged(detail: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, detail)
 }
 
-/// Whether a file has the bytes that its manifest says.
+/// Checks that a file has the size and checksum of its manifest.
 ///
 /// # Errors
-/// [`io::ErrorKind::InvalidData`] says how it is damaged, or that it can never be read again.
+/// [`io::ErrorKind::InvalidData`] if the file is damaged or permanently unreadable.
 pub(crate) fn verify(mut file: fs::File, name: &str, wanted: &ManifestFile) -> io::Result<()> {
     let (mut verifier, mut block) = (Verifier::default(), vec![0; 1 << 18]);
     loop {
@@ -73,10 +75,10 @@ pub(crate) fn verify(mut file: fs::File, name: &str, wanted: &ManifestFile) -> i
     }
 }
 
-/// Whether the files of a checkpoint are those that its manifest names.
+/// Checks that all files of a checkpoint match its manifest.
 ///
 /// # Errors
-/// [`io::ErrorKind::InvalidData`] says which one is not, or can never be read again.
+/// [`io::ErrorKind::InvalidData`] if a file is missing, damaged or permanently unreadable. The text names the file.
 pub(crate) fn check_whole(folder: &Path) -> io::Result<()> {
     let text = fs::read(folder.join(MANIFEST))
         .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;

@@ -1,5 +1,4 @@
-//! Checkpoints: which are on the server's disk or in its object store, which are still being uploaded from agents, and which are no longer
-//! kept.
+//! Checkpoints: their copies on the server's disk and in the object store, uploads from agents, and the removal of old checkpoints.
 
 pub(crate) mod artifact_checks;
 pub(crate) mod artifact_fetches;
@@ -57,7 +56,7 @@ pub(crate) struct Checkpoints {
     /// Files of checkpoints whose checksum was found correct.
     pub(crate) verified_files: VerifiedFiles,
     pub(crate) evaluations: Evaluations,
-    /// Held while old checkpoints are removed, and while one is registered, which keeps it.
+    /// Held while old checkpoints are removed, and while a checkpoint is registered as a model version, which must not be removed.
     pub(crate) removing: tokio::sync::Mutex<()>,
 }
 
@@ -84,7 +83,7 @@ impl Checkpoints {
         }
     }
 
-    /// A checkpoint's folder.
+    /// The folder of a checkpoint on the server's disk.
     pub(crate) fn folder(&self, row: &CheckpointRow) -> PathBuf {
         self.config.job_dir(&row.job).join("checkpoints").join(name_of(row))
     }
@@ -92,7 +91,7 @@ impl Checkpoints {
     /// The copies of a job's checkpoints, by the checkpoint's id.
     ///
     /// # Errors
-    /// The database.
+    /// A database error.
     pub(crate) async fn copies(&self, job: &JobId) -> Result<HashMap<String, Copies>> {
         let object_store = self.artifact_store.as_deref().map_or("", |store| store.storage.url());
         self.store.copies(job, object_store).await
@@ -101,7 +100,7 @@ impl Checkpoints {
     /// The copies of a checkpoint.
     ///
     /// # Errors
-    /// The database.
+    /// A database error.
     pub(crate) async fn copies_of(&self, row: &CheckpointRow) -> Result<Copies> {
         Ok(self.copies(&row.job).await?.remove(&row.id).unwrap_or_default())
     }
@@ -111,8 +110,8 @@ impl Checkpoints {
         self.folder(row).exists() || copies.is_some_and(Copies::is_stored)
     }
 
-    /// Whether the object store has a checkpoint. `None` if there is no object store, or if neither the store nor the disk has the checkpoint
-    /// undamaged.
+    /// Whether a checkpoint is in the object store or on its way there. `None` if there is no object store, or if neither the store nor the disk
+    /// has an undamaged copy.
     pub(crate) fn stored_state(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Option<StoredState> {
         let store = self.artifact_store.as_deref()?;
         let is_damaged_here = copies.is_some_and(|copies| copies.is_damaged_here);
@@ -120,14 +119,15 @@ impl Checkpoints {
             _ if store.is_uploading(&row.id) => true,
             Some(CopyState::Complete) => return Some(StoredState::Stored),
             Some(CopyState::Copying) => !is_damaged_here,
-            // On the disk, and not queued for the upload yet.
+            // The checkpoint is on the disk, but not queued for the upload yet.
             None => !is_damaged_here && self.folder(row).exists(),
             Some(CopyState::Damaged) => false,
         };
         is_uploading.then_some(StoredState::Uploading)
     }
 
-    /// The agents that have a checkpoint which the server does not have yet; the agent that uploads it first. Empty if the server has it.
+    /// The agents that have a checkpoint which the server does not have yet. Agents that are online come first. Empty if the server has the
+    /// checkpoint.
     pub(crate) fn on_its_way(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Vec<Holder> {
         let Some(copies) = copies.filter(|_| !self.is_kept(row, copies)) else { return Vec::new() };
         let mut holders = copies.holders.clone();
@@ -138,17 +138,17 @@ impl Checkpoints {
         holders
     }
 
-    /// The agents that are online and were not given up: a machine that disappears closes no connection.
+    /// The agents that are online and were not given up. A machine that disappears does not close its connection.
     fn in_touch(&self) -> HashSet<String> {
         let online = self.agents.online().into_iter().map(|online| online.row.id.clone());
         online.filter(|id| !self.agents.leases.is_cut_off(id)).collect()
     }
 
-    /// Why a job does not start on `agent` yet: another agent, which is online, uploads a newer checkpoint than the server has, or the newest
-    /// checkpoint is being fetched from the object store or checked. `patience`: how long this call may wait for checks.
+    /// Why a job must not start on `agent` yet: another agent, which is online, is uploading a newer checkpoint than the server has, or the newest
+    /// checkpoint is being fetched from the object store or checked. `patience` is the time for which this call may wait for checks.
     ///
     /// # Errors
-    /// The database.
+    /// A database error.
     pub(crate) async fn wait_for_newer(
         self: &Arc<Self>,
         of: &JobRow,
@@ -173,7 +173,7 @@ impl Checkpoints {
         let copies = self.copies(&job.id).await?;
         let (mut checkpoints, mut agents, mut is_coming) = (Vec::new(), Vec::new(), false);
         for row in self.store.checkpoints(&job.id).await? {
-            // The newest comes first.
+            // The newest checkpoint comes first.
             let copies = copies.get(&row.id);
             let holders = self.on_its_way(&row, copies);
             if holders.is_empty() {
@@ -205,17 +205,17 @@ impl Checkpoints {
     }
 
     /// Drops reported removals of checkpoints that the server still has. A machine with its own disk removes old checkpoints there, but the
-    /// server's copies may be all that is left until newer ones arrive; [`Checkpoints::tidy`] removes them. Ranks on the server's disk remove old
-    /// and damaged checkpoints; a damaged one stays if the object store has it whole.
+    /// server's copies may be the only ones until newer checkpoints arrive; [`Checkpoints::tidy`] removes them. Ranks on the server's disk remove
+    /// old and damaged checkpoints. A damaged checkpoint stays if the object store has an undamaged copy.
     ///
     /// # Errors
-    /// The database.
+    /// A database error.
     pub(crate) async fn keep_uploaded(&self, report: &mut Report) -> Result<()> {
         if !report.events.iter().any(|event| matches!(event, AttemptEvent::CheckpointRemoved { .. })) {
             return Ok(());
         }
         let job = &report.attempt.job;
-        // A checkpoint that does not count as old yet is removed when the newest one is stored.
+        // A checkpoint that is not old yet is removed later, when the newest checkpoint is stored.
         let (copies, old) = match &self.artifact_store {
             Some(_) => {
                 let old = self.old_ones(job).await?.map(|(_, old)| old);
@@ -238,13 +238,13 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Removes checkpoints that the job no longer keeps, after an upload. The machine that trains knows only the checkpoints on its own disk;
-    /// those of earlier machines are only here.
+    /// Removes checkpoints that the job no longer keeps, after an upload. The machine that trains knows only the checkpoints on its own disk, but
+    /// the server also has checkpoints of earlier machines.
     ///
     /// # Errors
-    /// The database.
+    /// A database error.
     pub(crate) async fn tidy(&self, attempt: &AttemptRef) -> Result<()> {
-        // Another attempt trains now, perhaps on this disk.
+        // Another attempt is training, possibly on this disk.
         if self.agents.leases.attempt_of(&attempt.job).is_some_and(|live| live != *attempt) {
             return Ok(());
         }
@@ -260,20 +260,20 @@ impl Checkpoints {
         let job_dir = self.config.job_dir(&attempt.job);
         let swept = tokio::task::spawn_blocking(move || sweep(&job_dir, &kept)).await;
         if let Err(error) = swept.map_err(io::Error::other).flatten() {
-            tracing::warn!(%error, job = %attempt.job, "old checkpoints stay for now");
+            tracing::warn!(%error, job = %attempt.job, "old checkpoints cannot be removed now");
         }
         Ok(())
     }
 
-    /// A job's checkpoints, and epoch and step of those that it no longer keeps: beyond `checkpoint.keep`, not the best, and not a version
-    /// of a model.
+    /// A job's checkpoints, with the epoch and step of each checkpoint that the job no longer keeps: it is older than the newest
+    /// `checkpoint.keep`, is not the best, and is not a version of a model.
     async fn old_ones(&self, job: &JobId) -> Result<Option<(Vec<CheckpointRow>, Vec<(u32, u64)>)>> {
         let Some(job) = self.store.job(job).await? else { return Ok(None) };
         let keep = (job.job.spec.checkpoint.keep as usize).max(2);
         let rows = self.store.checkpoints(&job.job.id).await?;
         let registered = self.store.registered_checkpoints(&job.job.id).await?;
         let copies = self.copies(&job.job.id).await?;
-        // Only checkpoints that the server has count: newer ones may never arrive.
+        // Only checkpoints that the server has are counted, because newer checkpoints may never arrive.
         let here = rows.iter().filter(|row| self.is_kept(row, copies.get(&row.id)));
         let old = here.skip(keep).filter(|row| !row.info.best && !registered.contains(&row.id));
         let old = old.map(|row| (row.info.epoch, row.info.step)).collect();
@@ -295,10 +295,10 @@ impl Checkpoints {
         self.events.change_job(job, Box::new(removed)).await.map(drop)
     }
 
-    /// Removes checkpoints that a job no longer keeps and that only the object store has: ranks remove only what is on the disk.
+    /// Removes checkpoints that a job no longer keeps and that only the object store has. Ranks only remove checkpoints on the disk.
     ///
     /// # Errors
-    /// The database.
+    /// A database error.
     pub(crate) async fn forget_old(&self, job: &JobId) -> Result<()> {
         let _removing = self.removing.lock().await;
         let Some((rows, old)) = self.old_ones(job).await? else { return Ok(()) };
@@ -314,7 +314,7 @@ impl Checkpoints {
 impl Availability {
     fn wait(self) -> Option<Wait> {
         let (why, is_kept) = match self {
-            // A check takes no longer than reading the checkpoint, so the job keeps its slots.
+            // A check is as fast as reading the checkpoint, so the slots are kept for the job.
             Self::Checking(why) => (why.into(), true),
             Self::Fetching(why) => (why.into(), false),
             Self::Here | Self::Lost => return None,

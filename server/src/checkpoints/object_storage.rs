@@ -1,9 +1,10 @@
-//! The object store that keeps checkpoints (`serve --artifacts`): a directory, or a bucket of S3 or of what speaks like it. It knows
-//! objects and files; what is to be kept, `artifact_store` and the tasks know.
+//! Access to the object store for checkpoints (`serve --artifacts`): a directory, or a bucket of S3 or a compatible service. This module handles
+//! objects and files. `artifact_store` and the tasks decide which checkpoints are stored.
 //!
-//! A checkpoint's objects are at `jobs/<job>/<epoch>-<step>/`: each file below the SHA-256 of its bytes, and `MANIFEST.json`, which names
-//! them. `LOCKSTEP.json` at the root is what the store is known by. An object appears whole or not at all, and files are checked while they are sent, so that one that is there is right: nothing is
-//! sent twice. The manifest is written last, so a checkpoint exists completely or not at all, also where it replaces another of its name.
+//! A checkpoint's objects are at `jobs/<job>/<epoch>-<step>/`: each file below the SHA-256 of its bytes, and `MANIFEST.json`, which names the
+//! files. `LOCKSTEP.json` at the root identifies the store. An object appears completely or not at all, and files are verified while they are
+//! sent. So an existing object is correct, and is never sent again. The manifest is written last, so a checkpoint exists completely or not at
+//! all, even if it replaces another checkpoint of the same name.
 
 mod check;
 mod connector;
@@ -26,18 +27,18 @@ use object_store::{
 };
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
-/// A file is sent and fetched in parts of at least this size. Buckets take none below 5 MiB, but for the last.
+/// Minimum size of the parts in which a file is sent, in bytes. Buckets require at least 5 MiB for all parts except the last.
 pub(crate) const PART_BYTES: u64 = 8 << 20;
-/// Buckets take so many parts of one object.
+/// Maximum number of parts of an object in a bucket.
 const PARTS: u64 = 10_000;
-/// A request that has failed is sent again so often; who asked tries again later.
+/// Number of times that a failed request is retried at once. Callers try again later.
 const RETRIES: usize = 2;
-/// How long a bucket may take for a request with a body.
+/// Time limit for a request, including its body.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 pub(crate) type Result<T> = std::result::Result<T, Error>;
 
-/// Where a checkpoint's objects are.
+/// The location of a checkpoint's objects.
 #[derive(Debug, Clone)]
 pub(crate) struct Place {
     path: Path,
@@ -45,17 +46,18 @@ pub(crate) struct Place {
     name: String,
 }
 
-/// The store, open.
+/// An open object store.
 #[derive(Debug)]
 pub(crate) struct ObjectStorage {
-    /// As it is recorded: `file:///path`, `s3://bucket/prefix`, or `s3+https://endpoint/bucket/prefix` where it is not Amazon's.
+    /// The store's URL in the database: `file:///path`, `s3://bucket/prefix`, or `s3+https://endpoint/bucket/prefix` for other services than
+    /// Amazon's.
     url: String,
     objects: Arc<dyn ObjectStore>,
-    /// A bucket, which takes large files in parts.
+    /// The bucket, if the store is one. Large files are uploaded in parts.
     bucket: Option<Arc<AmazonS3>>,
-    /// A directory.
+    /// The directory, if the store is one.
     directory: Option<PathBuf>,
-    /// Everything is below this.
+    /// Prefix of all objects.
     root: Path,
 }
 
@@ -63,17 +65,17 @@ fn other(detail: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
     Error::Generic { store: "object", source: detail.into() }
 }
 
-/// A request that takes too long has failed.
+/// Runs a request with the time limit [`PATIENCE`].
 async fn within<T>(request: impl Future<Output = Result<T>>) -> Result<T> {
     let late = || other(format!("it has not answered within {} s", PATIENCE.as_secs()));
     tokio::time::timeout(PATIENCE, request).await.map_err(|_| late())?
 }
 
 impl ObjectStorage {
-    /// Opens the store at `given`, which is `--artifacts`. Nothing is asked of it yet.
+    /// Opens the store at `given`, the value of `--artifacts`. Does not send a request.
     ///
     /// # Errors
-    /// What has to be changed.
+    /// The store cannot be opened. The text says what the user must change.
     pub(crate) fn open(given: &str) -> std::result::Result<Self, String> {
         match Location::of(given)? {
             Location::Directory(path) => {
@@ -119,12 +121,12 @@ impl ObjectStorage {
         &self.url
     }
 
-    /// The directory, where it is one.
+    /// The store's directory. `None` if the store is a bucket.
     pub(crate) fn directory(&self) -> Option<&std::path::Path> {
         self.directory.as_deref()
     }
 
-    /// Where the objects of the checkpoint with this id are; none of what is no checkpoint's id.
+    /// The location of the objects of the checkpoint with this id. `None` if the text is not a checkpoint's id.
     pub(crate) fn place(&self, id: &str) -> Option<Place> {
         let (job, name) = (id.get(..27)?, id.get(27..)?.strip_prefix('-')?);
         job.parse::<JobId>().ok()?;
@@ -135,10 +137,10 @@ impl ObjectStorage {
         })
     }
 
-    /// The text of a checkpoint's manifest; none where the store does not have it whole.
+    /// The text of a checkpoint's manifest. `None` if the store does not have the complete checkpoint.
     ///
     /// # Errors
-    /// The store; a manifest that is too large for one is no error here, see [`Place::read`].
+    /// A store error. A manifest that is too large is cut off, and then refused by [`Place::read`].
     pub(crate) async fn manifest(&self, place: &Place) -> Result<Option<Bytes>> {
         let options = GetOptions::new().with_range(Some(0..MANIFEST_BYTES as u64 + 1));
         match within(self.objects.get_opts(&place.path.clone().join(MANIFEST), options)).await {
@@ -148,18 +150,18 @@ impl ObjectStorage {
         }
     }
 
-    /// Writes a checkpoint's manifest: from now on the store has it.
+    /// Writes a checkpoint's manifest, which completes the checkpoint.
     ///
     /// # Errors
-    /// The store.
+    /// A store error.
     pub(crate) async fn put_manifest(&self, place: &Place, text: Bytes) -> Result<()> {
         within(self.objects.put(&place.path.clone().join(MANIFEST), text.into())).await.map(drop)
     }
 
-    /// Whether a file is there.
+    /// Whether the store has a file with this checksum and size.
     ///
     /// # Errors
-    /// The store.
+    /// A store error.
     pub(crate) async fn has(&self, place: &Place, name: &str, sha256: &str, size_bytes: u64) -> Result<bool> {
         match within(self.objects.head(&place.file(name, sha256))).await {
             Ok(found) => Ok(found.size == size_bytes),
@@ -168,18 +170,18 @@ impl ObjectStorage {
         }
     }
 
-    /// Writes a small file, whose bytes are checked.
+    /// Writes a small file whose bytes were verified by the caller.
     ///
     /// # Errors
-    /// The store.
+    /// A store error.
     pub(crate) async fn put(&self, place: &Place, name: &str, sha256: &str, bytes: Bytes) -> Result<()> {
         within(self.objects.put(&place.file(name, sha256), bytes.into())).await.map(drop)
     }
 
-    /// The bytes of a file; what they should be is not known here.
+    /// The bytes of a file. The caller must verify them.
     ///
     /// # Errors
-    /// The store.
+    /// A store error.
     pub(crate) async fn get(
         &self,
         place: &Place,
@@ -189,10 +191,10 @@ impl ObjectStorage {
         Ok(within(self.objects.get(&place.file(name, sha256))).await?.into_stream())
     }
 
-    /// Deletes what a checkpoint has and `kept` does not name: everything without it, its manifest first.
+    /// Deletes the objects of a checkpoint that the manifest `kept` does not name. Without `kept`, deletes all objects, the manifest first.
     ///
     /// # Errors
-    /// The store.
+    /// A store error.
     pub(crate) async fn delete(&self, place: &Place, kept: Option<&Manifest>) -> Result<()> {
         let manifest = place.path.clone().join(MANIFEST);
         if kept.is_none() {
@@ -212,7 +214,7 @@ impl ObjectStorage {
             self.delete_one(path).await?;
         }
         match (&self.directory, kept) {
-            // Folders, and files that were not written to their end, which lists of objects do not show.
+            // Also removes folders and incomplete files, which lists of objects do not contain.
             (Some(directory), None) => remove_folder(directory, &place.path).await.map_err(other),
             _ => Ok(()),
         }
@@ -231,10 +233,10 @@ impl Place {
         self.path.clone().join(sha256).join(name)
     }
 
-    /// What a manifest says of the checkpoint's files.
+    /// Parses a manifest of this checkpoint.
     ///
     /// # Errors
-    /// Why it is not the manifest of this checkpoint.
+    /// The text is not a valid manifest of this checkpoint.
     pub(crate) fn read(&self, text: &[u8]) -> std::result::Result<Manifest, String> {
         let wrong = |detail: String| format!("its {MANIFEST} {detail}");
         if text.len() > MANIFEST_BYTES {
@@ -244,7 +246,7 @@ impl Place {
             serde_json::from_slice(text).map_err(|error| wrong(format!("cannot be read ({error})")))?;
         let name = format!("{}-{}", manifest.epoch, manifest.step);
         if name != self.name {
-            return Err(wrong(format!("is that of {name}")));
+            return Err(wrong(format!("belongs to {name}")));
         }
         for (name, file) in &manifest.files {
             let is_sum = file.sha256.len() == 64 && file.sha256.bytes().all(|b| b.is_ascii_hexdigit());
@@ -259,12 +261,12 @@ impl Place {
     }
 }
 
-/// How a bucket is recorded: buckets of two servers may have one name.
+/// The URL of a bucket in the database. It contains the endpoint, because buckets of different servers may have the same name.
 fn bucket_url(endpoint: Option<&str>, bucket: &str, root: &Path) -> String {
     let server = endpoint.map_or_else(
         || "s3:/".to_owned(),
         |given| {
-            // Keys do not belong into a record.
+            // Keys must not be stored in the database.
             let without_keys = reqwest::Url::parse(given).map_or_else(
                 |_| given.to_owned(),
                 |mut url| {
@@ -278,12 +280,12 @@ fn bucket_url(endpoint: Option<&str>, bucket: &str, root: &Path) -> String {
     format!("{server}/{bucket}/{root}").trim_end_matches('/').to_owned()
 }
 
-/// How large the parts of a file are.
+/// The size of the parts of a file, in bytes.
 pub(crate) fn part_bytes(size_bytes: u64) -> u64 {
     size_bytes.div_ceil(PARTS).max(PART_BYTES)
 }
 
-/// Removes the folder of a checkpoint, and that of its job where it was the last.
+/// Removes the folder of a checkpoint, and the folder of its job if it is empty then.
 async fn remove_folder(directory: &std::path::Path, place: &Path) -> std::io::Result<()> {
     let folder = directory.join(place.as_ref());
     match tokio::fs::remove_dir_all(&folder).await {
@@ -291,7 +293,7 @@ async fn remove_folder(directory: &std::path::Path, place: &Path) -> std::io::Re
         _ => {}
     }
     if let Some(job) = folder.parent() {
-        // Others of it may be there.
+        // Fails, as intended, if the job has other checkpoints.
         let _ = tokio::fs::remove_dir(job).await;
     }
     Ok(())

@@ -1,6 +1,6 @@
-//! Checkpoints that agents with a disk of their own upload. The pieces are collected in `uploads/<epoch>-<step>` of the job's folder, which
-//! is renamed into `checkpoints/` when it is complete and every checksum is right. So a checkpoint exists completely or not at all, as with
-//! ranks. What has arrived survives the end of either side: the agent asks how much there is, and continues.
+//! Uploads of checkpoints by agents that have their own disk. The pieces are collected in `uploads/<epoch>-<step>` of the job's folder, which
+//! is renamed into `checkpoints/` after every checksum was verified. So a checkpoint exists completely or not at all, like the checkpoints of
+//! ranks. Pieces survive a restart of the agent or the server: the agent asks how many bytes have arrived, and continues.
 
 use crate::checkpoints::manifest::{MANIFEST, Manifest, check_whole, sha256};
 use lockstep_protocol::{
@@ -14,9 +14,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The largest piece of a file in one request.
+/// Maximum size of a piece of a file in a request, in bytes.
 pub(crate) const PIECE_BYTES: usize = 8 << 20;
-/// The largest checkpoint, all its files together.
+/// Maximum total size of the files of a checkpoint, in bytes.
 const CHECKPOINT_BYTES: u64 = 1 << 40;
 
 /// Why a piece or a checkpoint is refused.
@@ -26,13 +26,13 @@ pub(crate) enum Refused {
     Wrong(String),
     /// The piece does not continue the file, which has this many bytes.
     Offset(u64),
-    /// A checksum is wrong. The upload was removed and has to be sent again.
+    /// A checksum is wrong. The upload was removed and must be sent again.
     Damaged(String),
-    /// Another request works on this upload.
+    /// Another request is changing this upload.
     Busy,
-    /// The server has this checkpoint, with other weights, and the attempt that would replace it is over.
+    /// The server has this checkpoint with other weights, and the attempt that would replace the checkpoint is over.
     Stored,
-    /// The disk.
+    /// An I/O error.
     Io(io::Error),
 }
 
@@ -44,18 +44,18 @@ impl From<io::Error> for Refused {
 
 type Result<T> = std::result::Result<T, Refused>;
 
-/// The folders of one checkpoint below a job's folder.
+/// The folders of a checkpoint below a job's folder.
 pub(crate) struct Upload {
     /// `<epoch>-<step>`.
     name: String,
-    /// Where its pieces are collected.
+    /// The folder in which the pieces are collected.
     gathering: PathBuf,
-    /// Where it is once it is complete.
+    /// The folder of the complete checkpoint.
     place: PathBuf,
 }
 
 impl Upload {
-    /// `name` is `<epoch>-<step>`, as the database has it.
+    /// The upload of the checkpoint with the name `<epoch>-<step>`.
     pub(crate) fn of(job_dir: &Path, name: &str) -> Self {
         Self {
             name: name.to_owned(),
@@ -64,10 +64,10 @@ impl Upload {
         }
     }
 
-    /// How many bytes of each file have arrived.
+    /// The number of bytes of each file that have arrived.
     ///
     /// # Errors
-    /// The disk.
+    /// An I/O error.
     pub(crate) fn state(&self) -> Result<UploadState> {
         let hash = |folder: &Path| match fs::read(folder.join(MANIFEST)) {
             Ok(text) => Ok(Some(sha256(&text))),
@@ -87,7 +87,7 @@ impl Upload {
         Ok(state)
     }
 
-    /// The names of the files of which something has arrived, but for the manifest.
+    /// The names of the files of which pieces have arrived, without the manifest.
     fn gathered(&self) -> io::Result<Vec<String>> {
         let entries = match fs::read_dir(&self.gathering) {
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
@@ -103,7 +103,7 @@ impl Upload {
     /// Begins an upload with its manifest. An earlier upload with another manifest is dropped.
     ///
     /// # Errors
-    /// It is no manifest of this checkpoint, or names what is too large.
+    /// The text is not a manifest of this checkpoint, or names files that are too large.
     pub(crate) fn begin(&self, text: &[u8], is_live: bool) -> Result<()> {
         let manifest = self.read_manifest(text)?;
         self.may_replace(&manifest, is_live)?;
@@ -120,10 +120,10 @@ impl Upload {
         Ok(fs::rename(temporary, path)?)
     }
 
-    /// Appends a piece to a file; `offset` is how much of it was sent before.
+    /// Appends a piece to a file, and returns the file's new size. `offset` is the position of the piece in the file.
     ///
     /// # Errors
-    /// The upload was not begun, the piece does not follow what is there, or the file would be larger than the manifest says.
+    /// The upload was not begun, `offset` is not the file's size, or the file would be larger than in the manifest.
     pub(crate) fn append(&self, name: &str, offset: u64, piece: &[u8]) -> Result<u64> {
         let _one_at_a_time = self.lock()?;
         let manifest = self.manifest()?;
@@ -145,22 +145,22 @@ impl Upload {
         }
         file.seek(SeekFrom::Start(offset))?;
         if let Err(error) = file.write_all(piece) {
-            // A partial piece would keep the agent from sending it again.
+            // With a partial piece, the agent could not send the piece again.
             let _ = file.set_len(offset);
             return Err(error.into());
         }
         Ok(end)
     }
 
-    /// Checks all checksums, syncs everything and renames the checkpoint to its final name.
+    /// Verifies all checksums, syncs all files and renames the folder to its final name.
     ///
     /// # Errors
-    /// [`Refused::Damaged`]: what has come is not what the manifest says; it is removed.
+    /// [`Refused::Damaged`] if the files do not match the manifest. The files are removed.
     pub(crate) fn commit(&self, is_live: bool) -> Result<()> {
         let _one_at_a_time = self.lock()?;
         let manifest = match self.manifest() {
             Ok(manifest) => manifest,
-            // Committed before: only the response was lost.
+            // The upload was committed before, and only the response was lost.
             Err(Refused::Wrong(_)) if self.place.join(MANIFEST).exists() => return Ok(()),
             Err(error) => return Err(error),
         };
@@ -182,14 +182,14 @@ impl Upload {
         Ok(File::open(all)?.sync_all()?)
     }
 
-    /// Renames the folder to its final name. A folder of that name is of the same step: from before the evaluation, or of an earlier attempt.
+    /// Renames the folder to its final name. It may replace a checkpoint of the same step, from before the evaluation or of an earlier attempt.
     fn put(&self) -> io::Result<()> {
         use rustix::fs::{CWD, RenameFlags, renameat_with};
         if !self.place.exists() {
             return fs::rename(&self.gathering, &self.place);
         }
         if renameat_with(CWD, &self.gathering, CWD, &self.place, RenameFlags::EXCHANGE).is_err() {
-            // A file system that cannot exchange two folders: for a moment there is none.
+            // The file system cannot exchange two folders, so for a moment there is no checkpoint.
             let old = self.gathering.with_extension("old");
             fs::rename(&self.place, &old)?;
             fs::rename(&self.gathering, &self.place)?;
@@ -198,8 +198,8 @@ impl Upload {
         fs::remove_dir_all(&self.gathering)
     }
 
-    /// Only the live attempt may replace what is stored. An attempt that is over may still add the result of its last evaluation to the
-    /// same weights.
+    /// Checks that an upload may replace a stored checkpoint. Only the live attempt may do so. An attempt that is over may still add the result of
+    /// its last evaluation to the same weights.
     fn may_replace(&self, manifest: &Manifest, is_live: bool) -> Result<()> {
         if is_live {
             return Ok(());
@@ -216,9 +216,9 @@ impl Upload {
         (weights(manifest) == weights(&stored)).then_some(()).ok_or(Refused::Stored)
     }
 
-    /// Held while files change: a repeated request of an agent may overlap with its first one.
+    /// Takes the lock that is held while files change, because a repeated request of an agent may overlap with the first request.
     ///
-    /// It is only tried, never waited for, because waiting would block a thread.
+    /// Does not wait for the lock, because waiting would block a thread.
     fn lock(&self) -> Result<File> {
         fs::create_dir_all(&self.gathering)?;
         let folder = File::open(&self.gathering)?;
@@ -247,7 +247,7 @@ impl Upload {
         }
         let manifest: Manifest = serde_json::from_slice(text).map_err(|e| wrong(e.to_string()))?;
         if format!("{}-{}", manifest.epoch, manifest.step) != self.name {
-            return Err(wrong(format!("it is that of {}-{}", manifest.epoch, manifest.step)));
+            return Err(wrong(format!("it belongs to {}-{}", manifest.epoch, manifest.step)));
         }
         if let Some(other) = manifest.files.keys().find(|name| !is_file(name)) {
             return Err(wrong(format!("{other:?} is no file of a checkpoint")));

@@ -1,4 +1,4 @@
-//! Files of checkpoints that were compared with their manifest: a disk may return other bytes than were written, as many as there were.
+//! A cache of files of checkpoints whose checksums were verified. The size of a file is not sufficient: a disk may return wrong bytes.
 
 use crate::{
     checkpoints::manifest::{ManifestFile, verify},
@@ -13,10 +13,10 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-/// Files of which it is remembered that they were whole. Beyond, one may be read a second time.
+/// Maximum number of files that are remembered as verified. With more files, a file may be read again.
 const REMEMBERED: usize = 4096;
 
-/// A file as it was when it was read: whoever writes into it changes its times, and whoever replaces it makes another one.
+/// The identity of a file when it was read. Writing into a file changes its times, and replacing a file changes the inode.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Seen {
     file: (u64, u64),
@@ -38,7 +38,7 @@ impl Seen {
     }
 }
 
-/// What is remembered, so that a file is not read twice for each part of it that somebody asks for.
+/// The verified files, so that a file is not read again for each requested part.
 #[derive(Debug, Default)]
 pub(crate) struct VerifiedFiles(Mutex<HashSet<Seen>>);
 
@@ -47,10 +47,10 @@ impl VerifiedFiles {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a file has the bytes that its manifest says.
+    /// Checks that a file has the size and checksum of its manifest.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidData`] says how it is damaged; it cannot be read for now.
+    /// [`io::ErrorKind::InvalidData`] if the file is damaged; the text says how. Other errors if the file cannot be read now.
     pub(crate) async fn check(&self, path: PathBuf, written: &ManifestFile) -> io::Result<()> {
         let about = tokio::fs::metadata(&path).await?;
         if self.lock().contains(&Seen::of(&about, &written.sha256)) {
@@ -59,7 +59,7 @@ impl VerifiedFiles {
         let wanted = written.clone();
         let seen = move || {
             let file = regular::open(&path)?;
-            // What changes while it is read is read again.
+            // Taken before reading, so that a file which changes while it is read is verified again.
             let seen = Seen::of(&file.metadata()?, &wanted.sha256);
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             verify(file, &name, &wanted).map(|()| seen)

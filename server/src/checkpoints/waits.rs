@@ -1,4 +1,4 @@
-//! How long jobs wait for checkpoints that other machines still upload.
+//! The times for which jobs have waited for checkpoints that other machines are uploading.
 
 use lockstep_protocol::{job::JobId, reason::Reason};
 use std::{
@@ -7,16 +7,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Why a job waits.
+/// The reason why a job waits.
 #[derive(Debug, Clone)]
 pub(crate) struct Wait {
     pub(crate) why: Arc<Reason>,
-    /// Slots are kept for the job.
+    /// Whether slots are kept for the job.
     pub(crate) is_kept: bool,
 }
 
-/// For each job, since when it waits for which checkpoints. An entry stays after the wait has timed out, until the job starts or none of its
-/// checkpoints is being uploaded: a job that then waits for slots must not wait for the checkpoint again.
+/// For each job, the checkpoints for which it waits and the beginning of each wait. An entry stays after the wait has timed out, until the job
+/// starts or none of its checkpoints is being uploaded: a job that then waits for slots must not wait for the checkpoint again.
 #[derive(Debug, Default)]
 pub(crate) struct CheckpointWaits(Mutex<HashMap<JobId, HashMap<String, Instant>>>);
 
@@ -25,8 +25,7 @@ impl CheckpointWaits {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The index of the first of these checkpoints that the job has waited for less than `most`. Starts the wait for those that it does not
-    /// wait for yet.
+    /// The index of the first of these checkpoints for which the job has waited less than `most`. Starts the wait for checkpoints that are new.
     pub(crate) fn awaited(&self, job: &JobId, checkpoints: &[String], most: Duration) -> Option<usize> {
         if checkpoints.is_empty() {
             return None;
@@ -40,12 +39,12 @@ impl CheckpointWaits {
         checkpoints.iter().position(|checkpoint| since[checkpoint].elapsed() < most)
     }
 
-    /// Forgets a job that has started, or of which nothing is being uploaded.
+    /// Forgets a job that has started, or whose checkpoints are not being uploaded.
     pub(crate) fn forget(&self, job: &JobId) {
         self.lock().remove(job);
     }
 
-    /// Forgets jobs that do not wait any more.
+    /// Forgets all jobs except those that still wait.
     pub(crate) fn keep(&self, waiting: &[JobId]) {
         let mut waits = self.lock();
         if !waits.is_empty() {

@@ -1,5 +1,5 @@
-//! Progress of machines that copy the datasets of their jobs, as lines of the job's log: one for each tenth, and one each time that the
-//! copy starts again because the dataset has changed.
+//! Progress of machines that copy a job's dataset, as lines of the job's log: a line for each tenth, and a line each time the copy starts
+//! again because the dataset has changed.
 
 use lockstep_protocol::JobId;
 use std::{
@@ -7,34 +7,34 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// Copies that are remembered at most. Beyond that a line may be logged twice.
+/// Maximum number of copies that are remembered. With more copies, a line may be logged twice.
 const REMEMBERED: usize = 4096;
-/// Restarts of a copy that are logged at most. Agents give up before.
+/// Maximum number of restarts of a copy that are logged. Agents give up earlier.
 const ANEW: u32 = 8;
 
-/// What was logged last, by job, attempt and agent.
+/// The progress logged last, by job, attempt and agent.
 #[derive(Debug, Default)]
 pub(crate) struct CopyProgress(Mutex<HashMap<(JobId, u32, String), Announced>>);
 
 #[derive(Debug, Default)]
 struct Announced {
-    /// The most tenths that were logged; none before the first.
+    /// Highest number of tenths that was logged. `None` before the first line.
     tenths: Option<u64>,
     anew: u32,
 }
 
-/// What to log.
+/// A line to log.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum CopyNotice {
-    /// This many tenths are copied; 0 is logged, too.
+    /// The number of tenths that are copied, 0 to 10.
     Tenths(u64),
     /// The copy starts again.
     Anew,
 }
 
 impl CopyProgress {
-    /// What to log about an agent's copy, of which it has `copied` of `total` bytes; `None` if there is no progress. Less than before is
-    /// logged only if the agent says that the copy starts again (`anew`).
+    /// The line to log for an agent that has copied `copied` of `total` bytes. `None` if there is no progress. Fewer bytes than before are
+    /// logged only if the agent reports that the copy starts again (`anew`).
     pub(crate) fn news(
         &self,
         (job, attempt, agent): (&JobId, u32, &str),

@@ -1,5 +1,4 @@
-//! A dataset's files as agents copy them: their list, and their bytes. Nothing outside the dataset's folder is read, whatever links lie in
-//! it.
+//! Transfer of a dataset's files to agents: the list of files, and their bytes. Links never lead to files outside the dataset's folder.
 
 use lockstep_protocol::{
     agent::{DatasetEntry, DatasetPart, PART_CHANGED, PART_FOLLOWS, PART_REFUSED},
@@ -15,28 +14,28 @@ use std::{
     vec,
 };
 
-/// Files and folders of one dataset.
+/// Maximum number of files and folders of a dataset.
 pub(crate) const MOST_FILES: u64 = 100_000_000;
-/// Names of one pattern.
+/// Maximum number of names that a pattern expands to.
 const MOST_NAMES: usize = 100_000;
-/// Folders within folders.
+/// Maximum depth of nested folders.
 const DEPTH: usize = 32;
-/// What is made of a list at once.
+/// Size of a chunk of the list, in bytes.
 const LIST_BYTES: usize = 128 << 10;
-/// Parts that are smaller are read together.
+/// Minimum size of a chunk of parts, in bytes. Smaller parts are sent together.
 const READ_BYTES: usize = 1 << 20;
 
-/// Where a dataset's files are.
+/// The location of a dataset's files.
 #[derive(Debug, Clone)]
 pub(crate) struct Tree {
-    /// The folder that nothing leads out of, without links.
+    /// The dataset's folder, without links. Nothing outside it is read.
     root: PathBuf,
     kind: Kind,
-    /// What is to be opened, seen from the folder.
+    /// The file or the pattern, relative to `root`. Empty for a folder.
     within: String,
 }
 
-/// What a dataset is.
+/// The form in which a dataset was registered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Folder,
@@ -44,25 +43,25 @@ enum Kind {
     Pattern,
 }
 
-/// Why a part is not sent.
+/// The reason why a part is not sent.
 #[derive(Debug)]
 enum Unsent {
-    /// Its file is not as it was listed.
+    /// The file has changed since it was listed.
     Changed(String),
     Refused(String),
 }
 
-/// What a path of a dataset leads to.
+/// The target of a path in a dataset.
 enum Found {
     Folder,
     File(Metadata),
 }
 
 impl Tree {
-    /// The files of the dataset that was registered at `path`; none where there is no file. Of a pattern, its list says so.
+    /// Opens the dataset that was registered at `path`. `None` if it has no files; for a pattern, [`List::open`] finds this out.
     ///
     /// # Errors
-    /// It cannot be read or copied, in words.
+    /// The dataset cannot be read or copied.
     pub(crate) fn open(path: &Path) -> Result<Option<Self>, String> {
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         match fs::metadata(path) {
@@ -96,7 +95,7 @@ impl Tree {
         Ok(Some(Self { root, kind: Kind::Pattern, within }))
     }
 
-    /// The names of a dataset that is no folder, of those files that are there.
+    /// The file, or the existing files of the pattern, of a dataset that is no folder.
     fn names(&self) -> Result<Vec<String>, String> {
         let within = &self.within;
         if self.kind == Kind::File {
@@ -106,7 +105,7 @@ impl Tree {
         Ok(names.into_iter().filter(|name| self.root.join(name).exists()).collect())
     }
 
-    /// What `path` leads to, which lies in a folder that was entered.
+    /// Finds out what `path` leads to, an entry of a folder that was entered.
     fn stat(&self, path: &Path) -> Result<Found, String> {
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         let full = self.root.join(path);
@@ -121,17 +120,17 @@ impl Tree {
         }
     }
 
-    /// The path without links, seen from the root.
+    /// The path with its links resolved, relative to the root.
     fn real(&self, path: &Path) -> Result<PathBuf, String> {
         let real = self.root.join(path).canonicalize();
         let real = real.map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
         real.strip_prefix(&self.root).map(Path::to_owned).map_err(|_| {
             let detail = format!("{} is a link that leads out of the dataset's folder", path.display());
-            format!("{detail}; put what it leads to there")
+            format!("{detail}; replace the link by its target")
         })
     }
 
-    /// Whether it may be one of the dataset's files.
+    /// Whether `path` can be a file of the dataset, by its name.
     fn has(&self, path: &str) -> bool {
         match self.kind {
             Kind::Folder => true,
@@ -140,7 +139,7 @@ impl Tree {
         }
     }
 
-    /// Whether nothing is there any more. Links are not followed for it.
+    /// Whether the file no longer exists. Links are not followed: a path with a link counts as existing.
     fn is_gone(&self, path: &str) -> bool {
         let mut at = self.root.clone();
         for part in Path::new(path).components() {
@@ -155,7 +154,7 @@ impl Tree {
         false
     }
 
-    /// Opens a file by the path that the list has. Links are followed before; what becomes one meanwhile is not opened.
+    /// Opens a file by its path in the list. Links are resolved first; a part of the path that becomes a link after that is not followed.
     fn file(&self, path: &str) -> Result<File, String> {
         let is_one = self.has(path);
         let path = Path::new(path);
@@ -166,30 +165,30 @@ impl Tree {
         let real = self.real(path)?;
         let failed = |e: rustix::io::Errno| format!("{} cannot be read: {e}", path.display());
         let Some(name) = real.file_name() else { return Err(format!("{} is a folder", path.display())) };
-        // From the top on, as a folder above the root may become a link, too. Those need not be readable.
+        // Every folder is opened, from `/` on, because a folder above the root may become a link, too. `O_PATH` needs no right to read.
         let folder = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mut at = rustix::fs::open("/", folder, Mode::empty()).map_err(failed)?;
         for part in self.root.iter().skip(1).chain(real.parent().into_iter().flatten()) {
             at = rustix::fs::openat(&at, part, folder, Mode::empty()).map_err(failed)?;
         }
-        // Neither waits for a pipe nor makes a terminal this process's own.
+        // `NONBLOCK`: opening a named pipe does not wait. `NOCTTY`: a terminal does not become the controlling terminal.
         let regular = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         Ok(File::from(rustix::fs::openat(&at, name, regular, Mode::empty()).map_err(failed)?))
     }
 }
 
-/// A path as it was registered, which had no links then: whatever leads elsewhere by now was never allowed.
+/// Checks that a registered path still has no links. A link that was made after the registration may lead to a folder that is not allowed.
 fn without_links(path: &Path) -> Result<PathBuf, String> {
     let real = path.canonicalize().map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
     if real == path {
         return Ok(real);
     }
     let detail =
-        "is not what was registered: it, or a folder above it, is a link on the server's machine by now";
+        "is not what was registered: the path, or a folder above it, is now a link on the server's machine";
     Err(format!("{} {detail}; register the dataset where its files are", path.display()))
 }
 
-/// When a file was last written, or given other times or another owner, in nanoseconds since 1970.
+/// The later of a file's `mtime` and `ctime`, in nanoseconds since 1970.
 fn changed_ns(found: &Metadata) -> i64 {
     let ns = |secs: i64, rest: i64| secs.saturating_mul(1_000_000_000).saturating_add(rest);
     ns(found.mtime(), found.mtime_nsec()).max(ns(found.ctime(), found.ctime_nsec()))
@@ -200,13 +199,13 @@ fn unicode(name: &std::ffi::OsStr) -> Result<String, String> {
     text.ok_or_else(|| format!("the name {name:?} is not UTF-8; rename it"))
 }
 
-/// The list of a dataset's files, made while it is sent: folders are read when it is their turn.
+/// The list of a dataset's files. It is produced while it is sent, so each folder is read when the list reaches it.
 pub(crate) struct List {
     tree: Tree,
     most: u64,
-    /// Folders that are not read to their end: the path of each, and the names that are left.
+    /// The folders that are not listed to their end, each with its path and its remaining names.
     open: Vec<(PathBuf, vec::IntoIter<String>)>,
-    /// Of the files so far.
+    /// Number and total size of the files listed so far.
     files: u64,
     bytes: u64,
     folders: u64,
@@ -215,10 +214,10 @@ pub(crate) struct List {
 }
 
 impl List {
-    /// At most `most` files and folders; no list where a pattern has none.
+    /// Opens the list of a dataset with at most `most` files and folders. `None` if a pattern has no files.
     ///
     /// # Errors
-    /// The pattern is wrong, in words.
+    /// The pattern is invalid.
     pub(crate) fn open(tree: Tree, most: u64) -> Result<Option<Self>, String> {
         let mut open = Vec::new();
         if tree.kind != Kind::Folder {
@@ -231,7 +230,7 @@ impl List {
         Ok(Some(Self { tree, most, open, files: 0, bytes: 0, folders: 0, begun: false, ended: false }))
     }
 
-    /// The next lines; none at the end.
+    /// The next lines of the list, or `None` at its end.
     pub(crate) fn chunk(&mut self) -> io::Result<Option<Vec<u8>>> {
         let mut text = Vec::new();
         while !self.ended && text.len() < LIST_BYTES {
@@ -286,7 +285,7 @@ impl List {
     }
 
     /// # Errors
-    /// Too many, with so many more.
+    /// With `more` further entries, the dataset has too many files and folders.
     fn check_count(&self, more: usize) -> Result<(), String> {
         match self.files + self.folders + more as u64 > self.most {
             true => Err(format!("it has more than {} files and folders", self.most)),
@@ -296,14 +295,14 @@ impl List {
 
     fn enter(&mut self, path: PathBuf) -> Result<(), String> {
         if self.open.len() > DEPTH {
-            let detail = format!("{} lies deeper than {DEPTH} folders", path.display());
-            return Err(format!("{detail}; is a link leading round in circles?"));
+            let detail = format!("{} is nested deeper than {DEPTH} folders", path.display());
+            return Err(format!("{detail}; does a link lead back to a folder that contains it?"));
         }
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         let mut names = Vec::new();
         for entry in fs::read_dir(self.tree.root.join(&path)).map_err(failed)? {
             names.push(unicode(&entry.map_err(failed)?.file_name())?);
-            // All of them are held at once.
+            // All names of a folder are in memory at the same time, so they count before they are listed.
             self.check_count(names.len())?;
         }
         names.sort_unstable();
@@ -324,12 +323,13 @@ impl Parts {
         Self { tree, parts: parts.into_iter(), ended: false }
     }
 
-    /// The next parts, whole; none at the end.
+    /// The next whole parts, or `None` at the end.
     pub(crate) fn chunk(&mut self) -> io::Result<Option<Vec<u8>>> {
         let mut out = Vec::new();
         while !self.ended && out.len() < READ_BYTES {
             let Some(part) = self.parts.next() else { break };
-            // Read before it is announced: a read error is reported to the agent, which would request a truncated response again and again.
+            // A part is read before it is announced, so that a read error is reported to the agent. The agent would request a truncated
+            // response again and again.
             let begin = out.len();
             out.push(PART_FOLLOWS);
             if let Err(unsent) = self.read(&part, &mut out) {
@@ -347,7 +347,7 @@ impl Parts {
         Ok((!out.is_empty()).then_some(out))
     }
 
-    /// A part's bytes and their sum.
+    /// Appends a part's bytes and their SHA-256 to `out`.
     fn read(&self, part: &DatasetPart, out: &mut Vec<u8>) -> Result<(), Unsent> {
         let changed = || Unsent::Changed(format!("{} has changed since it was listed", part.path));
         let failed = |e: io::Error| match e.kind() {
@@ -356,7 +356,7 @@ impl Parts {
         };
         let mut file = match self.tree.file(&part.path) {
             Ok(file) => file,
-            // Removed since; the next list says what there is.
+            // The file was removed after it was listed. The agent then requests a new list.
             Err(_) if self.tree.has(&part.path) && self.tree.is_gone(&part.path) => return Err(changed()),
             Err(words) => return Err(Unsent::Refused(words)),
         };

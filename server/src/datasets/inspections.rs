@@ -1,4 +1,4 @@
-//! Inspections of datasets that are running, by path. A second request for the same path joins the first.
+//! Running inspections of datasets, by path. A second request for the same path joins the first.
 
 use crate::agents::{Online, RequestError};
 use lockstep_protocol::dataset::DatasetInfo;
@@ -8,15 +8,15 @@ use std::{
 };
 use tokio::sync::watch;
 
-/// By path.
+/// The running inspections, by the path of the dataset.
 #[derive(Debug, Default)]
 pub(crate) struct Inspections(Mutex<Known>);
 
-/// The inspections that are known, and how many were started.
+/// The known inspections, and the number that were begun.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     pub(crate) inspections: HashMap<String, Inspection>,
-    /// How many were begun.
+    /// Number of inspections begun since the server's start.
     pub(crate) begun: u64,
 }
 
@@ -26,9 +26,9 @@ pub(crate) type Outcome = std::result::Result<(String, DatasetInfo), RequestErro
 /// An inspection that is running or has just ended.
 #[derive(Debug, Clone)]
 pub(crate) struct Inspection {
-    /// Smaller of one that was begun before.
+    /// Inspections are numbered in the order in which they begin.
     pub(crate) number: u64,
-    /// Once one is chosen.
+    /// The agent that inspects, once it is chosen.
     pub(crate) agent: Arc<OnceLock<Online>>,
     pub(crate) outcome: watch::Receiver<Option<Outcome>>,
 }
@@ -46,7 +46,7 @@ impl Inspections {
         }
     }
 
-    /// How many inspections of the same agent were begun before the one at `path` and still run.
+    /// The number of running inspections of the same agent that were begun before the inspection of `path`.
     pub(crate) fn ahead(&self, path: &str, agent: &Online) -> usize {
         let all = self.lock();
         let Some(own) = all.inspections.get(path) else { return 0 };

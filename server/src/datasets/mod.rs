@@ -1,5 +1,5 @@
-//! Datasets as the server knows them: where they may lie, their files as agents copy them, their inspections, and zip files that people
-//! upload. Only agents open a dataset.
+//! Datasets: the folders that they may be in, the transfer of their files to agents, their inspections, and uploads of zip files. The server
+//! does not parse datasets; agents do.
 
 pub(crate) mod copies;
 pub(crate) mod files;
@@ -14,16 +14,16 @@ use inspections::Inspections;
 use roots::DatasetRoots;
 use std::sync::Arc;
 
-/// Datasets, and what the server knows of them besides their rows in the store.
+/// The server's state about datasets, besides the rows in the store.
 pub(crate) struct Datasets {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) events: Arc<Events>,
     pub(crate) agents: Arc<Agents>,
     pub(crate) tasks: Tasks,
     pub(crate) roots: DatasetRoots,
-    /// Inspections that agents make now.
+    /// Inspections that agents are running.
     pub(crate) inspections: Inspections,
-    /// How far the logs of jobs say that machines have copied their datasets.
+    /// Progress of copies to machines, as last written into the logs of jobs.
     pub(crate) copies: CopyProgress,
 }
 

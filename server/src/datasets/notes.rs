@@ -1,5 +1,5 @@
-//! The fingerprint of a job's dataset at its first start, in the job's folder (`dataset.json`). Machines that the job starts on later compare
-//! with it.
+//! The fingerprint of a job's dataset at the job's first start, in the job's folder (`dataset.json`). Fingerprints of machines on which the
+//! job starts later are compared with this one.
 
 use lockstep_protocol::numbers::plural;
 use serde_json::Value;
@@ -10,19 +10,19 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// The file's name.
+/// Name of the file with the fingerprint.
 const NOTE: &str = "dataset.json";
-/// The field of a fingerprint that names the agent whose copy of the dataset it is of.
+/// Field of a fingerprint that names the agent of the copy.
 const MACHINE: &str = "machine";
 
-/// Held while a note is kept: of two machines that start at once one is the first.
+/// Held while a note is read and written, so that only one of two machines that start at the same time writes the first note.
 static KEEPING: Mutex<()> = Mutex::new(());
 
-/// Keeps the fingerprint of a job's dataset on the agent `machine`, when it is the first. Where one is kept that differs, says whose that
-/// is and how much that one has.
+/// Stores the fingerprint of a job's dataset on the agent `machine`, if the job has none yet. If a different fingerprint is stored, returns
+/// the machine and the size of that copy, in words.
 ///
 /// # Errors
-/// The disk.
+/// The note cannot be read or written.
 pub(crate) fn keep_dataset_note(
     job_dir: &Path,
     mut note: Value,
@@ -37,20 +37,20 @@ pub(crate) fn keep_dataset_note(
         Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
         Err(error) => return Err(error),
     };
-    // One that a loss of power has torn says nothing, and must not refuse the job for ever.
+    // A note that was damaged by a loss of power is replaced. Otherwise the job could never start again.
     let Ok(mut kept) = serde_json::from_slice::<Value>(&text) else {
         write(job_dir, &serde_json::to_vec(&note)?)?;
         return Ok(None);
     };
     let other = other_copy(&kept);
-    // Whose they are is not compared.
+    // The machines are not compared.
     for fields in [&mut kept, &mut note].into_iter().filter_map(Value::as_object_mut) {
         fields.remove(MACHINE);
     }
     Ok((kept != note).then_some(other))
 }
 
-/// Puts a note in the place of the one that is there. It is on the disk before it has its name.
+/// Writes a note. The temporary file is synced before it replaces the old note.
 fn write(job_dir: &Path, text: &[u8]) -> io::Result<()> {
     let temporary = job_dir.join("dataset.new");
     let written = File::create(&temporary).and_then(|mut file| {
@@ -65,7 +65,7 @@ fn write(job_dir: &Path, text: &[u8]) -> io::Result<()> {
     File::open(job_dir)?.sync_all()
 }
 
-/// `node-1 has 640 files of 3 MB, or other content`, of a fingerprint.
+/// Describes the copy of a fingerprint: `node-1 has 640 files of 3 MB, or other content`.
 fn other_copy(note: &Value) -> String {
     let machine = note[MACHINE].as_str().unwrap_or("another machine of the job");
     let of = |name: &str| note[name].as_u64();
@@ -78,7 +78,7 @@ fn other_copy(note: &Value) -> String {
     }
 }
 
-/// The fingerprint of a job's dataset at its first start.
+/// The stored fingerprint of a job's dataset. `None` if there is none, or if it is damaged.
 pub(crate) fn dataset_note(job_dir: &Path) -> Option<Value> {
     serde_json::from_slice(&fs::read(job_dir.join(NOTE)).ok()?).ok()
 }

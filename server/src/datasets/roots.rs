@@ -1,6 +1,6 @@
-//! Folders that datasets and weights may come from (`serve --dataset-root`). Whoever registers a folder sees its pictures and trains on
-//! them with the rights of the agent, and whoever names weights learns of their file. So members name what is below the roots, and
-//! where there are none, only admins name paths: on a server of one person, its first token is an admin's.
+//! Folders that datasets and weights may come from (`serve --dataset-root`). A person who registers a folder sees its pictures and trains
+//! on them with the rights of the agent, and a person who names weights learns whether the file exists. So members may only name paths
+//! below the roots. Without roots, only admins may name paths. On a server of one person, the first token is an admin's.
 
 use crate::{auth::access::Caller, config::ServeConfig};
 use lockstep_protocol::{
@@ -12,26 +12,26 @@ use std::{
     time::Duration,
 };
 
-/// Links that are followed in one path; Linux opens no path with more.
+/// Maximum number of symbolic links that are followed in a path. Linux has the same limit.
 const LINKS: usize = 40;
-/// For following links before a use. Jobs do not wait longer for a file system that does not respond: who opens the files follows their
-/// links, too.
+/// Time limit for following links before files are used. After it, the check is skipped, so that jobs do not wait for a file system that
+/// does not respond: the process that opens the files checks their links, too.
 const PATIENCE: Duration = Duration::from_secs(3);
-const OWN_DATA: &str = "is a path in the server's own data directory, where private weights are, too: give the checkpoint's id instead";
-/// The file of weights in a folder.
+const OWN_DATA: &str = "is a path in the server's own data directory, which also holds private weights: give the checkpoint's id instead";
+/// Name of the file of weights in a folder.
 const WEIGHTS: &str = "model.safetensors";
 const INSTEAD: &str = "a checkpoint's id can be given everywhere";
 
-/// Where datasets may come from.
+/// The folders that datasets may come from.
 #[derive(Debug, Clone)]
 pub(crate) struct DatasetRoots {
-    /// As given, absolute, and without links as this machine sees them.
+    /// Each root as given, made absolute, and with its links resolved on this machine.
     roots: Vec<(PathBuf, PathBuf)>,
-    /// Where the server itself unpacks the pictures that come with the program.
+    /// The folder into which the server unpacks the dataset that comes with the program.
     bundled: Option<PathBuf>,
     /// Where the server itself unpacks what people upload.
     pub(crate) uploads: PathBuf,
-    /// The server's data directory, as the roots.
+    /// The server's data directory, as given and resolved.
     data_dir: (PathBuf, PathBuf),
 }
 
@@ -48,28 +48,28 @@ impl DatasetRoots {
         Self { roots: config.dataset_roots.iter().map(absolute).collect(), bundled, uploads, data_dir }
     }
 
-    /// Whether a caller may name any path of its own.
+    /// Whether a caller may name paths at all.
     pub(crate) fn may_name(&self, caller: &Caller) -> bool {
         !self.roots.is_empty() || caller.sees_all()
     }
 
-    /// Whether a caller may name this path. It is looked at on this machine, where links may lead it elsewhere; what it is on the
-    /// machine that has the files, [`DatasetRoots::check_found`] says.
+    /// Checks that a caller may name this path. Its links are resolved on this machine. [`DatasetRoots::check_found`] checks the path
+    /// that the machine with the files resolves.
     ///
     /// # Errors
-    /// Why not, and what would do.
+    /// The path is not allowed. The text names the allowed folders.
     pub(crate) async fn check_asked(&self, path: &str, caller: &Caller) -> Result<(), String> {
         if self.bundled.as_deref() == Some(Path::new(path)) {
             return Ok(());
         }
         if leads_astray(Path::new(path)) {
-            return Err("has .. behind a {, which leads elsewhere than it reads; write the folder out".into());
+            return Err("has .. after a {, which may lead elsewhere; write the folder out".into());
         }
         if self.roots.is_empty() {
             return if self.may_name(caller) {
                 Ok(())
             } else {
-                Err("can be registered by admins alone: this server names no folders that datasets may come from \
+                Err("can be registered by admins only: this server names no folders that datasets may come from \
                     (`lockstep serve --dataset-root DIR`)"
                     .into())
             };
@@ -88,10 +88,10 @@ impl DatasetRoots {
         }
     }
 
-    /// Whether a caller may name this file of weights. The refusal is the same whether there is such a file or not.
+    /// Checks that a caller may name this file of weights. The error does not reveal whether the file exists.
     ///
     /// # Errors
-    /// Why not, and what would do.
+    /// The path is not allowed. The text says what can be given instead.
     pub(crate) async fn check_weights(&self, path: &str, caller: &Caller) -> Result<(), String> {
         let leads = leads_to(path).await;
         if !caller.sees_all() && leads.iter().flatten().any(|to| self.is_own(to)) {
@@ -101,7 +101,7 @@ impl DatasetRoots {
             return match caller.sees_all() {
                 true => Ok(()),
                 false => Err(format!(
-                    "is a path, which admins alone may give: this server names no folders that files may come from \
+                    "is a path, which only admins may give: this server names no folders that files may come from \
                      (`lockstep serve --dataset-root DIR`); {INSTEAD}"
                 )),
             };
@@ -112,10 +112,10 @@ impl DatasetRoots {
         }
     }
 
-    /// Whether a job may begin with the weights at this path, which its submission checked: a link may have been made since.
+    /// Checks a job's path of weights again when the job starts: a link may have been made after its submission.
     ///
     /// # Errors
-    /// As [`DatasetRoots::check_weights`].
+    /// Same as [`DatasetRoots::check_weights`].
     pub(crate) async fn check_weights_again(&self, path: &str) -> Result<(), String> {
         if self.roots.is_empty() {
             return Ok(());
@@ -138,30 +138,30 @@ impl DatasetRoots {
         format!("{}; {INSTEAD}", self.refusal(&format!("{path}, or where its links lead,")))
     }
 
-    /// Where weights given by this path may be on the machine that reads them; none where they may be anywhere.
+    /// The folders in which weights given by this path may be, on the machine that reads them. `None` if every folder is allowed.
     pub(crate) fn allowed_weights(&self, path: &str) -> Option<AllowedFolders> {
         let own = self.data_dir.0.display().to_string();
         let except = if self.is_written_out(path) { Vec::new() } else { vec![own] };
         self.allowed().map(|allowed| AllowedFolders { except, ..allowed })
     }
 
-    /// Where datasets may be on the machine that reads them; none where they may be anywhere.
+    /// The folders in which datasets may be, on the machine that reads them. `None` if every folder is allowed.
     pub(crate) fn allowed(&self) -> Option<AllowedFolders> {
         let below = || AllowedFolders { below: self.names(), except: Vec::new() };
         (!self.roots.is_empty()).then(below)
     }
 
-    /// As [`DatasetRoots::allowed`], of a dataset that is to be registered.
+    /// Same as [`DatasetRoots::allowed`], for a dataset that is to be registered. `None` for the bundled dataset.
     pub(crate) fn allowed_new(&self, path: &str) -> Option<AllowedFolders> {
         self.allowed()
             .filter(|_| self.bundled.as_deref() != Some(Path::new(path)) && self.upload(path).is_none())
     }
 
-    /// Whether the files of a registered dataset may still be used. Its path had no links when it was registered; one that was made since
-    /// may lead elsewhere.
+    /// Checks that the files of a registered dataset may still be used. The path had no links when it was registered, but a link that was
+    /// made later may lead elsewhere.
     ///
     /// # Errors
-    /// They may not.
+    /// The path leads out of the allowed folders.
     pub(crate) async fn check_registered(&self, path: &str) -> Result<(), String> {
         if self.roots.is_empty() {
             return Ok(());
@@ -170,28 +170,28 @@ impl DatasetRoots {
         let leads = tokio::task::spawn_blocking(move || resolved(&asked));
         match tokio::time::timeout(PATIENCE, leads).await {
             Ok(Ok(real)) if real == plain(Path::new(path)) || self.has(&real) => Ok(()),
-            // The one that opens it follows links, too.
+            // The process that opens the files checks their links, too.
             Err(_) => Ok(()),
             Ok(_) => Err(self.refusal(&format!("{path}, or where its links lead,"))),
         }
     }
 
-    /// Whether a path without links lies in the data directory.
+    /// Whether a path without links is in the data directory.
     fn is_own(&self, path: &Path) -> bool {
         path.starts_with(&self.data_dir.1)
     }
 
-    /// Whether a path reads as one in the data directory. Only admins may give it, and no link makes it one.
+    /// Whether a path names the data directory literally, without links and `..`. Only admins may give such a path.
     fn is_written_out(&self, path: &str) -> bool {
         let path = Path::new(path);
         let is_below = path.starts_with(&self.data_dir.0) || path.starts_with(&self.data_dir.1);
         is_below && path.components().all(|part| part != Component::ParentDir)
     }
 
-    /// Whether files may be used that a machine found at this path, which has no links.
+    /// Checks that files may be used which a machine found at `path`, a path without links.
     ///
     /// # Errors
-    /// They may not, and which may.
+    /// The path is not allowed. The text names the allowed folders.
     pub(crate) fn check_found(&self, path: &str) -> Result<(), String> {
         let path_found = plain(Path::new(path));
         let is_ours = self.bundled.as_ref() == Some(&path_found) || self.upload(path).is_some();
@@ -210,7 +210,7 @@ impl DatasetRoots {
         Some(self.uploads.join(folder))
     }
 
-    /// Below a root, or one itself; by whole names.
+    /// Whether a path is a root or below a root. Names of folders are compared whole.
     fn has(&self, path: &Path) -> bool {
         self.roots.iter().any(|(given, resolved)| path.starts_with(given) || path.starts_with(resolved))
     }
@@ -224,8 +224,8 @@ impl DatasetRoots {
     }
 }
 
-/// Where a path of weights leads, links followed, also where nothing is there: who may not look must not learn which. The second is the
-/// file that is read where the path is a folder.
+/// A path of weights with its links resolved, and the resolved path of the file that is read if the path is a folder. Paths that do not exist
+/// are resolved, too, so that a refusal does not reveal which paths exist.
 async fn leads_to(path: &str) -> Option<[PathBuf; 2]> {
     let path = PathBuf::from(path);
     // A file system that does not respond must not hold up others.
@@ -236,14 +236,14 @@ async fn leads_to(path: &str) -> Option<[PathBuf; 2]> {
     leads.await.ok()
 }
 
-/// Whether `..` follows a pattern's brace: what is in braces may hold a `/`, and `..` then leads elsewhere than it reads.
+/// Whether `..` follows a brace of a pattern. The text in braces may contain `/`, and then `..` leads to another folder than it seems.
 fn leads_astray(path: &Path) -> bool {
     let behind = path.components().skip_while(|part| !part.as_os_str().as_encoded_bytes().contains(&b'{'));
     behind.into_iter().any(|part| part == Component::ParentDir)
 }
 
-/// A path without `.`, `..` and links, as far as it exists on this machine. A link is followed whether there is something at its end
-/// or not: otherwise a link below a root would tell what exists elsewhere.
+/// A path without `.`, `..` and links, as far as the path exists on this machine. A link is followed even if its target does not exist:
+/// otherwise a link below a root would reveal which paths exist elsewhere.
 pub(crate) fn resolved(path: &Path) -> PathBuf {
     let parts =
         |path: &Path| -> Vec<_> { path.components().rev().map(|part| part.as_os_str().to_owned()).collect() };

@@ -1,6 +1,6 @@
-//! Publish/subscribe for live streams. For each watched job the hub keeps the newest events in memory, so that a live reader
-//! does not query the store for each. The store stays authoritative: a reader whose next event is not in memory reads it from
-//! the store, so a slow reader misses nothing.
+//! Publish/subscribe for live streams. For each watched job the hub keeps the newest events in memory, so that a live reader does not query
+//! the store for each event. The store stays authoritative: a reader whose next event is not in memory reads the event from the store, so
+//! slow readers miss nothing.
 
 use crate::store::{Changed, EventRow};
 use lockstep_protocol::{
@@ -14,20 +14,20 @@ use std::{
 };
 use tokio::sync::{Notify, broadcast, watch};
 
-/// Newest events that are kept for each watched job: at most this many, and at most [`RECENT_BYTES`] in all.
+/// Maximum number of recent events in memory for each watched job. Their total size is limited by [`RECENT_BYTES`].
 const RECENT: usize = 512;
 const RECENT_BYTES: usize = 4 << 20;
-/// Time between two updates of one job on the list, and between two updates of its pace on its own stream.
+/// Interval between two updates of a job on the list, and between two updates of the job's pace on its stream.
 pub(crate) const LIST_EVERY: Duration = Duration::from_millis(250);
-/// Updates of the list that a reader may be behind. Beyond that it is sent the whole list again.
+/// Maximum number of updates by which a reader of the list may lag. A reader that lags further is sent the whole list again.
 const LIST_BACKLOG: usize = 1024;
 
-/// The subscribers of each job, and those of the list.
+/// The subscribers of each job and of the list of jobs.
 #[derive(Debug)]
 pub(crate) struct Hub {
     jobs: Mutex<HashMap<JobId, Watched>>,
     list: broadcast::Sender<Listed>,
-    /// Changes that were not sent to the list's readers yet.
+    /// Changes that are not yet sent to the list's readers.
     unpublished: Mutex<HashMap<JobId, Unpublished>>,
     wake: Notify,
     /// Held from reading a job's labels until they are published, so that the newest labels are published last.
@@ -36,7 +36,7 @@ pub(crate) struct Hub {
 
 #[derive(Debug)]
 enum Unpublished {
-    /// Its newest state.
+    /// The newest state of the job.
     Changed(Box<Job>),
     /// The owner of a deleted job, and whether it was private.
     Deleted { owner: Option<String>, private: bool },
@@ -45,21 +45,21 @@ enum Unpublished {
 #[derive(Debug)]
 struct Watched {
     last_seq: watch::Sender<u64>,
-    /// Without a gap.
+    /// The newest events, without a gap.
     recent: VecDeque<Arc<EventRow>>,
     recent_bytes: usize,
-    /// As of the newest event that was published.
+    /// The pace as of the newest published event.
     pace: Option<Pace>,
-    /// Since the first subscription; `None` until somebody changes them.
+    /// The labels, if they were changed since the first subscription.
     labels: watch::Sender<Option<Labels>>,
 }
 
-/// A frame of the list, and who may read it.
+/// A frame of the list, with the facts that decide who may read the frame.
 #[derive(Debug, Clone)]
 pub(crate) struct Listed {
     pub(crate) text: Arc<str>,
     pub(crate) owner: Option<Arc<str>>,
-    /// For its owner and admins alone.
+    /// Whether only the owner and admins may read the frame.
     pub(crate) private: bool,
 }
 
@@ -79,7 +79,7 @@ impl Hub {
     }
 
     /// Publishes stored events to subscribers. Two changes of a job may be published in the wrong order, because each is published after its
-    /// transaction. Readers then read the earlier one from the store.
+    /// transaction. Readers then read the earlier change from the store.
     pub(crate) fn publish(&self, changed: &Changed) {
         if let Some(last) = changed.events.last()
             && let Some(watched) = lock(&self.jobs).get_mut(&changed.job.id)
@@ -120,10 +120,10 @@ impl Hub {
         }
     }
 
-    /// Publishes the labels of a job, which `read` reads, to the list and the job's own stream.
+    /// Reads a job with `read`, and publishes the job's labels to the list and the job's stream.
     ///
     /// # Errors
-    /// Those of `read`.
+    /// The errors of `read`.
     pub(crate) async fn labelled<E>(&self, read: impl Future<Output = Result<Job, E>>) -> Result<Job, E> {
         let _newest_last = self.labelling.lock().await;
         let job = read.await?;
@@ -134,7 +134,7 @@ impl Hub {
         Ok(job)
     }
 
-    /// Notifies subscribers that events up to `job.last_seq` are stored, of which not all were published. Readers read them from the store.
+    /// Notifies subscribers that events up to `job.last_seq` are stored. Readers read unpublished events from the store.
     pub(crate) fn catch_up(&self, job: &Job) {
         if let Some(watched) = lock(&self.jobs).get_mut(&job.id) {
             let newest = watched.recent.back().map(|e| e.seq);
@@ -161,7 +161,7 @@ impl Hub {
         self.wake.notify_one();
     }
 
-    /// Subscribes to a job. Call it before reading the store: an event that is stored between the two is then not missed.
+    /// Subscribes to a job. Subscribe before reading the store, so that no event is missed in between.
     pub(crate) fn subscribe(self: &Arc<Self>, id: &JobId) -> Subscription {
         let mut jobs = lock(&self.jobs);
         let watched = jobs.entry(id.clone()).or_insert_with(|| Watched {
@@ -180,7 +180,7 @@ impl Hub {
         lock(&self.jobs).contains_key(id)
     }
 
-    /// Frames of the list, from now.
+    /// Subscribes to the frames of the list.
     pub(crate) fn list(&self) -> broadcast::Receiver<Listed> {
         self.list.subscribe()
     }
@@ -198,7 +198,7 @@ impl Hub {
                 };
                 let owner = owner.map(Arc::from);
                 if let Ok(text) = serde_json::to_string(&frame) {
-                    // Without listeners this fails, which is no error.
+                    // Sending fails if there are no readers, which is no error.
                     let _ = self.list.send(Listed { text: text.into(), owner, private });
                 }
             }
@@ -207,7 +207,7 @@ impl Hub {
     }
 }
 
-/// What a reader of a job waits for.
+/// An update for a reader of a job.
 #[derive(Debug)]
 pub(crate) enum JobUpdate {
     Events,
@@ -215,7 +215,7 @@ pub(crate) enum JobUpdate {
     Deleted,
 }
 
-/// One reader of one job.
+/// A reader's subscription to a job.
 #[derive(Debug)]
 pub(crate) struct Subscription {
     hub: Arc<Hub>,
@@ -225,7 +225,7 @@ pub(crate) struct Subscription {
 }
 
 impl Subscription {
-    /// The rows that end after `seq`, if the hub still has the first event after it. Otherwise they are in the store, or there are none.
+    /// The rows with events after `seq`. `None` if there are none, or if the hub does not have all of them: then read the store.
     pub(crate) fn after(&self, seq: u64) -> Option<Vec<Arc<EventRow>>> {
         let jobs = lock(&self.hub.jobs);
         let recent = &jobs.get(&self.id)?.recent;
@@ -236,7 +236,7 @@ impl Subscription {
         (skip < recent.len()).then(|| recent.iter().skip(skip).cloned().collect())
     }
 
-    /// How fast and how far the job is, once anything has been published since the first subscription.
+    /// The job's pace and progress. `None` if nothing was published since the first subscription.
     pub(crate) fn pace(&self) -> Option<Pace> {
         lock(&self.hub.jobs).get(&self.id)?.pace
     }
@@ -260,7 +260,7 @@ impl Subscription {
 impl Drop for Subscription {
     fn drop(&mut self) {
         let mut jobs = lock(&self.hub.jobs);
-        // This subscription still counts as one.
+        // The count includes this subscription.
         if jobs.get(&self.id).is_some_and(|w| w.last_seq.receiver_count() <= 1) {
             jobs.remove(&self.id);
         }

@@ -1,4 +1,4 @@
-//! Lines that the server itself writes into logs of jobs.
+//! Lines that the server writes into logs of jobs.
 
 use super::Events;
 use crate::{lifecycle, store::JobRow};
@@ -11,14 +11,14 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// Lines of which it is remembered that they were written. Beyond, one may be written a second time.
+/// Maximum number of lines that are remembered as written. With more lines, a line may be written twice.
 const REMEMBERED: usize = 4096;
 
-/// Lines that were written: job, attempt, what they are about.
+/// Lines that were written: job, attempt and topic.
 pub(super) type WrittenLines = Mutex<HashSet<(JobId, u32, &'static str)>>;
 
 impl Events {
-    /// Writes a line into a job's log, unless the attempt's log has one about `what` already.
+    /// Writes a line into a job's log, unless a line about the topic `what` was already written for the attempt.
     pub(crate) async fn log_once(&self, job: &JobId, attempt: u32, what: &'static str, text: String) {
         {
             let mut written = self.written_lines.lock().unwrap_or_else(PoisonError::into_inner);
@@ -34,7 +34,7 @@ impl Events {
 
     /// Writes a line into a job's log.
     pub(crate) async fn log(&self, job: &JobId, text: String) {
-        // The lines of rank 0 are numbered from 1: this one is none of them.
+        // Lines of rank 0 are numbered from 1. Number 0 marks a line of the server.
         let line = LogLine { number: 0, at: crate::now(), text };
         let event = AttemptEvent::Log { rank: 0, lines: vec![line] };
         let change = move |row: &mut JobRow| lifecycle::report(row, event.clone(), None, crate::now());

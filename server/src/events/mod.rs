@@ -1,4 +1,4 @@
-//! Publish and subscribe: what is stored reaches the readers of streams and the other parts of the server.
+//! Publish/subscribe: passes stored changes to the readers of streams and to the other parts of the server.
 
 pub(crate) mod hub;
 mod job_log;
@@ -15,28 +15,28 @@ use std::sync::{
     atomic::{AtomicI64, AtomicU64},
 };
 
-/// Is called with each change once it is stored. It must return at once.
+/// Called with each change after it is stored. Must not block.
 pub(crate) type Subscriber = Box<dyn Fn(&Changed) + Send + Sync>;
 
-/// Stored changes on their way to those who follow them.
+/// Passes stored changes to subscribers.
 pub(crate) struct Events {
     store: Arc<dyn Store>,
-    /// Feeds the streams.
+    /// The readers of streams.
     pub(crate) hub: Arc<Hub>,
     subscribers: Vec<Subscriber>,
     written_lines: WrittenLines,
-    /// Events that reports of ranks have brought since the start.
+    /// Number of events stored from reports since the server's start.
     pub(crate) stored: AtomicU64,
-    /// Steps of jobs that these reports have brought.
+    /// Number of steps of jobs in these reports.
     pub(crate) steps: AtomicU64,
-    /// From a rank's log line to the end of the transaction that stores it: of each report, its first line.
+    /// Time from a rank's log line until it is stored, of the first line of each report.
     pub(crate) ingest_lag: Histogram,
-    /// Open streams of dashboards.
+    /// Number of open streams.
     pub(crate) stream_clients: AtomicI64,
 }
 
 impl Events {
-    /// `subscribers` are called in this order. The hub must be among them.
+    /// Creates the events. `subscribers` are called in this order, and must include the hub.
     pub(crate) fn new(store: Arc<dyn Store>, hub: Arc<Hub>, subscribers: Vec<Subscriber>) -> Self {
         Self {
             store,
@@ -53,14 +53,14 @@ impl Events {
     /// Changes a job in the store, then publishes the change.
     ///
     /// # Errors
-    /// There is no such job, the change is refused, or the store's.
+    /// The job does not exist, the change is refused, or a store error.
     pub(crate) async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed> {
         let changed = self.store.change_job(id, change).await?;
         self.publish(&changed);
         Ok(changed)
     }
 
-    /// Publishes a stored change to all who follow it.
+    /// Passes a stored change to all subscribers.
     pub(crate) fn publish(&self, changed: &Changed) {
         self.subscribers.iter().for_each(|subscriber| subscriber(changed));
     }

@@ -1,5 +1,5 @@
-//! Ingest: reports of agents are stored, then published, then acknowledged, in that order. A transaction takes everything that
-//! waits when it begins, so under load transactions get larger and the queue does not get longer.
+//! Ingest: reports of agents are stored, then published, then acknowledged. A transaction stores all reports that wait when it begins, so
+//! under load, transactions get larger, but the queue does not get longer.
 
 pub(crate) mod runs;
 
@@ -26,10 +26,10 @@ use std::{
     time::Duration,
 };
 
-/// Bytes of reports per transaction, at most: the first report of a batch is published only when all are stored.
+/// Size of a batch, in bytes, from which on no report is added. Reports are published only after the whole batch is stored.
 const BATCH_BYTES: usize = 4 << 20;
 
-/// Stores reports, publishes what was stored, and acknowledges it to the agents.
+/// Stores reports, publishes the stored changes, and acknowledges the reports to agents.
 pub(crate) struct Ingest {
     store: Arc<dyn Store>,
     events: Arc<Events>,
@@ -49,7 +49,7 @@ impl Ingest {
         }
     }
 
-    /// Stores reports until dropped.
+    /// Stores reports. Runs until dropped.
     pub(crate) async fn run(&self, mut queue: Queue) {
         while let Some(first) = queue.recv().await {
             let mut batch = vec![first];
@@ -70,7 +70,7 @@ impl Ingest {
         let mut reports = Vec::with_capacity(batch.len());
         let mut from = Vec::with_capacity(batch.len());
         let mut flushes = Vec::new();
-        // Dropped when all is stored.
+        // Dropped when all reports are stored.
         let mut reservations = Vec::with_capacity(batch.len());
         for work in batch {
             match work {
@@ -80,9 +80,7 @@ impl Ingest {
                     }
                     if let Err(error) = self.checkpoints.keep_uploaded(&mut report).await {
                         let job = &report.attempt.job;
-                        let why = format!(
-                            "which checkpoints of job {job} the server keeps cannot be read: {error}"
-                        );
+                        let why = format!("the list of the checkpoints of job {job} cannot be read: {error}");
                         self.agents.refusals.note_cut_off(&agent, &why);
                         connection.cut(&report.attempt);
                         continue;
@@ -131,7 +129,7 @@ impl Ingest {
                     self.agents.send(&agent, ToAgent::Stop { attempt, reason, patient: false });
                 }
                 Ingested::Gap { stored } => {
-                    tracing::warn!(agent, job = %attempt.job, stored, "records are missing before a report: it must begin again");
+                    tracing::warn!(agent, job = %attempt.job, stored, "records are missing before a report; the agent sends them again");
                     connection.cut(&attempt);
                 }
             }
@@ -141,8 +139,8 @@ impl Ingest {
         }
     }
 
-    /// Stores reports, and retries transient errors (a full disk, a busy database) until they are stored or refused for good. Agents keep what
-    /// is not acknowledged. The flag says whether it took more than one try. `None` when the server stops.
+    /// Stores reports. Retries after transient errors (a full disk, a busy database) until the reports are stored or permanently refused. Agents
+    /// keep records that are not acknowledged. The flag is true if more than one try was needed. Returns `None` if the server stops.
     async fn store_patiently(&self, reports: &[Report]) -> Option<(Result<Vec<Ingested>>, bool)> {
         let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
         let mut failing = Failing::default();
@@ -168,15 +166,15 @@ impl Ingest {
         }
     }
 
-    /// Stores reports and returns one result for each. When a batch is refused for good, each report is stored separately, and of a
-    /// refused report each record, so that only the records that the database refuses are lost. The log names them.
+    /// Stores reports and returns a result for each. If a batch is permanently refused, each report is stored separately. If a report is refused,
+    /// each of its records is stored separately, so that only records that the database refuses are lost. These are logged.
     async fn store_all(&self, reports: Vec<Report>) -> Option<(Vec<Ingested>, bool)> {
         let (done, mut tried_again) = self.store_patiently(&reports).await?;
         let error = match done {
             Ok(answers) => return Some((answers, tried_again)),
             Err(error) => error,
         };
-        tracing::error!(%error, "a batch of reports can never be stored as it is; each is stored by itself");
+        tracing::error!(%error, "a batch of reports cannot be stored; each report is stored separately");
         let mut answers = Vec::with_capacity(reports.len());
         for report in reports {
             let (done, again) = self.store_patiently(std::slice::from_ref(&report)).await?;
@@ -199,14 +197,14 @@ impl Ingest {
                 let Report { attempt, source, .. } = &report;
                 tracing::error!(
                     %error, job = %attempt.job, attempt = attempt.attempt, ?source, number,
-                    "a record is passed over: the database refuses it"
+                    "a record is skipped: the database refuses it"
                 );
-                // Acknowledged like any other record, or the agent would send it for ever.
+                // An empty record is stored instead and acknowledged. Otherwise the agent would send the record forever.
                 (done, _) = self.store_patiently(&[alone(AttemptEvent::Unknown)]).await?;
             }
             answer = match done.map(|mut answers| answers.pop()) {
                 Ok(Some(answer)) => answer,
-                // Its number cannot be stored either, so nothing of this job can: its ranks are asked to stop.
+                // Not even the record's number can be stored, so no report of this job can. The job's ranks are asked to stop.
                 _ => Ingested::Stale,
             };
             match &mut answer {
@@ -227,8 +225,8 @@ impl Ingest {
         Some(answer)
     }
 
-    /// Publishes events that may have been stored without being published: if the connection broke at the end of a transaction, the retry
-    /// finds its records stored and returns no events.
+    /// Publishes events that may have been stored without being published: if the connection to the database broke at the end of a transaction,
+    /// the retry finds the records stored and returns no events.
     async fn catch_up(&self, jobs: HashSet<&JobId>) {
         for id in jobs {
             match self.store.job(id).await {
@@ -236,21 +234,21 @@ impl Ingest {
                     self.events.hub.catch_up(&row.job);
                     self.events.publish(&Changed { job: row.job, events: Vec::new() });
                     if let Err(error) = artifact_mover::catch_up(&self.checkpoints, id).await {
-                        tracing::warn!(%error, job = %id, "a checkpoint may wait for the next start to be uploaded");
+                        tracing::warn!(%error, job = %id, "the upload of a checkpoint may be delayed until the server's next start");
                     }
                 }
                 Ok(None) => {}
-                Err(error) => tracing::warn!(%error, "readers of a job wait for its next event"),
+                Err(error) => tracing::warn!(%error, "readers of a job get new events late"),
             }
         }
     }
 }
 
-/// What of a report matters once it is stored.
+/// The parts of a report that are needed after it is stored.
 struct Gist {
-    /// How it ended on this agent.
+    /// How the attempt ended on this agent.
     ending: Option<Ending>,
-    /// Ranks whose machines do not answer.
+    /// Ranks whose machines do not respond.
     unreachable: Vec<u32>,
     /// Steps that rank 0 has finished.
     steps: u64,

@@ -1,5 +1,5 @@
-//! Runs from elsewhere: what their programs tell is stored, then published. A run whose program is silent for too long has failed, until
-//! the program sends again.
+//! Runs from elsewhere: reports of their programs are stored, then published. A run whose program is silent for too long becomes failed, until
+//! the program reports again.
 
 use crate::{
     events::Events,
@@ -16,24 +16,24 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest pause between two looks at runs that may be silent; a quarter of the silence where that is shorter.
+/// Maximum interval between two checks for silent runs. The interval is a quarter of the allowed silence, if that is shorter.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 /// Runs from elsewhere.
 pub(crate) struct Runs {
     store: Arc<dyn Store>,
     events: Arc<Events>,
-    /// A run whose program sends nothing for this long has failed.
+    /// Maximum time without a request of a run's program. After it, the run becomes failed.
     silence: Duration,
-    /// When each run was last heard of; after a start, since that start.
+    /// The time of the last request about each run, or of the first check after the server's start.
     heard: Mutex<HashMap<JobId, Instant>>,
 }
 
-/// What a request to log brought.
+/// The outcome of a request to log.
 pub(crate) enum Logged {
-    /// So many records of the run are stored.
+    /// The number of records of the run that are stored.
     Stored(u64),
-    /// Records are missing; the number of the next.
+    /// Records are missing. The number of the next expected record.
     Gap(u64),
 }
 
@@ -50,10 +50,10 @@ impl Runs {
         self.heard().insert(id.clone(), Instant::now());
     }
 
-    /// Makes a run. `None`: there is one with its id, or rows of a deleted one.
+    /// Creates a run. Returns `None` if a run has the same id, or if rows of a deleted run with this id are left.
     ///
     /// # Errors
-    /// The store's.
+    /// A store error.
     pub(crate) async fn create(&self, new: NewJob) -> Result<Option<Job>> {
         let id = new.id.clone();
         match self.store.create_job(new).await {
@@ -67,10 +67,10 @@ impl Runs {
         }
     }
 
-    /// Takes what a program tells of its run, apart from points.
+    /// Applies a change that a program reports about its run, without points.
     ///
     /// # Errors
-    /// The store's; [`StoreError::Refused`]: what does not fit the run.
+    /// [`StoreError::Refused`] if the change does not fit the run, or another store error.
     pub(crate) async fn tell(&self, id: &JobId, change: RunChange) -> Result<Job> {
         self.note(id);
         let at = crate::now();
@@ -79,10 +79,10 @@ impl Runs {
         Ok(changed.job)
     }
 
-    /// Takes a run's records: `columns_of` has the columns of all but so many of the first ones. `first` is as in [`RunRecords`].
+    /// Stores records of a run. `columns_of(n)` returns the columns of all records except the first `n`, which are stored already.
     ///
     /// # Errors
-    /// As [`Runs::tell`].
+    /// Same as [`Runs::tell`].
     pub(crate) async fn log(
         &self,
         records: RunRecords,
@@ -105,14 +105,14 @@ impl Runs {
         }
     }
 
-    /// Ends runs that are silent, until dropped.
+    /// Fails runs whose programs are silent. Runs until dropped.
     pub(crate) async fn watch(&self) {
         loop {
             tokio::time::sleep((self.silence / 4).clamp(Duration::from_millis(20), LONGEST_PAUSE)).await;
             let mut jobs = match self.store.unfinished().await {
                 Ok(jobs) => jobs,
                 Err(error) => {
-                    tracing::warn!(%error, "runs that are silent stay as they are for now");
+                    tracing::warn!(%error, "silent runs cannot be ended now; trying again");
                     continue;
                 }
             };
@@ -123,14 +123,14 @@ impl Runs {
                 match self.events.change_job(&id, end).await {
                     Ok(_) | Err(StoreError::NotFound(_)) => {}
                     Err(error) => {
-                        tracing::warn!(%error, job = %id, "a run that is silent stays as it is for now")
+                        tracing::warn!(%error, job = %id, "a silent run cannot be ended now; trying again")
                     }
                 }
             }
         }
     }
 
-    /// Those of the running runs that have been silent for too long. The others are forgotten.
+    /// Returns those of the running runs that have been silent for too long. Forgets runs that are not running.
     fn silent(&self, running: Vec<JobId>) -> Vec<JobId> {
         let mut heard = self.heard();
         let now = Instant::now();

@@ -1,5 +1,5 @@
-//! Runs from elsewhere: jobs that another program trains and tells the server about. They take no slots. They have one attempt of one
-//! rank, to which their points belong, and no fencing token: whoever may change the job may write.
+//! Runs from elsewhere: jobs that another program trains and reports to the server. Such a job takes no slots. It has one attempt of one rank,
+//! to which the points belong, and no fencing token: every program with the right to change the job may report.
 
 use super::{JobRow, Refused, go, refused, reports::note, state_event};
 use jiff::Timestamp;
@@ -14,31 +14,31 @@ use lockstep_protocol::{
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// The only attempt.
+/// Number of a run's only attempt.
 pub const ATTEMPT: u32 = 1;
-/// The only rank.
+/// Number of a run's only rank.
 pub const RANK: u32 = 0;
 
-/// What a program changes of its run, all or nothing.
+/// A change of a run by its program. It is applied completely or not at all.
 #[derive(Debug, Clone, Default)]
 pub struct RunChange {
-    /// Settings that take the place of those with the same names.
+    /// Settings that replace settings with the same names.
     pub config: Map<String, Value>,
-    /// Settings that must not take the place of others.
+    /// Settings that must not change the values of existing settings.
     pub params: BTreeMap<String, String>,
-    /// Results, likewise merged.
+    /// Results that replace results with the same names.
     pub summary: Map<String, Value>,
-    /// Tags with values; `None` removes one.
+    /// Tags with values. `None` removes a tag.
     pub values: BTreeMap<String, Option<String>>,
     /// `running` or a final state.
     pub state: Option<JobState>,
-    /// Why, in the program's words.
+    /// The reason of the state, in the program's words.
     pub reason: Option<String>,
-    /// Points in the order in which they were measured.
+    /// Points, in the order in which they were measured.
     pub columns: Vec<MetricColumn>,
 }
 
-/// That a request is about jobs of this server's own ranks, and this one is a run from elsewhere.
+/// Refuses a request about a run from elsewhere that is only possible for jobs that this server's ranks train.
 pub(super) fn refuse_external(row: &JobRow, what: &str) -> Result<(), Refused> {
     let why =
         || format!("this is a run from elsewhere, which its own program trains: it cannot be {what} here");
@@ -55,13 +55,13 @@ fn own(row: &mut JobRow) -> Result<&mut External, Refused> {
     })
 }
 
-/// A run was made: it runs at once.
+/// Begins a new run. Its state is `running` at once.
 pub fn begun(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     row.job.attempt = ATTEMPT;
     run(row, at)
 }
 
-/// Takes what a program tells of its run. A run that had failed because it was silent continues.
+/// Applies a change of a run that its program reports. A run that had failed because its program was silent continues.
 pub fn told(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     merge(row, change)?;
     let is_silence = |cause: &Reason| matches!(cause.kind(), ReasonKind::RunSilent { .. });
@@ -80,7 +80,7 @@ pub fn told(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<E
     Ok(events)
 }
 
-/// A run that has been silent for so long has failed, as far as anybody knows.
+/// Fails a running run whose program has been silent for `secs` seconds.
 pub fn silent(row: &mut JobRow, secs: f64, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     if row.job.state != JobState::Running {
         return Ok(Vec::new());
@@ -88,7 +88,7 @@ pub fn silent(row: &mut JobRow, secs: f64, at: Timestamp) -> Result<Vec<EventBod
     Ok(vec![go(row, JobState::Failed, Some(ReasonKind::RunSilent { secs }.into()), None, at)?])
 }
 
-/// Runs, from whatever state: as if it had been queued and started at once.
+/// Changes a run to `running` from any state, through `queued` and `starting`.
 fn run(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     if row.job.state == JobState::Running {
         return Ok(Vec::new());
@@ -116,7 +116,7 @@ fn merge(row: &mut JobRow, change: &RunChange) -> Result<(), Refused> {
     for (name, value) in &change.params {
         let before = external.config.get(name).map(text_of);
         if let Some(before) = before.filter(|before| before != value) {
-            // MLflow's words.
+            // The text of MLflow's error.
             let detail = format!(
                 "Changing param values is not allowed. Param with key='{name}' was already logged with value='{before}' for run \
                  ID='{id}'. Attempted logging new value '{value}'."
@@ -149,7 +149,7 @@ fn merge(row: &mut JobRow, change: &RunChange) -> Result<(), Refused> {
     Ok(())
 }
 
-/// A setting as clients of MLflow see it.
+/// The text of a setting for clients of MLflow.
 pub fn text_of(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -157,12 +157,12 @@ pub fn text_of(value: &Value) -> String {
     }
 }
 
-/// The events of points, and what the job shows of them.
+/// Returns the events of points, and updates the job's newest values.
 fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, Refused> {
     let (last, progress) = (&row.job.last.others, &row.progress);
     let is_new = |name: &str| !last.contains_key(name) && !progress.knows(name);
     let new = columns.iter().filter(|column| is_new(&column.name)).count();
-    // One whose newest value is not finite is not among the last values.
+    // A metric whose newest value is not finite is not in `last`.
     if last.len().max(progress.known()) + new > RUN_METRICS {
         let detail = format!("the run would have more than {RUN_METRICS} metrics; log fewer names");
         return Err(refused(row.job.state, detail));
@@ -170,13 +170,13 @@ fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, 
     let attempt = row.job.attempt;
     let mut events = Vec::with_capacity(columns.len());
     for column in columns {
-        // A field of `last` that is no metric.
+        // `val_pictures` is a field of `last` that is not a metric.
         if column.name != "val_pictures" {
             note(row, RANK, column);
         }
         let job = &mut row.job;
         job.step = job.step.max(column.steps.iter().copied().max().unwrap_or(0));
-        // Ranks report these with an evaluation.
+        // Ranks report these values with an evaluation, not as metrics.
         let newest = column.values.last().copied().filter(|value| value.is_finite());
         match column.name.as_str() {
             "val_loss" => job.last.val_loss = newest.map(exact),

@@ -1,11 +1,11 @@
-//! The end of an attempt whose ranks are on several agents. It is over when the ranks have ended on all of them, so that no GPU memory
-//! is taken when the next attempt starts. The first real cause explains it.
+//! The end of an attempt whose ranks are on several agents. The attempt is over when the ranks have ended on all agents, so that no GPU memory
+//! is in use when the next attempt starts. The best explanation among the ends is the reason.
 
 use super::{JobRow, PlaceEnd, Refused, lost, place_end::explanation, reports::ended, requeue};
 use jiff::Timestamp;
 use lockstep_protocol::stream::EventBody;
 
-/// The ranks of the live attempt, which has `places` agents, have ended on one of them. The last one ends the attempt.
+/// Notes that the ranks of the live attempt have ended on an agent. When they have ended on all `places` agents, the attempt ends.
 pub fn place_ended(
     row: &mut JobRow,
     places: usize,
@@ -31,17 +31,17 @@ pub fn place_ended(
     }
 }
 
-/// How the ranks of the live attempt have ended on an agent, while others still have some.
+/// How the ranks of the live attempt have ended on an agent, while ranks on other agents have not. `None` if they have not ended.
 pub fn end_at<'a>(row: &'a JobRow, agent_id: &str) -> Option<&'a PlaceEnd> {
     row.progress.ends.iter().find(|(known, _)| known == agent_id).map(|(_, end)| end)
 }
 
-/// Whether they have.
+/// Whether the ranks of the live attempt have ended on an agent, while ranks on other agents have not.
 pub fn has_ended_at(row: &JobRow, agent_id: &str) -> bool {
     end_at(row, agent_id).is_some()
 }
 
-/// Whether the ranks of the live attempt have to end because they did on an agent.
+/// Whether the remaining ranks of the live attempt must end, because ranks on an agent have ended.
 pub fn is_ending(row: &JobRow) -> bool {
     row.progress.ends.iter().any(|(_, end)| end.ends_others())
 }

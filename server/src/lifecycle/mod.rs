@@ -1,6 +1,6 @@
-//! The rules by which reports, requests and time change a job. Pure: every function edits a [`JobRow`] and returns the events
-//! to store, so that a store can run it inside its transaction, and one rule serves every database. The moves between states
-//! are here; what reports do is in `lifecycle/reports.rs`.
+//! The rules by which reports, requests and time change a job. The functions are pure: each edits a [`JobRow`] and returns the events to store.
+//! A store runs them inside transactions, so every database uses the same rules. Transitions between states are in this file, and the effects
+//! of reports in `lifecycle/reports.rs`.
 
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -31,23 +31,23 @@ fn refused(state: JobState, detail: impl Into<String>) -> Refused {
     Refused { state, detail: detail.into() }
 }
 
-/// Where a forked job comes from.
+/// The origin of a forked job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fork {
-    /// From which job and checkpoint, also for people.
+    /// The first reason of the fork, which names the parent job and checkpoint.
     pub reason: Reason,
-    /// The same, kept for ever.
+    /// The parent job and checkpoint, which are kept as long as the fork.
     pub parent: Parent,
-    /// The parent is private and the fork is not: who sees the fork may not see the parent.
+    /// Whether the parent is private and the fork is not. Then people who can see the fork may have no access to the parent.
     pub hides_parent: bool,
-    /// Already in the new job's folder.
+    /// The checkpoint, which is already in the new job's folder.
     pub checkpoint: CheckpointInfo,
 }
 
-/// Moves a job to `state`, for a reason that may have a consequence.
+/// Changes the state of a job, and returns the event. `next` is the consequence of `reason`.
 ///
 /// # Errors
-/// A move that [`JobState::may_become`] does not know.
+/// [`JobState::may_become`] does not allow the transition.
 fn go(
     row: &mut JobRow,
     state: JobState,
@@ -95,7 +95,7 @@ fn go(
     Ok(state_event(row))
 }
 
-/// How an attempt ended whose job is now in this state.
+/// The final state of an attempt, from the state to which its job has changed.
 fn attempt_state(of_job: JobState) -> AttemptState {
     match of_job {
         JobState::Succeeded => AttemptState::Succeeded,
@@ -113,7 +113,7 @@ fn state_event(row: &JobRow) -> EventBody {
     EventBody::State { state: job.state, reason, cause, attempt: job.attempt }
 }
 
-/// A job was made, perhaps as a fork of another one: then its first checkpoint is there already.
+/// The first events of a new job. A fork begins with a checkpoint.
 pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
     row.job.set_reason(fork.map(|f| f.reason.clone()));
     let mut events = vec![state_event(row)];
@@ -125,8 +125,8 @@ pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
     events
 }
 
-/// The next attempt was claimed: the caller has set attempt, fencing token and agents. `fewer`: with how many ranks and why, where it has
-/// fewer than the job.
+/// Starts the next attempt. The caller has set attempt, fencing token and agents. `fewer` is the reason if the attempt has fewer ranks than
+/// the job.
 pub fn started(row: &mut JobRow, fewer: Option<Reason>, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     row.progress.trained = Some(false);
     row.progress.began_from = row.progress.checkpoint;
@@ -135,7 +135,8 @@ pub fn started(row: &mut JobRow, fewer: Option<Reason>, at: Timestamp) -> Result
     Ok(vec![go(row, JobState::Starting, fewer, None, at)?])
 }
 
-/// Whether a waiting job says why it waits, and not how its last attempt ended, which is more useful to a user who can only wait.
+/// Whether a waiting job shows `reason`, why it waits. Otherwise the job shows how its last attempt ended, which is more useful to a user who
+/// can only wait.
 pub fn tells_wait(job: &Job, reason: &Reason) -> bool {
     let continues = job.cause.as_ref().is_some_and(|c| matches!(c.next(), Some(Next::Continue { .. })));
     let never = matches!(reason.kind(), ReasonKind::UnreadableSpec { .. });
@@ -146,8 +147,8 @@ pub fn tells_wait(job: &Job, reason: &Reason) -> bool {
     }
 }
 
-/// Why a job still waits; no event when it is what the job says already, or when the job says how its last attempt
-/// ended, which is more useful to a user who can only wait.
+/// Sets the reason why a job still waits. Returns no event if the job shows this reason already, or if it shows how its last attempt ended
+/// ([`tells_wait`]).
 pub fn waits(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refused> {
     let job = &mut row.job;
     if !tells_wait(job, reason) || job.reason.as_deref() == Some(reason.words()) {
@@ -157,8 +158,8 @@ pub fn waits(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refuse
     Ok(vec![state_event(row)])
 }
 
-/// A user cancels the job. With `reachable` false no agent can be asked to stop its ranks: the job ends at once, and its agent
-/// gets the order when it is back.
+/// Cancels a job for a user. If `reachable` is false, no agent can be asked to stop the job's ranks: the job ends at once, and its agent gets
+/// the order when it reconnects.
 pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     if state.is_final() {
@@ -176,8 +177,8 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
     Ok(vec![go(row, JobState::Cancelled, Some(reason), None, at)?])
 }
 
-/// A user pauses the job: its ranks write a checkpoint and free their slots. If their agent is away, it gets the order when it is
-/// back, or the ranks end with its lease.
+/// Pauses a job for a user: its ranks write a checkpoint and free their slots. An agent that is away gets the order when it reconnects, or its
+/// ranks end with the lease.
 pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     external::refuse_external(row, "paused")?;
     let state = row.job.state;
@@ -191,7 +192,7 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
     }
 }
 
-/// A user resumes a paused job.
+/// Resumes a paused job for a user.
 pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     external::refuse_external(row, "resumed")?;
     let state = row.job.state;
@@ -208,20 +209,20 @@ pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused
     Ok(vec![queue(row, ReasonKind::ResumedByUser.into(), at)?])
 }
 
-/// Its ranks have ended as asked, or it had none.
+/// Changes a job without running ranks to `paused`. `why` is the reason if its ranks have not ended in an orderly way.
 fn paused(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refused> {
     let reason = ReasonKind::PausedByUser { detail: why.map(|why| why.words().into()) };
     let next = Next::ContinueWhenResumed { from_step: row.progress.checkpoint };
     go(row, JobState::Paused, Some(reason.into()), Some(next), at)
 }
 
-/// Queues the job, to continue from its newest checkpoint.
+/// Queues a job, to continue from its newest checkpoint.
 fn queue(row: &mut JobRow, reason: Reason, at: Timestamp) -> Result<EventBody, Refused> {
     let next = Next::Continue { from_step: row.progress.checkpoint };
     go(row, JobState::Queued, Some(reason), Some(next), at)
 }
 
-/// A user retries a failed or cancelled job from its newest checkpoint.
+/// Retries a failed or cancelled job from its newest checkpoint, for a user.
 pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     external::refuse_external(row, "retried")?;
     let state = row.job.state;
@@ -236,7 +237,7 @@ pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
     Ok(vec![queue(row, ReasonKind::RetriedByUser.into(), at)?])
 }
 
-/// Its agent was silent for longer than the lease, or came back without it.
+/// Ends an attempt whose agent was silent for longer than the lease, or has reconnected without the attempt's ranks.
 pub fn lost(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     if row.job.state == JobState::Pausing && row.stop.is_none() {
         return Ok(vec![preemption::set_aside(row, Some(why), at)?]);
@@ -249,7 +250,7 @@ pub fn lost(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBo
     Ok(events)
 }
 
-/// Its agent was stopped in an orderly way: back to the queue, not counted as a restart.
+/// Returns a job to the queue without counting a restart, such as when its agent was stopped in an orderly way.
 pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let event = match row.stop.take() {
         Some(stop) => go(row, JobState::Cancelled, Some(stop), None, at)?,
@@ -259,15 +260,15 @@ pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<Even
     Ok(vec![event])
 }
 
-/// Something that it needs is gone before it could start.
+/// Fails a job that could not start because something that it needs is gone.
 pub fn cannot_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     Ok(vec![go(row, JobState::Failed, Some(why.clone()), None, at)?])
 }
 
-/// A machine that was lost counts as a restart only where the attempt got no further than a checkpoint before it: a job on many
-/// machines loses some of them in its time, and goes further with each attempt.
+/// Restarts a job after a failed attempt, or fails the job if it has no restarts left. The loss of a machine does not count as a restart if the
+/// attempt has written a newer checkpoint: a job on many machines loses machines from time to time, but makes progress in each attempt.
 fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<EventBody, Refused> {
-    // The order to start its ranks was lost with a connection: nothing was tried.
+    // The order to start the ranks was lost with a connection, so no rank has run.
     let never_came = matches!(why.kind(), ReasonKind::StartLost { .. })
         && row.progress.trained == Some(false)
         && row.progress.not_begun < NOT_BEGUN;

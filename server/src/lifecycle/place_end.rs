@@ -1,4 +1,4 @@
-//! How the ranks of an attempt ended on one of several agents, and how good an explanation that is.
+//! The ends of an attempt's ranks on several agents, and which of them explains the attempt's end.
 
 use lockstep_protocol::{
     agent::Ending,
@@ -10,25 +10,25 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PlaceEnd {
-    /// As the agent says, which may be stopping in order.
+    /// The agent has reported the end.
     Ended {
-        /// What its ranks came to.
+        /// The end of the agent's ranks.
         ending: Ending,
-        /// Why the agent is stopping, if it is.
+        /// The reason if the agent itself is stopping.
         leaving: Option<Reason>,
     },
-    /// Its lease ran out.
+    /// The agent's lease has expired.
     Lost(Reason),
-    /// It was stopped in order, or went away before it started anything.
+    /// The agent was stopped in an orderly way, or disconnected before it started a rank.
     Left(Reason),
 }
 
 impl PlaceEnd {
-    /// How good an explanation of the attempt's end it is: lowest first.
+    /// The precedence of this end as the explanation of the attempt's end. The lowest number is the best explanation.
     fn precedence(&self) -> u8 {
         match self {
             Self::Ended { ending: Ending::Failed { reason, .. }, .. } => match reason.kind() {
-                // Each agent sees its own ranks wait for another one's.
+                // Each agent only sees its own ranks wait for ranks of other agents.
                 ReasonKind::Stalled { detail: Some(_), .. } => 2,
                 ReasonKind::Stalled { detail: None, .. } => 3,
                 _ => 0,
@@ -36,18 +36,18 @@ impl PlaceEnd {
             Self::Lost(_) => 1,
             Self::Left(_) | Self::Ended { ending: Ending::Stopped, leaving: Some(_) } => 4,
             Self::Ended { ending: Ending::Secondary { .. }, .. } => 5,
-            // On the server's order, because of another one.
+            // Stopped by the server, because ranks of another agent have ended.
             Self::Ended { ending: Ending::Stopped, leaving: None } => 6,
             Self::Ended { ending: Ending::Succeeded { .. }, .. } => 7,
         }
     }
 
-    /// Whether the ranks of other agents can do nothing more: not where those of this one are done, or were asked to end.
+    /// Whether the ranks of other agents cannot continue. False if the ranks of this agent have succeeded or were asked to end.
     pub(super) fn ends_others(&self) -> bool {
         !matches!(self, Self::Ended { ending: Ending::Succeeded { .. } | Ending::Stopped, .. })
     }
 
-    /// The step of a rank that did not continue: of several, the one that is furthest behind held up the others.
+    /// The step of a stalled rank. Of several stalled ranks, the rank that is furthest behind held up the others.
     fn step(&self) -> u64 {
         match self {
             Self::Ended { ending: Ending::Failed { reason, .. }, .. } => match reason.kind() {
@@ -59,9 +59,9 @@ impl PlaceEnd {
     }
 }
 
-/// Of all agents' ends, in the order in which they were heard, the one that explains the others.
+/// Selects the end that explains the attempt's end. `ends` has the ends of all agents, in the order in which they were reported.
 pub(super) fn explanation(ends: Vec<PlaceEnd>) -> Option<PlaceEnd> {
-    // The first of those that explain it equally well.
+    // `min_by_key` selects the first of several equal ends.
     ends.into_iter().min_by_key(|end| (end.precedence(), end.step()))
 }
 

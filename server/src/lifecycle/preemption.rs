@@ -1,5 +1,5 @@
-//! Preemption by checkpoint: the ranks of a job write a checkpoint and end, because a job of higher priority takes their slots. The
-//! job then waits again, and continues by itself. It counts as no failed attempt.
+//! Preemption by checkpoint: the ranks of a job write a checkpoint and end, because a job of higher priority takes their slots. The preempted
+//! job then waits again and continues by itself. Preemption does not count as a failed attempt.
 
 use super::{JobRow, Refused, go, paused, queue, state_event};
 use jiff::Timestamp;
@@ -9,8 +9,8 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 
-/// Orders the ranks of a job to end for another one. Nothing changes when they are ending already, or when another version of the
-/// program knows alone what state they are in. A private job is not named: those who see the one that gives way may not see it.
+/// Orders the ranks of a job to end for the job `by`. Nothing changes if the ranks are ending already, or if this version does not know the
+/// job's stored state. The reason does not name `by` if it is private, because people who can see the preempted job may not see `by`.
 pub fn preempt(row: &mut JobRow, by: &Job, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     if !matches!(row.job.state, JobState::Starting | JobState::Running)
         || row.stop.is_some()
@@ -23,12 +23,12 @@ pub fn preempt(row: &mut JobRow, by: &Job, at: Timestamp) -> Result<Vec<EventBod
     Ok(vec![go(row, JobState::Pausing, Some(reason.into()), None, at)?])
 }
 
-/// Whether its ranks are ending for another job's sake, and nobody has asked to pause it.
+/// Whether the ranks of a job are ending for another job, and no user has paused the job.
 fn is_preempted(row: &JobRow) -> bool {
     matches!(row.job.cause.as_ref().map(Reason::kind), Some(ReasonKind::Preempting { .. }))
 }
 
-/// A user pauses a job that is being preempted: it will not continue by itself.
+/// Pauses a job that is being preempted, for a user. The job then does not continue by itself.
 pub(super) fn pause_instead(row: &mut JobRow) -> Vec<EventBody> {
     if !is_preempted(row) {
         return Vec::new();
@@ -37,7 +37,8 @@ pub(super) fn pause_instead(row: &mut JobRow) -> Vec<EventBody> {
     vec![state_event(row)]
 }
 
-/// The ranks of a job that is pausing have ended, in order or (`why`) otherwise: it is paused, or waits again.
+/// Handles the end of the ranks of a pausing job: the job is paused, or waits again if it was preempted. `why` is the reason if the ranks have
+/// not ended in an orderly way.
 pub(super) fn set_aside(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refused> {
     let Some(ReasonKind::Preempting { job, priority }) = row.job.cause.as_ref().map(Reason::kind) else {
         return paused(row, why, at);

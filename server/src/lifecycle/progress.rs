@@ -1,4 +1,4 @@
-//! Where a job's newest values and its sparkline come from.
+//! The state from which a job's newest values and its sparkline are computed.
 
 use super::place_end::PlaceEnd;
 use jiff::Timestamp;
@@ -6,42 +6,42 @@ use lockstep_protocol::{metric::MetricColumn, numbers::exact, throughput::Throug
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Points of a job's sparkline.
+/// Number of points in a job's sparkline.
 const SPARKLINE: usize = 40;
 
-/// What a job's newest values and its sparkline are computed from.
+/// The state from which a job's newest values and its sparkline are computed, with other facts about attempts.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Progress {
     /// Sum and number of the losses in each of [`SPARKLINE`] equal parts of the run.
     parts: Vec<(f64, u32)>,
-    /// Each rank's newest loss and accuracy, none when it was not finite; their mean is shown.
+    /// Each rank's newest loss and accuracy, or `None` if the value was not finite. The job shows the mean over ranks.
     pub(super) loss: BTreeMap<u32, Option<f64>>,
     pub(super) accuracy: BTreeMap<u32, Option<f64>>,
-    /// Each rank's newest value of every other metric; of a live job alone.
+    /// Each rank's newest value of every other metric. Empty if the job is over.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub(super) others: BTreeMap<String, BTreeMap<u32, f32>>,
-    /// The newest checkpoint's step.
+    /// The step of the newest checkpoint.
     pub(super) checkpoint: Option<u64>,
-    /// The same when the newest attempt began.
+    /// The step of the newest checkpoint at the beginning of the newest attempt.
     pub(super) began_from: Option<u64>,
-    /// Whether the newest attempt has trained; none of one that an earlier version began.
+    /// Whether the newest attempt has trained. `None` if an earlier version began the attempt.
     pub(super) trained: Option<bool>,
-    /// Of the newest attempt that has trained.
+    /// The speed of the newest attempt that has trained.
     pub(super) speed: Throughput,
-    /// Of the live attempt, the agents (by id) where its ranks have ended, in that order. Empty where one agent has them all.
+    /// The ids of agents on which the ranks of the live attempt have ended, in order. Empty if a single agent has all ranks.
     pub(super) ends: Vec<(String, PlaceEnd)>,
-    /// Of the live attempt, ranks whose machines do not answer, as their neighbours say.
+    /// Ranks of the live attempt whose machines do not respond, as reported by neighbouring ranks.
     #[serde(skip_serializing_if = "BTreeSet::is_empty")]
     pub unreachable: BTreeSet<u32>,
-    /// How many attempts in a row have ended before a rank of theirs had begun.
+    /// Number of consecutive attempts that have ended before any rank began.
     #[serde(skip_serializing_if = "is_zero")]
     pub(super) not_begun: u32,
-    /// Of a run whose length nobody knows, the steps that the parts cover.
+    /// Number of steps that `parts` cover, for a run of unknown length.
     span: u64,
     /// When the live attempt began.
     began: Option<Timestamp>,
-    /// How long the attempts before it had their slots, in milliseconds; none before the first has ended.
+    /// Total time for which earlier attempts had their slots, in milliseconds. `None` before the end of the first attempt.
     ran_ms: Option<u64>,
 }
 
@@ -56,14 +56,14 @@ impl Progress {
         self.trained == Some(true)
     }
 
-    /// An attempt has its slots from now on.
+    /// Notes that an attempt has its slots from `at` on.
     pub(super) fn begin(&mut self, at: Timestamp) {
         self.began = Some(at);
     }
 
-    /// An attempt has given its slots back; answers how long all of them had theirs.
+    /// Notes that an attempt has given its slots back. Returns the total time for which all attempts had slots, in seconds.
     pub(super) fn end(&mut self, at: Timestamp) -> Option<f64> {
-        // One that an earlier version began has no beginning.
+        // An attempt that an earlier version began has no beginning.
         if let Some(began) = self.began.take() {
             let ms = at.as_millisecond().saturating_sub(began.as_millisecond());
             // A clock may have been put back.
@@ -72,7 +72,7 @@ impl Progress {
         self.ran_secs()
     }
 
-    /// How long all attempts that have ended had their slots; none before the first has.
+    /// Total time for which all ended attempts had their slots, in seconds. `None` before the end of the first attempt.
     pub fn ran_secs(&self) -> Option<f64> {
         self.ran_ms.map(|ms| ms as f64 / 1000.0)
     }
@@ -91,7 +91,7 @@ impl Progress {
         }
     }
 
-    /// Makes the parts twice as long until `step` has its place in them; answers the steps that they cover.
+    /// Doubles the length of the parts until they include `step`. Returns the number of steps that they cover.
     fn widen(&mut self, step: u64) -> u64 {
         self.span = self.span.max(SPARKLINE as u64);
         while self.span < step {
@@ -105,7 +105,7 @@ impl Progress {
         self.span
     }
 
-    /// Forgets what an attempt that starts again from `step` will measure anew.
+    /// Removes the values that an attempt will measure again when it starts from `step`.
     pub(super) fn restart_at(&mut self, step: u64, total_steps: u64) {
         self.loss.clear();
         self.accuracy.clear();
@@ -114,17 +114,17 @@ impl Progress {
         self.parts.truncate(keep as usize);
     }
 
-    /// Whether a metric has been taken note of, also one without a finite value.
+    /// Whether a metric is known, even if its newest value is not finite.
     pub(super) fn knows(&self, metric: &str) -> bool {
         self.others.contains_key(metric)
     }
 
-    /// How many metrics have been taken note of.
+    /// Number of known metrics.
     pub(super) fn known(&self) -> usize {
         self.others.len()
     }
 
-    /// Takes a rank's newest value of a metric, none when it is not finite; answers the mean over ranks.
+    /// Sets a rank's newest value of a metric, or `None` if it is not finite. Returns the mean over ranks.
     pub(super) fn newest(&mut self, metric: &str, rank: u32, value: Option<f32>) -> Option<f64> {
         let ranks = self.others.entry(metric.to_owned()).or_default();
         match value {
@@ -135,12 +135,12 @@ impl Progress {
         (!ranks.is_empty()).then(|| sum / ranks.len() as f64)
     }
 
-    /// Pictures of an epoch whose last step may have fewer than the others; 0 where every step is whole.
+    /// Number of pictures in an epoch whose last step may be smaller than the others. 0 if all steps have the same size.
     pub fn epoch_samples(&self) -> u64 {
         self.speed.epoch_samples()
     }
 
-    /// Forgets what only a live job needs.
+    /// Removes the values that only a live job needs.
     pub(super) fn over(&mut self) {
         self.others.clear();
     }

@@ -1,4 +1,4 @@
-//! How the records of ranks and their agent change a job.
+//! The rules by which records of ranks and agents change a job.
 
 use super::{
     JobRow, Refused, checkpoint_id, go, preemption::set_aside, requeue, restart_or_fail, state_event,
@@ -15,14 +15,15 @@ use lockstep_protocol::{
 };
 use std::collections::BTreeMap;
 
-/// Most steps of a run, above what any specification asks for: 2^53 - 1, what programs that read JSON count exactly.
+/// Maximum number of steps of a run: 2^53 - 1, the largest integer that all JSON parsers represent exactly. Every valid specification has
+/// fewer steps.
 const PLANNED_STEPS: u64 = (1 << 53) - 1;
-/// The longest line of a log that is kept, in bytes.
+/// Maximum length of a stored line of a log, in bytes.
 const LINE_BYTES: usize = 4096;
-/// Attempts in a row that may end before a rank of theirs has begun, without costing a restart.
+/// Number of consecutive attempts that may end before any rank has begun, without counting as restarts.
 pub(super) const NOT_BEGUN: u32 = 5;
 
-/// None as soon as one of them is not finite: a run that diverges on one rank diverges.
+/// The mean over ranks. `None` if a value is not finite, because a run that diverges on one rank has diverged.
 fn mean(values: &BTreeMap<u32, Option<f64>>) -> Option<f64> {
     let sum = values.values().copied().sum::<Option<f64>>()?;
     (!values.is_empty()).then(|| sum / values.len() as f64)
@@ -34,8 +35,8 @@ fn shorten(text: &mut String, bytes: usize) {
     }
 }
 
-/// Applies a record of a rank or its agent to a job, and returns the events to store. Records that no correct rank writes (an
-/// unknown metric, a rank that the job does not have) give none.
+/// Applies a record of a rank or its agent to a job, and returns the events to store. Invalid records have no effect, such as points of an
+/// unknown metric, or records of a rank that the job does not have.
 pub fn report(
     row: &mut JobRow,
     event: AttemptEvent,
@@ -60,7 +61,7 @@ pub fn report(
             row.progress.not_begun = 0;
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {
-                // That it is being cancelled, or has fewer ranks than usual.
+                // The reason stays if the job is being cancelled, or runs on fewer ranks.
                 let stays = |cause: &Reason| {
                     row.stop.is_some() || matches!(cause.kind(), ReasonKind::FewerRanks { .. })
                 };
@@ -70,7 +71,7 @@ pub fn report(
             events.push(EventBody::Plan { attempt, total_steps, steps_per_epoch, start_step });
             events
         }
-        // What a cancellation says stays.
+        // A job that is being cancelled keeps its reason.
         AttemptEvent::PrecisionFallback { step, what }
             if row.job.state == JobState::Running && row.stop.is_none() =>
         {
@@ -106,7 +107,7 @@ pub fn report(
             vec![EventBody::Log { attempt, rank, lines }]
         }
         AttemptEvent::Rank { rank, mut report } if has(row, rank) => {
-            // JSON has no NaN, and what is read back is a number.
+            // Replaced by 0, because JSON has no NaN or infinity, and readers expect numbers.
             let times = [&mut report.step_ms, &mut report.all_reduce_ms, &mut report.data_ms];
             let of_axes = report.axis_ms.iter_mut().flat_map(AxisTimes::values_mut);
             for number in times.into_iter().chain([&mut report.images_per_second]).chain(of_axes) {
@@ -120,11 +121,11 @@ pub fn report(
             vec![EventBody::Checkpoint { attempt, id, checkpoint }]
         }
         AttemptEvent::CheckpointRemoved { epoch, step } => {
-            // The newest continuesly when it was found damaged; the next start decides which one is then the newest.
+            // The newest checkpoint is removed only if it is damaged. The next start then determines the newest checkpoint.
             row.progress.checkpoint = row.progress.checkpoint.filter(|newest| *newest != step);
             vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
         }
-        // A network whose numbers are not finite: nothing was measured, and JSON could not hold it. No share is above 1.
+        // The loss is not finite, which JSON cannot represent, or the accuracy is no share: there is no valid result.
         AttemptEvent::Evaluation(evaluation)
             if !evaluation.loss.is_finite() || !(0.0..=1.0).contains(&evaluation.accuracy) =>
         {
@@ -144,19 +145,19 @@ pub fn report(
             }
             vec![EventBody::Evaluation { attempt, evaluation }]
         }
-        // The store keeps what they contain; see store/sql/layers.rs.
+        // The store keeps the contents of histograms and networks (store/sql/layers.rs).
         AttemptEvent::Histograms(histograms) if histograms.check().is_ok() => {
             vec![EventBody::Histograms { attempt, step: histograms.step }]
         }
         AttemptEvent::Network(network) if network.check().is_ok() => vec![EventBody::Network { attempt }],
         AttemptEvent::Ended(ending) => ended(row, ending, leaving, at)?,
-        // For a server that is started again before the attempt is over.
+        // Stored for a server that is restarted before the attempt's end.
         AttemptEvent::RankFailed { unreachable, .. } => {
             let ranks = row.job.ranks;
             row.progress.unreachable.extend(unreachable.into_iter().filter(|rank| *rank < ranks));
             Vec::new()
         }
-        // Its agent weighs the last messages of all ranks and reports the outcome in `Ended`.
+        // Invalid records, and records that have no effect in this state.
         AttemptEvent::Running { .. }
         | AttemptEvent::PrecisionFallback { .. }
         | AttemptEvent::StoppedEarly { .. }
@@ -169,18 +170,18 @@ pub fn report(
     })
 }
 
-/// What a column of metrics must be to be kept.
+/// Whether a column of metrics is valid: a known name, and as many values as steps, at least one.
 fn is_column(column: &MetricColumn) -> bool {
     metric::NAMES.contains(&column.name.as_str())
         && column.steps.len() == column.values.len()
         && !column.steps.is_empty()
 }
 
-/// The records of a report with consecutive points of a rank merged into one record, because a fast rank writes many per
-/// report. Log lines and rank reports do not end a merge; other records do, because points may depend on them.
+/// Merges consecutive points of a rank into one record, because a fast rank writes many records per report. Log lines and rank reports do not
+/// end a merge. Other records do, because later points may depend on them.
 pub fn merge_points(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
     let mut all = Vec::new();
-    // The rank whose points are being merged, and the place of the merged event.
+    // The rank whose points are being merged, and the index of the merged record.
     let mut gathered: Option<(u32, usize)> = None;
     for event in events {
         let AttemptEvent::Metrics { rank, columns } = event else {
@@ -212,13 +213,13 @@ pub fn merge_points(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
     all
 }
 
-/// The epoch, from 1, that a step, from 1, belongs to.
+/// The epoch of a step. Epochs and steps are counted from 1.
 fn epoch_of(step: u64, steps_per_epoch: u64) -> u32 {
     let epoch = step.saturating_sub(1) / steps_per_epoch.max(1) + 1;
     u32::try_from(epoch).unwrap_or(u32::MAX)
 }
 
-/// Updates what the job shows (newest values, step, sparkline, speed) from a column.
+/// Updates the job's newest values, step, sparkline and speed from a column.
 pub(super) fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
     let (Some(step), Some(newest)) = (column.steps.last().copied(), column.values.last()) else { return };
     let newest = Some(*newest).filter(|v| v.is_finite());
@@ -244,7 +245,7 @@ pub(super) fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
             job.last.accuracy = mean(&row.progress.accuracy);
         }
         "lr" => job.last.lr = value,
-        // What the job says of itself in one place already.
+        // The job has other fields for these values.
         "val_loss" | "val_accuracy" | "images_per_second" => {}
         name => {
             let others = &mut job.last.others;
@@ -257,7 +258,8 @@ pub(super) fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
     }
 }
 
-/// The speed and the time left, after points of any rank. The speed of an earlier attempt stays until the first step of this one.
+/// Updates the speed and the remaining time after points of any rank. The speed of the previous attempt stays until the first step of this
+/// attempt.
 fn note_speed(row: &mut JobRow) {
     let (job, speed) = (&mut row.job, &row.progress.speed);
     job.images_per_second = speed.images_per_second().or(job.images_per_second);
@@ -272,7 +274,7 @@ pub(super) fn ended(
 ) -> Result<Vec<EventBody>, Refused> {
     let mut events = Vec::new();
     let ending = match ending {
-        // Nobody knows more.
+        // No rank or agent has reported the primary cause.
         Ending::Secondary { reason } => Ending::Failed { reason, retriable: true },
         ending => ending,
     };
@@ -286,7 +288,7 @@ pub(super) fn ended(
             let early = row.job.cause.clone().filter(is_early);
             events.push(go(row, JobState::Succeeded, early, None, at)?);
         }
-        // What could not be ended, and what else a person has to see to, is said.
+        // The cancelled job also shows a failure that a person must handle, such as ranks that could not be ended.
         (Ending::Failed { reason, retriable: false }, Some(_)) => {
             let reason = ReasonKind::CancelledByUser { detail: Some(reason.words().into()) };
             events.push(go(row, JobState::Cancelled, Some(reason.into()), None, at)?);
@@ -302,7 +304,7 @@ pub(super) fn ended(
             let in_order = ReasonKind::AgentStopped { agent: None, detail: None }.into();
             events.extend(requeue(row, leaving.unwrap_or(&in_order), at)?);
         }
-        // Nothing was tried: no rank has run. An agent that ends each time before that is a fault like any other.
+        // No rank has run, so this is not a restart. If it happens too often in a row, it counts like any other failure.
         (Ending::Failed { reason, retriable: true }, None)
             if matches!(reason.kind(), ReasonKind::AgentRestarted { .. })
                 && row.progress.not_begun < NOT_BEGUN =>

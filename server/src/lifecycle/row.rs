@@ -1,4 +1,4 @@
-//! The data that a change of a job reads and edits, and its refusals. The store keeps it and knows no more of the rules.
+//! The data that rules of the lifecycle read and edit, and refusals of requests. The store only stores this data; it does not have the rules.
 
 use super::progress::Progress;
 use jiff::Timestamp;
@@ -12,31 +12,31 @@ use lockstep_protocol::{
 /// A job with the fields that only the server uses.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JobRow {
-    /// As it is shown.
+    /// The job as clients see it.
     pub job: Job,
-    /// The state that the newest event has told.
+    /// The state in the newest state event.
     pub announced: JobState,
-    /// Why its ranks are being stopped at somebody's wish.
+    /// The reason if the job's ranks are being stopped at a user's request.
     pub stop: Option<Reason>,
-    /// What a fork that others see began from, where they do not see that: then `job` does not show it.
+    /// The parent of a fork, if people who can see the fork may not see the parent. `job` then has no parent.
     pub private_parent: Option<Parent>,
-    /// Failed or lost attempts since it was last submitted or retried.
+    /// Number of failed or lost attempts that count as restarts, since the job was last submitted, resumed or retried.
     pub restarts: u32,
-    /// When it went back to the queue; none for one that has waited since its submission.
+    /// When the job returned to the queue. `None` if it has waited since its submission.
     pub waiting_since: Option<Timestamp>,
     /// Fencing token of the attempt that may write.
     pub fencing_token: Option<FencingToken>,
-    /// What its newest values and its sparkline come from.
+    /// The state from which the job's newest values and its sparkline are computed.
     pub progress: Progress,
-    /// How the attempt that held the fencing token ended, until that is stored.
+    /// The end of the attempt that held the fencing token, until the end is stored.
     pub ended: Option<AttemptEnd>,
-    /// The stored state, when this version does not know it, and what it is shown as: running while an attempt may write,
-    /// else failed. It stays as it is until the attempt's end makes another of it.
+    /// The stored state if this version does not know it, and the state that is shown instead: running while an attempt may write, otherwise
+    /// failed. The stored state is kept until the attempt's end.
     pub unknown_state: Option<(String, JobState)>,
 }
 
 impl JobRow {
-    /// Whether it continues another job's run.
+    /// Whether the job was forked from another job.
     pub fn is_fork(&self) -> bool {
         self.job.parent.is_some() || self.private_parent.is_some()
     }
@@ -52,14 +52,14 @@ impl JobRow {
     }
 }
 
-/// How an attempt ended, to be kept with it.
+/// The end of an attempt, which is stored with the attempt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttemptEnd {
-    /// Its own, not the job's.
+    /// The state of the attempt, not of the job.
     pub state: AttemptState,
-    /// None when it succeeded.
+    /// The reason. `None` if the attempt succeeded.
     pub reason: Option<Reason>,
-    /// Whether its ranks ever trained: if not, the job's steps are not this attempt's.
+    /// Whether the attempt's ranks have trained. If not, the job's steps are those of an earlier attempt.
     pub trained: bool,
 }
 
@@ -67,8 +67,8 @@ pub struct AttemptEnd {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{detail}")]
 pub struct Refused {
-    /// The state.
+    /// The state of the job.
     pub state: JobState,
-    /// Why not, and what can be done.
+    /// Why the request is refused, and what the user can do.
     pub detail: String,
 }

@@ -1,40 +1,39 @@
 //! The encoding of a series as columns of bytes.
 //!
 //! Level 0 holds points: the difference to the previous point's step (LEB128), and the value (float32, little endian). Level `k` holds
-//! buckets of `16^k` steps, counted from step 1. Of each bucket it has the difference between its first step and that of the bucket
-//! before (LEB128), the number of its points and of its finite points (LEB128), and of the finite ones the minimum and maximum
-//! (float32) and the sum (float64).
+//! buckets of `16^k` steps, counted from step 1. A bucket has the difference between its first step and the previous bucket's first step, the
+//! number of points, the number of finite points (all LEB128), and the minimum, maximum (float32) and sum (float64) of the finite points.
 
 use crate::{
     store::error::StoreError,
     util::numbers::{Reader, put_number},
 };
 
-/// Levels from 0; buckets of the last one are a million steps wide.
+/// Number of levels. Buckets of the last level are about a million steps wide.
 pub(crate) const LEVELS: u32 = 6;
-/// Points of a full chunk of level 0. Every compaction rewrites the newest chunk of each series. Larger chunks would keep the
-/// one writer busy for a job of hundreds of ranks; smaller ones would be too many rows for a job of a million steps.
+/// Number of points in a full chunk of level 0. Every compaction rewrites the newest chunk of each series. Larger chunks would keep the
+/// database's only writer busy for a job of hundreds of ranks. Smaller chunks would be too many rows for a job of a million steps.
 const POINTS: usize = 1024;
-/// Buckets of a full chunk of the other levels: about as many bytes as a full chunk of level 0.
+/// Number of buckets in a full chunk of the other levels. It has about as many bytes as a full chunk of level 0.
 const BUCKETS: usize = 256;
 
-/// Steps of a bucket at `level`.
+/// Number of steps of a bucket at `level`.
 pub(crate) fn width(level: u32) -> u64 {
     1 << (4 * level)
 }
 
-/// Entries of a full chunk at `level`.
+/// Number of entries in a full chunk at `level`.
 pub(crate) fn capacity(level: u32) -> usize {
     if level == 0 { POINTS } else { BUCKETS }
 }
 
-/// Points of neighbouring steps; a single point is a bucket of one.
+/// Statistics of the points of consecutive steps. A single point is a bucket with one point.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Bucket {
     /// The first step with a point.
     pub(crate) step: u64,
     pub(crate) points: u64,
-    /// Points with a finite value; the fields below are of these alone.
+    /// Number of points with a finite value. The fields below are computed from these points only.
     pub(crate) finite: u64,
     pub(crate) min: f32,
     pub(crate) max: f32,
@@ -63,7 +62,7 @@ impl Bucket {
         self.sum += other.sum;
     }
 
-    /// The number of the bucket of `width` steps that it belongs to.
+    /// The index of the bucket of `width` steps to which this bucket belongs.
     pub(crate) fn index(&self, width: u64) -> u64 {
         self.step.saturating_sub(1) / width
     }
@@ -77,10 +76,10 @@ pub(crate) fn push(to: &mut Vec<Bucket>, bucket: &Bucket, width: u64) {
     }
 }
 
-/// Points in any order, joined with those of a series, whose steps ascend. The last point of a step is the one that counts.
+/// Merges points in any order into a series with ascending steps. If a step has several points, the last of them replaces the others.
 pub(crate) fn merged(mut series: Vec<Bucket>, points: impl IntoIterator<Item = Bucket>) -> Vec<Bucket> {
     series.extend(points);
-    // Stable, and quick where a few ascending runs follow each other.
+    // This sort is stable, and fast for a few ascending runs.
     series.sort_by_key(|point| point.step);
     series.dedup_by(|later, earlier| {
         let is_same = later.step == earlier.step;
@@ -92,7 +91,7 @@ pub(crate) fn merged(mut series: Vec<Bucket>, points: impl IntoIterator<Item = B
     series
 }
 
-/// Adds a point in its place among buckets of `width` steps, more than one.
+/// Adds a point to the bucket of its step, among ascending buckets of `width` steps. `width` is more than 1.
 pub(crate) fn put(to: &mut Vec<Bucket>, point: &Bucket, width: u64) {
     let place = |bucket: &Bucket| bucket.index(width);
     // Most points come in order.
@@ -107,7 +106,7 @@ pub(crate) fn put(to: &mut Vec<Bucket>, point: &Bucket, width: u64) {
     }
 }
 
-/// Buckets of one series at `level`, steps ascending.
+/// Encodes buckets of a series at `level`. The steps must ascend.
 pub(crate) fn encode(level: u32, buckets: &[Bucket]) -> Vec<u8> {
     let mut out = Vec::with_capacity(buckets.len() * if level == 0 { 5 } else { 20 });
     let mut before = 0;
@@ -128,7 +127,7 @@ pub(crate) fn encode(level: u32, buckets: &[Bucket]) -> Vec<u8> {
     out
 }
 
-/// Decodes what [`encode`] has written.
+/// Decodes the output of [`encode`].
 ///
 /// # Errors
 /// The bytes are damaged.

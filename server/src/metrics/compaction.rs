@@ -1,5 +1,5 @@
-//! Compaction: a background task turns rows of events into chunks and rollups, so that a chart of a million points reads as
-//! little as one of a thousand.
+//! Compaction: a background task turns rows of events into chunks and rollups. A chart of a million points then reads as little data as
+//! a chart of a thousand points.
 
 use super::{
     Metrics,
@@ -14,17 +14,17 @@ use std::{
     time::Duration,
 };
 
-/// Pause between two compactions of a job: it leaves the one writer to reports of training.
+/// Pause between two compactions of a job, in which the database's only writer can store reports of training.
 const BETWEEN: Duration = Duration::from_millis(20);
 
-/// Compacts until dropped.
+/// Compacts the points of queued jobs. Runs until dropped.
 pub(crate) async fn run(metrics: Arc<Metrics>) {
     // The queue is in memory: after a start, every unfinished job is queued once.
     match metrics.store.unfinished().await {
         Ok(jobs) => {
             jobs.iter().for_each(|job| metrics.queue.count(&job.id, job.ranks, batch_cost(job.ranks)))
         }
-        Err(error) => tracing::warn!(%error, "metrics stay as events until more come"),
+        Err(error) => tracing::warn!(%error, "metrics are not compacted until their jobs report more points"),
     }
     loop {
         let Some((job, cost)) = metrics.queue.take() else {
@@ -37,7 +37,7 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
                 // The job may have been deleted meanwhile. A failed compaction is retried after the next reports.
                 Ok(false) | Err(StoreError::NotFound(_)) => break,
                 Err(error) => {
-                    tracing::warn!(%error, %job, "metrics could not be made into chunks");
+                    tracing::warn!(%error, %job, "metrics could not be compacted into chunks");
                     break;
                 }
             }
@@ -45,8 +45,8 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
     }
 }
 
-/// Compacts the next rows of a job, up to `cost`, and moves its watermark. With `rest` also fewer rows than that. False when
-/// there was nothing to do: too few rows, or another compaction was first.
+/// Compacts the next rows of a job, up to `cost`, and moves the job's watermark. With `rest`, fewer rows are compacted, too. Returns false if
+/// nothing was compacted: there were too few rows, or another compaction moved the watermark first.
 pub(super) async fn compact(store: &dyn Store, job: &JobId, cost: u64, rest: bool) -> Result<bool> {
     let (watermark, newest) = store.newest_metric_chunks(job).await?;
     let filter = MetricFilter { after: watermark, limit_cost: Some(cost), ..MetricFilter::default() };
@@ -65,7 +65,8 @@ fn key_of(chunk: &MetricChunk) -> Key {
     (chunk.name.clone(), chunk.rank, chunk.attempt)
 }
 
-/// The stored points of those series to which `columns` add points that are no later. Only runs from elsewhere go back.
+/// The stored points of those series to which `columns` add points at or before the last stored step. Only runs from elsewhere have such
+/// points.
 async fn going_back(
     store: &dyn Store,
     job: &JobId,
@@ -93,8 +94,8 @@ async fn going_back(
     Ok(stored)
 }
 
-/// The chunks that change when `columns` are added to the series whose newest chunks are `newest`. `stored` has all points of those
-/// series that go back: their chunks are made anew. The last point of a step is the one that counts.
+/// The chunks that change when `columns` are added to the series whose newest chunks are `newest`. `stored` has all points of the series that
+/// get points of earlier steps: all chunks of these series are replaced. If a step has several points, the last of them counts.
 fn grow(
     newest: Vec<MetricChunk>,
     columns: Vec<(u32, u32, MetricColumn)>,
@@ -122,7 +123,7 @@ fn grow(
             let mut buckets = old.as_ref().map(|old| readable_chunk(level, old)).unwrap_or_default();
             let before = buckets.len();
             points.iter().for_each(|p| chunk::push(&mut buckets, p, width(level)));
-            // A full chunk of points is not written again. At higher levels its last bucket may have grown.
+            // A full chunk of points is not written again. At higher levels, the last bucket of a full chunk may have grown.
             let full = before == capacity(level) && level == 0;
             for (i, part) in buckets.chunks(capacity(level)).enumerate() {
                 if i == 0 && full {
@@ -130,7 +131,7 @@ fn grow(
                 }
                 let is_last = (i + 1) * capacity(level) >= buckets.len();
                 let first_step = part.first().map_or(0, |b| b.step);
-                // An unreadable chunk has no buckets: the points begin a new chunk.
+                // An unreadable chunk counts as empty, so the points begin a new chunk.
                 let grown = i == 0 && old.as_ref().is_some_and(|old| old.first_step == first_step);
                 let next = part.last().map_or(0, |b| (b.index(width(level)) + 1) * width(level));
                 changed.push(MetricChunk {
@@ -150,7 +151,7 @@ fn grow(
     changed
 }
 
-/// The buckets of a chunk. A damaged chunk has none, so that it does not block the compaction of the others.
+/// The buckets of a chunk. A damaged chunk is logged and counts as empty, so that other chunks are still compacted.
 pub(crate) fn readable_chunk(level: u32, chunk: &MetricChunk) -> Vec<Bucket> {
     chunk::decode(level, &chunk.data).unwrap_or_else(|error| {
         let MetricChunk { name, rank, attempt, first_step, .. } = chunk;

@@ -1,4 +1,4 @@
-//! The jobs whose points wait for compaction: those with enough rows of events to be worth turning into chunks.
+//! The queue of compaction: jobs whose rows of events are not compacted yet. A job is compacted when its rows make up a batch.
 
 use crate::store::{Changed, EventRow, Stored};
 use lockstep_protocol::job::JobId;
@@ -8,11 +8,10 @@ use std::{
 };
 use tokio::sync::Notify;
 
-/// Cost ([`EventRow::cost`], bytes) per rank of the rows that one compaction takes: some 15 to 40 reports of a rank. Every
-/// compaction rewrites the newest chunk of each series, so smaller batches would write more; rows that wait are read by
-/// every query, so larger ones would read more.
+/// Cost per rank ([`EventRow::cost`], in bytes) of a batch of rows: 15 to 40 reports of a rank. Every compaction rewrites the newest chunk of
+/// each series, so smaller batches would write more. Every query reads the rows that are not compacted, so larger batches would read more.
 const COST_A_RANK: u64 = 12 << 10;
-/// The smallest batch, for jobs of few ranks.
+/// Minimum cost of a batch, for jobs of few ranks.
 const LEAST_COST: u64 = 64 << 10;
 
 /// Jobs with rows after their watermark.
@@ -25,7 +24,7 @@ pub(crate) struct CompactionQueue {
 #[derive(Debug, Clone, Copy)]
 struct Waiting {
     cost: u64,
-    /// The cost at which the job is compacted.
+    /// The cost of a batch of the job.
     batch_cost: u64,
 }
 
@@ -39,13 +38,13 @@ impl CompactionQueue {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts the points of a change that was stored.
+    /// Counts the points of a stored change.
     pub(crate) fn note(&self, changed: &Changed) {
         let points = changed.events.iter().filter(|row| matches!(row.stored, Stored::Points { .. }));
         self.count(&changed.job.id, changed.job.ranks, points.map(EventRow::cost).sum());
     }
 
-    /// Adds `cost` to what waits of a job, and wakes the compaction task when that is a batch.
+    /// Adds `cost` to the cost of a job's waiting rows, and wakes the compaction task when they make up a batch.
     pub(crate) fn count(&self, job: &JobId, ranks: u32, cost: u64) {
         if cost == 0 {
             return;

@@ -1,8 +1,8 @@
 //! Metrics at scale: append-only chunks of columns, and rollups (minimum, maximum and mean of 16, 256, ... steps) above them.
 //!
-//! A report is stored as one row of events (`store/points.rs`). A background task ([`compaction`]) turns many such rows at a time
-//! into chunks, up to a watermark in the job's event numbers. A query reads chunks up to the watermark and the rows after
-//! it, so its answer does not depend on how far compaction has come.
+//! A report is stored as one row of events (`store/points.rs`). A background task ([`compaction`]) turns batches of rows into chunks, up to
+//! a watermark in the job's event numbers. A query reads chunks up to the watermark and the rows after the watermark, so the result does not
+//! depend on the progress of compaction.
 
 pub(crate) mod chunk;
 pub(crate) mod compaction;
@@ -18,7 +18,7 @@ use std::{sync::Arc, time::Duration};
 pub(crate) struct Metrics {
     store: Arc<dyn Store>,
     queue: CompactionQueue,
-    /// Points of a job stay among its events for so long after its end.
+    /// How long points are kept in the events of a job after its end.
     keep_points: Duration,
 }
 
@@ -27,7 +27,7 @@ impl Metrics {
         Self { store, queue: CompactionQueue::default(), keep_points }
     }
 
-    /// Counts the points of a change that was stored.
+    /// Counts the points of a stored change.
     pub(crate) fn note(&self, changed: &Changed) {
         self.queue.note(changed);
     }

@@ -18,16 +18,16 @@ pub(crate) type Key = (String, u32, u32);
 /// The data of a chart.
 #[derive(Debug)]
 pub(crate) struct Found {
-    /// Events after this one are not in it.
+    /// Number of the last event that is included.
     pub(crate) as_of: u64,
-    /// Whether every bucket is one point, and no point is missing.
+    /// Whether every bucket is a single point, and all points of the range are included.
     pub(crate) exact: bool,
-    /// Steps per bucket; 1 when exact.
+    /// Steps per bucket. 1 if `exact`.
     pub(crate) bucket_steps: u64,
     pub(crate) series: BTreeMap<Key, Vec<Bucket>>,
 }
 
-/// What to read and how finely.
+/// The level to read, and the buckets to return.
 struct Plan {
     level: u32,
     /// Buckets begin after this step and have this width, a multiple of the level's own.
@@ -36,8 +36,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// For at most `points` buckets from step `first` to `last`. It follows from these three alone, so the answer does not depend on how
-    /// points were reported and compacted.
+    /// Plans at most `points` buckets from step `first` to `last`. The plan depends only on these three numbers, so the result does not depend
+    /// on how points were reported and compacted.
     fn new(first: u64, last: u64, points: u64) -> Self {
         let before = first.saturating_sub(1);
         let wanted = last.saturating_sub(before).div_ceil(points).max(1);
@@ -75,7 +75,7 @@ async fn attempt(
     points: usize,
 ) -> Result<Option<Found>> {
     let (watermark, extent) = metrics.store.metric_extent(job, filter).await?;
-    // All steps, not only the range: the buckets at its ends are returned whole, as those from chunks are.
+    // Reads all steps, because the buckets at the ends of the range are returned whole, like the buckets of chunks.
     let newest = MetricFilter { after: watermark, from: None, to: None, ..filter.clone() };
     let page = metrics.store.metrics(job, &newest).await?;
     let (as_of, tail) = (page.as_of, page.columns);
@@ -91,9 +91,9 @@ async fn attempt(
     let plan = Plan::new(first.max(from), last.min(to).max(first.max(from)), points as u64);
 
     let read = async |level: u32| -> Result<Option<BTreeMap<Key, Vec<Bucket>>>> {
-        // A bucket that crosses an end of the range is returned whole, so the range is widened to bucket boundaries.
+        // A bucket that crosses an end of the range is returned whole, so the range is extended to bucket boundaries.
         let w = width(level);
-        // The first bucket also has step 0, which buckets do not count.
+        // The first bucket also includes step 0. Steps of buckets are counted from 1.
         let from = match from.saturating_sub(1) / w * w {
             _ if w == 1 => from,
             0 => 0,

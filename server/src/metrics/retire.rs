@@ -1,5 +1,5 @@
-//! Removes points from `events` some time after their job is over. Its charts and its CSV file then come from chunks, which hold every
-//! point, and its stream begins after the removed events.
+//! Removes the points of a job from `events` some time after the job's end. The job's charts and CSV file then come from chunks, which hold
+//! every point. The job's stream begins after the removed events.
 
 use super::{Metrics, compaction, compaction_queue};
 use crate::store::{Result, StoreError};
@@ -9,12 +9,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longest pause between two rounds; a quarter of the time that points are kept when that is shorter.
+/// Maximum pause between two rounds. The pause is a quarter of the time for which points are kept, if that is shorter.
 const POLL_INTERVAL: Duration = Duration::from_secs(60);
-/// The longest pause between two transactions.
+/// Maximum pause between two transactions.
 const LONGEST_REST: Duration = Duration::from_millis(200);
 
-/// Removes points until dropped.
+/// Removes points. Runs until dropped.
 pub(crate) async fn run(metrics: Arc<Metrics>) {
     let keep = metrics.keep_points;
     loop {
@@ -31,13 +31,13 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
                 Ok(Some(job)) => job,
                 Ok(None) => break,
                 Err(error) => {
-                    tracing::warn!(%error, "points of jobs that are over stay among their events for now");
+                    tracing::warn!(%error, "points of finished jobs stay in their events; trying again");
                     break;
                 }
             };
             match retire(&metrics, &job).await {
                 Ok(()) | Err(StoreError::NotFound(_)) => {}
-                Err(error) => tracing::warn!(%error, %job, "a job's points stay among its events for now"),
+                Err(error) => tracing::warn!(%error, %job, "a job's points stay in its events; trying again"),
             }
             last = Some(job);
         }
@@ -53,7 +53,7 @@ async fn retire(metrics: &Metrics, job: &JobId) -> Result<()> {
         if !metrics.store.remove_points(job).await? {
             return Ok(());
         }
-        // Half of the writer's time at most: reports of running jobs come first.
+        // Uses at most half of the writer's time, because reports of running jobs come first.
         tokio::time::sleep(began.elapsed().min(LONGEST_REST)).await;
     }
 }

@@ -1,8 +1,9 @@
-//! What is tried until it works, such as writing to a full disk: the log has its first error and how often it came, and no line for each try.
+//! Log lines of operations that are retried until they succeed, such as writing to a full disk. A repeated error is logged once, and the
+//! number of failures is logged at the end.
 
 use std::fmt::Display;
 
-/// The error that the last try ended with, and how often it came.
+/// The error of the last try, and the number of failed tries.
 #[derive(Debug, Default)]
 pub(crate) struct Failing {
     error: String,
@@ -10,7 +11,7 @@ pub(crate) struct Failing {
 }
 
 impl Failing {
-    /// Counts an error. Whether it is to be logged: it is not the one of the try before.
+    /// Counts an error. Returns whether it differs from the error of the previous try, and so must be logged.
     pub(crate) fn is_new(&mut self, error: &impl Display) -> bool {
         let error = error.to_string();
         self.times += 1;
@@ -19,7 +20,7 @@ impl Failing {
         is_new
     }
 
-    /// How many tries have failed, once after they did.
+    /// Called after a success. Returns the number of tries that have failed before it, or `None` if none have.
     pub(crate) fn ended(&mut self) -> Option<u64> {
         let Self { times, .. } = std::mem::take(self);
         (times > 0).then_some(times)

@@ -1,5 +1,5 @@
-//! What every part of the server may use and no crate has: repeated failures in the log, histograms of durations, numbers in binary rows,
-//! modes of files, the server's own tasks.
+//! Utilities for all parts of the server: log lines of repeated failures, histograms of durations, numbers in binary rows, opening regular
+//! files, permissions of files, and the server's background tasks.
 
 pub(crate) mod failing;
 pub(crate) mod histogram;

@@ -1,6 +1,6 @@
-//! Bytes of stored metrics: whole numbers as LEB128, read and written.
+//! Reads and writes the binary encoding of metrics: integers as LEB128.
 
-/// Writes a number as LEB128.
+/// Appends a number as LEB128.
 pub(crate) fn put_number(to: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         to.push(number as u8 | 0x80);
@@ -9,7 +9,7 @@ pub(crate) fn put_number(to: &mut Vec<u8>, mut number: u64) {
     to.push(number as u8);
 }
 
-/// Reads from the front of bytes; `None` where there are too few, or a number does not end.
+/// Reads from the front of a slice. Methods return `None` if too few bytes are left, or if a number has more than 64 bits.
 pub(crate) struct Reader<'a>(pub(crate) &'a [u8]);
 
 impl<'a> Reader<'a> {

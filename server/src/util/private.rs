@@ -1,5 +1,5 @@
-//! The server's files are private: a data directory shows everything that is trained, and weights are work. Folders are made
-//! 0700 and files 0600, and locks are never taken through a symbolic link.
+//! Keeps the server's files private, because a data directory contains all trained weights. Folders have mode 0700 and files 0600, and lock
+//! files are never opened through a symbolic link.
 
 use rustix::fs::{Mode, OFlags};
 use std::{
@@ -12,12 +12,12 @@ use std::{
 const FOLDER: u32 = 0o700;
 pub(crate) const FILE: u32 = 0o600;
 
-/// Makes files and folders that this process and its children create readable by nobody else, whatever the umask was.
+/// Sets the umask to 077, so that other accounts cannot read the files and folders that this process and its children create.
 pub fn keep_files_private() {
     rustix::process::umask(Mode::from_raw_mode(0o077));
 }
 
-/// What a server, its agent and its database put into a data directory.
+/// Names of the files and folders that a server, its agent and its database create in a data directory.
 const OURS: [&str; 12] = [
     "address",
     "jobs",
@@ -33,16 +33,16 @@ const OURS: [&str; 12] = [
     "lockstep.db.lock",
 ];
 
-/// The file of a data directory that its server keeps locked.
+/// The file of a data directory that a running server keeps locked.
 pub(crate) fn server_lock(data_dir: &Path) -> PathBuf {
     data_dir.join("server.lock")
 }
 
-/// Makes a data directory with its `jobs`. One that others can read is closed to them, if nothing but a server's
-/// files is in it: a folder with other things keeps its permissions.
+/// Creates a data directory with its folder `jobs`. If an existing directory has only files of a server, permissions of other accounts are
+/// removed. A directory with other files keeps its permissions.
 ///
 /// # Errors
-/// It cannot be made.
+/// A folder cannot be created, or its permissions cannot be changed.
 pub(crate) fn data_dir(path: &Path) -> io::Result<()> {
     let folder = |path: &Path| DirBuilder::new().recursive(true).mode(FOLDER).create(path);
     folder(path)?;
@@ -58,10 +58,10 @@ pub(crate) fn data_dir(path: &Path) -> io::Result<()> {
     close(&path.join("jobs"), FOLDER)
 }
 
-/// Opens a file that is locked as long as a server runs.
+/// Opens the file that a server locks while it runs. Creates the file if it does not exist.
 ///
 /// # Errors
-/// It is a symbolic link, or cannot be opened.
+/// The file is a symbolic link, or cannot be opened.
 pub(crate) fn lock_file(path: &Path) -> io::Result<File> {
     let opened = File::options()
         .read(true)
@@ -80,10 +80,10 @@ pub(crate) fn lock_file(path: &Path) -> io::Result<File> {
     })
 }
 
-/// Makes a file when it is missing, and takes it from the eyes of others when it is there.
+/// Creates a file if it does not exist, and removes the permissions of other accounts.
 ///
 /// # Errors
-/// It cannot be made.
+/// The file cannot be opened, or its permissions cannot be changed.
 pub(crate) fn file(path: &Path) -> io::Result<()> {
     File::options().write(true).create(true).truncate(false).mode(FILE).open(path)?;
     close(path, FILE)?;
@@ -91,7 +91,7 @@ pub(crate) fn file(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Warns where other accounts of this machine could have put something there, such as a database with a token that they know.
+/// Warns if other accounts of this machine could have changed a file, such as by adding a token to the database.
 fn warn_of_others(path: &Path) {
     if let Ok(about) = fs::metadata(path) {
         for what in of_others(about.mode(), about.uid(), rustix::process::geteuid().as_raw()) {
@@ -100,20 +100,20 @@ fn warn_of_others(path: &Path) {
     }
 }
 
-/// What is wrong with a file or folder of the server's, which runs as the account `own`.
+/// The warnings about the mode and owner of a file or folder. The server runs as the account `own`.
 fn of_others(mode: u32, owner: u32, own: u32) -> Vec<String> {
     let mut wrong = Vec::new();
     if mode & 0o002 != 0 {
-        wrong.push("every account of this machine can write here and become admin of this server: take that away with chmod o-w".into());
+        wrong.push("every account of this machine can write here and become admin of this server: remove that permission with chmod o-w".into());
     }
-    // Whose accounts are mapped to root's need no warning of root.
+    // Files of root need no warning: root can change all files.
     if owner != own && owner != 0 {
-        wrong.push(format!("it belongs to another account (uid {owner}), which can read and change all that this server has: give it to the server's own with chown"));
+        wrong.push(format!("it belongs to another account (uid {owner}), which can read and change all data of this server: change the owner to the server's account with chown"));
     }
     wrong
 }
 
-/// Takes all permissions away but those of `mode`. What belongs to somebody else stays as it is: they have chosen.
+/// Removes all permissions that are not in `mode`. A file of another owner stays unchanged.
 fn close(path: &Path, mode: u32) -> io::Result<()> {
     let now = fs::metadata(path)?.permissions().mode() & 0o777;
     if now & !mode == 0 {

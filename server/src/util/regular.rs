@@ -1,5 +1,5 @@
-//! Opens regular files only. A job's folder may hold more than its ranks wrote: opening a named pipe blocks until somebody writes
-//! into it, for ever if need be, on a thread that cannot be interrupted.
+//! Opens regular files only. A job's folder may contain other files than those of ranks. Opening a named pipe would block its thread until
+//! another process opens the pipe for writing, possibly forever.
 
 use rustix::fs::OFlags;
 use std::{
@@ -12,22 +12,22 @@ use std::{
 /// Opens a file for reading.
 ///
 /// # Errors
-/// It cannot be opened, or it is a pipe, a socket, a device or a folder: [`io::ErrorKind::InvalidInput`].
+/// The file cannot be opened. If it is a pipe, a socket, a device or a folder, the kind is [`io::ErrorKind::InvalidInput`].
 pub(crate) fn open(path: &Path) -> io::Result<File> {
     let opened = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path);
     match opened {
         Ok(file) if file.metadata()?.is_file() => Ok(file),
         Ok(_) => Err(irregular()),
-        // A socket cannot be opened at all.
+        // Opening a socket always fails.
         Err(_) if path.metadata().is_ok_and(|there| !there.is_file()) => Err(irregular()),
         Err(error) => Err(error),
     }
 }
 
-/// All of a file. Meant for small ones.
+/// Reads a whole file into memory. Use it for small files.
 ///
 /// # Errors
-/// As [`open`].
+/// Same as [`open`], or the file cannot be read.
 pub(crate) async fn read(path: &Path) -> io::Result<Vec<u8>> {
     let path = path.to_owned();
     let read = tokio::task::spawn_blocking(move || {

@@ -1,13 +1,13 @@
-//! The server's own tasks, and the signal that it stops.
+//! The server's background tasks, and the signal that stops them.
 
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-/// Cheap to clone.
+/// The background tasks of a server. Cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Tasks {
-    /// Cancelled when the server stops: websockets close, tasks end.
+    /// Cancelled when the server stops. Websockets then close, and tasks end.
     pub(crate) stopping: CancellationToken,
-    /// Websockets and the server's own tasks.
+    /// Tracks websockets and background tasks, for which a stopping server waits.
     pub(crate) tracker: TaskTracker,
 }
 

@@ -1,5 +1,5 @@
-//! Which addresses webhooks may reach: only those of the internet, unless `serve --webhooks-allow-private`. A webhook must not be a way
-//! to ask this machine, its network or the metadata service of its cloud.
+//! Restricts webhooks to public internet addresses, unless `serve --webhooks-allow-private` is given. Otherwise, a webhook could send
+//! requests to this machine, the local network, or the metadata service of a cloud.
 
 use ipnet::{Ipv4Net, Ipv6Net};
 use reqwest::{
@@ -11,7 +11,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
 };
 
-/// Networks of the IANA registry of special addresses that the internet does not reach, multicast, and Azure's platform services.
+/// IPv4 networks that are not public: those of the IANA special-purpose address registry, multicast, and Azure's platform services.
 const SPECIAL_V4: [Ipv4Net; 15] = [
     v4([0, 0, 0, 0], 8),
     v4([10, 0, 0, 0], 8),
@@ -29,9 +29,9 @@ const SPECIAL_V4: [Ipv4Net; 15] = [
     v4([224, 0, 0, 0], 4),
     v4([240, 0, 0, 0], 4),
 ];
-/// The internet's part of IPv6.
+/// The global unicast addresses of IPv6.
 const GLOBAL_V6: Ipv6Net = v6([0x2000, 0], 3);
-/// What of it is special: protocol assignments such as Teredo, documentation, and IPv4 addresses inside of others (6to4).
+/// Networks of [`GLOBAL_V6`] that are not public: protocol assignments such as Teredo, documentation, and embedded IPv4 addresses (6to4).
 const SPECIAL_V6: [Ipv6Net; 3] = [v6([0x2001, 0], 23), v6([0x2001, 0xdb8], 32), v6([0x2002, 0], 16)];
 
 const fn v4([a, b, c, d]: [u8; 4], length: u8) -> Ipv4Net {
@@ -42,9 +42,9 @@ const fn v6([a, b]: [u16; 2], length: u8) -> Ipv6Net {
     Ipv6Net::new_assert(Ipv6Addr::new(a, b, 0, 0, 0, 0, 0, 0), length)
 }
 
-/// Whether the internet reaches an address.
+/// Whether an address is reachable from the internet.
 fn is_public(address: IpAddr) -> bool {
-    // `::ffff:10.0.0.1` is 10.0.0.1.
+    // An IPv4-mapped address such as `::ffff:10.0.0.1` counts as its IPv4 address.
     match address.to_canonical() {
         IpAddr::V4(address) => !SPECIAL_V4.iter().any(|net| net.contains(&address)),
         IpAddr::V6(address) => {
@@ -53,17 +53,17 @@ fn is_public(address: IpAddr) -> bool {
     }
 }
 
-/// Why a webhook must not reach an address or a name.
+/// The error for an address or a name that a webhook must not reach.
 fn refusal(what: &str) -> String {
     format!(
-        "{what} is of this machine or a private network, which webhooks reach only with `serve --webhooks-allow-private`"
+        "{what} belongs to this machine or a private network, which webhooks reach only with `serve --webhooks-allow-private`"
     )
 }
 
-/// The address that a URL names by number, which no resolver is asked for.
+/// Checks a URL whose host is an IP address. Such a host is not resolved, so [`PublicResolver`] does not check it.
 ///
 /// # Errors
-/// It is not public.
+/// The address is not public.
 pub(crate) fn check_literal(url: &Url) -> Result<(), String> {
     let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
     match host.parse() {
@@ -72,7 +72,7 @@ pub(crate) fn check_literal(url: &Url) -> Result<(), String> {
     }
 }
 
-/// Resolves names to public addresses only: the addresses that are checked are those that are connected to.
+/// Resolves names to public addresses only. The client connects to exactly the addresses that were checked.
 pub(super) struct PublicResolver;
 
 impl Resolve for PublicResolver {

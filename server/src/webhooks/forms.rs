@@ -1,25 +1,26 @@
-//! The body of a message in each form. Names and reasons are other people's words: in no form do they become a link, a mention or markup.
+//! The body of a message in each form. Names and reasons are untrusted text: they are escaped, so that they do not become links, mentions
+//! or markup.
 
 use crate::store::WebhookForm;
 use lockstep_protocol::numbers::percent;
 use reqwest::Url;
 use serde_json::{Value, json};
 
-/// Longest title and longest detail, in bytes. Discord takes 2000 characters, ntfy 4096 bytes.
+/// Maximum length of a title and of a detail, in bytes. Discord's limit for a message is 2000 characters, ntfy's is 4096 bytes.
 const TEXT_BYTES: usize = 800;
 
 /// A message for people.
 struct Text {
     /// `shoes has failed`.
     title: String,
-    /// Why, or how well; may be empty.
+    /// The reason, or the best accuracy. May be empty.
     detail: String,
     /// The job's page.
     link: Option<String>,
     is_bad: bool,
 }
 
-/// The body of a message, as JSON. The form may have another address than the webhook's.
+/// The body of a message, as JSON. Some forms change `url`, the address to which the message is sent.
 pub(super) fn body(form: WebhookForm, payload: Value, url: &mut Url) -> String {
     let body = match form {
         WebhookForm::Standard => payload,
@@ -66,7 +67,7 @@ fn shortened(mut text: String) -> String {
     text
 }
 
-/// <https://docs.slack.dev/messaging/formatting-message-text>: three characters are special, all others in `plain_text` are plain.
+/// <https://docs.slack.dev/messaging/formatting-message-text>: only `&`, `<` and `>` are escaped. `plain_text` has no markup.
 fn slack(text: &Text) -> Value {
     let escaped = |text: &str| text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
     let mut blocks = vec![json!({ "type": "section", "text": { "type": "plain_text", "text": text.title } })];
@@ -77,7 +78,7 @@ fn slack(text: &Text) -> Value {
         let link = format!("<{}|Open the job>", escaped(link));
         blocks.push(json!({ "type": "section", "text": { "type": "mrkdwn", "text": link } }));
     }
-    // For notifications, which show no blocks.
+    // `text` is shown in notifications, which do not show blocks.
     json!({ "text": escaped(&text.title), "blocks": blocks })
 }
 
@@ -97,7 +98,7 @@ fn discord(text: &Text) -> Value {
         content.push('\n');
         content.push_str(&escaped(&text.detail));
     }
-    // Escapes count, too.
+    // Discord's limit also counts the escape characters.
     content.truncate(content.floor_char_boundary(1500));
     if let Some(link) = &text.link {
         content.push('\n');
@@ -106,7 +107,7 @@ fn discord(text: &Text) -> Value {
     json!({ "content": content, "allowed_mentions": { "parse": [] } })
 }
 
-/// An adaptive card, as the workflow "When a Teams webhook request is received" takes it. The text of a `TextRun` is no Markdown.
+/// An adaptive card for the workflow "When a Teams webhook request is received". The text of a `TextRun` is not parsed as Markdown.
 fn teams(text: &Text) -> Value {
     let block = |text: &str, weight: &str| json!({ "type": "RichTextBlock", "inlines": [{ "type": "TextRun", "text": text, "weight": weight }] });
     let mut blocks = vec![block(&text.title, "bolder")];
@@ -130,7 +131,7 @@ fn teams(text: &Text) -> Value {
     })
 }
 
-/// <https://docs.ntfy.sh/publish/#publish-as-json>: JSON goes to the address above the topic's.
+/// <https://docs.ntfy.sh/publish/#publish-as-json>: JSON is sent to the topic's URL without its last segment, the name of the topic.
 fn ntfy(text: &Text, url: &mut Url) -> Value {
     let topic = url.path_segments().and_then(|mut parts| parts.next_back()).unwrap_or_default().to_owned();
     if let Ok(mut parts) = url.path_segments_mut() {

@@ -1,8 +1,8 @@
-//! Webhooks: messages about jobs, as https://www.standardwebhooks.com has them.
+//! Webhooks: messages about jobs in the format of <https://www.standardwebhooks.com>.
 //!
-//! The store queues a message in the transaction that moves a job (`store/sql/webhooks.rs`). The task here sends what is due: one
-//! message of a webhook at a time, and no webhook waits for another one's receiver. A message is sent at least once, with the same
-//! `webhook-id` in each attempt.
+//! The store queues a message in the transaction that changes a job's state (`store/sql/webhooks.rs`). The task in this module sends messages
+//! that are due: one message of each webhook at a time, so a slow receiver delays only its own webhook. A message is sent at least once, with
+//! the same `webhook-id` in each attempt.
 
 pub(crate) mod addresses;
 mod forms;
@@ -32,22 +32,22 @@ use tokio::{
     time::sleep,
 };
 
-/// How long messages are kept. The last attempt comes long before.
+/// How long messages are kept. The last attempt is made much earlier.
 const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
-/// Between two removals of old messages.
+/// Interval between two removals of old messages.
 const PURGE_EVERY: Duration = Duration::from_secs(3600);
-/// Before the database is asked again: first, and at most.
+/// Pauses before a failed query is retried: the first and the longest.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(30));
 
 /// The webhooks of a server.
 pub(crate) struct Webhooks {
     pub(crate) store: Arc<dyn Store>,
-    /// Whether messages go to addresses that the internet does not reach.
+    /// Whether messages may be sent to addresses that are not public.
     pub(crate) allow_private: bool,
     sender: Sender,
-    /// The pause after each attempt but the last.
+    /// The pause after each attempt except the last.
     retries: Vec<Duration>,
-    /// Something may be due.
+    /// Notified when a message may be due.
     wake: Notify,
     /// Held while a webhook is read, changed and stored.
     pub(crate) changing: Mutex<()>,
@@ -67,15 +67,15 @@ impl Webhooks {
         }
     }
 
-    /// Something may be due: a job has moved, or a webhook was changed.
+    /// Wakes the task, because a message may be due: a job has changed its state, or a webhook was changed.
     pub(crate) fn wake(&self) {
         self.wake.notify_one();
     }
 
-    /// Sends what is due, until dropped.
+    /// Sends messages that are due. Runs until dropped.
     pub(crate) async fn run(self: Arc<Self>) {
         let mut sending = JoinSet::new();
-        // Webhooks to which a message is being sent. One whose task panics gets no more until the next start.
+        // Webhooks to which a message is being sent. A webhook whose task panics gets no messages until the server's next start.
         let mut busy = HashSet::new();
         let mut purged: Option<Instant> = None;
         let (mut failing, mut backoff) = (Failing::default(), RETRY);
@@ -105,7 +105,7 @@ impl Webhooks {
         }
     }
 
-    /// Starts to send what is due to webhooks that are not busy; how long nothing else is due.
+    /// Starts to send the messages that are due to webhooks that are not busy. Returns the time until another message is due.
     async fn start_due(
         self: &Arc<Self>,
         sending: &mut JoinSet<String>,
@@ -132,14 +132,14 @@ impl Webhooks {
         Ok(pause)
     }
 
-    /// Sends a message of the queue, and stores how that went; the webhook's id.
+    /// Sends a message of the queue and stores the attempt. Returns the webhook's id.
     async fn deliver(self: Arc<Self>, row: WebhookRow, mut delivery: Delivery) -> String {
         let pause = self.retries.get(delivery.attempts.len()).copied();
         let outcome = self.send(&row, &mut delivery).await;
         let pause = pause.filter(|_| outcome == Outcome::Failed);
         delivery.next_at = pause.map(|pause| crate::now() + pause);
         let mut backoff = RETRY;
-        // Not stored, the message would be sent again at once.
+        // Without a stored attempt, the message would be sent again at once.
         while let Err(error) = self.store.note_attempt(&delivery, outcome == Outcome::Gone).await {
             tracing::warn!(%error, delivery = delivery.id, "an attempt of a webhook is not stored yet");
             sleep(backoff.pause()).await;
@@ -147,10 +147,10 @@ impl Webhooks {
         row.webhook.id
     }
 
-    /// Sends a test, whether or not the webhook is enabled, and stores it.
+    /// Sends a test message, even if the webhook is disabled, and stores it.
     ///
     /// # Errors
-    /// The store's. A receiver that refuses the test is none.
+    /// A store error. A failed attempt is not an error.
     pub(crate) async fn test(&self, row: &WebhookRow) -> Result<Delivery> {
         let at = crate::now();
         let payload =
@@ -171,7 +171,7 @@ impl Webhooks {
         Ok(delivery)
     }
 
-    /// Tries to send a message, and adds the attempt to it.
+    /// Tries to send a message, and adds the attempt to `delivery`.
     async fn send(&self, row: &WebhookRow, delivery: &mut Delivery) -> Outcome {
         let (at, since) = (crate::now(), Instant::now());
         let sent = self.sender.send(row, delivery, at).await;
@@ -193,7 +193,7 @@ impl Webhooks {
     }
 }
 
-/// What became of an attempt.
+/// The outcome of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     Delivered,
@@ -202,7 +202,7 @@ enum Outcome {
     Gone,
 }
 
-/// The time until then; zero when it has passed.
+/// The time until `at`. Zero if `at` has passed.
 fn until(at: Timestamp) -> Duration {
     Duration::try_from(at.duration_since(crate::now())).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! Sends one message over HTTP: no redirects, no proxy, no address that webhooks must not reach, and not for long.
+//! Sends one message over HTTP, with a time limit, without redirects and proxies, and only to allowed addresses.
 
 use super::{addresses, forms, signature};
 use crate::store::{Delivery, WebhookRow};
@@ -14,15 +14,15 @@ use std::{
 
 /// Time limit of an attempt.
 const TIMEOUT: Duration = Duration::from_secs(15);
-/// The longest account of an error, in bytes.
+/// Maximum length of the text of an error, in bytes.
 const ERROR_BYTES: usize = 300;
 
-/// See the module.
+/// The HTTP client of webhooks.
 pub(super) struct Sender {
     allow_private: bool,
-    /// The server's address in links, if it is known.
+    /// The server's URL for links, if it is configured.
     server: Option<String>,
-    /// Made with the first message: reading the system's authorities takes a while.
+    /// Created for the first message, because reading the system's certificate authorities is slow.
     client: OnceLock<Result<Client, String>>,
 }
 
@@ -31,10 +31,10 @@ impl Sender {
         Self { allow_private, server, client: OnceLock::new() }
     }
 
-    /// The status of the receiver's answer.
+    /// Sends a message. Returns the status of the receiver's response.
     ///
     /// # Errors
-    /// In words: there was no answer.
+    /// The message could not be sent, or no response came.
     pub(super) async fn send(
         &self,
         row: &WebhookRow,
@@ -75,7 +75,7 @@ impl Sender {
 
 fn client(allow_private: bool) -> Result<Client, String> {
     let mut roots = RootCertStore::empty();
-    // What the system has and cannot be read is not trusted: an error comes when it is needed.
+    // Unreadable authorities of the system are skipped. If one of them is needed, the connection fails.
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
     let mut tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
@@ -86,9 +86,9 @@ fn client(allow_private: bool) -> Result<Client, String> {
     let builder = Client::builder()
         .timeout(TIMEOUT)
         .redirect(redirect::Policy::none())
-        // A proxy would look up names itself, and reach what it can reach.
+        // A proxy would resolve names itself, and could reach addresses that are not allowed.
         .no_proxy()
-        // Messages are rare, and each looks up its receiver.
+        // Messages are rare, and each resolves the receiver's name again.
         .pool_max_idle_per_host(0)
         .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
         .tls_backend_preconfigured(tls);
@@ -96,7 +96,7 @@ fn client(allow_private: bool) -> Result<Client, String> {
     builder.build().map_err(|error| error.to_string())
 }
 
-/// The last cause says most. The address, which may hold a secret, is not repeated.
+/// The text of the innermost cause, which is the most specific. It does not contain the URL, which may have a secret.
 fn in_words(error: reqwest::Error) -> String {
     if error.is_timeout() {
         return format!("it has not answered within {} s", TIMEOUT.as_secs());

@@ -1,14 +1,14 @@
-//! Secrets and signatures of Standard Webhooks.
+//! Secrets and signatures as specified by Standard Webhooks.
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use ring::hmac;
 use std::io;
 
 const PREFIX: &str = "whsec_";
-/// 256 bits.
+/// Length of a secret: 256 bits.
 const BYTES: usize = 32;
 
-/// A new secret.
+/// Creates a secret.
 ///
 /// # Errors
 /// The system has no random bits.
@@ -18,7 +18,7 @@ pub(crate) fn new_secret() -> io::Result<String> {
     Ok(format!("{PREFIX}{}", STANDARD.encode(bytes)))
 }
 
-/// The header `webhook-signature` of a message. `None`: the secret is none.
+/// The header `webhook-signature` of a message. `None` if `secret` is not a valid secret.
 pub(super) fn sign(secret: &str, id: &str, timestamp: i64, body: &str) -> Option<String> {
     let key = STANDARD.decode(secret.strip_prefix(PREFIX)?).ok()?;
     let key = hmac::Key::new(hmac::HMAC_SHA256, &key);

@@ -6,7 +6,7 @@ fn a_checkpoint_is_fetched_where_it_and_the_spare_have_room() {
     let Err(NotFetched::Disk(why)) = check_room(1_000_000, SPARE_BYTES + 999_999) else {
         panic!("it has no room");
     };
-    assert_eq!(why, "it has 1 MB and 270 MB are free on the disk, of which 269 MB are left free");
+    assert_eq!(why, "it has 1 MB, and 270 MB are free on the disk, of which 269 MB must stay free");
     assert!(check_room(u64::MAX, u64::MAX - 1).is_err());
 }
 

@@ -1,5 +1,5 @@
-//! Whether what answers is the store that the database knows. Before that is certain, nothing is written there, and nothing that it says
-//! is missing counts as lost.
+//! Confirms that an object store is the store that the database knows. Until then, nothing is written to it, and checkpoints that it does not
+//! have do not count as lost.
 
 use super::ArtifactStore;
 use crate::{
@@ -8,7 +8,7 @@ use crate::{
 };
 use uuid::Uuid;
 
-/// Checkpoints of which one has to be there, in a store that is not marked.
+/// Number of uploaded checkpoints that are looked for in a store without a marker. At least one of them must be there.
 const SOME: u32 = 100;
 
 impl From<StoreError> for Unusable {
@@ -18,16 +18,16 @@ impl From<StoreError> for Unusable {
 }
 
 impl ArtifactStore {
-    /// It could be used when the server started.
+    /// Notes that the store could be used when the server started.
     pub(crate) fn was_checked(&self) {
-        // It is set already where it was.
+        // An error means that it is set already.
         let _ = self.usable.set(());
     }
 
-    /// Makes sure that the store can be used and is the one that the database knows, which is a request once that was so.
+    /// Confirms that the store can be used and is the store that the database knows. After the first success, this takes a single request.
     ///
     /// # Errors
-    /// Why it is not.
+    /// The store cannot be used, or is another store.
     pub(crate) async fn confirm(&self, database: &dyn Store) -> Result<(), Unusable> {
         self.usable.get_or_try_init(|| self.storage.check()).await?;
         let wanted = self.marker.get_or_try_init(|| self.identify(database)).await?;
@@ -37,7 +37,7 @@ impl ArtifactStore {
         }
     }
 
-    /// What the marker has to be: what the database says, or else what is there, or else a new one.
+    /// The required identity in the marker: the identity in the database, otherwise the identity in the store's marker, otherwise a new one.
     async fn identify(&self, database: &dyn Store) -> Result<String, Unusable> {
         let url = self.storage.url();
         let known = database.artifact_marker(url).await?;
@@ -49,7 +49,7 @@ impl ArtifactStore {
             return Err(self.storage.another(found.as_deref(), &known.marker));
         }
         let marker = match found {
-            // Of whatever address: a store may have been moved.
+            // The marker may be known under another address, because a store can be moved.
             Some(found) => match database.is_marker_restored(&found).await? {
                 Some(false) => found,
                 Some(true) => self.adopt(database, &found, self.storage.restored()).await?,
@@ -66,24 +66,24 @@ impl ArtifactStore {
         Ok(marker)
     }
 
-    /// Gives another server's store another marker: that server no longer takes it for its own.
+    /// Takes over another server's store by writing a new marker. The other server then refuses to use the store.
     async fn adopt(&self, database: &dyn Store, found: &str, refused: Unusable) -> Result<String, Unusable> {
         if !self.adopts {
             return Err(refused);
         }
         let own = Uuid::new_v4();
-        // First what cannot be seen from outside: if this ends here, the next start says what the marker should be.
+        // The database is written first: if the server is killed here, the next start knows which marker the store should have.
         database.replace_restored_marker(found, &own.to_string()).await?;
         database.put_artifact_marker(self.storage.url(), &own.to_string()).await?;
         self.storage.mark(own).await?;
         tracing::warn!(
             url = self.storage.url(),
-            "the object store is this database's now, and no longer another one's"
+            "the object store now belongs to this database, and no longer to another"
         );
         Ok(own.to_string())
     }
 
-    /// Whether an unmarked store has something of what should be there.
+    /// Checks that an unmarked store has at least one of the checkpoints that were uploaded to it, if there are any.
     async fn has_something(&self, database: &dyn Store) -> Result<(), Unusable> {
         let wanted = database.uploaded_checkpoints(self.storage.url(), SOME).await?;
         for id in &wanted {

@@ -1,4 +1,4 @@
-//! Checks that the store can be used before anybody relies on it, and says what to change if it cannot.
+//! Checks that the store can be used, and converts errors into texts that say what to change.
 
 use super::{ObjectStorage, within};
 use object_store::{Error, ObjectStoreExt};
@@ -6,7 +6,7 @@ use std::error::Error as _;
 
 /// The content of the test object.
 const TEXT: &str = "lockstep writes, reads and deletes this object when it starts";
-/// Where object_store asks for credentials when it is given none: the service of Amazon's own machines.
+/// Address of the metadata service of Amazon's machines, which `object_store` asks for credentials if none are given.
 const MACHINE_CREDENTIALS: &str = "169.254.169.254";
 
 /// Part of the error of [`within`] for a request that timed out.
@@ -17,12 +17,12 @@ const LATE: &str = "has not answered within";
 pub(crate) struct Unusable {
     /// What is wrong, and what to change.
     pub(crate) why: String,
-    /// The cause is transient: the store may work later with the same configuration.
+    /// Whether the cause is transient: the store may work later with the same configuration.
     pub(crate) may_pass: bool,
 }
 
 impl Unusable {
-    /// Not transient: somebody has to change something.
+    /// An error that is not transient: the user must change something.
     pub(crate) fn for_good(why: String) -> Self {
         Self { why, may_pass: false }
     }
@@ -38,7 +38,7 @@ impl ObjectStorage {
     /// Writes, reads, lists and deletes a small object.
     ///
     /// # Errors
-    /// What has to be changed.
+    /// The store cannot be used. The text says what the user must change.
     pub(crate) async fn check(&self) -> Result<(), Unusable> {
         let folder = self.root.clone().join("lockstep-check");
         let path = folder.clone().join(uuid::Uuid::new_v4().simple().to_string());
@@ -54,13 +54,13 @@ impl ObjectStorage {
         };
         let answered = asked.await;
         if let Some(directory) = &self.directory {
-            // Fails, as it should, while another server has its test object there.
+            // Fails, as intended, if another server has its test object there.
             let _ = tokio::fs::remove_dir(directory.join(folder.as_ref())).await;
         }
         match answered {
             Ok(true) => Ok(()),
             Ok(false) => Err(Unusable::for_good(
-                "what was written was not read or listed as it was: this is no store to rely on".into(),
+                "the test object was not read or listed as it was written: use another store".into(),
             )),
             Err((what, error)) => {
                 let Unusable { why, may_pass } = error.into();
@@ -73,7 +73,7 @@ impl ObjectStorage {
 /// Checks the environment variables that a bucket's client reads: the endpoint is a URL, and both halves of the key are given.
 ///
 /// # Errors
-/// What has to be changed.
+/// A variable is missing or invalid. The text says what the user must change.
 pub(super) fn environment() -> Result<(), String> {
     let given = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let endpoint = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"]
@@ -91,8 +91,8 @@ pub(super) fn environment() -> Result<(), String> {
         && given("AWS_ALLOW_HTTP").is_none_or(|value| value != "true")
     {
         return Err(format!(
-            "{name} is {endpoint}, without TLS: set AWS_ALLOW_HTTP=true where weights may be read on the way, or name an https:// \
-             address"
+            "{name} is {endpoint}, without TLS: name an https:// address, or set AWS_ALLOW_HTTP=true if others on the network may read the \
+             weights"
         ));
     }
     match (given("AWS_ACCESS_KEY_ID"), given("AWS_SECRET_ACCESS_KEY")) {
@@ -102,7 +102,7 @@ pub(super) fn environment() -> Result<(), String> {
     }
 }
 
-/// Whether an error with this text is transient: nobody answers, the store is overloaded, or a disk is full.
+/// Whether an error with this text is transient: the store does not respond or is overloaded, or a disk is full.
 fn may_pass(all: &str) -> bool {
     const TO_CHANGE: [&str; 5] = [
         MACHINE_CREDENTIALS,
@@ -136,7 +136,7 @@ fn everything(error: &Error) -> String {
     all
 }
 
-/// An error for a person: what is wrong, and what to change.
+/// The text of an error for users: what is wrong, and what to change.
 pub(crate) fn words(error: &Error) -> String {
     let all = everything(error);
     let code =
@@ -156,11 +156,11 @@ pub(crate) fn words(error: &Error) -> String {
             if code.is_some() || all.contains("403") =>
         {
             format!(
-                "the store forbids it{named}: let the owner of AWS_ACCESS_KEY_ID write, read, list and delete objects there"
+                "the store refuses access{named}: allow the owner of AWS_ACCESS_KEY_ID to write, read, list and delete objects"
             )
         }
         Error::NotFound { .. } if code == Some("NoSuchBucket") => {
-            "there is no such bucket: make it, or name another".into()
+            "there is no such bucket: create the bucket, or name another".into()
         }
         _ if all.contains("HTTP error: ") => {
             let why = all.rsplit_once("HTTP error: ").map_or(all.as_str(), |(_, why)| why);
@@ -173,7 +173,7 @@ pub(crate) fn words(error: &Error) -> String {
     }
 }
 
-/// At most 600 bytes of a text: a store may answer with a page of HTML.
+/// Cuts a text to at most 600 bytes, because the response of a store may be a page of HTML.
 fn shortened(mut text: String) -> String {
     const MOST: usize = 600;
     if text.len() > MOST {

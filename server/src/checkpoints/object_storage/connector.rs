@@ -1,4 +1,5 @@
-//! The HTTP client that talks to buckets: the one that the rest of the program has, instead of the crate's own.
+//! The HTTP client for buckets. It uses the versions of `reqwest` and `rustls` that the rest of the program uses, instead of the client of
+//! `object_store`.
 
 use async_trait::async_trait;
 use http_body_util::BodyExt;
@@ -13,9 +14,9 @@ use reqwest::{Body, Client, Request, Url, redirect};
 use rustls::{ClientConfig, RootCertStore, crypto::ring};
 use std::{sync::Arc, time::Duration};
 
-/// For a connection.
+/// Time limit for opening a connection.
 const CONNECTING: Duration = Duration::from_secs(5);
-/// For the next bytes of an answer, counted from the request's begin: a part has to be sent within this time, too.
+/// Time limit for the next bytes of a response. The time begins with the request, so it also limits the upload of a part.
 const SILENCE: Duration = Duration::from_secs(120);
 
 #[derive(Debug)]
@@ -28,7 +29,7 @@ impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let failed = |detail: String| Error::Generic { store: "S3", source: detail.into() };
         let mut roots = RootCertStore::empty();
-        // What the system has and cannot be read is not trusted: an error comes when it is needed.
+        // Unreadable authorities of the system are skipped. If one of them is needed, the connection fails.
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
         let mut tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()
@@ -64,7 +65,7 @@ impl HttpService for Service {
     }
 }
 
-/// The kind decides whether the request is retried. The address is not part of the error: the caller adds it.
+/// Converts an error. The kind determines whether the request is retried. The URL is left out, because the caller adds it.
 fn failed(error: reqwest::Error) -> HttpError {
     let kind = if error.is_timeout() {
         HttpErrorKind::Timeout

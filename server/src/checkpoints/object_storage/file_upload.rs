@@ -1,4 +1,4 @@
-//! A large file on its way into the store, part by part: it appears with the last one.
+//! The upload of a large file to the store in parts. The object appears with the last part.
 
 use super::{ObjectStorage, Place, Result, other, within};
 use bytes::Bytes;
@@ -10,20 +10,20 @@ use object_store::{
 };
 use std::sync::Arc;
 
-/// A file of which some parts are sent.
+/// The upload of a file in parts.
 #[derive(Debug)]
 pub(crate) enum FileUpload {
-    /// To a bucket.
+    /// An upload to a bucket.
     Parts { bucket: Arc<AmazonS3>, path: Path, id: String, sent: Vec<PartId> },
-    /// To a directory.
+    /// An upload to a directory.
     Stream(Box<dyn MultipartUpload>),
 }
 
 impl ObjectStorage {
-    /// Begins to send a file in parts.
+    /// Begins the upload of a file in parts.
     ///
     /// # Errors
-    /// The store.
+    /// A store error.
     pub(crate) async fn begin(&self, place: &Place, name: &str, sha256: &str) -> Result<FileUpload> {
         let path = place.file(name, sha256);
         match &self.bucket {
@@ -38,21 +38,21 @@ impl ObjectStorage {
         }
     }
 
-    /// Aborts the multipart upload of a server that was killed. Until it is aborted, the bucket keeps its parts and charges for them.
-    /// `parts` is what [`FileUpload::parts`] was then.
+    /// Aborts the multipart upload of a server that was killed. Until then, the bucket keeps the parts and charges for them. `parts` is the
+    /// result of [`FileUpload::parts`] for the upload.
     ///
     /// # Errors
-    /// The store.
+    /// A store error.
     pub(crate) async fn drop_parts(&self, parts: &str) -> Result<()> {
         let (Some(bucket), Some((path, id))) = (&self.bucket, parts.split_once(' ')) else { return Ok(()) };
         match within(bucket.abort_multipart(&Path::from(path), &id.to_owned())).await {
-            // It came to its end, or the store has dropped it itself.
+            // The upload was finished, or was dropped by the store.
             Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
             Err(error) => Err(error),
         }
     }
 
-    /// The same for a directory, where parts are a file whose name ends in `#` and a number.
+    /// Removes the incomplete uploads of a file in a directory. Their names end in `#` and a number.
     async fn drop_torn(&self, path: &Path) -> Result<()> {
         let Some(directory) = &self.directory else { return Ok(()) };
         let at = directory.join(path.as_ref());
@@ -69,7 +69,7 @@ impl ObjectStorage {
 }
 
 impl FileUpload {
-    /// By what its parts are dropped should nobody else do so; none where nothing stays behind for long.
+    /// Identifies the upload for [`ObjectStorage::drop_parts`]. `None` for an upload to a directory, whose next upload removes incomplete files.
     pub(crate) fn parts(&self) -> Option<String> {
         match self {
             Self::Parts { path, id, .. } => Some(format!("{path} {id}")),
@@ -77,10 +77,10 @@ impl FileUpload {
         }
     }
 
-    /// The next part; all but the last have one size.
+    /// Sends the next part. All parts except the last must have the same size.
     ///
     /// # Errors
-    /// The store.
+    /// A store error.
     pub(crate) async fn send(&mut self, part: Bytes) -> Result<()> {
         match self {
             Self::Parts { bucket, path, id, sent } => {
@@ -92,10 +92,10 @@ impl FileUpload {
         }
     }
 
-    /// Makes an object of the parts.
+    /// Combines the parts into an object.
     ///
     /// # Errors
-    /// The store.
+    /// A store error.
     pub(crate) async fn finish(&mut self) -> Result<()> {
         match self {
             Self::Parts { bucket, path, id, sent } => {
@@ -105,14 +105,14 @@ impl FileUpload {
         }
     }
 
-    /// Drops what was sent. What stays of it after a failure is dropped when the file is sent anew.
+    /// Removes the parts that were sent. If this fails, they are removed when the file is sent again.
     pub(crate) async fn abort(mut self) {
         let aborted = match &mut self {
             Self::Parts { bucket, path, id, .. } => within(bucket.abort_multipart(path, id)).await,
             Self::Stream(upload) => within(upload.abort()).await,
         };
         if let Err(error) = aborted {
-            tracing::debug!(%error, "parts of an upload could not be dropped");
+            tracing::debug!(%error, "parts of an upload could not be removed");
         }
     }
 }

@@ -1,20 +1,22 @@
-//! What `--artifacts` names.
+//! Parses the value of `--artifacts`.
 
 use reqwest::Url;
 use std::path::PathBuf;
 
-/// Where the store is.
+/// The location of the object store.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Location {
-    /// A directory, absolute.
+    /// A directory, as an absolute path.
     Directory(PathBuf),
-    /// A bucket, and what the names of all objects in it begin with; may be empty.
+    /// A bucket, and the prefix of the names of all objects, which may be empty.
     Bucket { bucket: String, prefix: String },
 }
 
 impl Location {
+    /// Parses a location.
+    ///
     /// # Errors
-    /// What has to be changed.
+    /// The location is invalid. The text says what the user must change.
     pub(super) fn of(given: &str) -> Result<Self, String> {
         let hint = "give a directory, such as /srv/artifacts, or a bucket, such as s3://BUCKET/PREFIX";
         if given.is_empty() {
@@ -36,15 +38,15 @@ impl Location {
             "s3" | "s3a" => {
                 if url.username() != "" || url.password().is_some() {
                     return Err(
-                        "keys do not belong into an address, which others see: give them as AWS_ACCESS_KEY_ID and \
+                        "the address must not contain keys, because it is shown to others: give keys as AWS_ACCESS_KEY_ID and \
                          AWS_SECRET_ACCESS_KEY"
                             .into(),
                     );
                 }
                 if url.query().is_some() || url.fragment().is_some() || url.port().is_some() {
                     return Err(
-                        "the address of a bucket is s3://BUCKET/PREFIX and nothing more: another server than Amazon's is named \
-                         by AWS_ENDPOINT_URL, a region by AWS_REGION"
+                        "the address of a bucket is only s3://BUCKET/PREFIX: name another server than Amazon's in \
+                         AWS_ENDPOINT_URL, and a region in AWS_REGION"
                             .into(),
                     );
                 }
@@ -55,9 +57,11 @@ impl Location {
                 let prefix = url.path().trim_matches('/');
                 if prefix.contains('%') || prefix.split('/').any(|part| part.is_empty() && !prefix.is_empty())
                 {
-                    return Err("its prefix has an empty part, or a character that addresses cannot have: take letters, \
-                                digits, - and _, with / between"
-                        .into());
+                    return Err(
+                        "its prefix has an empty part, or a character that is not allowed: use letters, \
+                                digits, - and _, separated by /"
+                            .into(),
+                    );
                 }
                 Ok(Self::Bucket { bucket: bucket.into(), prefix: prefix.into() })
             }

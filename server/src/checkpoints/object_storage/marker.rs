@@ -1,5 +1,5 @@
-//! The object by which the store is known again: `LOCKSTEP.json`, at its root. An empty folder where a disk should be mounted, another
-//! server's bucket of the same name and a proxy that knows nothing do not have it, and what they lack is not lost.
+//! The object `LOCKSTEP.json` at the root of a store, which identifies the store. It is missing in an empty folder where a disk should be
+//! mounted, in another server's bucket of the same name, and behind a wrong proxy. Checkpoints that such a store does not have are not lost.
 
 use super::{ObjectStorage, Unusable, within};
 use bytes::Bytes;
@@ -7,12 +7,12 @@ use object_store::{Error, GetOptions, ObjectStoreExt, path::Path};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// The object's name.
+/// Name of the object.
 pub(crate) const MARKER: &str = "LOCKSTEP.json";
-/// What is read of it at most.
+/// Maximum number of bytes that are read of the object.
 const MARKER_BYTES: u64 = 1024;
 
-/// What it says.
+/// The content of the object.
 #[derive(Serialize, Deserialize)]
 struct Marker {
     store: Uuid,
@@ -23,10 +23,10 @@ impl ObjectStorage {
         self.root.clone().join(MARKER)
     }
 
-    /// Which store this is; none where nobody has marked it.
+    /// The store's identity. `None` if the store has no marker.
     ///
     /// # Errors
-    /// The store, or a marker that says nothing.
+    /// A store error, or the marker is invalid.
     pub(crate) async fn marker(&self) -> Result<Option<String>, Unusable> {
         let options = GetOptions::new().with_range(Some(0..MARKER_BYTES));
         let found = match within(self.objects.get_opts(&self.marker_path(), options)).await {
@@ -36,44 +36,44 @@ impl ObjectStorage {
         };
         let marker: Marker = serde_json::from_slice(&found).map_err(|error| {
             Unusable::for_good(format!(
-                "its {MARKER}, by which it is known again, cannot be read ({error}): put the one back that was there"
+                "its {MARKER}, which identifies the store, cannot be read ({error}): restore the original object"
             ))
         })?;
         Ok(Some(marker.store.to_string()))
     }
 
-    /// Marks a store, from now on known by `store`.
+    /// Writes the marker with the identity `store`.
     ///
     /// # Errors
-    /// The store.
+    /// A store error.
     pub(crate) async fn mark(&self, store: Uuid) -> Result<(), Unusable> {
         let text = format!("{}\n", serde_json::json!({"store": store}));
         within(self.objects.put(&self.marker_path(), Bytes::from(text).into())).await?;
         Ok(())
     }
 
-    /// The database is a restored one.
+    /// The error for a restored database.
     pub(crate) fn restored(&self) -> Unusable {
         Unusable::for_good(format!(
-            "this database was restored from a backup, and {} is the store of the server that the backup was made of: each of the two would delete \
-             what the other needs. If that server is gone, or is not to use the store again, start this one with --artifacts-adopt: the store is \
-             then its alone. For a trial leave --artifacts out",
+            "this database was restored from a backup, and {} is the store of the server from which the backup was made: each of the two servers \
+             would delete checkpoints that the other needs. If that server is gone, or will not use the store again, start this server with \
+             --artifacts-adopt: only this server can then use the store. For a trial, leave --artifacts out",
             self.url
         ))
     }
 
-    /// The database knows no store of this marker.
+    /// The error for a store whose marker is not in the database.
     pub(crate) fn of_another_server(&self) -> Unusable {
         Unusable::for_good(format!(
-            "{} belongs to another server: its {MARKER} is of a database that is not this one. Name {} that was never used, or the database of \
-             that server. If that server is gone, or is not to use the store again, start this one with --artifacts-adopt: the store is then its \
-             alone, and what the other has there stays",
+            "{} belongs to another server: its {MARKER} was written for another database. Name {} that was never used, or the database of \
+             that server. If that server is gone, or will not use the store again, start this server with --artifacts-adopt: only this server can \
+             then use the store, and the other server's objects stay there",
             self.url,
             if self.directory.is_some() { "a directory" } else { "a prefix" },
         ))
     }
 
-    /// It is another store than the one that the database knows.
+    /// The error for another store than the store that the database knows.
     pub(crate) fn another(&self, found: Option<&str>, wanted: &str) -> Unusable {
         let found = found.map_or_else(
             || "is missing".to_owned(),
@@ -81,18 +81,18 @@ impl ObjectStorage {
         );
         Unusable::for_good(format!(
             "{} is not the store that has this database's checkpoints: its {MARKER} {found}, and should be {{\"store\":\"{wanted}\"}}; \
-             {} If that store is lost for good, name {} that was never used: what is still on the server's disk is copied there",
+             {} If that store is lost, name {} that was never used: checkpoints that are still on the server's disk are copied there",
             self.url,
             self.hint(),
             if self.directory.is_some() { "a directory" } else { "a prefix" },
         ))
     }
 
-    /// Nothing is there of what the database knows.
+    /// The error for a store that has none of the checkpoints in the database.
     pub(crate) fn empty(&self) -> Unusable {
         Unusable::for_good(format!(
-            "{} has none of the checkpoints that the database says are there; {} If they are lost for good, name {} that was never \
-             used: what is still on the server's disk is copied there",
+            "{} has none of the checkpoints that were uploaded there; {} If they are lost, name {} that was never \
+             used: checkpoints that are still on the server's disk are copied there",
             self.url,
             self.hint(),
             if self.directory.is_some() { "a directory" } else { "a prefix" },
@@ -103,7 +103,7 @@ impl ObjectStorage {
         if self.directory.is_some() {
             "is the disk mounted?"
         } else {
-            "are the bucket, its prefix and AWS_ENDPOINT_URL the right ones?"
+            "are the bucket, its prefix and AWS_ENDPOINT_URL correct?"
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Ingest: reports of agents are stored, then published, then acknowledged, in that order. A transaction takes everything that
 //! waits when it begins, so under load transactions get larger and the queue does not get longer.
 
+pub(crate) mod run_files;
 pub(crate) mod runs;
 
 use crate::{

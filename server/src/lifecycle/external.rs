@@ -33,6 +33,8 @@ pub struct RunChange {
     pub state: Option<JobState>,
     /// Why, in the program's words.
     pub reason: Option<String>,
+    /// When it ended, if that was before now.
+    pub ended_at: Option<Timestamp>,
     /// Points in the order in which they were measured.
     pub columns: Vec<MetricColumn>,
 }
@@ -62,6 +64,7 @@ pub fn begun(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
 /// Takes what a program tells of its run. A run that had failed because it was silent continues.
 pub fn told(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     merge(row, change)?;
+    let at = change.ended_at.map_or(at, |ended| ended.min(at).max(row.job.created_at));
     let was_silent = row.job.cause.as_ref().is_some_and(|cause| *cause.code() == ReasonCode::RunSilent);
     let mut events = match change.state {
         None if was_silent && row.job.state == JobState::Failed => run(row, at)?,

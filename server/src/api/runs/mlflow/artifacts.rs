@@ -30,7 +30,7 @@ pub(super) fn uri(job: &Job) -> String {
 fn parts(address: &str) -> (&str, &str) {
     let (run, path) = address.trim_matches('/').split_once('/').unwrap_or((address.trim_matches('/'), ""));
     // As clients write the run's own folder.
-    (run, if path == "." { "" } else { path })
+    (run, if path == "." { "" } else { path.trim_start_matches("./") })
 }
 
 /// What is directly in a folder, with paths that begin with `prefix`. A file is no folder, so nothing is in it.
@@ -164,7 +164,7 @@ mod tests {
         assert_eq!(names("dir", "dir/"), [entry("dir/b.txt", false), entry("dir/sub", true)]);
         assert!(names("a.txt", "").is_empty() && names("nothing", "").is_empty());
         for (address, expected) in
-            [("r", ("r", "")), ("/r/", ("r", "")), ("r/.", ("r", "")), ("r/a/b", ("r", "a/b"))]
+            [("r", ("r", "")), ("/r/", ("r", "")), ("r/.", ("r", "")), ("r/./a/b", ("r", "a/b"))]
         {
             assert_eq!(parts(address), expected);
         }

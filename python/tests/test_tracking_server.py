@@ -145,5 +145,7 @@ def test_the_example_of_the_page_runs_as_written(capsys: pytest.CaptureFixture[s
     section = page[page.index("## From Python") :]
     examples = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(examples[0], "an example", "exec"), names)
-    assert capsys.readouterr().out.split()[0] == "succeeded"
+    for example in examples[:2]:
+        exec(compile(example, "an example", "exec"), names)
+    printed = capsys.readouterr().out.split()
+    assert printed[0] == "succeeded" and printed[-2:] == ["notes.json", "copy.json"]

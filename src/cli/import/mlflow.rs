@@ -33,8 +33,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     }
     if found.is_empty() {
         return Err(wrong(format!(
-            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {ABOUT}. Runs in a database are copied into files by \
-             MLflow's own tools first",
+            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {ABOUT}. Databases of MLflow are not read",
             root.display()
         )));
     }

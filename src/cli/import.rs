@@ -68,8 +68,10 @@ struct Source {
     server: ServerArgs,
 }
 
-/// What a source has, read one after the other: what to call it in an error, and how to read it.
-type Sources = Vec<(String, Box<dyn FnOnce() -> anyhow::Result<Vec<Run>>>)>;
+/// Reads runs.
+type Read = Box<dyn FnOnce() -> anyhow::Result<Vec<Run>>>;
+/// What a source has, to be read one after the other: its name for errors, and how it is read.
+type Sources = Vec<(String, Read)>;
 
 /// Imports every run of a source.
 ///

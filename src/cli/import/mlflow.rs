@@ -1,6 +1,6 @@
 //! MLflow's file store: `EXPERIMENT/RUN/{meta.yaml,metrics,params,tags,artifacts}`, as `mlflow/store/tracking/file_store.py` writes it.
 
-use super::{Failure, Run, Sources, check_folder, entries, file_name, id_of};
+use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of};
 use crate::cli::wrong;
 use anyhow::Context;
 use serde_json::Value;
@@ -24,10 +24,8 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
         for experiment in entries(&root)?.into_iter().filter(|path| path.join(ABOUT).is_file()) {
             for run in entries(&experiment)?.into_iter().filter(|path| path.join(ABOUT).is_file()) {
                 let (shown, experiment) = (run.display().to_string(), experiment.clone());
-                found.push((
-                    shown,
-                    Box::new(move || read(&experiment, &run).map(|run| run.into_iter().collect())),
-                ));
+                let read: Read = Box::new(move || Ok(read(&experiment, &run)?.into_iter().collect()));
+                found.push((shown, read));
             }
         }
     }

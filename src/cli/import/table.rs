@@ -1,6 +1,6 @@
 //! Metrics in a CSV or Parquet file: a row has all metrics of a step, or one value.
 
-use super::{Run, Sources, file_name, id_of};
+use super::{Read, Run, Sources, file_name, id_of};
 use crate::cli::wrong;
 use anyhow::Context;
 use parquet::{
@@ -33,7 +33,8 @@ pub(super) fn sources(
         return Err(wrong(format!("{}: there is no such file", file.display())));
     }
     let (shown, path) = (file.display().to_string(), file.to_owned());
-    Ok(vec![(shown, Box::new(move || read(&path).and_then(|table| runs(&file_name(&path), &table))))])
+    let read: Read = Box::new(move || runs(&file_name(&path), &read(&path)?));
+    Ok(vec![(shown, read)])
 }
 
 /// Reads a CSV file (RFC 4180).

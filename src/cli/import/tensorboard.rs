@@ -1,6 +1,6 @@
 //! TensorBoard's event files: each folder with some is a run.
 
-use super::{Failure, Run, Sources, check_folder, entries, file_name, id_of};
+use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of};
 use crate::cli::{
     event_files::{self, Event, Hparam, HparamsData, SummaryValue},
     wrong,
@@ -30,10 +30,8 @@ fn collect(root: &Path, folder: &Path, found: &mut Sources) -> anyhow::Result<()
         let name = folder.strip_prefix(root).map(|path| path.to_string_lossy().into_owned());
         let name = name.ok().filter(|name| !name.is_empty()).unwrap_or_else(|| file_name(folder));
         let own = file_name(folder);
-        found.push((
-            folder.display().to_string(),
-            Box::new(move || read(name, &own, &files).map(|run| vec![run])),
-        ));
+        let read: Read = Box::new(move || Ok(vec![read(name, &own, &files)?]));
+        found.push((folder.display().to_string(), read));
     }
     folders.iter().try_for_each(|inner| collect(root, inner, found))
 }

@@ -2,7 +2,7 @@
 //! (<https://github.com/google/leveldb/blob/main/doc/log_format.md>, with a header and CRC-32) of messages of
 //! `wandb/proto/wandb_internal.proto`. Fields that are not read are left out; a `oneof` is several optional fields.
 
-use super::{Failure, Run, Sources, check_folder, entries, file_name, id_of, numbers};
+use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of, numbers};
 use crate::cli::wrong;
 use anyhow::Context;
 use crc::{CRC_32_ISO_HDLC, Crc};
@@ -162,8 +162,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     }
     let source = |file: PathBuf| {
         let name = file.display().to_string();
-        let read: Box<dyn FnOnce() -> anyhow::Result<Vec<Run>>> =
-            Box::new(move || read(&file).map(|run| vec![run]));
+        let read: Read = Box::new(move || Ok(vec![read(&file)?]));
         (name, read)
     };
     Ok(files.into_iter().map(source).collect())

@@ -276,6 +276,17 @@ pub struct External {
     pub values: BTreeMap<String, String>,
 }
 
+/// A file that a program has uploaded to its run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RunFile {
+    /// Such as `weights/model.safetensors`.
+    pub path: String,
+    /// Size in bytes.
+    pub size_bytes: u64,
+    /// When the file was changed, as its program says, else when it was uploaded: milliseconds since 1970.
+    pub modified_ms: i64,
+}
+
 fn default_project() -> String {
     DEFAULT_PROJECT.to_owned()
 }

@@ -99,3 +99,9 @@ pub const RUN_ID_CHARS: usize = 64;
 pub const RUN_CONFIG_BYTES: usize = 64 << 10;
 /// Values of one request that logs a run's records.
 pub const RUN_VALUES: usize = 10_000;
+/// Files of a run from elsewhere.
+pub const RUN_FILES: usize = 1000;
+/// Size of all files of a run together, in bytes.
+pub const RUN_FILES_BYTES: u64 = 64 << 30;
+/// Length of a file's path within its run, in bytes.
+pub const RUN_FILE_PATH_BYTES: usize = 1000;

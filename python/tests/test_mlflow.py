@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
 
 @pytest.mark.parametrize("sent_as", ["token", "password"])
 def test_mlflow_s_client_logs_and_reads(
-    server: tuple[str, str], sent_as: str, monkeypatch: pytest.MonkeyPatch
+    server: tuple[str, str], sent_as: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     address, token = server
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -60,8 +60,11 @@ def test_mlflow_s_client_logs_and_reads(
         mlflow.set_tags({"colour": "blue", "size": 7})
         with pytest.raises(MlflowException, match="Changing param values is not allowed"):
             mlflow.log_param("lr", 0.2)
-        with pytest.raises(MlflowException, match="registered artifact repository"):
-            mlflow.log_text("text", "file.txt")
+        mlflow.log_text("text", "notes/file.txt")
+        (tmp_path / "model/data").mkdir(parents=True)
+        (tmp_path / "model/MLmodel").write_text("flavors: {}")
+        (tmp_path / "model/data/weights.safetensors").write_bytes(bytes(range(256)) * 9000)
+        mlflow.log_artifacts(str(tmp_path / "model"), "model")
     found = mlflow.get_run(run.info.run_id)
     assert (found.info.status, found.info.run_name) == ("FINISHED", "mnist")
     assert found.data.params == {"lr": "0.1", "net/depth": "3"}
@@ -71,6 +74,19 @@ def test_mlflow_s_client_logs_and_reads(
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history][:2] == [(0, 1.0), (1, 0.5)]
     assert len(history) == 20
+    run_id = run.info.run_id
+    for path, expected in [
+        (None, [("model", True), ("notes", True)]),
+        ("model", [("model/MLmodel", False), ("model/data", True)]),
+        ("model/MLmodel", []),
+    ]:
+        assert [(found.path, found.is_dir) for found in client.list_artifacts(run_id, path)] == expected
+    for path in (".", "model", "model/data/weights.safetensors"):
+        copies = tmp_path / "copies" / path.replace("/", "-")
+        mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path, dst_path=str(copies))
+        [weights] = copies.rglob("weights.safetensors")
+        assert weights.read_bytes() == bytes(range(256)) * 9000
+    assert mlflow.artifacts.load_text(f"runs:/{run_id}/notes/file.txt") == "text"
     runs = mlflow.search_runs(experiment_names=[project], output_format="list")
     assert [one.info.run_id for one in runs] == [run.info.run_id]
     assert project in [one.name for one in mlflow.search_experiments()]

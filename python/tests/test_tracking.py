@@ -19,6 +19,7 @@ from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -46,7 +47,8 @@ class FakeServer:
             protocol_version = "HTTP/1.1"
 
             def answer(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"null")
+                content = self.rfile.read(int(self.headers.get("content-length") or 0))
+                body = content if self.command == "PUT" else json.loads(content or b"null")
                 fault = this.faults.pop(0) if this.faults else 503 if this.is_away else 200
                 status, out = (fault, {}) if fault not in (None, 200) else this.do(self.command, self.path, body)
                 if fault is None:
@@ -58,7 +60,7 @@ class FakeServer:
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_POST = do_PATCH = answer
+            do_GET = do_PUT = do_POST = do_PATCH = answer
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -82,6 +84,15 @@ class FakeServer:
         if id not in self.runs:
             return 404, {"detail": "no such run"}
         run = self.runs[id]
+        files = run.setdefault("files", {})
+        if method == "GET":
+            keys = ("path", "size_bytes", "modified_ms")
+            listed = [(path, len(content), modified_ms) for path, (content, modified_ms) in files.items()]
+            return 200, {"files": [dict(zip(keys, file, strict=True)) for file in listed]}
+        if method == "PUT":
+            query = parse_qs(urlsplit(path).query)
+            files[query["path"][0]] = body, int(query["modified_ms"][0])
+            return 200, {}
         if method == "PATCH":
             self.beats += body == {}
             for key in ("config", "summary"):
@@ -175,7 +186,15 @@ def test_calls_of_wandb_do_what_they_do_there(server: FakeServer, capsys: pytest
     wandb.alert("diverged", "loss is inf", level=wandb.AlertLevel.WARN)
     wandb.alert("diverged", "again, too soon")
     wandb.watch(None)
-    wandb.save("x.pt")
+    Path("weights").mkdir()
+    Path("weights/x.pt").write_bytes(b"1")
+    assert wandb.save("weights/*.pt", policy="now") == ["weights/x.pt"]
+    assert wandb.save("nothing.pt") == wandb.save("nothing.pt") == []
+    artifact = wandb.Artifact("model", type="model", metadata={"a": 1})
+    artifact.add_file("weights/x.pt", name="y.pt")
+    artifact.add_dir("weights", name="d")
+    wandb.log_artifact(artifact).wait()
+    wandb.log_artifact("weights", name="folder", type="model")
     assert wandb.summary["loss"] == 0.125 and dict(run.summary)["acc"] == 0.5 and run.step == 14
     wandb.finish()
     assert wandb.run is None
@@ -195,7 +214,9 @@ def test_calls_of_wandb_do_what_they_do_there(server: FakeServer, capsys: pytest
     assert (alert["title"], alert["level"]) == ("diverged", "WARN")
     assert told["summary"] == {"val/loss": {"min": 0.1, "max": 0.3}, "best": 0.1, "note": "good"}
     lines = capsys.readouterr().err.splitlines()
-    once = ("picture is not logged: Media", "word is not logged: str", "WARN: diverged", "watch has no", "save has no")
+    saved = {path: content for path, (content, _) in told["files"].items()}
+    assert saved == dict.fromkeys(["weights/x.pt", "model/y.pt", "model/d/x.pt", "folder/x.pt"], b"1")
+    once = ("picture is not logged: Media", "word is not logged: str", "WARN: diverged", "watch has no", "save has found")
     for words in once:
         assert len([line for line in lines if words in line]) == 1, (words, lines)
     assert any("init ignores" in line and "entity, settings" in line for line in lines)

@@ -50,10 +50,21 @@ def test_100000_points_of_an_offline_run_arrive_and_a_second_time_adds_none() ->
         for step in range(50_000):
             run.log({"train/loss": 1 / (step + 1), "step_ms": step * 0.37})
         run.summary["best"] = 0.5
+        Path("weights.safetensors").write_bytes(b"first")
+        run.save("weights.safetensors")
+        Path("weights.safetensors").write_bytes(b"second")
+        run.save("weights.safetensors")
+        Path("empty").touch()
+        run.log_artifact("empty", name="more")
     for _ in range(2):
         assert lockstep.sync("lockstep-runs") == {run.id: 50_000}
         job = job_of(run)
         assert (job.state, job.data["tags"], job.step) == ("succeeded", ["a", "g"], 49_999)
+        saved = {file["path"]: (file["size_bytes"], file["modified_ms"]) for file in job.files()}
+        assert [(path, size) for path, (size, _) in saved.items()] == [("more/empty", 0), ("weights.safetensors", 6)]
+        assert saved["weights.safetensors"][1] == Path("weights.safetensors").stat().st_mtime_ns // 1_000_000
+        assert job.download_file("weights.safetensors", "copy").read_bytes() == b"second"
+        assert job.download_file("more/empty").read_bytes() == b""
         assert job.data["external"]["config"] == {"lr": 0.1} and job.data["external"]["summary"] == {"best": 0.5}
         assert points(job, "train/loss") == [(step, single(1 / (step + 1))) for step in range(50_000)]
         assert points(job, "step_ms") == [(step, single(step * 0.37)) for step in range(50_000)]
@@ -134,5 +145,7 @@ def test_the_example_of_the_page_runs_as_written(capsys: pytest.CaptureFixture[s
     section = page[page.index("## From Python") :]
     examples = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(examples[0], "an example", "exec"), names)
-    assert capsys.readouterr().out.split()[0] == "succeeded"
+    for example in examples[:2]:
+        exec(compile(example, "an example", "exec"), names)
+    printed = capsys.readouterr().out.split()
+    assert printed[0] == "succeeded" and printed[-2:] == ["notes.json", "copy.json"]

@@ -21,7 +21,7 @@ use std::{
 };
 
 /// Python with the packages that `tests/run` has installed in this folder of `target`.
-fn python(packages: &str) -> Command {
+pub(crate) fn python(packages: &str) -> Command {
     let packages = Path::new(env!("CARGO_MANIFEST_DIR")).join("target").join(packages);
     assert!(packages.exists(), "{} is missing: tests/run makes it", packages.display());
     let mut command = Command::new("python3");
@@ -29,7 +29,7 @@ fn python(packages: &str) -> Command {
     command
 }
 
-fn printed(mut command: Command) -> String {
+pub(crate) fn printed(mut command: Command) -> String {
     let output = command.output().expect("Python");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("UTF-8")

@@ -39,6 +39,7 @@ mod first_hour;
 mod full;
 mod gangs;
 mod held_out;
+mod imports;
 mod interrupted;
 mod join;
 mod life;

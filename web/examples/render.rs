@@ -162,6 +162,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             ended_at: None,
         }],
         size_bytes: Some(566_000_000),
+        files: vec![],
         server_url: URL.into(),
         may_change: true,
         viewer: VIEWER,

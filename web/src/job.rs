@@ -12,12 +12,13 @@ use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
     attempt::Attempt,
     best::best_words,
-    job::{External, Job, JobState},
+    job::{External, Job, JobState, RunFile},
     numbers::standard_error,
     panels::Panel,
     queue::waits_for,
     reason::{Reason, ReasonKind},
 };
+use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
 
 /// A checkpoint, with its id for the download link.
@@ -68,6 +69,8 @@ pub struct JobPage {
     pub attempts: Vec<Attempt>,
     /// Bytes that deleting the job frees (checkpoints, logs, metrics), if known.
     pub size_bytes: Option<u64>,
+    /// Files of a run from elsewhere.
+    pub files: Vec<RunFile>,
     /// This server's address in the browser, for commands to copy.
     pub server_url: String,
     /// Rights of the person who looks at the page.
@@ -172,6 +175,19 @@ impl JobTemplate<'_> {
         let Some(External { summary, values, .. }) = &self.job.external else { return Vec::new() };
         let values = values.iter().map(|(key, value)| (key.clone(), value.clone()));
         own_settings::flat(summary).into_iter().chain(values).collect()
+    }
+
+    /// Address, path and size of each file of a run from elsewhere.
+    fn files(&self) -> Vec<(String, &str, String)> {
+        let address = |file: &RunFile| {
+            let path = utf8_percent_encode(&file.path, NON_ALPHANUMERIC);
+            format!("/api/v1/runs/{}/file?path={path}", self.job.id)
+        };
+        self.page
+            .files
+            .iter()
+            .map(|file| (address(file), file.path.as_str(), bytes(file.size_bytes)))
+            .collect()
     }
 
     /// Whether there is nothing to chart: the job has not trained yet, or ended before its first step. The same as `isBare` in

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from . import session, values
 from .client import AsyncCheckpoint, AsyncClient, AsyncJob, Changes, Checkpoint, Client, Job, JobFile, Metrics, Series
 from .errors import JobFailed, LockstepError, Problem, Unreachable
-from .session import Media, Settings, alert, define_metric, finish, init, log, log_artifact, login, save, sync, unwatch
+from .session import Settings, alert, define_metric, finish, init, log, log_artifact, login, save, sync, unwatch
 from .session import watch as watch
 from .tracking import AlertLevel, Run
+from .values import Artifact, Media
 
 # Values of wandb that are no numbers.
-Artifact = Audio = Histogram = Html = Image = Object3D = Table = Video = Media
+Audio = Histogram = Html = Image = Object3D = Table = Video = Media
 
 __all__ = ["AsyncCheckpoint", "AsyncClient", "AsyncJob", "Checkpoint", "Client", "Job", "Metrics", "Series"]
 __all__ += ["JobFailed", "LockstepError", "Problem", "Unreachable", "submit"]

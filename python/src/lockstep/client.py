@@ -278,6 +278,40 @@ class JobCalls(_Resource, Generic[J, C]):
             if response.status_code != 202:
                 return dict(response.json())
 
+    @call
+    async def files(self) -> list[Json]:
+        """The files that the program of a run has saved: `path`, `size_bytes`, `modified_ms`.
+
+        Raises `Problem` for a job that the server's own ranks train.
+        """
+        return list((await self._get(f"/runs/{self.id}/files"))["files"])
+
+    @call
+    async def download_file(self, name: str, path: PathLike | None = None) -> Path:
+        """Downloads a file that the program of a run has saved, and returns where it is.
+
+        `name`: the file's path within the run. `path`: a file or a folder (default: the file's name here). Raises
+        `LockstepError` if there is no such file. A failed download leaves no file.
+        """
+        sizes = {file["path"]: file["size_bytes"] for file in (await self._get(f"/runs/{self.id}/files"))["files"]}
+        if name not in sizes:
+            raise LockstepError(f"job {self.id} has no file {name!r}; its files: {', '.join(sizes) or 'none'}")
+        own_name = name.rpartition("/")[2]
+        target = Path(path or own_name)
+        target = target / own_name if target.is_dir() else target
+        partial = target.with_name(target.name + ".part")
+        try:
+            with open(partial, "wb") as file:
+                while file.tell() < sizes[name]:
+                    headers = {"Range": f"bytes={file.tell()}-{file.tell() + PIECE_BYTES - 1}"}
+                    query = {"path": name}
+                    piece = await self._send("GET", f"/runs/{self.id}/file", query, may_repeat=True, headers=headers)
+                    file.write(piece.content)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        return target
+
     async def _follow(self, key: str, path: str, follow: bool, query: Json) -> AsyncGenerator[Json, None]:
         """The elements of a list that grows, in order of `seq`."""
         newest = 0

@@ -18,7 +18,7 @@ from .client import Client
 from .errors import LockstepError, Problem, Unreachable
 from .spool import REQUEST_SECS, RUN, Sender, Spool, folders, is_free, read_run, send_folder
 from .tracking import SEND_SECS, AlertLevel, Mode, Run, is_passing, outcome, say, warn_once
-from .values import Json, plain, settings
+from .values import Artifact, Json, plain, settings
 
 Resume = Literal["allow", "must", "never", "auto"]
 PathLike = str | os.PathLike[str]
@@ -34,18 +34,6 @@ class Settings:
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         self.given = sorted(settings)
-
-
-class Media:
-    """Stands for an image, a table or another value that is no number, so that programs run; it is not logged."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: None
 
 
 def _new_id() -> str:
@@ -255,14 +243,16 @@ def unwatch(*args: Any, **kwargs: Any) -> None:
     """See `Run.unwatch`."""
 
 
-def save(*args: Any, **kwargs: Any) -> None:
+def save(glob_str: PathLike, base_path: PathLike | None = None, policy: str | None = None) -> list[str]:
     """See `Run.save`."""
-    active().save()
+    return active().save(glob_str, base_path, policy)
 
 
-def log_artifact(*args: Any, **kwargs: Any) -> None:
+def log_artifact(
+    artifact_or_path: Artifact | PathLike, name: str | None = None, type: str | None = None, **ignored: Any
+) -> Artifact:
     """See `Run.log_artifact`."""
-    active().log_artifact()
+    return active().log_artifact(artifact_or_path, name, type, **ignored)
 
 
 def login(*args: Any, **kwargs: Any) -> bool:

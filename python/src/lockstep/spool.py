@@ -1,7 +1,8 @@
 """The folder of a run, which has all that a program logs, and the way from there to the server.
 
 `run.json` has what belongs to the run as a whole. `records.jsonl` has a record on each line: values of one step. The
-number of a record is the number of its line, so the server can tell which ones it has.
+number of a record is the number of its line, so the server can tell which ones it has. `files` has copies of what the
+program saved; the server has a file if it has one of the same path, size and time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,13 @@ Json = dict[str, Any]
 
 RUN = "run.json"
 RECORDS = "records.jsonl"
+FILES = "files"
 # A request may have 10,000 values and 1 MiB.
 REQUEST_VALUES = 10_000
 REQUEST_BYTES = 900 << 10
 REQUEST_SECS = 20.0
+# For each part of a file, and until the server has it on its disk.
+FILE_SECS = 300.0
 # The line of a record that the server already has from another folder.
 PLACEHOLDER = b'{"step":0,"at":0,"values":{}}\n'
 
@@ -38,6 +44,18 @@ def read_run(path: Path) -> Json:
         return {"config": {}, "summary": {}, "state": "running", "reason": None} | run | {"id": str(run["id"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LockstepError(f"{path} cannot be read as the folder of a run: {error!r}") from error
+
+
+def keep_file(path: Path, source: Path, name: str) -> None:
+    """Copies a file into a run's folder, all or nothing. `name`: its path within the run."""
+    target = path / FILES / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = path / f"{FILES}.{secrets.token_hex(8)}"
+    try:
+        shutil.copy2(source, partial)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class Spool:
@@ -141,6 +159,8 @@ class Sender:
         self._next = 1
         # What the server has of `run.json`; None before it was asked.
         self._known: Json | None = None
+        # Size and time of each file that the server has, by its path; None before it was asked.
+        self._files: dict[str, tuple[int, int]] | None = None
         # Records that the server has.
         self.acknowledged = 0
 
@@ -195,7 +215,8 @@ class Sender:
                     raise
                 self._known = {"state": "running"}
             self._seek(acknowledged)
-        return self._send_changes(run) or self._next != before
+        has_changes, has_files = self._send_changes(run), self._send_files()
+        return has_changes or has_files or self._next != before
 
     def _send_changes(self, run: Json) -> bool:
         has_sent, refused = False, None
@@ -211,6 +232,36 @@ class Sender:
                     continue
                 self._known |= changed
                 has_sent = True
+        if refused:
+            raise refused
+        return has_sent
+
+    def _send_files(self) -> bool:
+        root = self.path / FILES
+        if not root.exists():
+            return False
+        if self._files is None:
+            listed = self._client._send_once("GET", f"/runs/{self.id}/files", timeout=REQUEST_SECS).json()["files"]
+            self._files = {file["path"]: (file["size_bytes"], file["modified_ms"]) for file in listed}
+        has_sent, refused = False, None
+        for file in sorted(file for file in root.rglob("*") if file.is_file()):
+            name, about = file.relative_to(root).as_posix(), file.stat()
+            version = about.st_size, about.st_mtime_ns // 1_000_000
+            if self._files.get(name) == version:
+                continue
+            query = {"path": name, "modified_ms": version[1]}
+            headers = {"Content-Type": "application/octet-stream"}
+            try:
+                with open(file, "rb") as content:
+                    self._client._send_once(
+                        "PUT", f"/runs/{self.id}/file", query=query, content=content, headers=headers, timeout=FILE_SECS
+                    )
+            # One that is refused does not hold up the others.
+            except Problem as problem:
+                refused = refused or problem
+                continue
+            self._files[name] = version
+            has_sent = True
         if refused:
             raise refused
         return has_sent

@@ -7,18 +7,21 @@ what the server lacks; see `spool`.
 from __future__ import annotations
 
 import enum
+import glob
 import json
 import math
+import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from .errors import LockstepError, Problem, Unreachable
-from .spool import Sender, Spool
-from .values import EXACT, Config, Json, Summary, json_number, scalar, whole
+from .spool import Sender, Spool, keep_file
+from .values import EXACT, Artifact, Config, Json, Summary, json_number, scalar, whole
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -335,16 +338,67 @@ class Run:
     def unwatch(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing, as `watch`."""
 
-    def save(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: Lockstep keeps no files of other programs."""
-        _no_service("save")
+    def save(
+        self,
+        glob_str: str | os.PathLike[str],
+        base_path: str | os.PathLike[str] | None = None,
+        policy: str | None = None,
+    ) -> list[str]:
+        """Keeps files with the run, as they are now, and returns their paths within the run.
 
-    def log_artifact(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing, as `save`."""
-        _no_service("log_artifact")
+        `glob_str`: a path, or a pattern such as `out/*.safetensors`. `base_path`: the folder from which paths count
+        (default: the working folder); of a file elsewhere, only the name is kept. A file that is saved again replaces
+        the earlier one. The files are copied into the run's folder before this returns, and sent while the program
+        goes on.
+        """
+        base, kept = os.path.abspath(base_path or "."), []
+        for found in sorted(glob.glob(os.fspath(glob_str), recursive=True)):
+            file = Path(os.path.abspath(found))
+            if file.is_file():
+                name = file.relative_to(base).as_posix() if file.is_relative_to(base) else file.name
+                kept.append(name)
+                self._keep(file, name)
+        if not kept:
+            warn_once(f"save has found no file {os.fspath(glob_str)}")
+        return kept
+
+    def log_artifact(
+        self,
+        artifact_or_path: Artifact | str | os.PathLike[str],
+        name: str | None = None,
+        type: str | None = None,
+        **ignored: Any,
+    ) -> Artifact:
+        """Keeps the files of an `Artifact`, a file or a folder with the run, as `save`, in a folder with its name.
+
+        `name`: the folder (default: the name of the artifact, file or folder). Artifacts have no versions here.
+        """
+        artifact = artifact_or_path
+        if not isinstance(artifact, Artifact):
+            path = Path(os.path.abspath(artifact))
+            artifact = Artifact(name or path.name, type or "")
+            if path.is_dir():
+                artifact.add_dir(path)
+            else:
+                artifact.add_file(path)
+        for own_name, file in artifact._files.items():
+            self._keep(file, f"{artifact.name}/{own_name}")
+        return artifact
+
+    def _keep(self, file: Path, name: str) -> None:
+        if self._is_over:
+            raise LockstepError(f"run {self.id} is finished: call lockstep.init to start another")
+        if self._spool is None or self._is_forked:
+            return
+        try:
+            keep_file(self._spool.path, file, name)
+        # The program must not fail because a copy cannot be kept.
+        except OSError as error:
+            warn_once(f"{file} is not kept with run {self.id}: {error}")
+        self._note_change()
 
     def log_code(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing, as `save`."""
+        """Does nothing: Lockstep keeps no code of other programs."""
         _no_service("log_code")
 
     # How it ends.

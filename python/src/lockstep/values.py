@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 from .errors import LockstepError
@@ -15,6 +17,40 @@ Json = dict[str, Any]
 # Whole numbers up to here are the same in floating point, and those below here are whole numbers of JSON.
 EXACT = 2**53
 WHOLE = 2**63
+
+
+class Media:
+    """Stands for an image, a table or another value that is no number, so that programs run; it is not logged."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+class Artifact(Media):
+    """Files under one name, for `Run.log_artifact`. Calls other than these do nothing."""
+
+    def __init__(self, name: str, type: str = "", **ignored: Any) -> None:
+        self.name = name
+        self.type = type
+        self._files: dict[str, Path] = {}
+
+    def add_file(self, local_path: str | os.PathLike[str], name: str | None = None, **ignored: Any) -> None:
+        """Adds a file. `name`: its path within the artifact (default: the file's name)."""
+        self._files[name or Path(local_path).name] = Path(local_path)
+
+    def add_dir(self, local_path: str | os.PathLike[str], name: str | None = None, **ignored: Any) -> None:
+        """Adds all files of a folder. `name`: the folder's path within the artifact (default: none)."""
+        for file in sorted(file for file in Path(local_path).rglob("*") if file.is_file()):
+            self.add_file(file, (Path(name or "") / file.relative_to(local_path)).as_posix())
+
+    def wait(self, timeout: Any = None) -> Artifact:
+        """Returns itself: files are sent while the program goes on."""
+        return self
 
 
 def scalar(value: Any) -> float | None:

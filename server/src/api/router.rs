@@ -13,7 +13,7 @@ use crate::{
 };
 use axum::{
     Json, Router,
-    extract::{DefaultBodyLimit, Request},
+    extract::{DefaultBodyLimit, MatchedPath, Request},
     http::StatusCode,
     middleware::{self, Next},
     response::{IntoResponse, Response},
@@ -87,6 +87,8 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(runs::create))
         .routes(routes!(runs::change))
         .routes(routes!(runs::log))
+        .routes(routes!(runs::files::list))
+        .routes(routes!(runs::files::download, runs::files::upload, runs::files::delete))
         .routes(routes!(datasets::list, datasets::create))
         .routes(routes!(datasets::bundled::register))
         .routes(routes!(datasets::uploads::upload_archive))
@@ -148,7 +150,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// What is not in the document: pages and what they load.
-fn pages() -> [(&'static str, MethodRouter<App>); 27] {
+fn pages() -> [(&'static str, MethodRouter<App>); 29] {
     [
         ("/", get(jobs::pages::home)),
         ("/jobs", get(jobs::pages::jobs)),
@@ -178,6 +180,8 @@ fn pages() -> [(&'static str, MethodRouter<App>); 27] {
         ("/api/2.0/mlflow/runs/delete", any(runs::mlflow::call)),
         ("/api/2.0/mlflow/runs/search", any(runs::mlflow::call)),
         ("/api/2.0/mlflow/{*call}", any(runs::mlflow::call)),
+        ("/api/2.0/mlflow-artifacts/artifacts", any(runs::mlflow::artifacts::list)),
+        ("/api/2.0/mlflow-artifacts/artifacts/{*path}", any(runs::mlflow::artifacts::file)),
     ]
 }
 
@@ -222,8 +226,13 @@ pub(crate) fn build_router(app: App) -> Router {
         .with_state(app)
 }
 
-/// Answers for a handler that has not begun to answer in time.
+/// Answers for a handler that has not begun to answer in time. A file may take longer to come, as long as something comes
+/// (`slow_body.rs`).
 async fn in_time(request: Request, next: Next) -> Response {
+    let route = request.extensions().get::<MatchedPath>().map(MatchedPath::as_str);
+    if gate::is_upload(request.method(), route) {
+        return next.run(request).await;
+    }
     match tokio::time::timeout(PATIENCE, next.run(request)).await {
         Ok(response) => response,
         Err(_) => {

@@ -8,7 +8,7 @@ mod ownership;
 mod rules;
 
 pub(crate) use agents::is_agent;
-pub(crate) use rules::{Requirement, needed};
+pub(crate) use rules::{Requirement, is_upload, needed};
 
 use crate::{
     agents::Agents,
@@ -229,7 +229,8 @@ fn bearer(value: &HeaderValue) -> Option<&str> {
 /// The token that an MLflow client sends as a password (`MLFLOW_TRACKING_PASSWORD`).
 fn password(value: &HeaderValue, path: &str) -> Option<String> {
     let (scheme, sent) = value.to_str().ok()?.split_once(' ')?;
-    let is_basic = scheme.eq_ignore_ascii_case("basic") && path.starts_with("/api/2.0/mlflow/");
+    let is_basic = scheme.eq_ignore_ascii_case("basic")
+        && (path.starts_with("/api/2.0/mlflow/") || path.starts_with("/api/2.0/mlflow-artifacts/"));
     let decoded = BASE64_STANDARD.decode(sent.trim()).ok().filter(|_| is_basic)?;
     let (_, password) = std::str::from_utf8(&decoded).ok()?.split_once(':')?;
     Some(password.to_owned())

@@ -1,6 +1,7 @@
 //! Ingest: reports of agents are stored, then published, then acknowledged. A transaction stores all reports that wait when it begins, so
 //! under load, transactions get larger, but the queue does not get longer.
 
+pub(crate) mod run_files;
 pub(crate) mod runs;
 
 use crate::{

@@ -34,6 +34,8 @@ pub struct RunChange {
     pub state: Option<JobState>,
     /// The reason of the state, in the program's words.
     pub reason: Option<String>,
+    /// When the run ended, if that was before now.
+    pub ended_at: Option<Timestamp>,
     /// Points, in the order in which they were measured.
     pub columns: Vec<MetricColumn>,
 }
@@ -64,6 +66,7 @@ pub fn begun(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
 /// Applies a change of a run that its program reports. A run that had failed because its program was silent continues.
 pub fn told(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     merge(row, change)?;
+    let at = change.ended_at.map_or(at, |ended| ended.min(at).max(row.job.created_at));
     let is_silence = |cause: &Reason| matches!(cause.kind(), ReasonKind::RunSilent { .. });
     let was_silent = row.job.cause.as_ref().is_some_and(is_silence);
     let mut events = match change.state {

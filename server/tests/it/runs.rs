@@ -319,7 +319,101 @@ async fn a_run_is_its_owner_s_and_a_private_one_is_not_found_by_others() {
         let log = otto.post(server.url("/api/2.0/mlflow/runs/log-metric"));
         let log = log.json(&json!({"run_id": id, "key": "a", "value": 1, "timestamp": 0}));
         assert_eq!(log.send().await.unwrap().status().as_u16(), expected);
+        for path in
+            [format!("/api/v1/runs/{id}/file?path=a"), format!("/api/2.0/mlflow-artifacts/artifacts/{id}/a")]
+        {
+            let put = otto.put(server.url(&path)).body("x").send().await.unwrap();
+            assert_eq!(put.status().as_u16(), expected, "{path}");
+        }
     }
     assert_eq!(server.as_who(&mona, "POST", "/runs/same/records", records).await.0, 200);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn files_of_a_run_are_kept_until_it_is_deleted() {
+    let server = TestServer::new().await;
+    let id = server.run(&json!({"id": "has-files", "name": "files"})).await.id.to_string();
+    let put = async |query: &str, body: &'static str| {
+        let url = server.url(&format!("/api/v1/runs/has-files/file?{query}"));
+        server.send(server.http.put(url).body(body)).await
+    };
+    let (status, stored) =
+        put("path=weights/model.safetensors&modified_ms=1700000000123", "0123456789").await;
+    let expected =
+        json!({"path": "weights/model.safetensors", "size_bytes": 10, "modified_ms": 1_700_000_000_123u64});
+    assert_eq!((status, &stored), (200, &expected));
+    assert_eq!(put("path=a%20picture.png", "old").await.0, 200);
+    assert_eq!(put("path=a%20picture.png", "newer").await.0, 200, "replaced");
+    let list = async || -> Vec<(String, u64)> {
+        let (status, answer) = server.get(&format!("/runs/{id}/files")).await;
+        assert_eq!(status, 200, "{answer}");
+        let files = answer["files"].as_array().unwrap().iter();
+        files.map(|f| (f["path"].as_str().unwrap().into(), f["size_bytes"].as_u64().unwrap())).collect()
+    };
+    let entry = |path: &str, size: u64| (path.to_owned(), size);
+    assert_eq!(list().await, [entry("a picture.png", 5), entry("weights/model.safetensors", 10)]);
+    let (_, page) = server.text(&format!("/jobs/{id}")).await;
+    assert!(page.contains(&format!("/api/v1/runs/{id}/file?path=weights%2Fmodel%2Esafetensors")));
+    let url = server.url("/api/v1/runs/has-files/file?path=a%20picture.png");
+    let answer = server.http.get(url).send().await.unwrap();
+    // Nothing that somebody uploads is a page of this server.
+    assert_eq!(answer.headers()["content-type"], "application/octet-stream");
+    assert_eq!(answer.headers()["content-disposition"], "attachment; filename*=UTF-8''a%20picture%2Epng");
+    assert_eq!(answer.text().await.unwrap(), "newer");
+    for (query, expected) in [
+        ("path=../a", 400),
+        ("path=/a", 400),
+        ("path=a%00b", 400),
+        ("", 400),
+        ("path=weights", 409),
+        ("path=weights/model.safetensors/x", 409),
+    ] {
+        let (status, problem) = put(query, "x").await;
+        assert_eq!(status, expected, "{query}: {problem}");
+    }
+
+    // The same files as artifacts of MLflow.
+    let artifact = |path: &str| server.url(&format!("/api/2.0/mlflow-artifacts/artifacts{path}"));
+    let of = |path: &str| artifact(&format!("/{id}/{path}"));
+    assert_eq!(server.send(server.http.put(of("weights/MLmodel")).body("y")).await, (200, json!({})));
+    let (_, found) = server.send(server.http.get(artifact(&format!("?path={id}/weights")))).await;
+    let expected = json!([{"path": "MLmodel", "is_dir": false, "file_size": 1},
+        {"path": "model.safetensors", "is_dir": false, "file_size": 10}]);
+    assert_eq!(found["files"], expected);
+    let listed = server.url(&format!("/api/2.0/mlflow/artifacts/list?run_id={id}"));
+    let (_, found) = server.send(server.http.get(listed)).await;
+    let expected = json!([{"path": "a picture.png", "is_dir": false, "file_size": 5}, {"path": "weights", "is_dir": true}]);
+    assert_eq!((&found["root_uri"], &found["files"]), (&json!(format!("mlflow-artifacts:/{id}")), &expected));
+    let text = server.http.get(of("weights/MLmodel")).send().await.unwrap().text().await.unwrap();
+    assert_eq!(text, "y");
+    let missing = server.http.get(of("nothing")).send().await.unwrap();
+    assert_eq!(missing.json::<Value>().await.unwrap()["error_code"], "RESOURCE_DOES_NOT_EXIST");
+    assert_eq!(server.send(server.http.delete(of("weights/MLmodel"))).await.0, 200);
+
+    assert_eq!(server.delete(&format!("/runs/{id}/file?path=weights")).await.0, 204, "a folder");
+    assert_eq!(server.delete(&format!("/runs/{id}/file?path=weights")).await.0, 404);
+    assert_eq!(list().await, [entry("a picture.png", 5)]);
+
+    // Limits: as if so many and so large files had been uploaded.
+    let folder = server.dir.path().join("jobs").join(&id).join("files");
+    let large = std::fs::File::create(folder.join("large")).unwrap();
+    large.set_len((64 << 30) - 5).unwrap();
+    let (status, problem) = put("path=more", "x").await;
+    assert!(status == 413 && problem["detail"].as_str().unwrap().contains("0 are left"), "{problem}");
+    assert_eq!(put("path=large", "x").await.0, 200, "it takes the place of the large file");
+    for n in 0..998 {
+        std::fs::write(folder.join(n.to_string()), "").unwrap();
+    }
+    let (status, problem) = put("path=more", "x").await;
+    assert!(status == 413 && problem["detail"].as_str().unwrap().contains("at most 1000 files"), "{problem}");
+
+    assert_eq!(server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await.0, 200);
+    assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
+    let start = Instant::now();
+    while folder.exists() {
+        assert!(start.elapsed() < DEADLINE, "the files are removed with the run");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
     server.stop().await;
 }

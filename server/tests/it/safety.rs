@@ -229,6 +229,10 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "post /runs",
         "patch /runs/{id}",
         "post /runs/{id}/records",
+        "get /runs/{id}/files",
+        "get /runs/{id}/file",
+        "put /runs/{id}/file",
+        "delete /runs/{id}/file",
         "get /stream",
         "get /openapi.json",
     ]

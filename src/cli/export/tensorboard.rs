@@ -1,15 +1,13 @@
 //! `lockstep export tensorboard`: jobs' metrics and settings as TensorBoard's event files.
 
-mod events;
-
 use crate::cli::{
     api::{Api, ServerArgs, list},
     block_on,
+    event_files::{Event, FILE_VERSION, Hparam, Summary, SummaryValue},
     history::{self, Point},
     output, wrong,
 };
 use anyhow::Context;
-use events::{Event, FILE_VERSION, Hparam, Summary, SummaryValue};
 use jiff::Timestamp;
 use lockstep_protocol::{Job, JobState};
 use serde::{Deserialize, Serialize};
@@ -132,7 +130,7 @@ fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) 
         let value = of_step.iter().map(|(point, name)| SummaryValue {
             tag: (*name).to_owned(),
             simple_value: Some(point.value),
-            metadata: None,
+            ..SummaryValue::default()
         });
         let summary = Some(Summary { value: value.collect() });
         let (wall_time, step) = (clock.at(first), first.step as i64);
@@ -221,22 +219,16 @@ impl Clock {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use events::HparamsData;
+    use crate::cli::event_files::{self, HparamsData};
     use prost::Message;
 
     fn at(seconds: i64) -> Timestamp {
         Timestamp::from_second(seconds).unwrap()
     }
 
-    /// Reads records without their checksums.
     fn read(file: &Path) -> Vec<Event> {
-        let bytes = fs::read(file).unwrap();
-        let (mut rest, mut events) = (&bytes[..], Vec::new());
-        while let Some((length, after)) = rest.split_first_chunk::<8>() {
-            let (data, after) = after[4..].split_at(u64::from_le_bytes(*length) as usize);
-            events.push(Event::decode(data).unwrap());
-            rest = &after[4..];
-        }
+        let mut events = Vec::new();
+        assert_eq!(event_files::read(file, |event| events.push(event)).unwrap(), None);
         events
     }
 

@@ -14,6 +14,7 @@ use crate::{
         error::{Error, PageError},
         extract::{PageQuery, Path, job_id},
     },
+    ingest::run_files::RunFiles,
     metrics::Metrics,
     scheduler::Scheduler,
     store::{JobFilter, Store},
@@ -190,7 +191,12 @@ pub(crate) async fn job(
     let has_histograms = !scheduler.store.histogram_index(&id).await?.steps.is_empty();
     let has_network = scheduler.store.network(&id).await?.is_some();
     let folder = scheduler.config.job_dir(&id);
-    let size_bytes = tokio::task::spawn_blocking(move || folder_bytes(&folder)).await.ok().flatten();
+    let is_external = job.external.is_some();
+    let on_disk = move || {
+        let files = is_external.then(|| RunFiles::of(folder.clone()).list().unwrap_or_default());
+        (folder_bytes(&folder), files.unwrap_or_default())
+    };
+    let (size_bytes, files) = tokio::task::spawn_blocking(on_disk).await.unwrap_or_default();
     html(
         job_views::JobPage {
             job,
@@ -198,6 +204,7 @@ pub(crate) async fn job(
             checkpoints,
             attempts,
             size_bytes,
+            files,
             server_url,
             viewer: viewer(&caller),
             may_change,

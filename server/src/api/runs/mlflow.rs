@@ -1,10 +1,13 @@
 //! MLflow's REST interface (2.0), as far as its clients need it to log: experiments are projects, runs are runs from elsewhere, parameters
 //! are their settings. Requests, answers and errors are as in `mlflow/protos/service.proto` and `mlflow/store/tracking/rest_store.py`.
 
+pub(crate) mod artifacts;
+
 use super::{LAST_STEP, NAME_CHARS, NewRun, begin, columns, number};
 use crate::{
     api::{jobs, list::Pages, to_the_end},
     auth::{Auth, access::Caller},
+    config::ServeConfig,
     http::error::Error,
     ingest::runs::Runs,
     lifecycle::external::{RunChange, text_of},
@@ -19,6 +22,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
+use jiff::Timestamp;
 use lockstep_protocol::{
     job::{External, Job, JobState, LastValues},
     labels::{self, DEFAULT_PROJECT},
@@ -33,8 +37,9 @@ const PREFIX: &str = "/api/2.0/mlflow/";
 /// MLflow's first experiment, which clients use when nobody names one.
 const DEFAULT_ID: &str = "0";
 const DEFAULT_NAME: &str = "Default";
-/// The tag that has a run's name.
+/// The tags that have a run's name, and the user whose program it is.
 const RUN_NAME: &str = "mlflow.runName";
+const USER: &str = "mlflow.user";
 /// As MLflow documents its limits.
 const KEY_CHARS: usize = 250;
 const PARAM_CHARS: usize = 6000;
@@ -42,9 +47,10 @@ const TAG_CHARS: usize = 8000;
 const BATCH_METRICS: usize = 1000;
 const BATCH_PARAMS: usize = 100;
 const BATCH_TAGS: usize = 100;
-/// Runs of a page at most, and points of a page of a metric's history.
+/// Runs or experiments of a page at most, and points of a page of a metric's history. A request may name more, up to MLflow's limit.
 const PAGE_RUNS: u32 = 1000;
-const PAGE_POINTS: usize = 25_000;
+const PAGE_POINTS: u32 = 25_000;
+const PAGE_LIMIT: u32 = 50_000;
 
 /// An error as MLflow's clients read it.
 struct Refusal {
@@ -66,6 +72,25 @@ fn refuse(code: &'static str, message: impl Into<String>) -> Refusal {
 
 fn invalid(message: impl Into<String>) -> Refusal {
     refuse("INVALID_PARAMETER_VALUE", message)
+}
+
+fn missing(key: &str) -> Refusal {
+    let about = "See the API docs for more information about request parameters.";
+    invalid(format!("Missing value for required parameter '{key}'. {about}"))
+}
+
+/// A value of another type than the parameter's, in MLflow's words.
+fn invalid_value(key: &str, value: &Value) -> Refusal {
+    invalid(format!("Invalid value {} for parameter '{key}' supplied", shortened(&value.to_string())))
+}
+
+fn no_call(method: &Method, name: &str) -> Refusal {
+    let detail = format!(
+        "Lockstep has no call {method} {:?} of MLflow's: it takes experiments, runs, parameters, metrics, tags and artifacts of runs, and \
+         no registered models or traces",
+        shortened(name)
+    );
+    refuse("ENDPOINT_NOT_FOUND", detail)
 }
 
 impl From<Error> for Refusal {
@@ -110,25 +135,25 @@ impl Asked {
         Ok(Self(body.map_err(|error| refuse("BAD_REQUEST", format!("the body is no JSON object: {error}")))?))
     }
 
-    fn text(&self, key: &str) -> Option<&str> {
-        self.0.get(key).and_then(Value::as_str).filter(|text| !text.is_empty())
+    /// A text that is not empty.
+    fn text(&self, key: &str) -> Result<Option<&str>> {
+        match self.0.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text.as_str()).filter(|text| !text.is_empty())),
+            Some(other) => Err(invalid_value(key, other)),
+        }
     }
 
     fn required(&self, key: &str) -> Result<&str> {
-        self.text(key).ok_or_else(|| {
-            let about = "See the API docs for more information about request parameters.";
-            invalid(format!("Missing value for required parameter '{key}'. {about}"))
-        })
+        self.text(key)?.ok_or_else(|| missing(key))
     }
 
     fn list(&self, key: &str) -> Result<Vec<Asked>> {
-        let Some(list) = self.0.get(key) else { return Ok(Vec::new()) };
+        let Some(list) = self.0.get(key).filter(|list| !list.is_null()) else { return Ok(Vec::new()) };
         let objects = list.as_array().and_then(|list| {
             list.iter().map(|one| one.as_object().cloned().map(Asked)).collect::<Option<Vec<_>>>()
         });
-        objects.ok_or_else(|| {
-            invalid(format!("Invalid value for parameter '{key}': it must be a list of objects"))
-        })
+        objects.ok_or_else(|| invalid_value(key, list))
     }
 
     fn texts(&self, key: &str) -> Vec<&str> {
@@ -137,14 +162,34 @@ impl Asked {
     }
 
     /// A whole number; protobuf's JSON has long ones as text.
-    fn whole(&self, key: &str) -> Option<i64> {
-        let value = self.0.get(key)?;
-        value.as_i64().or_else(|| value.as_str()?.parse().ok())
+    fn whole(&self, key: &str) -> Result<Option<i64>> {
+        let Some(value) = self.0.get(key).filter(|value| !value.is_null()) else { return Ok(None) };
+        let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
+        number.map(Some).ok_or_else(|| invalid_value(key, value))
+    }
+
+    /// A point in time, in milliseconds since 1970.
+    fn time(&self, key: &str) -> Result<Option<Timestamp>> {
+        let ms = self.whole(key)?;
+        let at = ms.map(|ms| Timestamp::from_millisecond(ms).map_err(|_| invalid_value(key, &ms.into())));
+        at.transpose()
+    }
+
+    /// How many elements a page may have.
+    fn page(&self, most: u32) -> Result<u32> {
+        match self.whole("max_results")? {
+            None => Ok(most),
+            Some(wanted) => match u32::try_from(wanted) {
+                Ok(wanted) if (1..=PAGE_LIMIT).contains(&wanted) => Ok(wanted.min(most)),
+                _ => Err(invalid_value("max_results", &wanted.into())),
+            },
+        }
     }
 }
 
 /// What the calls need.
 struct Parts {
+    config: Arc<ServeConfig>,
     runs: Arc<Runs>,
     scheduler: Arc<Scheduler>,
     auth: Arc<Auth>,
@@ -156,6 +201,7 @@ struct Parts {
 /// Every call below [`PREFIX`].
 #[expect(clippy::too_many_arguments, reason = "what a handler needs, it extracts")]
 pub(crate) async fn call(
+    State(config): State<Arc<ServeConfig>>,
     State(runs): State<Arc<Runs>>,
     State(scheduler): State<Arc<Scheduler>>,
     State(auth): State<Arc<Auth>>,
@@ -165,7 +211,7 @@ pub(crate) async fn call(
     OriginalUri(uri): OriginalUri,
     request: Request,
 ) -> Response {
-    let parts = Parts { runs, scheduler, auth, metrics, deleted_jobs, caller };
+    let parts = Parts { config, runs, scheduler, auth, metrics, deleted_jobs, caller };
     let method = request.method().clone();
     let name = uri.path().strip_prefix(PREFIX).unwrap_or_default().to_owned();
     let asked = match Asked::of(request).await {
@@ -188,10 +234,7 @@ impl Parts {
                 json!({"experiment": experiment(&project(asked.required("experiment_id")?)?)})
             }
             ("GET", "experiments/get-by-name") => self.experiment_by_name(asked).await?,
-            ("POST" | "GET", "experiments/search") | ("GET", "experiments/list") => {
-                let all = self.projects().await?;
-                json!({"experiments": all.iter().map(|name| experiment(name)).collect::<Vec<_>>()})
-            }
+            ("POST" | "GET", "experiments/search") => self.search_experiments(asked).await?,
             ("POST", "runs/create") => self.create_run(asked).await?,
             ("GET", "runs/get") => json!({"run": run(&self.seen(asked).await?)}),
             ("POST", "runs/update") => self.update_run(asked).await?,
@@ -221,7 +264,14 @@ impl Parts {
                 nothing
             }
             ("POST", "runs/delete-tag") => {
-                let values = BTreeMap::from([(asked.required("key")?.to_owned(), None)]);
+                let key = asked.required("key")?;
+                let known = self.own(asked).await?.external.unwrap_or_default().values;
+                if !known.contains_key(key) {
+                    let id = asked.text("run_id")?.unwrap_or_default();
+                    let detail = format!("No tag with name: {key} in run with id {id}");
+                    return Err(refuse("RESOURCE_DOES_NOT_EXIST", detail));
+                }
+                let values = BTreeMap::from([(key.to_owned(), None)]);
                 self.tell(asked, RunChange { values, ..RunChange::default() }).await?;
                 nothing
             }
@@ -232,16 +282,10 @@ impl Parts {
             }
             ("GET", "metrics/get-history") => self.history(asked).await?,
             ("GET", "artifacts/list") => {
-                json!({"root_uri": artifacts(&self.seen(asked).await?), "files": []})
+                let path = asked.text("path")?.unwrap_or_default();
+                artifacts::of_run(&self.config, &self.seen(asked).await?, path).await?
             }
-            _ => {
-                let detail = format!(
-                    "Lockstep has no call {method} {:?} of MLflow's: it takes experiments, runs, parameters, metrics and tags, and \
-                     no artifacts, models or traces",
-                    shortened(name)
-                );
-                return Err(refuse("ENDPOINT_NOT_FOUND", detail));
-            }
+            _ => return Err(no_call(method, name)),
         })
     }
 
@@ -255,8 +299,29 @@ impl Parts {
         Ok(names)
     }
 
+    async fn search_experiments(&self, asked: &Asked) -> Result<Value> {
+        if asked.text("filter")?.is_some() {
+            let detail = "Lockstep's experiments/search takes no filter: leave it out and choose among the experiments";
+            return Err(invalid(detail));
+        }
+        let from = asked.text("page_token")?.map(str::parse::<usize>).transpose();
+        let from = from.map_err(|_| invalid("page_token must be that of the page before"))?.unwrap_or(0);
+        let max = asked.page(PAGE_RUNS)? as usize;
+        let are_deleted = asked.text("view_type")? == Some("DELETED_ONLY");
+        let all = if are_deleted { Vec::new() } else { self.projects().await? };
+        let page = all.iter().skip(from).take(max).map(|name| experiment(name));
+        let mut answer = json!({"experiments": page.collect::<Vec<_>>()});
+        if all.len() > from.saturating_add(max) {
+            answer["next_page_token"] = (from + max).to_string().into();
+        }
+        Ok(answer)
+    }
+
     async fn create_experiment(&self, asked: &Asked) -> Result<Value> {
         let name = asked.required("name")?;
+        // A project has neither of them.
+        asked.text("artifact_location")?;
+        asked.list("tags")?;
         let project = project(name)?;
         if self.projects().await?.contains(&project) {
             return Err(refuse(
@@ -283,36 +348,26 @@ impl Parts {
         for tag in asked.list("tags")? {
             values.extend([pair(&tag, "Tag", TAG_CHARS)?]);
         }
-        let name = asked.text("run_name").map(str::to_owned).or_else(|| values.get(RUN_NAME).cloned());
+        let name = asked.text("run_name")?.map(str::to_owned).or_else(|| values.get(RUN_NAME).cloned());
         let name: String = name.unwrap_or_else(|| "run".into()).chars().take(NAME_CHARS).collect();
         values.insert(RUN_NAME.into(), name.clone());
-        let experiment = asked.text("experiment_id").unwrap_or(DEFAULT_ID);
-        let new = NewRun { name, project: Some(project(experiment)?), values, ..NewRun::default() };
+        let project = Some(project(asked.text("experiment_id")?.unwrap_or(DEFAULT_ID))?);
+        let started_at = asked.time("start_time")?.map(Timestamp::as_millisecond);
+        let new = NewRun { name, project, started_at, values, ..NewRun::default() };
         let (_, job) = begin(&self.runs, &self.auth, &self.caller, new).await?;
         Ok(json!({"run": run(&job)}))
     }
 
     /// The run that a request names.
     async fn seen(&self, asked: &Asked) -> Result<Job> {
-        let id = match asked.text("run_id") {
-            Some(id) => id,
-            None => asked.text("run_uuid").map_or_else(|| asked.required("run_id"), Ok)?,
-        };
-        let none = || refuse("RESOURCE_DOES_NOT_EXIST", format!("Run with id={} not found", shortened(id)));
-        match jobs::seen(&self.scheduler, &self.caller, id).await {
-            Ok(job) if job.external.is_some() => Ok(job),
-            Ok(_) | Err(Error::NotFound(_)) => Err(none()),
-            Err(error) => Err(error.into()),
-        }
+        seen_run(&self.scheduler, &self.caller, asked.required("run_id")?).await
     }
 
     /// The same, if the caller may change it.
     async fn own(&self, asked: &Asked) -> Result<Job> {
         let job = self.seen(asked).await?;
-        if self.auth.may_change(&self.caller, job.owner.as_deref()) {
-            return Ok(job);
-        }
-        Err(refuse("PERMISSION_DENIED", "this run is somebody else's: only its owner and admins change it"))
+        check_own(&self.auth, &self.caller, &job)?;
+        Ok(job)
     }
 
     async fn tell(&self, asked: &Asked, change: RunChange) -> Result<Job> {
@@ -321,16 +376,18 @@ impl Parts {
     }
 
     async fn update_run(&self, asked: &Asked) -> Result<Value> {
-        let state = match asked.text("status") {
+        let state = match asked.text("status")? {
             None => None,
             Some("RUNNING" | "SCHEDULED") => Some(JobState::Running),
             Some("FINISHED") => Some(JobState::Succeeded),
             Some("FAILED") => Some(JobState::Failed),
             Some("KILLED") => Some(JobState::Cancelled),
-            Some(other) => return Err(invalid(format!("Invalid value {other:?} for parameter 'status'"))),
+            Some(other) => return Err(invalid_value("status", &other.into())),
         };
-        let name = asked.text("run_name").map(|name| (RUN_NAME.to_owned(), Some(name.to_owned())));
-        let change = RunChange { state, values: name.into_iter().collect(), ..RunChange::default() };
+        let name = asked.text("run_name")?.map(|name| (RUN_NAME.to_owned(), Some(name.to_owned())));
+        let ended_at = asked.time("end_time")?;
+        let change =
+            RunChange { state, ended_at, values: name.into_iter().collect(), ..RunChange::default() };
         Ok(json!({"run_info": info(&self.tell(asked, change).await?)}))
     }
 
@@ -345,7 +402,7 @@ impl Parts {
     }
 
     async fn search_runs(&self, asked: &Asked) -> Result<Value> {
-        if asked.text("filter").is_some() {
+        if asked.text("filter")?.is_some() {
             let detail = "Lockstep's runs/search takes no filter: leave it out and choose among the runs, or ask GET /api/v1/jobs";
             return Err(invalid(detail));
         }
@@ -367,17 +424,16 @@ impl Parts {
         };
         let wanted = asked.texts("experiment_ids").into_iter().map(project).collect::<Result<Vec<_>>>()?;
         let pages = Pages::new("mlflow runs", sort);
-        let max = asked.whole("max_results").and_then(|max| u32::try_from(max).ok()).unwrap_or(PAGE_RUNS);
         let filter = JobFilter {
             seen_by: self.caller.sees_as(),
             // Of several projects, those that were not asked for are left out below.
             project: if let [one] = &wanted[..] { Some(one.clone()) } else { None },
             sort: JobSort { by: SortBy::Created, descending },
-            limit: max.clamp(1, PAGE_RUNS),
-            cursor: pages.read(asked.text("page_token"))?,
+            limit: asked.page(PAGE_RUNS)?,
+            cursor: pages.read(asked.text("page_token")?)?,
             ..JobFilter::default()
         };
-        if wanted.is_empty() || asked.text("run_view_type") == Some("DELETED_ONLY") {
+        if wanted.is_empty() || asked.text("run_view_type")? == Some("DELETED_ONLY") {
             return Ok(json!({"runs": []}));
         }
         let page = self.scheduler.store.jobs(&filter).await?;
@@ -423,7 +479,7 @@ impl Parts {
     /// Adds points behind those that are stored.
     async fn log(&self, asked: &Asked, metrics: &[Asked], change: RunChange) -> Result<()> {
         let job = self.own(asked).await?;
-        let (mut points, mut newest) = (Vec::with_capacity(metrics.len()), None::<i64>);
+        let (mut points, mut newest) = (Vec::with_capacity(metrics.len()), None::<Timestamp>);
         for metric in metrics {
             let key = metric.required("key")?;
             if let Some(mistake) = name_mistake(key) {
@@ -432,18 +488,24 @@ impl Parts {
             let value = metric.0.get("value").and_then(number).ok_or_else(|| {
                 invalid(format!("Got invalid value for metric '{key}'. Please specify value as a valid double (64-bit floating point)"))
             })?;
-            let step = metric.whole("step").unwrap_or(0);
+            let step = metric.whole("step")?.unwrap_or(0);
             // Steps below 0 are rare, and no chart has them.
             let step = u64::try_from(step).ok().filter(|step| *step <= LAST_STEP);
             let step =
                 step.ok_or_else(|| invalid(format!("metric '{key}': a step must be 0 to {LAST_STEP}")))?;
             points.push((key, step, value));
-            newest = newest.max(metric.whole("timestamp"));
+            // MLflow, too, refuses one without a time.
+            let Some(at) = metric.time("timestamp")? else {
+                return Err(match asked.0.get("metrics") {
+                    Some(all) => invalid_value("metrics", all),
+                    None => missing("timestamp"),
+                });
+            };
+            newest = newest.max(Some(at));
         }
         let columns: Vec<MetricColumn> = columns(points.into_iter());
         let now = crate::now();
-        let at =
-            newest.and_then(|at| jiff::Timestamp::from_millisecond(at).ok()).map_or(now, |at| at.min(now));
+        let at = newest.map_or(now, |at| at.min(now));
         let records = RunRecords { job: job.id, first: None, count: metrics.len() as u64, at };
         self.runs.log(records, move |_| columns.clone(), change).await?;
         Ok(())
@@ -452,14 +514,28 @@ impl Parts {
     async fn history(&self, asked: &Asked) -> Result<Value> {
         let job = self.seen(asked).await?;
         let key = asked.required("metric_key")?;
-        let from = asked.text("page_token").map(str::parse::<u64>).transpose();
-        let from = from.map_err(|_| invalid("page_token must be that of the page before"))?;
-        let filter = MetricFilter { name: Some(key.to_owned()), from, ..MetricFilter::default() };
-        // Every point.
-        let found = query::find(&self.metrics, &job, &filter, 1 << 40).await?;
-        let points: Vec<_> = found.series.into_values().flatten().collect();
-        let max = asked.whole("max_results").and_then(|max| usize::try_from(max).ok()).unwrap_or(PAGE_POINTS);
-        let (page, rest) = points.split_at(max.clamp(1, PAGE_POINTS).min(points.len()));
+        let from = asked.text("page_token")?.map(str::parse::<u64>).transpose();
+        let from = from.map_err(|_| invalid("page_token must be that of the page before"))?.unwrap_or(0);
+        let max = asked.page(PAGE_POINTS)? as usize;
+        // Usually each step has a point, and the first range has a page. Where points are sparse, the range grows.
+        let mut steps = max as u64;
+        let points = loop {
+            let to = from.saturating_add(steps);
+            let filter = MetricFilter {
+                name: Some(key.to_owned()),
+                from: Some(from),
+                to: Some(to),
+                ..MetricFilter::default()
+            };
+            // Every point.
+            let found = query::find(&self.metrics, &job, &filter, 1 << 40).await?;
+            let points: Vec<_> = found.series.into_values().flatten().collect();
+            if points.len() > max || to >= job.step {
+                break points;
+            }
+            steps = steps.saturating_mul(16);
+        };
+        let (page, rest) = points.split_at(max.min(points.len()));
         let values = page.iter().map(|point| {
             let value = if point.finite > 0 { exact(point.min).into() } else { json!("NaN") };
             metric(key, &value, point.step, &job)
@@ -472,9 +548,29 @@ impl Parts {
     }
 }
 
+/// The run with this id.
+async fn seen_run(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
+    let none = || refuse("RESOURCE_DOES_NOT_EXIST", format!("Run with id={} not found", shortened(id)));
+    match jobs::seen(scheduler, caller, id).await {
+        Ok(job) if job.external.is_some() => Ok(job),
+        Ok(_) | Err(Error::NotFound(_)) => Err(none()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn check_own(auth: &Auth, caller: &Caller, job: &Job) -> Result<()> {
+    match auth.may_change(caller, job.owner.as_deref()) {
+        true => Ok(()),
+        false => Err(refuse(
+            "PERMISSION_DENIED",
+            "this run is somebody else's: only its owner and admins change it",
+        )),
+    }
+}
+
 /// A key and its value, within MLflow's limits.
 fn pair(asked: &Asked, what: &str, limit: usize) -> Result<(String, String)> {
-    let (key, value) = (asked.required("key")?, asked.text("value").unwrap_or_default());
+    let (key, value) = (asked.required("key")?, asked.text("value")?.unwrap_or_default());
     for (part, text, limit) in [("key", key, KEY_CHARS), ("value", value, limit)] {
         let chars = text.chars().count();
         if chars > limit {
@@ -507,16 +603,13 @@ fn id_of(project: &str) -> &str {
 
 fn experiment(project: &str) -> Value {
     let name = if project == DEFAULT_PROJECT { DEFAULT_NAME } else { project };
-    json!({"experiment_id": id_of(project), "name": name, "lifecycle_stage": "active", "artifact_location": "lockstep-artifacts:/"})
-}
-
-/// Where a run's artifacts would be. No client of MLflow's knows such a place, so it refuses to upload any.
-fn artifacts(job: &Job) -> String {
-    format!("lockstep-artifacts:/{}", job.id)
+    json!({"experiment_id": id_of(project), "name": name, "lifecycle_stage": "active", "artifact_location": "mlflow-artifacts:/"})
 }
 
 fn info(job: &Job) -> Value {
-    let name = job.external.as_ref().and_then(|external| external.values.get(RUN_NAME)).unwrap_or(&job.name);
+    let tag = |name: &str| job.external.as_ref().and_then(|external| external.values.get(name));
+    let name = tag(RUN_NAME).unwrap_or(&job.name);
+    let user = tag(USER).or(job.owner.as_ref()).map_or("unknown", String::as_str);
     let status = match job.state {
         JobState::Succeeded => "FINISHED",
         JobState::Failed => "FAILED",
@@ -524,9 +617,8 @@ fn info(job: &Job) -> Value {
         _ => "RUNNING",
     };
     let mut info = json!({
-        "run_id": job.id, "run_uuid": job.id, "run_name": name, "experiment_id": id_of(&job.project), "status": status,
-        "user_id": job.owner.as_deref().unwrap_or_default(), "start_time": job.created_at.as_millisecond(),
-        "artifact_uri": artifacts(job), "lifecycle_stage": "active",
+        "run_id": job.id, "run_name": name, "experiment_id": id_of(&job.project), "status": status,
+        "user_id": user, "start_time": job.created_at.as_millisecond(), "artifact_uri": artifacts::uri(job), "lifecycle_stage": "active",
     });
     if let Some(at) = job.finished_at {
         info["end_time"] = at.as_millisecond().into();

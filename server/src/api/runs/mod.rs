@@ -1,5 +1,6 @@
 //! Runs from elsewhere: jobs that other programs train, made, told of and logged by those. Everything else about them is a job's.
 
+pub(crate) mod files;
 pub(crate) mod mlflow;
 
 use crate::{
@@ -58,7 +59,9 @@ pub(crate) struct NewRun {
     notes: Option<String>,
     /// Only the owner and admins see the run.
     private: Option<bool>,
-    /// From MLflow's wire alone.
+    /// When it began, in milliseconds since 1970; now when absent.
+    started_at: Option<i64>,
+    /// From MLflow's wire only.
     #[serde(skip)]
     values: BTreeMap<String, String>,
 }
@@ -79,6 +82,9 @@ impl NewRun {
         }
         if !(1..=NAME_CHARS).contains(&self.name.chars().count()) || first_unseen(&self.name).is_some() {
             mistake("/name", format!("must have 1 to {NAME_CHARS} characters, and no invisible ones"));
+        }
+        if self.started_at.is_some_and(|ms| Timestamp::from_millisecond(ms).is_err()) {
+            mistake("/started_at", "must be milliseconds since 1970".into());
         }
         if let Some(detail) = self.project.as_deref().and_then(labels::project_mistake) {
             mistake("/project", detail);
@@ -144,12 +150,14 @@ async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result
         ..JobSpec::default()
     };
     let tags = labels::tidy_tags(&new.tags.unwrap_or_default());
+    let now = crate::now();
+    let started_at = new.started_at.and_then(|ms| Timestamp::from_millisecond(ms).ok());
     let external = External { id: new.id, config: config.clone(), summary: Map::new(), values: new.values };
     let job = NewJob {
         id: id.clone(),
         spec,
         annotation: Annotation { notes: new.notes.unwrap_or_default(), tags },
-        at: crate::now(),
+        at: started_at.map_or(now, |at| at.min(now)),
         idempotency: None,
         fork: None,
         owner: caller.owner().map(str::to_owned),
@@ -368,6 +376,8 @@ pub(crate) struct RunNews {
     state: Option<RunState>,
     /// Why it failed or was cancelled, for people.
     reason: Option<String>,
+    /// When it ended, in milliseconds since 1970; now when absent.
+    ended_at: Option<i64>,
 }
 
 /// Tell how a run goes
@@ -383,7 +393,12 @@ pub(crate) async fn change(
     Path(id): Path<String>,
     Body(news, _): Body<RunNews>,
 ) -> Result<Json<Job>> {
+    let ended_at = news.ended_at.map(|ms| {
+        Timestamp::from_millisecond(ms)
+            .map_err(|_| Error::BadRequest("ended_at must be milliseconds since 1970".into()))
+    });
     let change = RunChange {
+        ended_at: ended_at.transpose()?,
         config: news.config.unwrap_or_default(),
         summary: news.summary.unwrap_or_default(),
         state: news.state.map(JobState::from),

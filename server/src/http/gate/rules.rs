@@ -114,12 +114,18 @@ const TOLD: [&str; 6] = [
     "/api/2.0/mlflow/runs/search",
 ];
 
+/// Whether a request uploads a file of a run, which may take as long as its client sends.
+pub(crate) fn is_upload(method: &Method, route: Option<&str>) -> bool {
+    let routes = ["/api/v1/runs/{id}/file", "/api/2.0/mlflow-artifacts/artifacts/{*path}"];
+    *method == Method::PUT && route.is_some_and(|route| routes.contains(&route))
+}
+
 /// Whether a request is written to the audit log, because it may change something.
 pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
     // Requests of an agent for its job are not recorded: no person made them, and there would be an entry for each part of a file.
     let is_agents = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
     let is_listed = CHECKS.iter().chain(&TOLD).any(|listed| route == Some(*listed));
-    !is_safe(method) && !is_agents && !is_listed
+    !is_safe(method) && !is_agents && !is_listed && !is_upload(method, route)
 }
 
 /// Whether a request runs to its end even if its client disconnects. This holds for requests that may change something, including the return

@@ -42,7 +42,7 @@ async fn mlflow_s_calls_are_answered_as_by_mlflow() {
     };
     // An experiment is a project, and the first one is always there.
     let default = json!({"experiment_id": "0", "name": "Default", "lifecycle_stage": "active",
-        "artifact_location": "lockstep-artifacts:/"});
+        "artifact_location": "mlflow-artifacts:/"});
     assert_eq!(get("experiments/get", json!({"experiment_id": "0"})).await["experiment"], default);
     assert_eq!(
         get("experiments/get-by-name", json!({"experiment_name": "Default"})).await["experiment"],
@@ -67,10 +67,10 @@ async fn mlflow_s_calls_are_answered_as_by_mlflow() {
         (&info["status"], &info["run_name"], &info["experiment_id"]),
         (&json!("RUNNING"), &json!("sole"), &json!("shoes"))
     );
-    assert_eq!(info["artifact_uri"], format!("lockstep-artifacts:/{id}"));
+    assert_eq!((&info["start_time"], &info["user_id"]), (&json!(1_700_000_000_000u64), &json!("me")));
+    assert_eq!(info["artifact_uri"], format!("mlflow-artifacts:/{id}"));
     let of = |mut fields: Value| {
         fields["run_id"] = json!(id);
-        fields["run_uuid"] = json!(id);
         fields
     };
     post("runs/log-parameter", of(json!({"key": "lr", "value": "0.1"}))).await;
@@ -127,7 +127,7 @@ async fn mlflow_s_calls_are_answered_as_by_mlflow() {
         (&ended["run_info"]["status"], &ended["run_info"]["run_name"]),
         (&json!("FINISHED"), &json!("heel"))
     );
-    assert!(ended["run_info"]["end_time"].is_u64());
+    assert_eq!(ended["run_info"]["end_time"], 1_700_000_000_001u64);
     let job = server.job(id).await;
     assert_eq!(
         (job.state, job.project.as_str(), job.external.unwrap().config["lr"].as_str()),
@@ -227,7 +227,14 @@ async fn mlflow_s_calls_are_answered_as_by_mlflow() {
             "INVALID_PARAMETER_VALUE",
             "no filter",
         ),
-        ("POST", "registered-models/create", json!({"name": "m"}), 404, "ENDPOINT_NOT_FOUND", "no artifacts"),
+        (
+            "POST",
+            "registered-models/create",
+            json!({"name": "m"}),
+            404,
+            "ENDPOINT_NOT_FOUND",
+            "no registered models",
+        ),
     ] {
         let (given, problem) = call(&server, &server.http, method, name, &fields).await;
         assert_eq!((given, &problem["error_code"]), (status, &json!(code)), "{name}: {problem}");
@@ -248,5 +255,109 @@ async fn mlflow_s_calls_are_answered_as_by_mlflow() {
 
     post("runs/delete", of(json!({}))).await;
     assert_eq!(call(&server, &server.http, "GET", "runs/get", &of(json!({}))).await.0, 404);
+    server.stop().await;
+}
+
+/// What `tests/tracking/test_rest_tracking.py` of MLflow's repository asserts of the calls that are served here.
+#[tokio::test]
+async fn calls_agree_with_mlflow_s_own_tests() {
+    let server = TestServer::new().await;
+    let ask = async |method: &str, name: &str, fields: Value| {
+        call(&server, &server.http, method, name, &fields).await
+    };
+    let experiment = ask("POST", "experiments/create", json!({"name": "theirs"})).await.1;
+    let (_, made) = ask("POST", "runs/create", json!({"experiment_id": experiment["experiment_id"]})).await;
+    let id = made["run"]["info"]["run_id"].clone();
+    assert_eq!(made["run"]["info"]["user_id"], "unknown");
+    let with = |mut fields: Value| {
+        fields["run_id"] = id.clone();
+        fields
+    };
+    // An empty value is one.
+    for (name, fields) in [
+        ("runs/log-parameter", json!({"key": "empty", "value": ""})),
+        ("runs/set-tag", json!({"key": "empty", "value": ""})),
+        (
+            "runs/log-batch",
+            json!({"params": [{"key": "p", "value": ""}], "tags": [{"key": "t", "value": ""}]}),
+        ),
+        ("runs/log-batch", json!({"metrics": [{"key": "mae", "value": 2.5, "timestamp": 123_456_789}]})),
+    ] {
+        assert_eq!(ask("POST", name, with(fields.clone())).await.0, 200, "{name} {fields}");
+    }
+    let (_, run) = ask("GET", "runs/get", with(json!({}))).await;
+    assert_eq!(run["run"]["data"]["params"][0], json!({"key": "empty", "value": ""}));
+    assert_eq!(run["run"]["data"]["tags"][0], json!({"key": "empty", "value": ""}));
+    let invalid = |value: &str, key: &str| format!("Invalid value {value} for parameter '{key}' supplied");
+    let missing = |key: &str| format!("Missing value for required parameter '{key}'");
+    let metric = |change: Value| {
+        let mut metric = with(json!({"key": "foo", "value": 31, "timestamp": 59, "step": 41}));
+        let change = change.as_object().unwrap().clone();
+        metric.as_object_mut().unwrap().extend(change);
+        metric
+    };
+    let mae = r#"[{"key":"mae","value":2.5}]"#;
+    for (name, fields, words) in [
+        ("experiments/create", json!({"name": 123}), invalid("123", "name")),
+        ("experiments/create", json!({}), missing("name")),
+        (
+            "experiments/create",
+            json!({"name": "x", "artifact_location": 9.0}),
+            invalid("9.0", "artifact_location"),
+        ),
+        ("experiments/create", json!({"name": "x", "tags": "5"}), invalid("\"5\"", "tags")),
+        ("runs/log-metric", metric(json!({"run_id": 31})), invalid("31", "run_id")),
+        ("runs/log-metric", metric(json!({"key": 31})), invalid("31", "key")),
+        ("runs/log-metric", metric(json!({"step": "foo"})), invalid("\"foo\"", "step")),
+        ("runs/log-metric", metric(json!({"timestamp": "foo"})), invalid("\"foo\"", "timestamp")),
+        ("runs/log-metric", metric(json!({"run_id": null})), missing("run_id")),
+        ("runs/log-metric", metric(json!({"key": null})), missing("key")),
+        ("runs/log-parameter", json!({"run_id": 31, "key": "p", "value": 41}), invalid("31", "run_id")),
+        ("runs/log-parameter", with(json!({"key": 31, "value": 41})), invalid("31", "key")),
+        ("runs/set-tag", with(json!({"key": "p", "value": 41})), invalid("41", "value")),
+        ("runs/set-tag", with(json!({"value": "v"})), missing("key")),
+        ("runs/delete-tag", with(json!({"key": "fakeTag"})), "No tag with name: fakeTag".into()),
+        ("runs/log-batch", with(json!({"metrics": "foo"})), invalid("\"foo\"", "metrics")),
+        ("runs/log-batch", with(json!({"params": "foo"})), invalid("\"foo\"", "params")),
+        ("runs/log-batch", with(json!({"tags": "foo"})), invalid("\"foo\"", "tags")),
+        ("runs/log-batch", with(json!({"metrics": [{"key": "mae", "value": 2.5}]})), invalid(mae, "metrics")),
+        (
+            "runs/search",
+            json!({"experiment_ids": ["theirs"], "max_results": 123_456_789}),
+            invalid("123456789", "max_results"),
+        ),
+    ] {
+        let (status, problem) = ask("POST", name, fields.clone()).await;
+        let expected = if name == "runs/delete-tag" { 404 } else { 400 };
+        assert_eq!(status, expected, "{name} {fields}: {problem}");
+        assert!(problem["message"].as_str().unwrap().contains(&words), "{name} {fields}: {problem}");
+    }
+    let invalid_path = json!({"error_code": "INVALID_PARAMETER_VALUE", "message": "Invalid path"});
+    let listed = ask("GET", "artifacts/list", with(json!({"path": "../path"}))).await;
+    assert_eq!(listed, (400, invalid_path));
+
+    // Pages of experiments, of runs in the order of their start, and of a metric whose steps are far apart.
+    let search = async |token: Value| {
+        let (_, page) =
+            ask("POST", "experiments/search", json!({"max_results": 1, "page_token": token})).await;
+        (page["experiments"][0]["name"].clone(), page["next_page_token"].clone())
+    };
+    let (first, token) = search(Value::Null).await;
+    let (second, end) = search(token).await;
+    assert_eq!((first, second, end), (json!("theirs"), json!("Default"), Value::Null));
+    let steps = [0u64, 1, 2, 1_000_000, 5_000_000_000];
+    let metrics = steps.map(|step| json!({"key": "far", "value": 1, "timestamp": 1, "step": step}));
+    assert_eq!(ask("POST", "runs/log-batch", with(json!({"metrics": metrics}))).await.0, 200);
+    let (mut found, mut token, mut pages) = (Vec::new(), Value::Null, 0);
+    while pages == 0 || !token.is_null() {
+        let mut fields = with(json!({"metric_key": "far", "max_results": 2}));
+        if let Some(token) = token.as_str() {
+            fields["page_token"] = token.into();
+        }
+        let (_, page) = ask("GET", "metrics/get-history", fields).await;
+        found.extend(page["metrics"].as_array().unwrap().iter().map(|point| point["step"].as_u64().unwrap()));
+        (token, pages) = (page["next_page_token"].clone(), pages + 1);
+    }
+    assert_eq!((found.as_slice(), pages), (&steps[..], 3));
     server.stop().await;
 }

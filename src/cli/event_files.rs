@@ -1,12 +1,14 @@
 //! TensorBoard's event files: records of TFRecord (<https://www.tensorflow.org/tutorials/load_data/tfrecord>) with messages of
-//! `tensorboard/compat/proto/{event,summary}.proto` and `tensorboard/plugins/hparams/plugin_data.proto`. Fields that are not
-//! written are left out; a `oneof` is several optional fields, of which one is set.
+//! `tensorboard/compat/proto/{event,summary,tensor}.proto` and `tensorboard/plugins/hparams/plugin_data.proto`. Fields that are
+//! neither written nor read are left out; a `oneof` is several optional fields, of which one is set.
 
 use crc::{CRC_32_ISCSI, Crc};
 use prost::Message;
 use std::{
     collections::BTreeMap,
-    io::{self, Write},
+    fs::File,
+    io::{self, BufReader, Read, Write},
+    path::Path,
 };
 
 /// CRC-32C.
@@ -39,8 +41,58 @@ pub(super) struct SummaryValue {
     pub(super) tag: String,
     #[prost(float, optional, tag = "2")]
     pub(super) simple_value: Option<f32>,
+    #[prost(message, optional, tag = "8")]
+    pub(super) tensor: Option<Tensor>,
     #[prost(message, optional, tag = "9")]
     pub(super) metadata: Option<SummaryMetadata>,
+}
+
+/// `TensorProto`: numbers as bytes or in the list of their type.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Tensor {
+    /// 1: float32, 2: float64, 3: int32, 9: int64.
+    #[prost(int32, tag = "1")]
+    pub(super) dtype: i32,
+    #[prost(bytes = "vec", tag = "4")]
+    pub(super) content: Vec<u8>,
+    #[prost(float, repeated, tag = "5")]
+    pub(super) floats: Vec<f32>,
+    #[prost(double, repeated, tag = "6")]
+    pub(super) doubles: Vec<f64>,
+    #[prost(int32, repeated, tag = "7")]
+    pub(super) ints: Vec<i32>,
+    #[prost(int64, repeated, tag = "10")]
+    pub(super) longs: Vec<i64>,
+}
+
+impl Tensor {
+    /// The number of a tensor with one element.
+    fn scalar(&self) -> Option<f64> {
+        let bytes = &self.content[..];
+        if !bytes.is_empty() {
+            return match self.dtype {
+                1 => bytes.try_into().ok().map(f32::from_le_bytes).map(f64::from),
+                2 => bytes.try_into().ok().map(f64::from_le_bytes),
+                3 => bytes.try_into().ok().map(i32::from_le_bytes).map(f64::from),
+                9 => bytes.try_into().ok().map(|bytes| i64::from_le_bytes(bytes) as f64),
+                _ => None,
+            };
+        }
+        match (self.dtype, &self.floats[..], &self.doubles[..], &self.ints[..], &self.longs[..]) {
+            (1, [value], [], [], []) => Some(f64::from(*value)),
+            (2, [], [value], [], []) => Some(*value),
+            (3, [], [], [value], []) => Some(f64::from(*value)),
+            (9, [], [], [], [value]) => Some(*value as f64),
+            _ => None,
+        }
+    }
+}
+
+impl SummaryValue {
+    /// A scalar, as PyTorch or TensorFlow 2 writes it.
+    pub(super) fn scalar(&self) -> Option<f64> {
+        self.simple_value.map(f64::from).or_else(|| self.tensor.as_ref()?.scalar())
+    }
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -111,7 +163,7 @@ impl Event {
     fn of_hparams(wall_time: f64, tag: &str, data: &HparamsData) -> Self {
         let plugin_data = PluginData { plugin_name: "hparams".into(), content: data.encode_to_vec() };
         let metadata = Some(SummaryMetadata { plugin_data: Some(plugin_data) });
-        let value = vec![SummaryValue { tag: tag.into(), simple_value: None, metadata }];
+        let value = vec![SummaryValue { tag: tag.into(), metadata, ..SummaryValue::default() }];
         Self { wall_time, summary: Some(Summary { value }), ..Self::default() }
     }
 
@@ -127,6 +179,56 @@ impl Event {
         out.write_all(&data)?;
         out.write_all(&masked_checksum(&data).to_le_bytes())
     }
+}
+
+/// Reads the events of a file, in their order. Answers why the rest of the file was not read, if it was not.
+///
+/// # Errors
+/// The file cannot be opened or read.
+pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Option<&'static str>> {
+    const UNFINISHED: Option<&str> = Some("ends within an event");
+    const DAMAGED: Option<&str> = Some("has an event that is damaged");
+    /// Larger than any event that has scalars.
+    const LARGEST: u64 = 1 << 30;
+    let mut from = BufReader::new(File::open(path)?);
+    let mut record = Vec::new();
+    loop {
+        let mut head = [0; 12];
+        match fill(&mut from, &mut head)? {
+            0 => return Ok(None),
+            12 => {}
+            _ => return Ok(UNFINISHED),
+        }
+        let (length, checksum) = head.split_at(8);
+        if masked_checksum(length).to_le_bytes() != *checksum {
+            return Ok(DAMAGED);
+        }
+        let length = length.try_into().map_or(u64::MAX, u64::from_le_bytes);
+        if length > LARGEST {
+            return Ok(DAMAGED);
+        }
+        record.resize(length as usize + 4, 0);
+        if fill(&mut from, &mut record)? < record.len() {
+            return Ok(UNFINISHED);
+        }
+        let (data, checksum) = record.split_at(length as usize);
+        match Event::decode(data) {
+            Ok(event) if masked_checksum(data).to_le_bytes() == *checksum => each(event),
+            _ => return Ok(DAMAGED),
+        }
+    }
+}
+
+/// Reads until `into` is full or the file ends; answers how many bytes came.
+fn fill(from: &mut impl Read, into: &mut [u8]) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < into.len() {
+        match from.read(&mut into[filled..])? {
+            0 => break,
+            bytes => filled += bytes,
+        }
+    }
+    Ok(filled)
 }
 
 fn masked_checksum(bytes: &[u8]) -> u32 {

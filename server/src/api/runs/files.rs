@@ -1,0 +1,237 @@
+//! Files of runs from elsewhere: uploaded by their programs, listed, downloaded and deleted. MLflow's clients do so by
+//! `mlflow/artifacts.rs`.
+
+use crate::{
+    api::{agents::files::blocking, jobs, to_the_end},
+    auth::{Auth, access::Caller},
+    config::ServeConfig,
+    http::{
+        conditional,
+        error::{Error, Problem, Result},
+        extract::{Path, Query},
+    },
+    ingest::run_files::{Refused, RunFiles, check_size},
+    store::Store,
+};
+use axum::{
+    Extension, Json,
+    body::Body,
+    extract::State,
+    http::{HeaderValue, Request, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use futures_util::StreamExt;
+use lockstep_protocol::{JobId, job::RunFile};
+use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
+use serde::{Deserialize, Serialize};
+use std::{io, sync::Arc};
+use tokio::io::AsyncWriteExt;
+use tower_http::services::ServeFile;
+use utoipa::{IntoParams, ToSchema};
+
+/// Which file.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct FileQuery {
+    /// The file's path within the run, such as `weights/model.safetensors`.
+    path: String,
+}
+
+/// A file that is uploaded.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct UploadQuery {
+    /// The file's path within the run: names with `/` between them, at most 1000 bytes.
+    path: String,
+    /// When the file was changed, in milliseconds since 1970; now when absent.
+    modified_ms: Option<u64>,
+}
+
+/// The files of a run.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct FilesOfRun {
+    /// In the order of their paths.
+    files: Vec<RunFile>,
+}
+
+/// A run that another program trains: other jobs have no files.
+async fn run(store: &dyn Store, auth: &Auth, caller: &Caller, id: &str) -> Result<JobId> {
+    let id = auth.run_id(caller, id);
+    let job = jobs::row(store, &id).await?.job;
+    match job.external {
+        Some(_) => Ok(id),
+        None => {
+            let detail = "ranks of this server train this job: only runs from elsewhere have files";
+            Err(Error::Conflict(detail.into(), Some(job.state)))
+        }
+    }
+}
+
+pub(super) fn of(config: &ServeConfig, job: &JobId) -> RunFiles {
+    RunFiles::of(config.job_dir(job))
+}
+
+fn refusal(why: Refused) -> Error {
+    match why {
+        Refused::Path(detail) => Error::BadRequest(detail),
+        Refused::Taken(detail) => Error::Conflict(detail, None),
+        Refused::Full(detail) => Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail),
+        Refused::Io(error) => disk(&error),
+    }
+}
+
+fn disk(error: &io::Error) -> Error {
+    let detail = format!("the server's disk does not take this file: {error}");
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            Error::Refused(StatusCode::INSUFFICIENT_STORAGE, detail)
+        }
+        _ => Error::Unavailable(detail),
+    }
+}
+
+/// List the files of a run
+#[utoipa::path(get, path = "/runs/{id}/files", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose")),
+    responses((status = 200, body = FilesOfRun), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is none of a program's")))]
+pub(crate) async fn list(
+    State(config): State<Arc<ServeConfig>>,
+    State(store): State<Arc<dyn Store>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Result<Json<FilesOfRun>> {
+    let files = of(&config, &run(&*store, &auth, &caller, &id).await?);
+    Ok(Json(FilesOfRun { files: listed(files).await? }))
+}
+
+/// All files of a run.
+///
+/// # Errors
+/// The disk.
+pub(super) async fn listed(files: RunFiles) -> Result<Vec<RunFile>> {
+    Ok(blocking(move || files.list()).await??)
+}
+
+/// Upload a file of a run
+///
+/// The body is the file. A file with the same path is replaced.
+#[utoipa::path(put, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose"), UploadQuery),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
+    responses((status = 200, body = RunFile), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "It is none of a program's, or a folder has this path"),
+        (status = 413, body = Problem, description = "The run has too many files, or they are too large"),
+        (status = 507, body = Problem, description = "The server's disk is full")))]
+pub(crate) async fn upload(
+    State(config): State<Arc<ServeConfig>>,
+    State(store): State<Arc<dyn Store>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    Query(query): Query<UploadQuery>,
+    request: Request<Body>,
+) -> Result<Json<RunFile>> {
+    let files = of(&config, &run(&*store, &auth, &caller, &id).await?);
+    Ok(Json(stored(files, query.path, query.modified_ms, request.into_body()).await?))
+}
+
+/// Stores a file as it comes.
+///
+/// # Errors
+/// It does not fit into the run, the body breaks off, or the disk.
+pub(super) async fn stored(
+    files: RunFiles,
+    path: String,
+    modified_ms: Option<u64>,
+    body: Body,
+) -> Result<RunFile> {
+    let (own, wanted) = (files.clone(), path.clone());
+    let begun = blocking(move || Ok::<_, Refused>((own.room(&wanted)?, own.incoming()?))).await?;
+    let (room, incoming) = begun.map_err(refusal)?;
+    let mut file = tokio::fs::File::create(incoming.path()).await.map_err(|e| disk(&e))?;
+    let (mut parts, mut size_bytes) = (body.into_data_stream(), 0);
+    while let Some(part) = parts.next().await {
+        let part = part.map_err(|e| Error::BadRequest(format!("the file did not come whole: {e}")))?;
+        size_bytes += part.len() as u64;
+        check_size(size_bytes, room).map_err(refusal)?;
+        file.write_all(&part).await.map_err(|e| disk(&e))?;
+    }
+    file.sync_data().await.map_err(|e| disk(&e))?;
+    blocking(move || files.put(&path, incoming, modified_ms)).await?.map_err(refusal)
+}
+
+/// Download a file of a run
+///
+/// `Range` and `If-Modified-Since` are honoured.
+#[utoipa::path(get, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose"), FileQuery),
+    responses((status = 200, content_type = "application/octet-stream", body = Vec<u8>),
+        (status = 206, content_type = "application/octet-stream", body = Vec<u8>, description = "The range that was asked for"),
+        (status = 304, description = "Not changed since"), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "It is none of a program's"), (status = 416, description = "There is no such range")))]
+pub(crate) async fn download(
+    State(config): State<Arc<ServeConfig>>,
+    State(store): State<Arc<dyn Store>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    Query(query): Query<FileQuery>,
+    request: Request<Body>,
+) -> Result<Response> {
+    sent(&of(&config, &run(&*store, &auth, &caller, &id).await?), &query.path, request).await
+}
+
+/// A file. Browsers only save it: nothing that a program uploads is shown as a page of this server.
+///
+/// # Errors
+/// There is no such file, or the disk.
+pub(super) async fn sent(files: &RunFiles, path: &str, mut request: Request<Body>) -> Result<Response> {
+    let place = files.place(path).map_err(refusal)?;
+    let missing = || Error::NotFound("the run has no such file; GET /api/v1/runs/ID/files lists them".into());
+    // A folder can be opened, too.
+    if !tokio::fs::metadata(&place).await.is_ok_and(|about| about.is_file()) {
+        return Err(missing());
+    }
+    conditional::keep_one_range(request.headers_mut());
+    let mut response = ServeFile::new(place).try_call(request).await?.map(Body::new).into_response();
+    if response.status() == StatusCode::NOT_FOUND {
+        return Err(missing());
+    }
+    let name = utf8_percent_encode(path.rsplit('/').next().unwrap_or(path), NON_ALPHANUMERIC);
+    let attachment = HeaderValue::try_from(format!("attachment; filename*=UTF-8''{name}"));
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static(conditional::CACHING));
+    headers.insert(
+        header::CONTENT_DISPOSITION,
+        attachment.map_err(|e| Error::Internal(format!("a file's name: {e}")))?,
+    );
+    Ok(response)
+}
+
+/// Delete a file of a run
+///
+/// Or a folder with all files in it.
+#[utoipa::path(delete, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose"), FileQuery),
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is none of a program's")))]
+pub(crate) async fn delete(
+    State(config): State<Arc<ServeConfig>>,
+    State(store): State<Arc<dyn Store>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    Query(query): Query<FileQuery>,
+) -> Result<StatusCode> {
+    let files = of(&config, &run(&*store, &auth, &caller, &id).await?);
+    to_the_end(removed(files, query.path)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Removes a file or a folder.
+///
+/// # Errors
+/// There is none, or the disk.
+pub(super) async fn removed(files: RunFiles, path: String) -> Result<()> {
+    match blocking(move || files.remove(&path)).await?.map_err(refusal)? {
+        true => Ok(()),
+        false => Err(Error::NotFound("the run has no such file".into())),
+    }
+}

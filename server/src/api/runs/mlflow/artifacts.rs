@@ -1,0 +1,172 @@
+//! MLflow's proxy for artifacts (`mlflow/protos/mlflow_artifacts.proto`): a run's artifacts are its files. An address is that of a run and
+//! the path of a file: `mlflow-artifacts:/RUN/PATH`.
+
+use super::{Asked, Result, check_own, invalid, no_call, seen_run};
+use crate::{
+    api::runs::files,
+    auth::{Auth, access::Caller},
+    config::ServeConfig,
+    ingest::run_files::RunFiles,
+    scheduler::Scheduler,
+};
+use axum::{
+    Extension, Json,
+    extract::{Path, Request, State},
+    http::Method,
+    response::{IntoResponse, Response},
+};
+use lockstep_protocol::job::{Job, RunFile};
+use serde_json::{Value, json};
+use std::{collections::BTreeMap, sync::Arc};
+
+const NAME: &str = "mlflow-artifacts/artifacts";
+
+/// Where a run's artifacts are, as clients are told.
+pub(super) fn uri(job: &Job) -> String {
+    format!("mlflow-artifacts:/{}", job.id)
+}
+
+/// A run and the path of a file or folder in it, which is empty for all of its files.
+fn parts(address: &str) -> (&str, &str) {
+    let (run, path) = address.trim_matches('/').split_once('/').unwrap_or((address.trim_matches('/'), ""));
+    // As clients write the run's own folder.
+    (run, if path == "." { "" } else { path.trim_start_matches("./") })
+}
+
+/// What is directly in a folder, with paths that begin with `prefix`. A file is no folder, so nothing is in it.
+fn in_folder(all: &[RunFile], folder: &str, prefix: &str) -> Value {
+    let mut found = BTreeMap::new();
+    for file in all {
+        let rest = match folder {
+            "" => Some(file.path.as_str()),
+            _ => file.path.strip_prefix(folder).and_then(|rest| rest.strip_prefix('/')),
+        };
+        let Some(rest) = rest else { continue };
+        let entry = match rest.split_once('/') {
+            Some((name, _)) => (name, json!({"path": format!("{prefix}{name}"), "is_dir": true})),
+            None => (
+                rest,
+                json!({"path": format!("{prefix}{rest}"), "is_dir": false, "file_size": file.size_bytes}),
+            ),
+        };
+        found.entry(entry.0).or_insert(entry.1);
+    }
+    found.into_values().collect()
+}
+
+/// The artifacts in a folder of a run, for `artifacts/list`, with their paths in the run.
+pub(super) async fn of_run(config: &ServeConfig, job: &Job, path: &str) -> Result<Value> {
+    let files = files::of(config, &job.id);
+    check_path(&files, path)?;
+    let prefix = if path.is_empty() { String::new() } else { format!("{path}/") };
+    let all = files::listed(files).await?;
+    Ok(json!({"root_uri": uri(job), "files": in_folder(&all, path, &prefix)}))
+}
+
+/// Refuses what leads out of the run, in MLflow's words.
+fn check_path(files: &RunFiles, path: &str) -> Result<()> {
+    match path.is_empty() || files.place(path).is_ok() {
+        true => Ok(()),
+        false => Err(invalid("Invalid path")),
+    }
+}
+
+/// `GET /api/2.0/mlflow-artifacts/artifacts?path=RUN/FOLDER`: what is directly in a folder, by its name.
+pub(crate) async fn list(
+    State(config): State<Arc<ServeConfig>>,
+    State(scheduler): State<Arc<Scheduler>>,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Response {
+    answered(in_address(&config, &scheduler, &caller, request).await.map(|value| Json(value).into_response()))
+}
+
+async fn in_address(
+    config: &ServeConfig,
+    scheduler: &Scheduler,
+    caller: &Caller,
+    request: Request,
+) -> Result<Value> {
+    if request.method() != Method::GET {
+        return Err(no_call(request.method(), NAME));
+    }
+    let asked = Asked::of(request).await?;
+    let (run, path) = parts(asked.required("path")?);
+    let files = files::of(config, &seen_run(scheduler, caller, run).await?.id);
+    check_path(&files, path)?;
+    Ok(json!({"files": in_folder(&files::listed(files).await?, path, "")}))
+}
+
+/// `GET`, `PUT` and `DELETE /api/2.0/mlflow-artifacts/artifacts/RUN/PATH`.
+pub(crate) async fn file(
+    State(config): State<Arc<ServeConfig>>,
+    State(scheduler): State<Arc<Scheduler>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(address): Path<String>,
+    request: Request,
+) -> Response {
+    answered(of_file(&config, &scheduler, &auth, &caller, &address, request).await)
+}
+
+fn answered(answer: Result<Response>) -> Response {
+    answer.unwrap_or_else(IntoResponse::into_response)
+}
+
+async fn of_file(
+    config: &ServeConfig,
+    scheduler: &Scheduler,
+    auth: &Auth,
+    caller: &Caller,
+    address: &str,
+    request: Request,
+) -> Result<Response> {
+    let (run, path) = parts(address);
+    let job = seen_run(scheduler, caller, run).await?;
+    let files = files::of(config, &job.id);
+    check_path(&files, path)?;
+    let method = request.method().clone();
+    if matches!(method, Method::GET | Method::HEAD) {
+        return Ok(files::sent(&files, path, request).await?);
+    }
+    check_own(auth, caller, &job)?;
+    match method {
+        Method::PUT => {
+            files::stored(files, path.to_owned(), None, request.into_body()).await?;
+        }
+        // All of them.
+        Method::DELETE if path.is_empty() => {
+            for file in files::listed(files.clone()).await? {
+                files::removed(files.clone(), file.path).await?;
+            }
+        }
+        Method::DELETE => files::removed(files, path.to_owned()).await?,
+        other => return Err(no_call(&other, NAME)),
+    }
+    Ok(Json(json!({})).into_response())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_has_its_files_and_folders_once() {
+        let file = |path: &str| RunFile { path: path.into(), size_bytes: 3, modified_ms: 0 };
+        let all = ["a.txt", "dir/b.txt", "dir/sub/c.txt", "dir/sub/d.txt", "dirt"].map(file);
+        let names = |folder: &str, prefix: &str| -> Vec<(String, bool)> {
+            let found = in_folder(&all, folder, prefix);
+            let found = found.as_array().unwrap().iter();
+            found.map(|f| (f["path"].as_str().unwrap().into(), f["is_dir"].as_bool().unwrap())).collect()
+        };
+        let entry = |path: &str, is_dir| (path.to_owned(), is_dir);
+        assert_eq!(names("", ""), [entry("a.txt", false), entry("dir", true), entry("dirt", false)]);
+        assert_eq!(names("dir", "dir/"), [entry("dir/b.txt", false), entry("dir/sub", true)]);
+        assert!(names("a.txt", "").is_empty() && names("nothing", "").is_empty());
+        for (address, expected) in
+            [("r", ("r", "")), ("/r/", ("r", "")), ("r/.", ("r", "")), ("r/./a/b", ("r", "a/b"))]
+        {
+            assert_eq!(parts(address), expected);
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! Files of a run from elsewhere: the folder `files` in the job's folder, which is removed with the job.
+
+use lockstep_protocol::{
+    job::RunFile,
+    limits::{RUN_FILE_PATH_BYTES, RUN_FILES, RUN_FILES_BYTES},
+};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+    time::{Duration, UNIX_EPOCH},
+};
+
+/// Held while a file gets its place, so that requests at the same time do not exceed the limits of a run.
+static PLACING: Mutex<()> = Mutex::new(());
+
+/// Why a file is refused.
+#[derive(Debug)]
+pub(crate) enum Refused {
+    /// No file may have this path.
+    Path(String),
+    /// Another file is in the way.
+    Taken(String),
+    /// The run has too many files, or they are too large.
+    Full(String),
+    /// The disk.
+    Io(io::Error),
+}
+
+impl From<io::Error> for Refused {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+type Result<T> = std::result::Result<T, Refused>;
+
+/// The files of one run.
+#[derive(Debug, Clone)]
+pub(crate) struct RunFiles {
+    job_dir: PathBuf,
+}
+
+/// A file that is being uploaded. It is removed when this is dropped, unless it has got its place.
+#[derive(Debug)]
+pub(crate) struct Incoming(PathBuf);
+
+impl Incoming {
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Incoming {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+impl RunFiles {
+    /// `job_dir`: the job's folder.
+    pub(crate) fn of(job_dir: PathBuf) -> Self {
+        Self { job_dir }
+    }
+
+    fn folder(&self) -> PathBuf {
+        self.job_dir.join("files")
+    }
+
+    /// All files, in the order of their paths.
+    ///
+    /// # Errors
+    /// The disk.
+    pub(crate) fn list(&self) -> io::Result<Vec<RunFile>> {
+        let mut all = Vec::new();
+        collect(&self.folder(), "", &mut all)?;
+        all.sort_by(|a, b| a.path.cmp(&b.path));
+        Ok(all)
+    }
+
+    /// Where a file is on the disk.
+    ///
+    /// # Errors
+    /// No file may have this path.
+    pub(crate) fn place(&self, path: &str) -> Result<PathBuf> {
+        let wrong = |why: &str| Err(Refused::Path(format!("no file of a run may have this path: {why}")));
+        if path.len() > RUN_FILE_PATH_BYTES {
+            return wrong(&format!("it has {} bytes, at most {RUN_FILE_PATH_BYTES} are allowed", path.len()));
+        }
+        if path.chars().any(|c| c.is_control() || c == '\\') {
+            return wrong("it has a control character or a backslash");
+        }
+        if path.split('/').any(|part| part.is_empty() || part == "." || part == ".." || part.len() > 255) {
+            return wrong(
+                "it must have names of at most 255 bytes with '/' between them, and none may be '.' or '..'",
+            );
+        }
+        Ok(self.folder().join(path))
+    }
+
+    /// How many bytes a file with this path may have.
+    ///
+    /// # Errors
+    /// No file may have this path, or the run has too many files.
+    pub(crate) fn room(&self, path: &str) -> Result<u64> {
+        self.place(path)?;
+        let mut others = self.list()?;
+        others.retain(|file| file.path != path);
+        if others.len() >= RUN_FILES {
+            return Err(Refused::Full(format!("a run has at most {RUN_FILES} files: delete some before")));
+        }
+        Ok(RUN_FILES_BYTES.saturating_sub(others.iter().map(|file| file.size_bytes).sum()))
+    }
+
+    /// A new file for what is uploaded.
+    ///
+    /// # Errors
+    /// The disk.
+    pub(crate) fn incoming(&self) -> io::Result<Incoming> {
+        let folder = self.job_dir.join("incoming");
+        fs::create_dir_all(&folder)?;
+        let incoming = Incoming(folder.join(uuid::Uuid::new_v4().simple().to_string()));
+        fs::File::create_new(incoming.path())?;
+        Ok(incoming)
+    }
+
+    /// Gives an uploaded file its place, also that of a file with the same path.
+    ///
+    /// # Errors
+    /// The file does not fit into the run, or a folder has this path.
+    pub(crate) fn put(&self, path: &str, incoming: Incoming, modified_ms: Option<u64>) -> Result<RunFile> {
+        use io::ErrorKind::{AlreadyExists, DirectoryNotEmpty, IsADirectory, NotADirectory};
+        let place = self.place(path)?;
+        if let Some(ms) = modified_ms {
+            let file = fs::File::options().write(true).open(incoming.path())?;
+            let at = UNIX_EPOCH.checked_add(Duration::from_millis(ms));
+            file.set_modified(at.ok_or_else(|| Refused::Path("modified_ms is too large".into()))?)?;
+        }
+        let about = fs::metadata(incoming.path())?;
+        let _one_at_a_time = PLACING.lock().unwrap_or_else(PoisonError::into_inner);
+        check_size(about.len(), self.room(path)?)?;
+        let put = || -> io::Result<()> {
+            if let Some(folder) = place.parent() {
+                fs::create_dir_all(folder)?;
+            }
+            fs::rename(incoming.path(), &place)
+        };
+        match put() {
+            Ok(()) => Ok(described(path.to_owned(), &about)),
+            Err(e)
+                if matches!(e.kind(), AlreadyExists | DirectoryNotEmpty | IsADirectory | NotADirectory) =>
+            {
+                Err(Refused::Taken(format!(
+                    "the run has a folder {path}, or a file where this path needs a folder: delete that before"
+                )))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Removes a file, or a folder with all files in it; whether it was there.
+    ///
+    /// # Errors
+    /// No file may have this path, or the disk.
+    pub(crate) fn remove(&self, path: &str) -> Result<bool> {
+        let place = self.place(path)?;
+        let _one_at_a_time = PLACING.lock().unwrap_or_else(PoisonError::into_inner);
+        let removed = match fs::symlink_metadata(&place) {
+            Ok(about) if about.is_dir() => fs::remove_dir_all(&place),
+            Ok(_) => fs::remove_file(&place),
+            Err(error) => Err(error),
+        };
+        match removed {
+            Ok(()) => {}
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Ok(false);
+            }
+            Err(error) => return Err(error.into()),
+        }
+        // A folder exists while a file is in it.
+        let folder = self.folder();
+        for parent in place.ancestors().skip(1).take_while(|parent| **parent != folder) {
+            if fs::remove_dir(parent).is_err() {
+                break;
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Whether a file of this size fits.
+///
+/// # Errors
+/// It does not.
+pub(crate) fn check_size(size_bytes: u64, room: u64) -> Result<()> {
+    if size_bytes <= room {
+        return Ok(());
+    }
+    Err(Refused::Full(format!(
+        "the files of a run have at most {RUN_FILES_BYTES} bytes together, and for this one {room} are left"
+    )))
+}
+
+fn collect(folder: &Path, prefix: &str, all: &mut Vec<RunFile>) -> io::Result<()> {
+    let entries = match fs::read_dir(folder) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        entries => entries?,
+    };
+    for entry in entries {
+        let entry = entry?;
+        // One that was removed meanwhile is left out.
+        let (Ok(name), Ok(about)) = (entry.file_name().into_string(), entry.metadata()) else { continue };
+        let path = format!("{prefix}{name}");
+        if about.is_dir() {
+            collect(&entry.path(), &format!("{path}/"), all)?;
+        } else {
+            all.push(described(path, &about));
+        }
+    }
+    Ok(())
+}
+
+fn described(path: String, about: &fs::Metadata) -> RunFile {
+    let since = about.modified().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+    let modified_ms = since.and_then(|since| i64::try_from(since.as_millis()).ok()).unwrap_or(0);
+    RunFile { path, size_bytes: about.len(), modified_ms }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_of_files_stay_in_the_folder_of_the_run() {
+        let files = RunFiles::of("/jobs/j1".into());
+        for path in ["a", "a/b.c", "a b/ü.json", "..a/b..", ".hidden"] {
+            assert_eq!(files.place(path).unwrap(), Path::new("/jobs/j1/files").join(path));
+        }
+        let long = format!("{}/{}", "a".repeat(600), "b".repeat(600));
+        for path in
+            ["", "/", "/a", "a/", "a//b", ".", "..", "a/../b", "a/./b", "a\\b", "a\0b", "a\nb", long.as_str()]
+        {
+            assert!(matches!(files.place(path), Err(Refused::Path(_))), "{path:?}");
+        }
+        assert!(files.place(&"a".repeat(256)).is_err());
+    }
+}

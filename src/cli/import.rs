@@ -1,0 +1,402 @@
+//! `lockstep import`: runs that other programs have kept, as runs from elsewhere.
+
+mod mlflow;
+mod table;
+mod tensorboard;
+mod wandb;
+
+use super::{
+    api::{Api, ServerArgs},
+    block_on, output, sentence, wrong,
+};
+use anyhow::Context;
+use lockstep_protocol::{
+    labels::project_mistake,
+    limits::{NOTES_BYTES, PROJECT_CHARS, RUN_METRICS, RUN_VALUES, TAG_CHARS, TAGS},
+    metric::name_mistake,
+    numbers::plural,
+};
+use reqwest::Method;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// Characters of a run's name that are kept, and bytes of a request's records: the server takes 1 MiB.
+const NAME_CHARS: usize = 200;
+const REQUEST_BYTES: usize = 900 << 10;
+
+/// Import runs of other programs: from TensorBoard, MLflow, W&B, CSV or Parquet
+///
+/// Each becomes a run from elsewhere with its settings and every point. A second import of the same run adds only what is new.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    format: Format,
+}
+
+#[derive(clap::Subcommand)]
+enum Format {
+    /// Import runs from TensorBoard's event files: a run for each folder that has some
+    Tensorboard(Source),
+    /// Import runs from a folder to which MLflow has logged, such as mlruns
+    Mlflow(Source),
+    /// Import runs from a folder to which W&B has logged, such as wandb, online or offline
+    Wandb(Source),
+    /// Import runs from a CSV file
+    ///
+    /// Either a row has the metrics of a step, each in a column, or one value, with the columns step, value and metric or name. A
+    /// column run, run_id or job tells several runs apart.
+    Csv(Source),
+    /// Import runs from a Parquet file, with columns as for CSV
+    Parquet(Source),
+}
+
+#[derive(clap::Args)]
+struct Source {
+    /// The folder or file
+    #[arg(value_name = "PATH")]
+    path: PathBuf,
+    /// Project of the runs [default: the source's, else `default`]
+    #[arg(long)]
+    project: Option<String>,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Reads runs.
+type Read = Box<dyn FnOnce() -> anyhow::Result<Vec<Run>>>;
+/// What a source has, to be read one after the other: its name for errors, and how it is read.
+type Sources = Vec<(String, Read)>;
+
+/// Imports every run of a source.
+///
+/// # Errors
+/// Exit status 2 when the source has no runs, 1 when some cannot be read or the server refuses them.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let (source, found) = match &args.format {
+        Format::Tensorboard(source) => (source, tensorboard::sources(&source.path)),
+        Format::Mlflow(source) => (source, mlflow::sources(&source.path)),
+        Format::Wandb(source) => (source, wandb::sources(&source.path)),
+        Format::Csv(source) => (source, table::sources(&source.path, table::csv)),
+        Format::Parquet(source) => (source, table::sources(&source.path, table::parquet)),
+    };
+    if let Some(mistake) = source.project.as_deref().and_then(project_mistake) {
+        return Err(wrong(format!("--project {mistake}")));
+    }
+    let api = source.server.api()?;
+    block_on(async {
+        let (mut reports, mut failed) = (Vec::new(), 0);
+        for (name, read) in found? {
+            let runs = match read() {
+                Ok(runs) => runs,
+                Err(error) => {
+                    output::warn(format_args!("{name}: {}", sentence(&error)));
+                    failed += 1;
+                    continue;
+                }
+            };
+            for run in runs {
+                match send(&api, run, source.project.as_deref()).await {
+                    Ok(report) if source.server.json => reports.push(report),
+                    Ok(report) => output::line(report.in_words())?,
+                    Err(error) => {
+                        output::warn(format_args!("{name}: {}", sentence(&error)));
+                        failed += 1;
+                    }
+                }
+            }
+        }
+        if source.server.json {
+            output::json(&reports)?;
+        }
+        anyhow::ensure!(failed == 0, "{} could not be imported", plural(failed, "run"));
+        Ok(())
+    })
+}
+
+/// A run as its source has it.
+#[derive(Debug, Default)]
+struct Run {
+    /// The same whenever and wherever the run is read.
+    id: String,
+    name: String,
+    project: Option<String>,
+    config: Map<String, Value>,
+    summary: Map<String, Value>,
+    tags: Vec<String>,
+    notes: String,
+    /// `None`: it succeeded.
+    failure: Option<Failure>,
+    /// Milliseconds since 1970.
+    started_at: Option<i64>,
+    ended_at: Option<i64>,
+    records: Vec<Record>,
+    metrics: BTreeSet<String>,
+    points: u64,
+    /// What is not imported, and how much of it.
+    left_out: BTreeMap<&'static str, u64>,
+}
+
+/// How a run ended that did not succeed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Failure {
+    Failed,
+    Cancelled,
+    /// The source does not have its end: its program was killed, or still runs.
+    NoEnd,
+}
+
+/// What was measured at one step, as the server takes it.
+#[derive(Debug, Serialize)]
+struct Record {
+    step: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    at: Option<i64>,
+    values: BTreeMap<String, Value>,
+}
+
+/// An id of the run that follows from its source.
+fn id_of(kind: &str, parts: &[&[u8]]) -> String {
+    let mut hash = Sha256::new();
+    for part in parts {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    format!("{kind}-{}", hex::encode(&hash.finalize()[..16]))
+}
+
+impl Run {
+    fn leave_out(&mut self, what: &'static str, count: u64) {
+        if count > 0 {
+            *self.left_out.entry(what).or_default() += count;
+        }
+    }
+
+    /// Adds a point behind those that the run has. `at`: milliseconds since 1970.
+    fn add(&mut self, step: i64, at: Option<i64>, name: &str, value: f64) {
+        let Some(step) = u64::try_from(step).ok().filter(|step| *step < 1 << 53) else {
+            return self.leave_out("points at steps below 0 or above 2^53", 1);
+        };
+        if name_mistake(name).is_some() {
+            return self
+                .leave_out("points of metrics with names that are too long or have control characters", 1);
+        }
+        if !self.metrics.contains(name) {
+            if self.metrics.len() >= RUN_METRICS {
+                return self.leave_out("points of metrics beyond the first 1000", 1);
+            }
+            self.metrics.insert(name.to_owned());
+        }
+        let value = match value {
+            value if value.is_nan() => "NaN".into(),
+            f64::INFINITY => "Infinity".into(),
+            f64::NEG_INFINITY => "-Infinity".into(),
+            value => Value::from(value),
+        };
+        self.points += 1;
+        match self.records.last_mut() {
+            Some(last) if last.step == step && !last.values.contains_key(name) => {
+                last.values.insert(name.to_owned(), value);
+            }
+            _ => {
+                let values = BTreeMap::from([(name.to_owned(), value)]);
+                self.records.push(Record { step, at, values });
+            }
+        }
+    }
+}
+
+/// What became of a run.
+#[derive(Debug, Serialize)]
+struct Report {
+    /// The job's id.
+    job: String,
+    name: String,
+    metrics: usize,
+    points: u64,
+    /// Points that the server did not have.
+    new_points: u64,
+    left_out: BTreeMap<&'static str, u64>,
+}
+
+impl Report {
+    fn in_words(&self) -> String {
+        let Self { job, name, metrics, points, new_points, left_out } = self;
+        let (points, metrics) = (plural(*points, "point"), plural(*metrics as u64, "metric"));
+        let left_out: Vec<_> = left_out.iter().map(|(what, count)| format!("{count} {what}")).collect();
+        let left_out =
+            if left_out.is_empty() { String::new() } else { format!("; left out: {}", left_out.join(", ")) };
+        format!("{job} {}: {points} of {metrics}, {new_points} of them new{left_out}", output::one_line(name))
+    }
+}
+
+/// Sends what the server lacks of a run.
+async fn send(api: &Api, run: Run, project: Option<&str>) -> anyhow::Result<Report> {
+    #[derive(Deserialize)]
+    struct Stored {
+        acknowledged: u64,
+    }
+    #[derive(Serialize)]
+    struct Batch<'a> {
+        first: u64,
+        records: &'a [Record],
+    }
+    let path = format!("/runs/{}", run.id);
+    let is_known = api.find::<Value>(&format!("{path}/files")).await?.is_some();
+    if !is_known {
+        let tags =
+            run.tags.iter().map(|tag| tag.replace(',', " ").chars().take(TAG_CHARS).collect::<String>());
+        let name = output::one_line(&run.name);
+        let name = if name.trim().is_empty() { run.id.as_str() } else { name.trim() };
+        let mut notes = run.notes.clone();
+        notes.truncate(notes.floor_char_boundary(NOTES_BYTES));
+        let new = json!({
+            "id": run.id, "name": name.chars().take(NAME_CHARS).collect::<String>(), "config": run.config, "notes": notes,
+            "project": project.map(str::to_owned).or(run.project.as_deref().map(project_of)),
+            "tags": tags.take(TAGS).collect::<Vec<_>>(), "started_at": run.started_at,
+        });
+        api.post::<Value>("/runs", &new).await?;
+    }
+    let records = format!("{path}/records");
+    let Stored { mut acknowledged } = api.post(&records, &Batch { first: 1, records: &[] }).await?;
+    let mut new_points = 0;
+    while let Some(rest) = usize::try_from(acknowledged).ok().and_then(|at| run.records.get(at..)) {
+        let (mut count, mut values, mut size_bytes) = (0, 0, 0);
+        for record in rest {
+            values += record.values.len();
+            size_bytes += serde_json::to_vec(record)?.len() + 1;
+            if count > 0 && (values > RUN_VALUES || size_bytes > REQUEST_BYTES) {
+                break;
+            }
+            count += 1;
+        }
+        let batch = &rest[..count];
+        if batch.is_empty() {
+            break;
+        }
+        let stored: Stored = api.post(&records, &Batch { first: acknowledged + 1, records: batch }).await?;
+        anyhow::ensure!(stored.acknowledged > acknowledged, "the server does not take the run's records");
+        new_points += batch.iter().map(|record| record.values.len() as u64).sum::<u64>();
+        acknowledged = stored.acknowledged;
+    }
+    let (state, reason) = match run.failure {
+        None => ("succeeded", None),
+        Some(Failure::Failed) => ("failed", None),
+        Some(Failure::Cancelled) => ("cancelled", None),
+        Some(Failure::NoEnd) => ("failed", Some("where it was imported from, the run has no end")),
+    };
+    let news = json!({
+        "config": run.config, "summary": run.summary, "state": state, "reason": reason, "ended_at": run.ended_at,
+    });
+    let answer = api.request(Method::PATCH, &path, Some(&news)).await?;
+    let job: Value = api.read(answer).await?;
+    let text = |key: &str| job.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
+    Ok(Report {
+        job: text("id"),
+        name: text("name"),
+        metrics: run.metrics.len(),
+        points: run.points,
+        new_points,
+        left_out: run.left_out,
+    })
+}
+
+/// A project's name, as Lockstep takes it.
+fn project_of(name: &str) -> String {
+    let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' };
+    let name: String = name.trim_start_matches('.').chars().map(plain).take(PROJECT_CHARS).collect();
+    if name.is_empty() { "default".into() } else { name }
+}
+
+/// The entries of a folder in the order of their names.
+fn entries(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(folder).with_context(|| folder.display().to_string())?;
+    let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>()?;
+    paths.sort();
+    Ok(paths)
+}
+
+/// The last part of a path as text.
+fn file_name(path: &Path) -> String {
+    let whole = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    whole.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
+}
+
+/// A folder that somebody has named.
+///
+/// # Errors
+/// There is none.
+fn check_folder(path: &Path) -> anyhow::Result<()> {
+    if path.is_dir() { Ok(()) } else { Err(wrong(format!("{}: there is no such folder", path.display()))) }
+}
+
+/// Numbers of a value by their names: of nested values, the names are joined by dots. Answers how many parts are no numbers.
+fn numbers(name: &str, value: &Value, found: &mut Vec<(String, f64)>) -> u64 {
+    match value {
+        Value::Number(number) => found.extend(number.as_f64().map(|value| (name.to_owned(), value))),
+        Value::Bool(flag) => found.push((name.to_owned(), f64::from(u8::from(*flag)))),
+        Value::String(text) if text == "NaN" => found.push((name.to_owned(), f64::NAN)),
+        Value::String(text) if text == "Infinity" => found.push((name.to_owned(), f64::INFINITY)),
+        Value::String(text) if text == "-Infinity" => found.push((name.to_owned(), f64::NEG_INFINITY)),
+        // An image, a table or a histogram.
+        Value::Object(fields) if !fields.contains_key("_type") => {
+            return fields.iter().map(|(key, value)| numbers(&format!("{name}.{key}"), value, found)).sum();
+        }
+        _ => return 1,
+    }
+    0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn points_of_one_step_are_one_record_and_what_the_server_refuses_is_left_out() {
+        let mut run = Run::default();
+        for (step, name, value) in [
+            (0, "loss", 1.0),
+            (0, "acc", f64::NAN),
+            (0, "loss", 2.0),
+            (-1, "loss", 1.0),
+            (1, "a\nb", 1.0),
+            (1, "loss", f64::NEG_INFINITY),
+        ] {
+            run.add(step, None, name, value);
+        }
+        let expected = json!([
+            {"step": 0, "values": {"loss": 1.0, "acc": "NaN"}},
+            {"step": 0, "values": {"loss": 2.0}},
+            {"step": 1, "values": {"loss": "-Infinity"}},
+        ]);
+        assert_eq!(serde_json::to_value(&run.records).unwrap(), expected);
+        assert_eq!((run.points, run.left_out.values().sum::<u64>()), (4, 2));
+    }
+
+    #[test]
+    fn nested_values_are_named_by_their_path_and_media_are_no_numbers() {
+        let mut found = Vec::new();
+        let value = json!({"b": 1, "c": {"d": 2.5, "e": "text"}, "f": {"_type": "image-file", "size": 3}});
+        assert_eq!(numbers("a", &value, &mut found), 2);
+        assert_eq!(found, [("a.b".to_owned(), 1.0), ("a.c.d".to_owned(), 2.5)]);
+    }
+
+    #[test]
+    fn a_project_s_name_fits_whatever_the_source_calls_it() {
+        for (name, expected) in [
+            ("shoes", "shoes"),
+            ("my shoes/ä", "my-shoes--"),
+            ("..x", "x"),
+            ("", "default"),
+            ("...", "default"),
+        ] {
+            assert_eq!(project_of(name), expected);
+            assert_eq!(project_mistake(expected), None);
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! MLflow's file store: `EXPERIMENT/RUN/{meta.yaml,metrics,params,tags,artifacts}`, as `mlflow/store/tracking/file_store.py` writes it.
+
+use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of};
+use crate::cli::wrong;
+use anyhow::Context;
+use serde_json::Value;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// What every run and every experiment has.
+const ABOUT: &str = "meta.yaml";
+
+/// The runs of a store, in the order of their folders. Those that were deleted stay where they are.
+pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
+    check_folder(root)?;
+    let mut found = Sources::new();
+    // A store, or a folder with one, as MLflow makes it.
+    for root in [root.to_owned(), root.join("mlruns")] {
+        if !root.is_dir() {
+            continue;
+        }
+        for experiment in entries(&root)?.into_iter().filter(|path| path.join(ABOUT).is_file()) {
+            for run in entries(&experiment)?.into_iter().filter(|path| path.join(ABOUT).is_file()) {
+                let (shown, experiment) = (run.display().to_string(), experiment.clone());
+                let read: Read = Box::new(move || Ok(read(&experiment, &run)?.into_iter().collect()));
+                found.push((shown, read));
+            }
+        }
+    }
+    if found.is_empty() {
+        return Err(wrong(format!(
+            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {ABOUT}. Databases of MLflow are not read",
+            root.display()
+        )));
+    }
+    Ok(found)
+}
+
+fn about(folder: &Path) -> anyhow::Result<Value> {
+    let path = folder.join(ABOUT);
+    let bytes = fs::read(&path).with_context(|| path.display().to_string())?;
+    serde_saphyr::from_slice(&bytes).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
+}
+
+/// A run, unless it was deleted.
+fn read(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
+    let meta = about(folder)?;
+    let text = |value: &Value, key: &str| match value.get(key) {
+        Some(Value::String(text)) => text.clone(),
+        // YAML takes some names for numbers.
+        Some(value @ Value::Number(_)) => value.to_string(),
+        _ => String::new(),
+    };
+    if text(&meta, "lifecycle_stage") == "deleted" {
+        return Ok(None);
+    }
+    let id = file_name(folder);
+    let project = text(&about(experiment)?, "name");
+    let time = |key: &str| meta.get(key).and_then(Value::as_i64);
+    let status = meta.get("status");
+    let is = |number: u64, name: &str| {
+        status.is_some_and(|status| status.as_u64() == Some(number) || status.as_str() == Some(name))
+    };
+    let failure = if is(3, "FINISHED") {
+        None
+    } else if is(4, "FAILED") {
+        Some(Failure::Failed)
+    } else if is(5, "KILLED") {
+        Some(Failure::Cancelled)
+    } else {
+        Some(Failure::NoEnd)
+    };
+    let mut run = Run {
+        id: id_of("mlflow", &[id.as_bytes()]),
+        project: Some(if project == "Default" { "default".into() } else { project }),
+        started_at: time("start_time"),
+        ended_at: time("end_time"),
+        failure,
+        ..Run::default()
+    };
+    for (name, value) in texts(&folder.join("params"))? {
+        run.config.insert(name, value.into());
+    }
+    let mut name = text(&meta, "run_name");
+    for (key, value) in texts(&folder.join("tags"))? {
+        match key.as_str() {
+            "mlflow.runName" => name = value,
+            "mlflow.note.content" => run.notes = value,
+            key if key.starts_with("mlflow.") => {}
+            _ => _ = run.summary.insert(key, value.into()),
+        }
+    }
+    run.name = if name.is_empty() { id } else { name };
+    let mut points = Vec::new();
+    for (name, lines) in texts(&folder.join("metrics"))? {
+        for line in lines.lines() {
+            match point(line) {
+                Some((at, value, step)) => points.push((at, name.clone(), step, value)),
+                None => run.leave_out("lines that are no points", 1),
+            }
+        }
+    }
+    // In the order in which they were logged, as far as their times tell: what is logged later comes last.
+    points.sort_by_key(|(at, ..)| *at);
+    for (at, name, step, value) in points {
+        run.add(step, Some(at), &name, value);
+    }
+    let mut artifacts = Vec::new();
+    files(&folder.join("artifacts"), &mut artifacts)?;
+    run.leave_out("artifacts", artifacts.len() as u64);
+    Ok(Some(run))
+}
+
+/// A line of a metric: time, value and step.
+fn point(line: &str) -> Option<(i64, f64, i64)> {
+    let mut parts = line.split_whitespace();
+    let (at, value) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+    // Early versions had no steps.
+    let step = parts.next().map_or(Some(0), |step| step.parse().ok())?;
+    Some((at, value, step))
+}
+
+/// The contents of all files below a folder, by their paths in it: names may have slashes.
+fn texts(folder: &Path) -> anyhow::Result<Vec<(String, String)>> {
+    let mut paths = Vec::new();
+    files(folder, &mut paths)?;
+    let text = |path: PathBuf| {
+        let bytes = fs::read(&path).with_context(|| path.display().to_string())?;
+        let name = path.strip_prefix(folder).unwrap_or(&path).to_string_lossy().into_owned();
+        Ok((name, String::from_utf8_lossy(&bytes).into_owned()))
+    };
+    paths.into_iter().map(text).collect()
+}
+
+fn files(folder: &Path, found: &mut Vec<PathBuf>) -> anyhow::Result<()> {
+    if !folder.is_dir() {
+        return Ok(());
+    }
+    for path in entries(folder)? {
+        if path.is_dir() { files(&path, found)? } else { found.push(path) }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_has_time_value_and_step() {
+        assert_eq!(point("1700000000123 0.5 7"), Some((1_700_000_000_123, 0.5, 7)));
+        assert_eq!(point("1 -inf 0 dataset digest"), Some((1, f64::NEG_INFINITY, 0)));
+        assert!(point("1 nan 3").is_some_and(|(_, value, _)| value.is_nan()));
+        assert_eq!(point("1 2"), Some((1, 2.0, 0)));
+        for line in ["", "1", "x 2 3", "1 x 3", "1 2 x"] {
+            assert_eq!(point(line), None, "{line}");
+        }
+    }
+}

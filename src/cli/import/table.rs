@@ -1,0 +1,206 @@
+//! Metrics in a CSV or Parquet file: a row has all metrics of a step, or one value.
+
+use super::{Read, Run, Sources, file_name, id_of};
+use crate::cli::wrong;
+use anyhow::Context;
+use parquet::{
+    file::reader::{FileReader, SerializedFileReader},
+    record::Field,
+};
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    path::Path,
+};
+
+/// Columns in lower case, for steps, times, and what tells runs apart; the first that a file has counts.
+const STEPS: [&str; 5] = ["step", "_step", "global_step", "iteration", "epoch"];
+const TIMES: [&str; 5] = ["_timestamp", "timestamp", "wall_time", "wall time", "time"];
+const RUNS: [&str; 3] = ["run", "run_id", "job"];
+
+/// Column names and rows.
+pub(super) struct Table {
+    columns: Vec<String>,
+    rows: Vec<Vec<String>>,
+}
+
+/// The runs in a file.
+pub(super) fn sources(
+    file: &Path,
+    read: impl Fn(&Path) -> anyhow::Result<Table> + 'static,
+) -> anyhow::Result<Sources> {
+    if !file.is_file() {
+        return Err(wrong(format!("{}: there is no such file", file.display())));
+    }
+    let (shown, path) = (file.display().to_string(), file.to_owned());
+    let read: Read = Box::new(move || runs(&file_name(&path), &read(&path)?));
+    Ok(vec![(shown, read)])
+}
+
+/// Reads a CSV file (RFC 4180).
+pub(super) fn csv(path: &Path) -> anyhow::Result<Table> {
+    let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let mut rows = rows_of(text.trim_start_matches('\u{feff}'));
+    anyhow::ensure!(!rows.is_empty(), "the file is empty");
+    Ok(Table { columns: rows.remove(0), rows })
+}
+
+/// A maintained crate would do this, but nothing else here needs one.
+fn rows_of(text: &str) -> Vec<Vec<String>> {
+    let (mut rows, mut row, mut cell) = (Vec::new(), Vec::new(), String::new());
+    let (mut is_quoted, mut chars) = (false, text.chars().peekable());
+    while let Some(c) = chars.next() {
+        match c {
+            '"' if is_quoted && chars.peek() == Some(&'"') => {
+                chars.next();
+                cell.push('"');
+            }
+            '"' if is_quoted || cell.is_empty() => is_quoted = !is_quoted,
+            ',' if !is_quoted => row.push(std::mem::take(&mut cell)),
+            '\r' if !is_quoted => {}
+            '\n' if !is_quoted => {
+                row.push(std::mem::take(&mut cell));
+                rows.push(std::mem::take(&mut row));
+            }
+            c => cell.push(c),
+        }
+    }
+    if !cell.is_empty() || !row.is_empty() {
+        row.push(cell);
+        rows.push(row);
+    }
+    rows.retain(|row| row.iter().any(|cell| !cell.is_empty()));
+    rows
+}
+
+/// Reads a Parquet file.
+pub(super) fn parquet(path: &Path) -> anyhow::Result<Table> {
+    let reader = SerializedFileReader::new(File::open(path).with_context(|| path.display().to_string())?)?;
+    let mut table = Table { columns: Vec::new(), rows: Vec::new() };
+    for row in reader.get_row_iter(None)? {
+        let row = row?.into_columns();
+        if table.columns.is_empty() {
+            table.columns = row.iter().map(|(name, _)| name.clone()).collect();
+        }
+        let text = |field: &Field| match field {
+            Field::Null => String::new(),
+            Field::Str(text) => text.clone(),
+            Field::Float(value) => value.to_string(),
+            Field::Double(value) => value.to_string(),
+            // Seconds, as in other columns of times.
+            Field::TimestampMillis(ms) => (*ms as f64 / 1e3).to_string(),
+            Field::TimestampMicros(us) => (*us as f64 / 1e6).to_string(),
+            other => other.to_string(),
+        };
+        table.rows.push(row.iter().map(|(_, field)| text(field)).collect());
+    }
+    anyhow::ensure!(!table.rows.is_empty(), "the file has no rows");
+    Ok(table)
+}
+
+fn runs(file: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
+    let columns: Vec<String> = table.columns.iter().map(|name| name.trim().to_lowercase()).collect();
+    let one = |name: &str| columns.iter().position(|column| column == name);
+    let first = |names: &[&str]| names.iter().find_map(|name| one(name));
+    let (step, time, by_run, by_rank) = (first(&STEPS), first(&TIMES), first(&RUNS), one("rank"));
+    // One value a row, as `lockstep export parquet` and `lockstep metrics --csv` write it.
+    let value = one("value");
+    let metric = one("metric").or_else(|| one("name")).filter(|_| value.is_some() && step.is_some());
+    let name = one("name").filter(|name| metric.is_some_and(|metric| metric != *name));
+    let stem =
+        Path::new(file).file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned());
+    let header = columns.join(",");
+
+    let mut found = BTreeMap::<(String, String), Run>::new();
+    let mut order = Vec::new();
+    for (number, row) in table.rows.iter().enumerate() {
+        let cell =
+            |column: Option<usize>| column.and_then(|column| row.get(column)).map_or("", |cell| cell.trim());
+        let (of_run, rank) = (cell(by_run), cell(by_rank));
+        let rank = if rank == "0" { "" } else { rank };
+        let key = (of_run.to_owned(), rank.to_owned());
+        let run = found.entry(key.clone()).or_insert_with(|| {
+            let first_row = row.join(",");
+            let parts = [file, header.as_str(), of_run, rank, first_row.as_str()].map(str::as_bytes);
+            let names = [cell(name), of_run, stem.as_str()];
+            let name = names.into_iter().find(|name| !name.is_empty()).unwrap_or_default();
+            let name = if rank.is_empty() { name.to_owned() } else { format!("{name} rank {rank}") };
+            order.push(key.clone());
+            Run { id: id_of("table", &parts), name, ..Run::default() }
+        });
+        let at = cell(time).parse::<f64>().ok().map(|at| (if at > 1e11 { at } else { at * 1000.0 }) as i64);
+        run.started_at = run.started_at.or(at);
+        run.ended_at = run.ended_at.max(at);
+        let at_step = match step {
+            None => Some(number as i64),
+            // `12` or `12.0`.
+            Some(_) => {
+                cell(step).parse::<f64>().ok().filter(|step| step.fract() == 0.0).map(|step| step as i64)
+            }
+        };
+        let Some(at_step) = at_step else {
+            run.leave_out("rows without a whole number as step", 1);
+            continue;
+        };
+        if metric.is_some() {
+            match cell(value).parse() {
+                Ok(value) => run.add(at_step, at, cell(metric), value),
+                Err(_) => run.leave_out("values that are not numbers", 1),
+            }
+            continue;
+        }
+        let about = [step, time, by_run, by_rank];
+        for (column, text) in row.iter().enumerate().filter(|(column, _)| !about.contains(&Some(*column))) {
+            match (text.trim(), text.trim().parse(), table.columns.get(column)) {
+                ("", ..) | (.., None) => {}
+                (_, Ok(value), Some(metric)) => run.add(at_step, at, metric.trim(), value),
+                (_, Err(_), _) => run.leave_out("values that are not numbers", 1),
+            }
+        }
+    }
+    Ok(order.into_iter().filter_map(|key| found.remove(&key)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn read(text: &str) -> Vec<Run> {
+        let mut rows = rows_of(text);
+        runs("losses.csv", &Table { columns: rows.remove(0), rows }).unwrap()
+    }
+
+    fn records(run: &Run) -> Value {
+        serde_json::to_value(&run.records).unwrap()
+    }
+
+    #[test]
+    fn a_row_has_the_metrics_of_a_step_or_one_value() {
+        let wide =
+            read("Step,Loss,\"acc, top 1\",note,_timestamp\r\n0,2.5,0.1,x,1700000000.5\r\n10.0,nan,,,\r\n");
+        assert_eq!((wide.len(), wide[0].name.as_str(), wide[0].points), (1, "losses", 3));
+        let expected = json!([
+            {"step": 0, "at": 1_700_000_000_500i64, "values": {"Loss": 2.5, "acc, top 1": 0.1}},
+            {"step": 10, "values": {"Loss": "NaN"}},
+        ]);
+        assert_eq!(records(&wide[0]), expected);
+        assert_eq!(wide[0].left_out.values().copied().collect::<Vec<_>>(), [1]);
+        let ours = read(
+            "attempt,rank,name,step,value\n1,0,loss,1,2\n1,1,loss,1,3\n1,0,\"a,\"\"b\"\"\",1,4\n1,0,loss,2,1.5\n",
+        );
+        let names: Vec<_> = ours.iter().map(|run| run.name.as_str()).collect();
+        assert_eq!(names, ["losses", "losses rank 1"]);
+        let expected = json!([
+            {"step": 1, "values": {"loss": 2.0, "a,\"b\"": 4.0}},
+            {"step": 2, "values": {"loss": 1.5}},
+        ]);
+        assert_eq!(records(&ours[0]), expected);
+        let several = read("job,name,metric,step,value\nj1,shoes,loss,1,2\nj2,boots,loss,1,3\n");
+        assert_eq!(several.iter().map(|run| run.name.as_str()).collect::<Vec<_>>(), ["shoes", "boots"]);
+        // The same file with more rows is the same run.
+        let longer = read("a,b\n1,2\n3,4\n");
+        assert_eq!(longer[0].id, read("a,b\n1,2\n")[0].id);
+        assert_eq!(records(&longer[0])[1]["step"], 1);
+    }
+}

@@ -1,0 +1,92 @@
+//! TensorBoard's event files: each folder with some is a run.
+
+use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of};
+use crate::cli::{
+    event_files::{self, Event, Hparam, HparamsData, SummaryValue},
+    wrong,
+};
+use anyhow::Context;
+use prost::Message;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// The runs of a log directory, in the order of their paths.
+pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
+    check_folder(root)?;
+    let mut found = Sources::new();
+    collect(root, root, &mut found)?;
+    if found.is_empty() {
+        let detail = format!("{} has no event files: no file is called *tfevents*", root.display());
+        return Err(wrong(detail));
+    }
+    Ok(found)
+}
+
+fn collect(root: &Path, folder: &Path, found: &mut Sources) -> anyhow::Result<()> {
+    let (folders, mut files): (Vec<_>, Vec<_>) =
+        entries(folder)?.into_iter().partition(|path| path.is_dir() && !path.is_symlink());
+    files.retain(|file| file.file_name().is_some_and(|name| name.to_string_lossy().contains("tfevents")));
+    if !files.is_empty() {
+        let name = folder.strip_prefix(root).map(|path| path.to_string_lossy().into_owned());
+        let name = name.ok().filter(|name| !name.is_empty()).unwrap_or_else(|| file_name(folder));
+        let own = file_name(folder);
+        let read: Read = Box::new(move || Ok(vec![read(name, &own, &files)?]));
+        found.push((folder.display().to_string(), read));
+    }
+    folders.iter().try_for_each(|inner| collect(root, inner, found))
+}
+
+/// `folder`: the name of the run's folder, which tells it apart from runs that began at the same time.
+fn read(name: String, folder: &str, files: &[PathBuf]) -> anyhow::Result<Run> {
+    let mut run = Run { name, ..Run::default() };
+    for file in files {
+        let unread = event_files::read(file, |event| take(&mut run, folder, file, &event));
+        if let Some(why) = unread.with_context(|| file.display().to_string())? {
+            run.leave_out(
+                match why {
+                    "ends within an event" => "events that are not complete",
+                    _ => "ends of damaged files",
+                },
+                1,
+            );
+        }
+    }
+    anyhow::ensure!(!run.id.is_empty(), "the event files have no event");
+    Ok(run)
+}
+
+fn take(run: &mut Run, folder: &str, file: &Path, event: &Event) {
+    let at = (event.wall_time * 1000.0) as i64;
+    if run.id.is_empty() {
+        let name = file_name(file);
+        run.id = id_of("tensorboard", &[folder.as_bytes(), name.as_bytes(), &event.wall_time.to_le_bytes()]);
+        run.started_at = Some(at);
+    }
+    run.ended_at = run.ended_at.max(Some(at));
+    for value in event.summary.iter().flat_map(|summary| &summary.value) {
+        if value.tag.starts_with("_hparams_/") {
+            settings(run, value);
+        } else if let Some(number) = value.scalar() {
+            run.add(event.step, Some(at), &value.tag, number);
+        } else {
+            run.leave_out("values that are not scalars", 1);
+        }
+    }
+}
+
+/// Takes a run's settings, and how it ended.
+fn settings(run: &mut Run, value: &SummaryValue) {
+    let plugin = value.metadata.as_ref().and_then(|metadata| metadata.plugin_data.as_ref());
+    let Some(Ok(data)) = plugin.map(|plugin| HparamsData::decode(&plugin.content[..])) else { return };
+    if let Some(start) = data.session_start_info {
+        let setting = |hparam: Hparam| match hparam {
+            Hparam { number: Some(number), .. } => Value::from(number),
+            Hparam { flag: Some(flag), .. } => flag.into(),
+            Hparam { text, .. } => text.into(),
+        };
+        run.config.extend(start.hparams.into_iter().map(|(name, hparam)| (name, setting(hparam))));
+    }
+    if data.session_end_info.is_some_and(|end| end.status == 2) {
+        run.failure = Some(Failure::Failed);
+    }
+}

@@ -1,0 +1,355 @@
+//! W&B's local files: `run-ID.wandb` in the folder of each run is a log in the format of LevelDB
+//! (<https://github.com/google/leveldb/blob/main/doc/log_format.md>, with a header and CRC-32) of messages of
+//! `wandb/proto/wandb_internal.proto`. Fields that are not read are left out; a `oneof` is several optional fields.
+
+use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of, numbers};
+use crate::cli::wrong;
+use anyhow::Context;
+use crc::{CRC_32_ISO_HDLC, Crc};
+use prost::Message;
+use serde_json::Value;
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+};
+
+static CHECKSUM: Crc<u32> = Crc::<u32>::new(&CRC_32_ISO_HDLC);
+/// The file's header: `:W&B`, a magic number and version 0.
+const HEADER: [u8; 7] = [b':', b'W', b'&', b'B', 0xe1, 0xbe, 0];
+const BLOCK: usize = 32 << 10;
+/// Checksum, length and kind of a part of a record.
+const PART_HEAD: usize = 7;
+
+#[derive(Clone, PartialEq, Message)]
+struct Record {
+    #[prost(message, optional, tag = "2")]
+    history: Option<History>,
+    #[prost(message, optional, tag = "3")]
+    summary: Option<Items>,
+    #[prost(message, optional, tag = "5")]
+    config: Option<Items>,
+    #[prost(message, optional, tag = "6")]
+    files: Option<Files>,
+    #[prost(message, optional, tag = "7")]
+    stats: Option<Skipped>,
+    #[prost(message, optional, tag = "8")]
+    artifact: Option<Skipped>,
+    #[prost(message, optional, tag = "13")]
+    output: Option<Skipped>,
+    #[prost(message, optional, tag = "17")]
+    run: Option<RunRecord>,
+    #[prost(message, optional, tag = "18")]
+    exit: Option<Exit>,
+}
+
+/// A message of which nothing is read.
+#[derive(Clone, PartialEq, Message)]
+struct Skipped {}
+
+#[derive(Clone, PartialEq, Message)]
+struct History {
+    #[prost(message, repeated, tag = "1")]
+    item: Vec<Item>,
+    #[prost(message, optional, tag = "2")]
+    step: Option<Step>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Step {
+    #[prost(int64, tag = "1")]
+    num: i64,
+}
+
+/// `HistoryItem`, `ConfigItem` and `SummaryItem`.
+#[derive(Clone, PartialEq, Message)]
+struct Item {
+    #[prost(string, tag = "1")]
+    key: String,
+    #[prost(string, repeated, tag = "2")]
+    nested_key: Vec<String>,
+    #[prost(string, tag = "16")]
+    value_json: String,
+}
+
+/// `ConfigRecord` and `SummaryRecord`.
+#[derive(Clone, PartialEq, Message)]
+struct Items {
+    #[prost(message, repeated, tag = "1")]
+    update: Vec<Item>,
+    #[prost(message, repeated, tag = "2")]
+    remove: Vec<Item>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Files {
+    #[prost(message, repeated, tag = "1")]
+    files: Vec<Skipped>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct RunRecord {
+    #[prost(string, tag = "1")]
+    run_id: String,
+    #[prost(string, tag = "2")]
+    entity: String,
+    #[prost(string, tag = "3")]
+    project: String,
+    #[prost(message, optional, tag = "4")]
+    config: Option<Items>,
+    #[prost(message, optional, tag = "5")]
+    summary: Option<Items>,
+    #[prost(string, tag = "6")]
+    run_group: String,
+    #[prost(string, tag = "7")]
+    job_type: String,
+    #[prost(string, tag = "8")]
+    display_name: String,
+    #[prost(string, tag = "9")]
+    notes: String,
+    #[prost(string, repeated, tag = "10")]
+    tags: Vec<String>,
+    #[prost(message, optional, tag = "17")]
+    start_time: Option<Time>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Time {
+    #[prost(int64, tag = "1")]
+    seconds: i64,
+    #[prost(int32, tag = "2")]
+    nanos: i32,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Exit {
+    #[prost(int32, tag = "1")]
+    exit_code: i32,
+}
+
+impl Item {
+    fn name(&self) -> String {
+        if self.nested_key.is_empty() { self.key.clone() } else { self.nested_key.join(".") }
+    }
+
+    /// The value; Python's JSON has numbers that JSON does not have.
+    fn value(&self) -> Value {
+        match self.value_json.as_str() {
+            text @ ("NaN" | "Infinity" | "-Infinity") => text.into(),
+            text => serde_json::from_str(text).unwrap_or_else(|_| text.into()),
+        }
+    }
+}
+
+/// The runs of a folder: of one run, or of many, in it or in its `wandb`.
+pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
+    check_folder(root)?;
+    let mut folders = vec![root.to_owned()];
+    folders.extend(entries(root)?);
+    if let Ok(inner) = entries(&root.join("wandb")) {
+        folders.extend(inner);
+    }
+    // `latest-run` is a link to another one.
+    let mut files = BTreeSet::<PathBuf>::new();
+    for folder in folders.iter().filter(|folder| folder.is_dir()) {
+        let logs =
+            entries(folder)?.into_iter().filter(|path| path.extension().is_some_and(|is| is == "wandb"));
+        files.extend(logs.filter_map(|path| path.canonicalize().ok()));
+    }
+    if files.is_empty() {
+        let detail = format!("{} has no runs of W&B: no folder in it has a file *.wandb", root.display());
+        return Err(wrong(detail));
+    }
+    let source = |file: PathBuf| {
+        let name = file.display().to_string();
+        let read: Read = Box::new(move || Ok(vec![read(&file)?]));
+        (name, read)
+    };
+    Ok(files.into_iter().map(source).collect())
+}
+
+fn read(file: &Path) -> anyhow::Result<Run> {
+    let bytes = fs::read(file).with_context(|| file.display().to_string())?;
+    anyhow::ensure!(bytes.starts_with(&HEADER), "the file does not begin as a log of W&B does");
+    let mut run = Run { failure: Some(Failure::NoEnd), ..Run::default() };
+    let is_whole = records(&bytes, |data| match Record::decode(data) {
+        Ok(record) => take(&mut run, record),
+        Err(_) => run.leave_out("records that cannot be read", 1),
+    });
+    if !is_whole {
+        run.leave_out("records that are damaged or not complete, and what comes after", 1);
+    }
+    // A file without a description of its run: the name has the run's id.
+    if run.id.is_empty() {
+        let name = file_name(file);
+        run.id = id_of("wandb", &[name.as_bytes()]);
+        run.name = name.trim_end_matches(".wandb").trim_start_matches("run-").to_owned();
+    }
+    Ok(run)
+}
+
+/// Calls `each` with the records of a log; answers whether all are whole.
+fn records(bytes: &[u8], mut each: impl FnMut(&[u8])) -> bool {
+    let (mut at, mut record) = (HEADER.len(), Vec::new());
+    loop {
+        let in_block = BLOCK - at % BLOCK;
+        if in_block < PART_HEAD {
+            at += in_block;
+        }
+        if at >= bytes.len() {
+            return record.is_empty();
+        }
+        let Some((head, rest)) = bytes[at..].split_at_checked(PART_HEAD) else { return false };
+        let length = usize::from(u16::from_le_bytes([head[4], head[5]]));
+        let Some(data) = rest.get(..length) else { return false };
+        let mut digest = CHECKSUM.digest();
+        digest.update(&head[6..]);
+        digest.update(data);
+        if digest.finalize().to_le_bytes() != head[..4] {
+            return false;
+        }
+        at += PART_HEAD + length;
+        record.extend_from_slice(data);
+        match head[6] {
+            // The whole record, or its last part.
+            1 | 4 => {
+                each(&record);
+                record.clear();
+            }
+            // Its first part, or one in between.
+            2 | 3 => {}
+            _ => return false,
+        }
+    }
+}
+
+fn take(run: &mut Run, record: Record) {
+    if let Some(about) = record.run {
+        describe(run, about);
+    }
+    if let Some(items) = record.config {
+        merge(&mut run.config, items);
+    }
+    if let Some(items) = record.summary {
+        merge(&mut run.summary, items);
+    }
+    if let Some(history) = record.history {
+        log(run, &history);
+    }
+    if let Some(exit) = record.exit {
+        run.failure = (exit.exit_code != 0).then_some(Failure::Failed);
+    }
+    run.leave_out("files", record.files.map_or(0, |files| files.files.len() as u64));
+    run.leave_out("artifacts", record.artifact.is_some().into());
+    run.leave_out("measurements of the machine", record.stats.is_some().into());
+    run.leave_out("lines of output", record.output.is_some().into());
+}
+
+fn describe(run: &mut Run, about: RunRecord) {
+    run.id = id_of("wandb", &[&about.entity, &about.project, &about.run_id].map(|part| part.as_bytes()));
+    run.name = if about.display_name.is_empty() { about.run_id } else { about.display_name };
+    run.project = Some(about.project).filter(|project| !project.is_empty());
+    run.notes = about.notes;
+    run.tags = about.tags;
+    run.tags.extend([about.run_group, about.job_type].into_iter().filter(|tag| !tag.is_empty()));
+    if let Some(Time { seconds, nanos }) = about.start_time {
+        run.started_at = Some(seconds.saturating_mul(1000).saturating_add(i64::from(nanos) / 1_000_000));
+        run.ended_at = run.ended_at.max(run.started_at);
+    }
+    if let Some(items) = about.config {
+        merge(&mut run.config, items);
+    }
+    if let Some(items) = about.summary {
+        merge(&mut run.summary, items);
+    }
+}
+
+/// Changes settings or results. Names that begin with `_` are W&B's own, and media are files.
+fn merge(into: &mut serde_json::Map<String, Value>, items: Items) {
+    for item in items.update {
+        let (name, value) = (item.name(), item.value());
+        if !name.starts_with('_') && value.get("_type").is_none() {
+            into.insert(name, value);
+        }
+    }
+    for item in items.remove {
+        into.remove(&item.name());
+    }
+}
+
+fn log(run: &mut Run, history: &History) {
+    let number = |name: &str| {
+        let item = history.item.iter().find(|item| item.name() == name)?;
+        item.value().as_f64()
+    };
+    let step = history.step.as_ref().map(|step| step.num).or_else(|| number("_step").map(|step| step as i64));
+    let at = number("_timestamp").map(|secs| (secs * 1000.0) as i64);
+    run.ended_at = run.ended_at.max(at);
+    for item in &history.item {
+        let name = item.name();
+        if name.starts_with('_') {
+            continue;
+        }
+        let mut found = Vec::new();
+        let others = numbers(&name, &item.value(), &mut found);
+        run.leave_out("logged values that are not numbers", others);
+        for (name, value) in found {
+            run.add(step.unwrap_or(0), at, &name, value);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Appends a record as W&B's writer does.
+    fn append(log: &mut Vec<u8>, mut data: &[u8]) {
+        let mut is_first = true;
+        loop {
+            let left = BLOCK - log.len() % BLOCK;
+            if left < PART_HEAD {
+                log.extend(vec![0; left]);
+                continue;
+            }
+            let (part, rest) = data.split_at(data.len().min(left - PART_HEAD));
+            let kind = match (is_first, rest.is_empty()) {
+                (true, true) => 1,
+                (true, false) => 2,
+                (false, false) => 3,
+                (false, true) => 4,
+            };
+            let mut digest = CHECKSUM.digest();
+            digest.update(&[kind]);
+            digest.update(part);
+            log.extend(digest.finalize().to_le_bytes());
+            log.extend((part.len() as u16).to_le_bytes());
+            log.push(kind);
+            log.extend(part);
+            (data, is_first) = (rest, false);
+            if data.is_empty() {
+                return;
+            }
+        }
+    }
+
+    #[test]
+    fn records_are_joined_over_blocks_and_a_torn_end_is_noticed() {
+        let all: Vec<Vec<u8>> = [1, 40_000, 0, 100_000, 5, 32_000, 700]
+            .iter()
+            .enumerate()
+            .map(|(n, size)| vec![n as u8; *size])
+            .collect();
+        let mut log = HEADER.to_vec();
+        all.iter().for_each(|data| append(&mut log, data));
+        let read = |log: &[u8]| {
+            let mut found = Vec::new();
+            (records(log, |data| found.push(data.to_vec())), found)
+        };
+        assert_eq!(read(&log), (true, all.clone()));
+        assert_eq!(read(&log[..log.len() - 1]), (false, all[..6].to_vec()));
+        let mut damaged = log.clone();
+        damaged[60_000] ^= 1;
+        assert!(!read(&damaged).0);
+    }
+}

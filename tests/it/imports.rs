@@ -1,0 +1,319 @@
+//! `lockstep import`: runs of other programs. Every value is compared with what was logged.
+
+use crate::{
+    exports::{printed, python},
+    server::{Agents, Server},
+};
+use crc::{CRC_32_ISO_HDLC, Crc};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+
+/// Metric, step and value of every point of a job, in single precision, as bits.
+fn points(server: &Server, id: &str) -> BTreeSet<(String, String, u32)> {
+    let csv = server.cli(&["metrics", id, "--csv"]);
+    let point = |line: &str| {
+        let (rest, value) = line.rsplit_once(',').expect("a value");
+        let (rest, step) = rest.rsplit_once(',').expect("a step");
+        let name = rest.splitn(3, ',').last().expect("a name");
+        (name.to_owned(), step.to_owned(), value.parse::<f32>().expect("a number").to_bits())
+    };
+    csv.ok().lines().skip(1).map(point).collect()
+}
+
+/// Imports twice: the second time, nothing is new. What the first time said of each run.
+fn imported(server: &Server, arguments: &[&str]) -> Vec<Value> {
+    let import = || server.cli(&[&["import"], arguments, &["--json"]].concat()).json();
+    let first = import();
+    let first = first.as_array().expect("runs").clone();
+    let again = import();
+    for (first, again) in first.iter().zip(again.as_array().expect("runs")) {
+        assert_eq!((&again["job"], &again["new_points"]), (&first["job"], &json!(0)));
+    }
+    first
+}
+
+fn text<'a>(run: &'a Value, key: &str) -> &'a str {
+    run[key].as_str().unwrap_or_else(|| panic!("{run} has no {key}"))
+}
+
+#[tokio::test]
+async fn what_was_exported_comes_back_with_every_value() {
+    let server = Server::start_with(Agents::None).await;
+    let run =
+        json!({"id": "first", "name": "a first run", "config": {"lr": 0.1, "net": "resnet18", "fast": true}});
+    let id = server.post("/runs", &run).await.json()["id"].as_str().expect("an id").to_owned();
+    let records: Vec<_> = (0..2000)
+        .map(|n| json!({"step": 3 * n, "values": {"train/loss": 1.0 / f64::from(n + 1), "a, \"b\"": f64::from(n) * 0.37}}))
+        .collect();
+    assert!(
+        server
+            .post("/runs/first/records", &json!({"first": 1, "records": records}))
+            .await
+            .status
+            .is_success()
+    );
+    let odd = json!({"first": 2001, "records": [{"step": 9000, "values": {"diverged": "NaN"}}]});
+    assert!(server.post("/runs/first/records", &odd).await.status.is_success());
+    let expected = points(&server, &id);
+    assert_eq!(expected.len(), 4001);
+
+    server.cli(&["export", "tensorboard", &id, "-o", "runs"]).ok();
+    server.cli(&["export", "parquet", &id, "-o", "metrics.parquet"]).ok();
+    let csv = server.cli(&["metrics", &id, "--csv"]);
+    server.folder().write("metrics.csv", csv.ok());
+    for arguments in [["tensorboard", "runs"], ["parquet", "metrics.parquet"], ["csv", "metrics.csv"]] {
+        let [kind, path] = arguments;
+        let runs = imported(&server, &[kind, path, "--project", kind]);
+        assert_eq!(runs.len(), 1, "{runs:?}");
+        let job = text(&runs[0], "job");
+        assert_eq!((&runs[0]["points"], &runs[0]["new_points"]), (&json!(4001), &json!(4001)), "{kind}");
+        assert!(points(&server, job) == expected, "{kind}: other values");
+        let about = server.job(job).await;
+        assert_eq!((text(&about, "state"), text(&about, "project")), ("succeeded", kind));
+        let config = &about["external"]["config"];
+        assert_eq!(*config == run["config"], kind == "tensorboard", "{config}");
+    }
+    let moved = server.folder().path().join("elsewhere");
+    std::fs::create_dir(&moved).expect("a folder");
+    let before = server.get("/jobs?limit=100").await["jobs"].as_array().expect("jobs").len();
+    std::fs::rename(server.folder().path().join("runs"), moved.join("runs")).expect("moved");
+    server.cli(&["import", "tensorboard", "elsewhere"]).ok();
+    let jobs = server.get("/jobs?limit=100").await;
+    assert_eq!(jobs["jobs"].as_array().expect("jobs").len(), before, "the same run from another place");
+
+    server.cli(&["import", "tensorboard", "elsewhere/nothing"]).wrong(&["no such folder"]);
+    server.cli(&["import", "wandb", "elsewhere"]).wrong(&["no runs of W&B"]);
+    server.cli(&["import", "mlflow", "elsewhere"]).wrong(&["no runs of MLflow"]);
+    server.cli(&["import", "csv", "metrics.csv", "--project", "a/b"]).wrong(&["--project must have"]);
+    server.stop().await;
+}
+
+/// MLflow's own client writes the files.
+const MLFLOW: &str = r#"
+import mlflow
+mlflow.set_tracking_uri("file:mlruns")
+mlflow.set_experiment("my shoes")
+with mlflow.start_run(run_name="sole"):
+    mlflow.log_params({"lr": 0.1, "net/depth": 20})
+    for step in range(300):
+        mlflow.log_metric("train/loss", 1 / (step + 1), step=step)
+        mlflow.log_metrics({"acc": step * 0.37, "odd": float("nan")}, step=step)
+    mlflow.set_tag("colour", "blue")
+    mlflow.log_text("text", "notes/a.txt")
+try:
+    with mlflow.start_run(run_name="broken"):
+        1 / 0
+except ZeroDivisionError:
+    pass
+"#;
+
+#[tokio::test]
+async fn runs_of_mlflow_s_files_are_imported() {
+    let server = Server::start_with(Agents::None).await;
+    let mut writes = python("mlflow");
+    writes.current_dir(server.folder().path()).env("MLFLOW_ALLOW_FILE_STORE", "true").args(["-c", MLFLOW]);
+    printed(writes);
+    let mut runs = imported(&server, &["mlflow", "."]);
+    runs.sort_by_key(|run| text(run, "name").to_owned());
+    let [broken, sole] = &runs[..] else { panic!("{runs:?}") };
+    assert_eq!(
+        (&sole["points"], &sole["metrics"], &sole["left_out"]),
+        (&json!(900), &json!(3), &json!({"artifacts": 1}))
+    );
+    let mut expected = BTreeSet::new();
+    for step in 0..300u32 {
+        let at = f64::from(step);
+        let all = [("train/loss", 1.0 / (at + 1.0)), ("acc", at * 0.37), ("odd", f64::NAN)];
+        expected
+            .extend(all.map(|(name, value)| (name.to_owned(), step.to_string(), (value as f32).to_bits())));
+    }
+    assert!(points(&server, text(sole, "job")) == expected);
+    let job = server.job(text(sole, "job")).await;
+    assert_eq!(
+        (text(&job, "state"), text(&job, "project"), text(&job, "name")),
+        ("succeeded", "my-shoes", "sole")
+    );
+    assert_eq!(job["external"]["config"], json!({"lr": "0.1", "net/depth": "20"}));
+    assert_eq!(job["external"]["summary"], json!({"colour": "blue"}));
+    assert_eq!(text(&server.job(text(broken, "job")).await, "state"), "failed");
+    server.stop().await;
+}
+
+/// A message of protocol buffers with fields of bytes.
+fn message(fields: &[(u32, &[u8])]) -> Vec<u8> {
+    let mut out = Vec::new();
+    for (tag, content) in fields {
+        prost::encoding::encode_varint(u64::from((tag << 3) | 2), &mut out);
+        prost::encoding::encode_varint(content.len() as u64, &mut out);
+        out.extend_from_slice(content);
+    }
+    out
+}
+
+/// An item of W&B's settings, results or history.
+fn item(name: &str, value: &str) -> Vec<u8> {
+    message(&[(2, name.as_bytes()), (16, value.as_bytes())])
+}
+
+/// A log of W&B's with these records, each of which fits into one block.
+fn wandb_log(records: &[Vec<u8>]) -> Vec<u8> {
+    const BLOCK: usize = 32 << 10;
+    let crc = Crc::<u32>::new(&CRC_32_ISO_HDLC);
+    let mut log = b":W&B\xe1\xbe\0".to_vec();
+    for record in records {
+        let left = BLOCK - log.len() % BLOCK;
+        let (first, rest) = record.split_at(record.len().min(left.saturating_sub(7)));
+        let parts = match (left < 7, rest.is_empty()) {
+            (true, _) => {
+                log.extend(vec![0; left]);
+                vec![(1, &record[..])]
+            }
+            (false, true) => vec![(1, first)],
+            (false, false) => vec![(2, first), (4, rest)],
+        };
+        for (kind, part) in parts {
+            let checksum = crc.checksum(&[&[kind], part].concat());
+            log.extend(checksum.to_le_bytes());
+            log.extend((part.len() as u16).to_le_bytes());
+            log.push(kind);
+            log.extend(part);
+        }
+    }
+    log
+}
+
+#[tokio::test]
+async fn runs_of_w_and_b_s_folders_are_imported_as_far_as_they_are_whole() {
+    let server = Server::start_with(Agents::None).await;
+    let start = [&[8, 0x80, 0xe2, 0xcf, 0xaa, 6][..]].concat();
+    let config = message(&[
+        (1, &item("lr", "0.1")),
+        (1, &item("_wandb", "{}")),
+        (1, &item("net", r#"{"depth": 20}"#)),
+    ]);
+    let run = message(&[
+        (1, b"abc123"),
+        (3, b"my shoes"),
+        (4, &config),
+        (6, b"a group"),
+        (8, b"sole-1"),
+        (9, b"why"),
+        (10, b"tag"),
+        (17, &start),
+    ]);
+    let mut records = vec![message(&[(17, &run)]), message(&[(13, &message(&[(3, b"a line")]))])];
+    for step in 0..2000u32 {
+        let loss = (1.0 / f64::from(step + 1)).to_string();
+        let (number, at) = (step.to_string(), (1_700_000_000.5 + f64::from(step)).to_string());
+        let mut items = vec![item("_step", &number), item("_timestamp", &at), item("train/loss", &loss)];
+        match step {
+            7 => items.extend([item("odd", "NaN"), item("picture", r#"{"_type": "image-file"}"#)]),
+            8 => items.push(item("val", r#"{"acc": 0.5, "deep": {"x": 2}}"#)),
+            _ => {}
+        }
+        let items: Vec<(u32, &[u8])> = items.iter().map(|item| (1, &item[..])).collect();
+        records.push(message(&[(2, &message(&items))]));
+    }
+    let summary = message(&[(1, &item("best", "0.25")), (1, &item("_runtime", "3"))]);
+    records.push(message(&[(3, &summary)]));
+    let unfinished = wandb_log(&records);
+    let exit = message(&[(18, &[][..])]);
+    records.push(exit);
+    let whole = wandb_log(&records);
+    let place = "wandb/offline-run-20231114_221320-abc123/run-abc123.wandb";
+
+    // While the program runs, a record may be half written.
+    server.folder().write(place, &unfinished[..unfinished.len() - 3]);
+    let runs = server.cli(&["import", "wandb", "wandb", "--json"]).json();
+    let [part] = runs.as_array().expect("runs").as_slice() else { panic!("{runs}") };
+    let job = server.job(text(part, "job")).await;
+    assert_eq!((text(&job, "state"), &part["points"]), ("failed", &json!(2003)));
+    assert!(text(&job, "reason").contains("no end"), "{job}");
+
+    server.folder().write(place, &whole);
+    let runs = imported(&server, &["wandb", "."]);
+    let [run] = &runs[..] else { panic!("{runs:?}") };
+    assert_eq!((&run["job"], &run["new_points"]), (&part["job"], &json!(0)), "the same run");
+    assert_eq!(run["left_out"], json!({"lines of output": 1, "logged values that are not numbers": 1}));
+    let mut expected: BTreeSet<_> = (0..2000u32)
+        .map(|step| {
+            ("train/loss".to_owned(), step.to_string(), ((1.0 / f64::from(step + 1)) as f32).to_bits())
+        })
+        .collect();
+    for (name, step, value) in [("odd", "7", f32::NAN), ("val.acc", "8", 0.5), ("val.deep.x", "8", 2.0)] {
+        expected.insert((name.into(), step.into(), value.to_bits()));
+    }
+    assert!(points(&server, text(run, "job")) == expected);
+    let job = server.job(text(run, "job")).await;
+    assert_eq!(
+        (text(&job, "state"), text(&job, "name"), text(&job, "project")),
+        ("succeeded", "sole-1", "my-shoes")
+    );
+    assert_eq!((text(&job, "notes"), &job["tags"]), ("why", &json!(["tag", "a group"])));
+    assert_eq!(job["external"]["config"], json!({"lr": 0.1, "net": {"depth": 20}}));
+    assert_eq!(job["external"]["summary"], json!({"best": 0.25}));
+    assert!(text(&job, "created_at").starts_with("2023-11-14T22:13:20"), "{job}");
+    server.stop().await;
+}
+
+/// Needs TensorBoard and W&B in `target/`, where `tests/run full` installs them.
+mod full {
+    use super::*;
+
+    const TENSORBOARD: &str = r#"
+from tensorboard.summary import Writer
+writer = Writer("logs/first")
+for step in range(200):
+    writer.add_scalar("train/loss", 1 / (step + 1), step)
+    writer.add_scalar("acc", step * 0.37, step)
+writer.close()
+"#;
+    const WANDB: &str = r#"
+import wandb
+run = wandb.init(project="shoes", name="first", config={"lr": 0.1, "net": {"depth": 20}}, tags=["a"], mode="offline")
+for step in range(200):
+    run.log({"train/loss": 1 / (step + 1), "acc": step * 0.37})
+run.summary["best"] = 0.25
+run.finish()
+"#;
+
+    fn written(server: &Server, package: &str, script: &str) {
+        let mut writes = python(package);
+        writes.current_dir(server.folder().path()).args(["-c", script]);
+        printed(writes);
+    }
+
+    fn check(server: &Server, job: &str) {
+        let point =
+            |name: &str, step: u32, value: f64| (name.to_owned(), step.to_string(), (value as f32).to_bits());
+        let expected: BTreeSet<_> = (0..200u32)
+            .flat_map(|step| {
+                let at = f64::from(step);
+                [point("train/loss", step, 1.0 / (at + 1.0)), point("acc", step, at * 0.37)]
+            })
+            .collect();
+        assert!(points(server, job) == expected, "{job}");
+    }
+
+    #[tokio::test]
+    async fn files_that_tensorboard_and_w_and_b_have_written_are_imported() {
+        let server = Server::start_with(Agents::None).await;
+        written(&server, "tensorboard", TENSORBOARD);
+        let runs = imported(&server, &["tensorboard", "logs"]);
+        assert_eq!((runs.len(), text(&runs[0], "name")), (1, "first"));
+        check(&server, text(&runs[0], "job"));
+        written(&server, "wandb", WANDB);
+        assert!(server.folder().path().join("wandb").is_dir());
+        let runs = imported(&server, &["wandb", "wandb"]);
+        assert_eq!(runs.len(), 1, "{runs:?}");
+        check(&server, text(&runs[0], "job"));
+        let job = server.job(text(&runs[0], "job")).await;
+        assert_eq!(
+            (text(&job, "state"), text(&job, "name"), text(&job, "project")),
+            ("succeeded", "first", "shoes")
+        );
+        assert_eq!(job["external"]["config"], json!({"lr": 0.1, "net": {"depth": 20}}));
+        assert_eq!(job["external"]["summary"]["best"], 0.25);
+        server.stop().await;
+    }
+}

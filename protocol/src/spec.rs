@@ -18,6 +18,7 @@ mod nearest;
 mod recipe;
 mod reference;
 mod shard;
+mod sweep;
 mod train;
 
 pub use check::{from_json, from_toml, read, read_leniently};
@@ -31,8 +32,11 @@ pub use mistake::{SpecError, shortened};
 pub use model::{Arch, ModelSpec, Stem};
 pub use nearest::nearest;
 pub use recipe::Recipe;
-pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, reference};
+pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, reference, sweep_reference};
 pub use shard::{MOST_SHARDS, ShardSpec, Split};
+pub use sweep::{
+    MOST_TRIALS, Setting, SweepMethod, SweepMetric, SweepSpec, read_sweep, split_sweep, trial_document,
+};
 pub use train::{LossScale, OptimizerKind, Precision, ScheduleKind, TrainSpec};
 
 use crate::labels;

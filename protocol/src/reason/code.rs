@@ -97,6 +97,12 @@ codes! {
     Preempted = "preempted",
     /// Resumed on request.
     ResumedByUser = "resumed_by_user",
+    /// Paused at a rung of its sweep, which compares trials there.
+    PausedBySweep = "paused_by_sweep",
+    /// Resumed by its sweep: the trial is among the best at its rung.
+    ResumedBySweep = "resumed_by_sweep",
+    /// Ended by its sweep: other trials are better at the rung.
+    EndedBySweep = "ended_by_sweep",
     /// Retried on request.
     RetriedByUser = "retried_by_user",
     /// A fork of another job.

@@ -66,6 +66,11 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             None => format!("preempted by {}", facts.other_job()),
         },
         ResumedByUser => "resumed on request".into(),
+        PausedBySweep => format!("paused at a rung of its sweep, after epoch {detail}"),
+        ResumedBySweep => "resumed by its sweep: it is among the best at its rung".into(),
+        EndedBySweep => {
+            "ended by its sweep: other trials are better at its rung. It keeps its checkpoint; `lockstep retry` trains it on".into()
+        }
         RetriedByUser => "retried on request".into(),
         Forked => {
             let Some(id) = facts.job.as_deref() else {

@@ -37,12 +37,29 @@ pub struct Progress {
     /// How many attempts in a row have ended before a rank of theirs had begun.
     #[serde(skip_serializing_if = "is_zero")]
     pub(super) not_begun: u32,
+    /// Of a trial of a sweep: the epoch after which it pauses, where its sweep compares it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pause_after: Option<u32>,
+    /// The rungs that it has reached, in order.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub rungs: Vec<Rung>,
     /// Of a run whose length nobody knows, the steps that the parts cover.
     span: u64,
     /// When the live attempt began.
     began: Option<Timestamp>,
     /// How long the attempts before it had their slots, in milliseconds; none before the first has ended.
     ran_ms: Option<u64>,
+}
+
+/// What a trial had reached when it paused for its sweep.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Rung {
+    /// After this epoch.
+    pub epoch: u32,
+    /// Of the newest validation; none if its numbers were not finite.
+    pub val_accuracy: Option<f64>,
+    /// Likewise.
+    pub val_loss: Option<f64>,
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes it")]

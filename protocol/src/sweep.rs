@@ -95,7 +95,7 @@ pub struct Trial {
     pub state: Option<JobState>,
     /// Number of rungs that the trial has reached.
     pub rung: u32,
-    /// The metric at the newest rung; absent before the first, and if the trial failed.
+    /// The metric at the newest rung, if it had a finite value; absent before the first.
     #[serde(default)]
     pub metric: Option<f64>,
     /// Optimizer steps done.

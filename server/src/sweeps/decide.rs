@@ -13,6 +13,7 @@ use lockstep_protocol::{
     spec::{SweepMetric, SweepSpec, read_sweep},
     sweep::SweepState,
 };
+use std::cmp::Reverse;
 
 /// What a sweep decides by, apart from its trials.
 #[derive(Debug, Clone)]
@@ -115,7 +116,7 @@ pub(crate) fn decide(rules: &Rules, trials: &[TrialState]) -> Vec<Action> {
     if live().next().is_none() && (have_started || rules.state == SweepState::Cancelled) {
         return vec![Action::Finish];
     }
-    let (promoted, mut actions) = compare(rules, trials);
+    let (mut promoted, mut actions) = compare(rules, trials);
     if rules.state != SweepState::Running {
         return actions;
     }
@@ -125,9 +126,9 @@ pub(crate) fn decide(rules: &Rules, trials: &[TrialState]) -> Vec<Action> {
     let new = (1..=rules.trials).filter(|number| trials.iter().all(|trial| trial.number != *number));
     let starts = new.map(|number| Action::Start { number, pause_after: pause_after(0) });
     // Trials that have come far use what was spent on them.
+    promoted.sort_by_key(|(_, rung)| Reverse(*rung));
     let promotions = promoted
         .into_iter()
-        .rev()
         .map(|(number, rung)| Action::Promote { number, pause_after: pause_after(rung + 1) });
     actions.extend(promotions.chain(starts).take(free));
     actions

@@ -26,7 +26,7 @@ fn trials_train_on_or_end_as_soon_as_that_is_certain() {
         (1..).zip(stages).map(|(number, (stage, values))| trial(number, *stage, values)).collect()
     };
     let with = |state| Rules { state, ..six.clone() };
-    let two_of_three = Rules { max_concurrent: 2, ..rules(3, &[2], 2) };
+    let two_of_three = rules(3, &[2], 2);
     for (name, rules, trials, expected) in [
         (
             "a sweep starts as many as it may, without a rung",
@@ -80,8 +80,8 @@ fn trials_train_on_or_end_as_soon_as_that_is_certain() {
             vec![
                 End { number: 3 },
                 End { number: 6 },
-                Promote { number: 2, pause_after: None },
                 Promote { number: 1, pause_after: None },
+                Promote { number: 2, pause_after: None },
             ],
         ),
         (

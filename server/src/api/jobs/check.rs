@@ -5,7 +5,10 @@ use crate::{
     agents::Agents,
     api::{
         datasets,
-        jobs::submission::{self, Weights},
+        jobs::{
+            submission::{self, Weights},
+            sweep_check::check_sweep,
+        },
     },
     auth::access::Caller,
     http::{
@@ -19,7 +22,7 @@ use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
     dataset::{Dataset, too_few_classes},
-    spec::{self, Device, SpecError, Validation, nearest, shortened},
+    spec::{self, Device, SpecError, Validation, nearest, shortened, split_sweep},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -52,11 +55,28 @@ pub(crate) struct Plan {
     global_batch_size: u64,
     steps_per_epoch: u64,
     total_steps: u64,
+    /// Of a job file with a section `sweep`: the number of trials. The other fields are those of the first trial, and `spec` has no setting.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trials: Option<usize>,
+    /// The section `sweep`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    sweep: Option<Value>,
     /// Warnings that matter before the job runs, in words.
     warnings: Vec<String>,
 }
 
+impl Plan {
+    /// The plan of a sweep whose first trial has this plan.
+    pub(super) fn of_sweep(self, spec: Option<JobSpec>, trials: usize, section: Value) -> Self {
+        let spec = spec.unwrap_or_else(|| self.spec.clone());
+        Self { spec, trials: Some(trials), sweep: Some(section), ..self }
+    }
+}
+
 /// Check a specification without submitting it
+///
+/// Also a job file with a section `sweep`, as `POST /sweeps` takes it.
 #[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
     params(LaunchQuery), responses((status = 200, body = Plan), (status = 422, body = Problem)))]
 pub(crate) async fn validate(
@@ -65,6 +85,11 @@ pub(crate) async fn validate(
     Query(query): Query<LaunchQuery>,
     Document(document, _): Document,
 ) -> Result<Json<Plan>> {
+    if let Some((section, job)) = split_sweep(&document) {
+        // All trials are checked when they are submitted.
+        let checked = check_sweep(&scheduler, &caller, (&section, &job), "sweep", 1, query.slots()).await?;
+        return Ok(Json(checked.plan(section, &job)?));
+    }
     Ok(Json(check_with(&scheduler, &caller, &document, true, query.slots()).await?.plan()))
 }
 
@@ -86,6 +111,8 @@ impl Checked {
             global_batch_size: spec.global_batch_size(),
             steps_per_epoch: spec.steps_per_epoch(samples),
             total_steps: spec.total_steps(samples),
+            trials: None,
+            sweep: None,
             warnings,
             spec,
         }
@@ -105,7 +132,7 @@ pub(in crate::api) async fn check(
 
 /// When there must be slots for the job's ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Slots {
+pub(in crate::api) enum Slots {
     /// On machines that are online, if any are.
     Now,
     /// A launcher is about to start agents for it.

@@ -5,10 +5,7 @@ use crate::{
     agents::Agents,
     api::{
         datasets,
-        jobs::{
-            submission::{self, Weights},
-            sweep_check::check_sweep,
-        },
+        jobs::submission::{self, Weights},
     },
     auth::access::Caller,
     http::{
@@ -22,7 +19,11 @@ use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
     dataset::{Dataset, too_few_classes},
-    spec::{self, Device, SpecError, Validation, nearest, shortened, split_sweep},
+    limits::MISTAKES,
+    spec::{
+        self, Device, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep, shortened, split_sweep,
+        trial_document,
+    },
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -64,14 +65,6 @@ pub(crate) struct Plan {
     sweep: Option<Value>,
     /// Warnings that matter before the job runs, in words.
     warnings: Vec<String>,
-}
-
-impl Plan {
-    /// The plan of a sweep whose first trial has this plan.
-    pub(super) fn of_sweep(self, spec: Option<JobSpec>, trials: usize, section: Value) -> Self {
-        let spec = spec.unwrap_or_else(|| self.spec.clone());
-        Self { spec, trials: Some(trials), sweep: Some(section), ..self }
-    }
 }
 
 /// Check a specification without submitting it
@@ -200,6 +193,68 @@ pub(super) async fn check_with(
             Ok(Checked { spec, dataset, warnings })
         }
         _ => Err(Error::Invalid(errors)),
+    }
+}
+
+/// A sweep without a mistake.
+pub(in crate::api) struct CheckedSweep {
+    pub(in crate::api) sweep: SweepSpec,
+    /// Of all trials.
+    pub(in crate::api) settings: Vec<Setting>,
+    /// Those that were checked.
+    pub(in crate::api) trials: Vec<Checked>,
+}
+
+impl CheckedSweep {
+    /// What the first trial comes to, for the job file of these parts.
+    fn plan(self, section: Value, job: &Value) -> Result<Plan> {
+        let first = self.trials.into_iter().next();
+        let first = first.ok_or_else(|| Error::Internal("a sweep without trials was checked".into()))?;
+        let plan = first.plan();
+        let spec = spec::read(job).0.unwrap_or_else(|| plan.spec.clone());
+        Ok(Plan { spec, trials: Some(self.settings.len()), sweep: Some(section), ..plan })
+    }
+}
+
+/// Checks a sweep with this id, and the first `most` of its trials as [`check`] does; of the others, their documents.
+///
+/// # Errors
+/// Every mistake, once.
+pub(in crate::api) async fn check_sweep(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    (section, job): (&Value, &Value),
+    id: &str,
+    most: usize,
+    slots: Slots,
+) -> Result<CheckedSweep> {
+    let sweep = read_sweep(section).map_err(Error::Invalid)?;
+    let settings = sweep.settings();
+    let (mut mistakes, mut trials) = (Vec::new(), Vec::new());
+    for (index, setting) in settings.iter().enumerate() {
+        let found = match trial_document(job, setting, id) {
+            Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
+            Ok(document) if index >= most => spec::read(&document).1,
+            Ok(document) => match check_with(scheduler, caller, &document, true, slots).await {
+                Ok(checked) => {
+                    let found = sweep.check(&checked.spec);
+                    trials.push(checked);
+                    found
+                }
+                Err(Error::Invalid(found)) => found,
+                Err(other) => return Err(other),
+            },
+        };
+        for mistake in found {
+            if mistakes.len() < MISTAKES && !mistakes.contains(&mistake) {
+                mistakes.push(mistake);
+            }
+        }
+    }
+    if mistakes.is_empty() {
+        Ok(CheckedSweep { sweep, settings, trials })
+    } else {
+        Err(Error::Invalid(mistakes))
     }
 }
 

@@ -25,13 +25,11 @@ pub(crate) mod queue_page;
 mod sorting;
 pub(crate) mod stream;
 pub(crate) mod submission;
-mod sweep_check;
 
-pub(super) use check::{Checked, Plan, Slots, check, no_dataset, training_samples};
+pub(super) use check::{Checked, Plan, Slots, check, check_sweep, no_dataset, training_samples};
 pub(crate) use create::submit;
 pub(super) use create::{idempotency_key, made_before, store};
 pub(crate) use list::ListQuery;
-pub(super) use sweep_check::check_sweep;
 
 use super::to_the_end;
 use crate::{

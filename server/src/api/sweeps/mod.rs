@@ -170,6 +170,7 @@ async fn submit(
     };
     store.add_sweep(&row, &specs).await?;
     sweeps.wake();
+    // Before a trial has started.
     Ok((StatusCode::CREATED, shown(&row, &[])))
 }
 

@@ -24,7 +24,7 @@ use std::{
 ///
 /// On a terminal, the command shows the job's progress until the job ends; Ctrl-C ends the display, not the job. Without a terminal, and with
 /// --detach, it prints the job's id and address. If data.dataset is a path, it stands for the dataset that is registered at that path; an
-/// unregistered path is registered. A file with a section [sweep] is a sweep: the server starts a job for each of its settings.
+/// unregistered path is registered. A file with a section `sweep` is a sweep: the server starts a job for each of its settings.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file

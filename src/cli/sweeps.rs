@@ -11,7 +11,7 @@ use lockstep_protocol::{
 };
 use serde_json::{Value, json};
 
-/// Show, pause and cancel sweeps, which `lockstep submit` starts from a file with a section [sweep]
+/// Show, pause and cancel sweeps, which `lockstep submit` starts from a file with a section `sweep`
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -56,7 +56,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 return output::json(&sweeps);
             }
             if sweeps.is_empty() {
-                return output::line("no sweeps; submit a job file with a section [sweep]");
+                return output::line("no sweeps; submit a job file with a section `sweep`");
             }
             let rows: Vec<_> = sweeps.iter().map(row).collect();
             output::table_of_names(

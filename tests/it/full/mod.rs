@@ -13,4 +13,5 @@ mod launch_gangs;
 mod launch_hosts;
 mod launchers;
 mod lost_hosts;
+mod sweep;
 mod throughput;

@@ -35,7 +35,7 @@ CRATES = {
 # The modules of a crate, from those that all others may use to the one that may use all others.
 ORDER = {
     "server": (
-        "util config lifecycle store events webhooks auth agents checkpoints datasets metrics scheduler ingest http app api boot"
+        "util config lifecycle store events webhooks auth agents checkpoints datasets metrics scheduler sweeps ingest http app api boot"
     ).split(),
 }
 

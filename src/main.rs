@@ -51,6 +51,7 @@ enum Command {
     #[command(hide = true)]
     Inspect(cli::inspect::Args),
     Dataset(cli::dataset::Args),
+    Sweep(cli::sweeps::Args),
     Model(cli::model::Args),
     Weights(cli::weights::Args),
     Machine(cli::machine::Args),
@@ -114,6 +115,7 @@ fn main() -> ExitCode {
         Command::Predict(args) => cli::predict::run(args),
         Command::Inspect(args) => cli::inspect::run(args),
         Command::Dataset(args) => cli::dataset::run(args),
+        Command::Sweep(args) => cli::sweeps::run(args),
         Command::Model(args) => cli::model::run(args),
         Command::Weights(args) => cli::weights::run(&args),
         Command::Machine(args) => cli::machine::run(args),

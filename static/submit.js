@@ -4,6 +4,7 @@
 import { offerBundled } from "./bundled.js";
 import { ask, byId, copyFrom, press, Problem, sentence, text } from "./page.js";
 import { count, plural } from "./numbers.js";
+import { section, showSection, tomlSection } from "./submit/sweep.js";
 
 const readsOnly = document.body.dataset.readsOnly !== undefined;
 
@@ -79,16 +80,17 @@ function specification({ defaults }) {
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
     if (table) (spec[table] ??= {})[key] = typed(field); else spec[key] = typed(field);
   }
-  return spec;
+  const sweep = section();
+  return sweep ? { ...spec, sweep } : spec;
 }
 
-function toml(spec) {
-  const isTable = (v) => typeof v === "object" && !Array.isArray(v);
+function toml({ sweep, ...spec }) {
+  const isTable = (v) => typeof v === "object" && v !== null && !Array.isArray(v);
   const inTable = (v) => Object.entries(v).map(([k, w]) => `${JSON.stringify(k)} = ${literal(w)}`).join(", ");
   const literal = (v) => (Array.isArray(v) ? `[${v.map(literal).join(", ")}]` : isTable(v) ? `{ ${inTable(v)} }` : typeof v === "string" ? JSON.stringify(v) : String(v));
   const lines = (entries) => entries.map(([k, v]) => `${k} = ${literal(v)}`).join("\n");
   const [values, tables] = [false, true].map((wanted) => Object.entries(spec).filter(([, v]) => isTable(v) === wanted));
-  return [lines(values), ...tables.map(([name, table]) => `[${name}]\n${lines(Object.entries(table))}`)].filter(Boolean).join("\n\n") + "\n";
+  return [lines(values), ...tables.map(([name, table]) => `[${name}]\n${lines(Object.entries(table))}`), sweep && tomlSection(sweep, literal)].filter(Boolean).join("\n\n") + "\n";
 }
 
 function showSpec() {
@@ -126,6 +128,7 @@ async function readText() {
     }
     text(byId("spec-error"), "");
     fillForm(content.spec);
+    showSection(content.sweep);
     showMistakes([]);
     showPlan(content);
   } catch { /* said when the job is sent */ }
@@ -187,6 +190,7 @@ function showMistakes(errors) {
     field.closest("details")?.setAttribute("open", "");
     if (box.hidden) findSettings("");
   }
+  text(byId("sweep-error"), errors.filter((e) => e.pointer.startsWith("/sweep")).map((e) => e.detail).join("; "));
   const box = byId("mistakes"), any = sent && errors.length > 0;
   box.hidden = !any;
   if (any) {
@@ -201,6 +205,7 @@ const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : 
 function showPlan(answer) {
   const { samples, steps_per_epoch, total_steps, global_batch_size, estimate } = answer ?? {};
   const parts = [];
+  if (answer?.trials) parts.push(plural(answer.trials, "trial"));
   if (samples) parts.push(plural(samples, "picture"));
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${plural(steps_per_epoch, "step")} an epoch`);
@@ -301,8 +306,9 @@ form.addEventListener("submit", async (event) => {
   try {
     // A repeated press sends the same key, so that a lost answer does not make two jobs.
     form.dataset.key ??= crypto.randomUUID?.() ?? String(Math.random());
-    const job = await ask("/api/v1/jobs", { method: "POST", body: specification({ defaults: true }), headers: { "idempotency-key": form.dataset.key } });
-    location.href = `/jobs/${job.id}`;
+    const body = specification({ defaults: true }), kind = body.sweep ? "sweeps" : "jobs";
+    const made = await ask(`/api/v1/${kind}`, { method: "POST", body, headers: { "idempotency-key": form.dataset.key } });
+    location.href = `/${kind}/${made.id}`;
   } catch (error) {
     delete form.dataset.key;
     button.disabled = false;
@@ -318,6 +324,7 @@ const notations = [...document.querySelectorAll("[data-notation]")];
 for (const button of notations) button.addEventListener("click", () => { notation = button.dataset.notation; press(notations, button); showSpec(); });
 byId("copy-spec").addEventListener("click", (event) => copyFrom(event.currentTarget, byId("spec-text").value));
 
+byId("sweep-settings").hidden = false;
 byId("spec-side").hidden = false;
 byId("spec-side").parentElement.classList.add("with-spec");
 showSpec();

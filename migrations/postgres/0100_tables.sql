@@ -39,6 +39,8 @@ CREATE TABLE jobs (
     owner TEXT,
     private BIGINT NOT NULL DEFAULT 0,
     external TEXT,
+    sweep TEXT COLLATE "C",
+    trial BIGINT,
     deleted_at BIGINT
 );
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
@@ -50,6 +52,7 @@ CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
 CREATE INDEX jobs_project ON jobs (project, created_at DESC, id DESC);
 -- Forks of a job.
 CREATE INDEX jobs_forks ON jobs (parent_job) WHERE parent_job IS NOT NULL;
+CREATE UNIQUE INDEX jobs_trials ON jobs (sweep, trial) WHERE sweep IS NOT NULL;
 CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
 
 CREATE TABLE attempts (
@@ -323,3 +326,20 @@ CREATE TABLE model_aliases (
     version BIGINT NOT NULL,
     PRIMARY KEY (model, alias)
 );
+
+CREATE TABLE sweeps (
+    id TEXT COLLATE "C" PRIMARY KEY,
+    name TEXT NOT NULL,
+    project TEXT COLLATE "C" NOT NULL,
+    state TEXT NOT NULL,
+    spec TEXT NOT NULL,
+    reason TEXT,
+    settings TEXT NOT NULL,
+    rungs TEXT NOT NULL,
+    specs TEXT NOT NULL,
+    owner TEXT,
+    private BIGINT NOT NULL DEFAULT 0,
+    created_at BIGINT NOT NULL,
+    finished_at BIGINT
+);
+CREATE INDEX sweeps_unfinished ON sweeps (created_at) WHERE finished_at IS NULL;

@@ -53,6 +53,9 @@ CREATE TABLE jobs (
     private INTEGER NOT NULL DEFAULT 0,
     -- What only a run from elsewhere has (JSON; see `External` in protocol/src/job.rs).
     external TEXT,
+    -- Of a trial: the sweep that started it, and its number from 1. No reference: a backup restores tables by name.
+    sweep TEXT,
+    trial INTEGER,
     -- A deleted job is not found any more from one moment to the next; its rows are removed bit by bit after that.
     deleted_at INTEGER
 ) STRICT;
@@ -66,6 +69,8 @@ CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
 CREATE INDEX jobs_project ON jobs (project, created_at DESC, id DESC);
 -- Forks of a job.
 CREATE INDEX jobs_forks ON jobs (parent_job) WHERE parent_job IS NOT NULL;
+-- Trials of a sweep, each once.
+CREATE UNIQUE INDEX jobs_trials ON jobs (sweep, trial) WHERE sweep IS NOT NULL;
 CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
 
 CREATE TABLE attempts (
@@ -402,3 +407,28 @@ CREATE TABLE model_aliases (
     version INTEGER NOT NULL,
     PRIMARY KEY (model, alias)
 ) STRICT, WITHOUT ROWID;
+
+-- Sweeps: jobs that are submitted with several settings. Each trial is a job, which says what became of it.
+CREATE TABLE sweeps (
+    id TEXT PRIMARY KEY,
+    name TEXT NOT NULL,
+    project TEXT NOT NULL,
+    -- `running`, `paused`, `finished` or `cancelled`.
+    state TEXT NOT NULL,
+    -- The job file (JSON).
+    spec TEXT NOT NULL,
+    -- Why the server has paused it, in words.
+    reason TEXT,
+    -- [{"train.lr": 0.1, ...}, ...]: of each trial, in the order in which they start.
+    settings TEXT NOT NULL,
+    -- [1, 3, 9]: epochs after which trials are compared; the last is the end of training.
+    rungs TEXT NOT NULL,
+    -- The specifications of the trials, checked (JSON).
+    specs TEXT NOT NULL,
+    owner TEXT,
+    private INTEGER NOT NULL DEFAULT 0,
+    created_at INTEGER NOT NULL,
+    -- When the last trial was over; NULL before that.
+    finished_at INTEGER
+) STRICT;
+CREATE INDEX sweeps_unfinished ON sweeps (created_at) WHERE finished_at IS NULL;

@@ -222,6 +222,9 @@ pub struct StartAttempt {
     pub job_dir: Option<String>,
     /// Checkpoint to continue from: the name of its folder, `<epoch>-<step>`.
     pub resume: Option<String>,
+    /// The ranks stop by themselves at the end of this epoch (from 1), with a checkpoint, as if they were asked to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pause_after: Option<u32>,
     /// Address by which ranks of other machines reach these ranks; absent if all ranks meet at loopback.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<RankNetwork>,

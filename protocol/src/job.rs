@@ -199,6 +199,9 @@ pub struct Job {
     /// `GET /jobs/{id}` and in the `hello` of the job's stream.
     #[serde(default)]
     pub parent: Option<Parent>,
+    /// The sweep that started the job.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trial: Option<TrialOf>,
     /// The person who submitted the job, or the name of the token that did; absent if the server has no sign-in.
     #[serde(default)]
     pub owner: Option<String>,
@@ -384,6 +387,15 @@ pub struct Parent {
     pub job: String,
     /// The checkpoint's id.
     pub checkpoint: String,
+}
+
+/// A job's place in a sweep.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct TrialOf {
+    /// The sweep's id.
+    pub sweep: String,
+    /// The trial's number, from 1.
+    pub number: u32,
 }
 
 /// A value and where in the run it was measured.

@@ -31,6 +31,7 @@ pub mod schedule;
 pub mod spec;
 pub mod stream;
 pub mod suggestion;
+pub mod sweep;
 pub mod throughput;
 pub mod unseen;
 pub mod wire;

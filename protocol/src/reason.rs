@@ -119,6 +119,12 @@ pub enum ReasonKind {
     Preempted { job: Option<Text>, priority: i32, detail: Option<Text> },
     /// Resumed on request.
     ResumedByUser,
+    /// Paused at a rung of its sweep, which compares trials after this epoch.
+    PausedBySweep { epoch: u32 },
+    /// Resumed by its sweep: the trial is among the best at its rung.
+    ResumedBySweep,
+    /// Ended by its sweep: other trials are better at the rung.
+    EndedBySweep,
     /// Retried on request.
     RetriedByUser,
     /// A fork of another job, with its name as `detail`. A private job is not named.
@@ -313,6 +319,12 @@ impl fmt::Display for ReasonKind {
                 write!(f, "preempted by {}{}", other_job(job, *priority), in_parentheses(detail))
             }
             ResumedByUser => f.write_str("resumed on request"),
+            PausedBySweep { epoch } => write!(f, "paused at a rung of its sweep, after epoch {epoch}"),
+            ResumedBySweep => f.write_str("resumed by its sweep: it is among the best at its rung"),
+            EndedBySweep => f.write_str(
+                "ended by its sweep: other trials are better at its rung. It keeps its checkpoint; `lockstep retry` \
+                 trains it on",
+            ),
             RetriedByUser => f.write_str("retried on request"),
             Forked { step, job: None, .. } => write!(f, "forked from a private job at step {step}"),
             Forked { step, job: Some(id), detail: None, .. } => {

@@ -19,6 +19,7 @@ mod recipe;
 mod reference;
 mod shard;
 mod stop;
+mod sweep;
 mod train;
 
 pub use check::{from_json, from_toml, read, read_leniently};
@@ -32,9 +33,12 @@ pub use mistake::{SpecError, shortened};
 pub use model::{Arch, ModelSpec, Stem};
 pub use nearest::nearest;
 pub use recipe::Recipe;
-pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, reference};
+pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, reference, sweep_reference};
 pub use shard::{MOST_SHARDS, ShardSpec, Split};
 pub use stop::StopSpec;
+pub use sweep::{
+    MOST_TRIALS, Setting, SweepMethod, SweepMetric, SweepSpec, read_sweep, split_sweep, trial_document,
+};
 pub use train::{LossScale, OptimizerKind, Precision, ScheduleKind, TrainSpec};
 
 use crate::labels;

@@ -13,6 +13,7 @@ use crate::{
     metrics::Metrics,
     scheduler::Scheduler,
     store::{Store, purge::DeletedJobs},
+    sweeps::Sweeps,
     util::tasks::Tasks,
     webhooks::Webhooks,
 };
@@ -34,6 +35,7 @@ pub(crate) struct App {
     pub(crate) datasets: Arc<Datasets>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) scheduler: Arc<Scheduler>,
+    pub(crate) sweeps: Arc<Sweeps>,
     pub(crate) runs: Arc<Runs>,
     pub(crate) deleted_jobs: Arc<DeletedJobs>,
     pub(crate) ingress: Arc<Ingress>,

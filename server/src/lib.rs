@@ -1,7 +1,7 @@
 //! The server: REST and websockets, dispatch of jobs to agents, ingest of what ranks report, and the store.
 //!
 //! Each folder uses only folders above it in this order: `util`, `config`, `lifecycle`, `store`, `events`, `webhooks`, `auth`, `agents`,
-//! `checkpoints`, `datasets`, `metrics`, `scheduler`, `ingest`, `http`, `api`, `boot`. A folder is a subsystem that gets what it needs when it is made;
+//! `checkpoints`, `datasets`, `metrics`, `scheduler`, `sweeps`, `ingest`, `http`, `api`, `boot`. A folder is a subsystem that gets what it needs when it is made;
 //! `app.rs` has all of them, for `boot` and for the router.
 
 mod agents;
@@ -19,6 +19,7 @@ pub mod lifecycle;
 mod metrics;
 mod scheduler;
 pub mod store;
+mod sweeps;
 mod util;
 mod webhooks;
 

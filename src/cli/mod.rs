@@ -55,6 +55,7 @@ pub(crate) mod show;
 mod size;
 pub(crate) mod submit;
 mod sweep;
+pub(crate) mod sweeps;
 pub(crate) mod token;
 pub(crate) mod train;
 pub(crate) mod user;

@@ -5,12 +5,14 @@ use super::{
     block_on,
     job_file::{check, document, mistaken, name_dataset},
     output,
-    sweep::{self, Sweep},
+    sweep::{self, Sweep as SweptValues},
     watch, wrong,
 };
 use lockstep_protocol::{
     Job,
+    numbers::plural,
     spec::{SpecError, from_json, set_key},
+    sweep::Sweep,
 };
 use serde_json::Value;
 use std::{
@@ -22,7 +24,7 @@ use std::{
 ///
 /// On a terminal, the command shows the job's progress until the job ends; Ctrl-C ends the display, not the job. Without a terminal, and with
 /// --detach, it prints the job's id and address. If data.dataset is a path, it stands for the dataset that is registered at that path; an
-/// unregistered path is registered.
+/// unregistered path is registered. A file with a section `sweep` is a sweep: the server starts a job for each of its settings.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file
@@ -66,6 +68,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if !args.sweeps.is_empty() || args.folds.is_some() {
         return run_sweep(&args, document);
     }
+    if let Some((_, own)) = sweep::mistakes(&document) {
+        return submit_sweep(&args, document, &own);
+    }
     let own = from_json(&document).err().unwrap_or_default();
     let api = match args.server.api() {
         Ok(api) => api,
@@ -98,6 +103,29 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
+/// Submits a file with a section `sweep`, which has these mistakes.
+fn submit_sweep(args: &Args, mut document: Value, own: &[SpecError]) -> anyhow::Result<()> {
+    if args.watch {
+        return Err(wrong(
+            "--watch shows one job, and the file is a sweep: its page and `lockstep sweep show` show the trials",
+        ));
+    }
+    if !own.is_empty() {
+        let lines: Vec<_> = own.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
+        return Err(wrong(mistaken(&args.job, &lines)));
+    }
+    let api = args.server.api()?;
+    let sweep: Sweep = block_on(async {
+        name_dataset(&api, &mut document, true).await?;
+        api.post_once("/sweeps", &document).await
+    })?;
+    if args.server.json {
+        return output::json(&sweep);
+    }
+    let trials = plural(sweep.trials.len() as u64, "trial");
+    output::line(format_args!("{}  {}/sweeps/{}  {trials} of {}", sweep.id, api.base(), sweep.id, sweep.name))
+}
+
 /// Submits a job for each combination of the sweep's values. Folds are a sweep over `data.fold`.
 fn run_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
     let mut sweeps = args.sweeps.clone();
@@ -106,7 +134,7 @@ fn run_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
         let all: Vec<_> = (1..=folds).map(|fold| fold.to_string()).collect();
         sweeps.push(format!("data.fold={}", all.join(",")));
     }
-    let sweep = Sweep::parse(&sweeps)?;
+    let sweep = SweptValues::parse(&sweeps)?;
     let api = args.server.api()?;
     block_on(async {
         let tag = sweep::new_tag();

@@ -1,4 +1,4 @@
-//! Sweeps: a job file for each combination of the values of some keys.
+//! Sweeps: a job file for each combination of the values of some keys (`--sweep`), and files with a section `sweep`.
 
 use super::{
     WrongRequest,
@@ -8,10 +8,42 @@ use super::{
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job, JobSpec,
-    spec::{from_json, set_key, shortened, toml_document},
+    spec::{
+        SpecError, from_json, read_sweep, set_key, shortened, split_sweep, toml_document, trial_document,
+    },
 };
 use serde_json::{Value, json};
 use std::{collections::BTreeSet, path::Path};
+
+/// Of a job file with a section `sweep`: the number of trials, and every mistake that needs no server, once. `None` for another file.
+pub(crate) fn mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
+    let (section, job) = split_sweep(document)?;
+    let sweep = match read_sweep(&section) {
+        Ok(sweep) => sweep,
+        Err(mistakes) => return Some((0, mistakes)),
+    };
+    let settings = sweep.settings();
+    let mut mistakes: Vec<SpecError> = Vec::new();
+    for setting in &settings {
+        let found = match trial_document(&job, setting, "sweep") {
+            Ok(trial) => job_file::read(&trial).map_or_else(|found| found, |spec| sweep.check(&spec)),
+            Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
+        };
+        for mistake in found {
+            if !mistakes.contains(&mistake) {
+                mistakes.push(mistake);
+            }
+        }
+    }
+    Some((settings.len(), mistakes))
+}
+
+/// The job of the first trial of a file with a section `sweep` without a mistake.
+pub(crate) fn first_trial(document: &Value) -> Option<Value> {
+    let (section, job) = split_sweep(document)?;
+    let setting = read_sweep(&section).ok()?.settings().into_iter().next()?;
+    trial_document(&job, &setting, "sweep").ok()
+}
 
 /// The largest number of jobs in a sweep. In a launched sweep each agent has a token, and a server keeps a thousand tokens.
 const MOST_JOBS: usize = 500;

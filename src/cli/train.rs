@@ -114,6 +114,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         secret: format!("{}{}", uuid::Uuid::new_v4().simple(), uuid::Uuid::new_v4().simple()),
         job_dir: Some(out.to_string_lossy().into_owned()),
         resume,
+        pause_after: None,
         network: None,
         files: Default::default(),
         spec,

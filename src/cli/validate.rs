@@ -1,6 +1,10 @@
 //! `lockstep validate`: checks a specification as a submission would, without creating a job.
 
-use super::{access::AccessArgs, api::Api, block_on, job_file, output, wrong};
+use super::{
+    access::AccessArgs,
+    api::{Api, mistake},
+    block_on, job_file, output, sweep, wrong,
+};
 use lockstep_protocol::JobSpec;
 use lockstep_protocol::numbers::plural;
 use lockstep_worker::checkpoint;
@@ -51,9 +55,21 @@ struct Plan {
 /// Exit status 2 with every mistake on a line of its own; 1 when the server given by --server does not answer.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::document(&args.job, &args.sets)?;
+    let swept = sweep::mistakes(&document);
     let server = args.access.server(args.server.as_deref());
     let api = Api::at(&server, args.ca_file.as_deref(), args.access.token(&server)?)?;
-    let own = job_file::check(&args.job, &document);
+    let trials = swept.as_ref().map(|(trials, _)| *trials);
+    let own = match swept {
+        None => job_file::check(&args.job, &document),
+        Some((_, mistakes)) if mistakes.is_empty() => {
+            // The job of the first trial, whose files are checked.
+            job_file::check(&args.job, &sweep::first_trial(&document).unwrap_or_default())
+        }
+        Some((_, mistakes)) => {
+            let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
+            Err(wrong(job_file::mistaken(&args.job, &lines)))
+        }
+    };
     let is_path = |document: &Value| {
         let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
         dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))
@@ -93,8 +109,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return output::json(&answer);
     }
     output::line(format_args!(
-        "{} has no mistake: {}, {} a step, {} an epoch, {}",
+        "{} has no mistake: {}{}, {} a step, {} an epoch, {}",
         args.job.display(),
+        trials.map(|trials| format!("{}, ", plural(trials as u64, "trial"))).unwrap_or_default(),
         plural(plan.samples, "training picture"),
         plan.global_batch_size,
         plural(plan.steps_per_epoch, "step"),

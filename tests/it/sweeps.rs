@@ -1,10 +1,10 @@
-//! Sweeps of values that are paths, over a network that loses answers.
+//! Sweeps: those of a server, which compares trials at rungs, and those of the command line over a network that loses answers.
 
 use crate::{
     pictures,
-    server::{Agents, Finished, Server, lockstep, turn},
+    server::{Agents, Finished, Server, lockstep, number, turn},
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::{
     collections::BTreeSet,
     io::{self, Read as _, Write as _},
@@ -14,6 +14,7 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
     thread,
+    time::Duration,
 };
 
 /// What a request that submits a job begins with.
@@ -140,5 +141,116 @@ async fn swept_paths_are_registered_and_a_lost_answer_makes_no_second_job() {
     let groups = server.cli(&["list", "--tag", tag, "--group-by", "tag"]);
     let has_spread = |line: &str| line.starts_with(tag) && line.contains('±');
     assert!(groups.ok().lines().any(has_spread), "{}", groups.stdout);
+    server.stop().await;
+}
+
+/// A sweep file: a small network for `epochs` of four steps, with this section.
+fn sweep_file(epochs: u32, section: &str) -> String {
+    format!(
+        "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
+         epochs = {epochs}\nbatch_size = 16\n[parallel]\nranks = 1\ndevice = \"cpu\"\n[sweep]\n\
+         metric = {{ name = \"val_loss\" }}\n{section}"
+    )
+}
+
+/// Submits a file with `lockstep submit`; the sweep's id.
+pub(crate) fn submit_sweep(server: &Server, toml: &str) -> String {
+    server.folder().write("sweep.toml", toml);
+    let made = server.cli(&["submit", "sweep.toml", "--json"]).json();
+    made["id"].as_str().expect("an id").to_owned()
+}
+
+/// A sweep once it is over.
+pub(crate) async fn sweep_over(server: &Server, id: &str) -> Value {
+    let path = format!("/sweeps/{id}");
+    let is_over = async |server: &Server| !server.get(&path).await["finished_at"].is_null();
+    server.until_within(Duration::from_secs(600), "the sweep is over", is_over).await;
+    server.get(&path).await
+}
+
+fn trials(sweep: &Value) -> &Vec<Value> {
+    sweep["trials"].as_array().expect("trials")
+}
+
+#[tokio::test]
+async fn a_sweep_ends_the_same_when_its_server_is_killed_in_the_middle() {
+    let _turn = turn().await;
+    let mut server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 64)).await;
+    let section = "method = \"asha\"\n[sweep.parameters]\n\
+        train.lr = { values = [0.000001, 0.001, 0.05] }\ntrain.momentum = { values = [0.0, 0.9] }\n";
+    let mut ends = Vec::new();
+    for is_killed in [false, true] {
+        let id = submit_sweep(&server, &sweep_file(3, section));
+        if is_killed {
+            let path = format!("/sweeps/{id}");
+            let has_compared = async |server: &Server| {
+                trials(&server.get(&path).await).iter().any(|trial| number(&trial["rung"]) > 0)
+            };
+            server.until("a trial is at its rung", has_compared).await;
+            server.kill_serve();
+            server.serve_again().await;
+        }
+        let sweep = sweep_over(&server, &id).await;
+        assert_eq!(sweep["state"], "finished", "{sweep:#}");
+        assert_eq!(sweep["rungs"], json!([1, 3]));
+        let of = |trial: &Value| {
+            let known =
+                ["number", "setting", "state", "rung", "metric", "step"].map(|key| trial[key].clone());
+            Value::from(known.to_vec())
+        };
+        ends.push(trials(&sweep).iter().map(of).collect::<Vec<_>>());
+        // Four of six trained one epoch of three, and none began again.
+        assert_eq!(number(&sweep["steps"]), 4 * 4 + 2 * 12, "{sweep:#}");
+        let finished: Vec<_> = trials(&sweep).iter().filter(|trial| trial["state"] == "succeeded").collect();
+        assert_eq!(finished.len(), 2, "{sweep:#}");
+        if is_killed {
+            continue;
+        }
+        // A trial that paused has the weights of a job that did not.
+        let job = server.job(finished[0]["job"].as_str().expect("an id")).await;
+        assert_eq!((number(&job["attempt"]), &job["trial"]["sweep"]), (2, &json!(id)));
+        let mut alone = job["spec"].clone();
+        alone["name"] = json!("alone");
+        let alone = server.submit(&alone).await;
+        server.succeeded(&alone).await;
+        assert!(
+            server.last_model(&alone).await == server.last_model(job["id"].as_str().expect("an id")).await,
+            "bit for bit"
+        );
+        assert!(server.cli(&["sweep", "show", &id]).ok().contains("6 of 6 trials over"));
+    }
+    assert_eq!(ends[0], ends[1]);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_sweep_pauses_and_is_cancelled_with_its_trials() {
+    let _turn = turn().await;
+    let server = Server::start_with(Agents::None).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 64)).await;
+    let section =
+        "method = \"grid\"\nmax_concurrent = 2\n[sweep.parameters]\ntrain.seed = { values = [1, 2, 3] }\n";
+    let id = submit_sweep(&server, &sweep_file(1, section));
+    let path = format!("/sweeps/{id}");
+    let started = async |server: &Server| {
+        let jobs = server.get(&format!("/jobs?tag={id}")).await;
+        jobs["jobs"].as_array().expect("jobs").len()
+    };
+    server.until("two trials wait", async |server: &Server| started(server).await == 2).await;
+    assert!(server.cli(&["sweep", "pause", &id]).ok().contains("is paused: 0 of 3"));
+    server.cli(&["sweep", "pause", &id]).wrong(&["the sweep is paused"]);
+    let first = trials(&server.get(&path).await)[0]["job"].as_str().expect("an id").to_owned();
+    server.cli(&["cancel", &first]).ok();
+    server.cli(&["delete", &first, "--yes"]).wrong(&["the job is trial 1 of sweep-"]);
+    server.cli(&["sweep", "cancel", &id]).ok();
+    let sweep = sweep_over(&server, &id).await;
+    assert_eq!((&sweep["state"], &sweep["ended"]), (&json!("cancelled"), &json!(2)), "{sweep:#}");
+    assert!(trials(&sweep)[2]["job"].is_null());
+    server.cli(&["delete", &first, "--yes"]).ok();
+    server.folder().write("wrong.toml", sweep_file(1, "method = \"asha\"\nrun_cap = 2\n"));
+    server
+        .cli(&["submit", "wrong.toml"])
+        .wrong(&["sweep.run_cap: no key is called", "sweep.parameters: must name 1 to 16"]);
     server.stop().await;
 }

@@ -69,6 +69,7 @@ fn sample(
         finished_at: state.is_final().then_some(started + SignedDuration::from_secs(194)),
         ran_secs: state.is_final().then_some(187.0),
         best: (share > 0.2).then_some(Measured { value: 0.889, loss: None, step: 2340, epoch: 6 }),
+        trial: None,
         diagnosis: None,
         last: LastValues {
             loss: (share > 0.0).then_some(0.4127),

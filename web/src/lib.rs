@@ -9,6 +9,7 @@
 //! | `GET /compare` | [`compare::ComparePage`] | |
 //! | `GET /datasets`, `POST /datasets` | [`datasets::DatasetsPage`] | |
 //! | `GET /models`, `GET /models/{name}` | [`models::ModelsPage`], [`models::ModelPage`] | |
+//! | `GET /sweeps`, `GET /sweeps/{id}` | [`sweeps::SweepsPage`], [`sweeps::SweepPage`] | itself read again |
 //! | `GET /machines` | [`machines::MachinesPage`] | `/api/v1/agents` |
 //! | `GET /queue` | [`queue::QueuePage`] | `/api/v1/stream`, and itself read again |
 //! | `GET /docs`, `GET /docs/{path}` | [`docs::DocsPage`] | |
@@ -36,4 +37,5 @@ pub mod numbers;
 pub mod people;
 pub mod queue;
 pub mod submit;
+pub mod sweeps;
 pub mod webhooks;

@@ -230,6 +230,7 @@ fn attempt(
         changes: if config.lease.is_some() { ChangeDetection::Folders } else { ChangeDetection::Files },
         checkpoints: &checkpoints,
         resume: resume.as_deref(),
+        pause_after: start.pause_after,
         device,
         local_ranks: config.local_ranks,
         threads: config.threads as usize,

@@ -70,6 +70,8 @@ pub struct Training<'a> {
     pub checkpoints: &'a Path,
     /// The checkpoint from which to continue. Only rank 0 reads it.
     pub resume: Option<&'a Path>,
+    /// The epoch (from 1) at whose end the ranks stop by themselves, with a checkpoint.
+    pub pause_after: Option<u32>,
     /// The device of this rank.
     pub device: DeviceChoice,
     /// Number of ranks that share this machine's memory.
@@ -116,7 +118,7 @@ impl Training<'_> {
 pub enum Outcome {
     /// All steps are done, or the run was stopped early.
     Finished { step: u64 },
-    /// The ranks were asked to stop. They stopped after this step, with a checkpoint of it.
+    /// The ranks were asked to stop, or pause after an epoch. They stopped after this step, with a checkpoint of it.
     Stopped { step: u64 },
 }
 
@@ -294,6 +296,10 @@ impl Run<'_> {
             if let Some(why) = self.stops_early() {
                 return self.stopped_early(why);
             }
+            // Also after a restart from the checkpoint of that epoch.
+            if self.is_at_pause() {
+                return self.paused();
+            }
             let epoch = self.step / self.plan.steps_per_epoch;
             let end = total.min((epoch + 1) * self.plan.steps_per_epoch);
             self.set_training_size(epoch as u32)?;
@@ -328,6 +334,12 @@ impl Run<'_> {
             }
         }
         self.finished()
+    }
+
+    /// Whether the epoch after which the run pauses is done.
+    fn is_at_pause(&self) -> bool {
+        let pause = self.training.pause_after.map(|epoch| u64::from(epoch) * self.plan.steps_per_epoch);
+        pause.is_some_and(|step| self.step >= step)
     }
 
     /// Sets the engine's picture size to the size of an epoch (from 0).

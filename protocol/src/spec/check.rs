@@ -144,7 +144,7 @@ fn check_texts(document: &Value, errors: &mut Vec<SpecError>) {
     }
 }
 
-fn check_section(
+pub(super) fn check_section(
     table: &mut Map<String, Value>,
     section: &Section,
     prefix: &str,
@@ -186,7 +186,9 @@ fn check_section(
 
 fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
     let mut detail = format!("no key is called {:?} here", shortened(key));
-    if let Some(near) = nearest(key, names.iter().copied()) {
+    if key == "sweep" && section.is_empty() {
+        detail = "this file is a sweep of several jobs, and here is only one: `lockstep submit` and POST /api/v1/sweeps take it".into();
+    } else if let Some(near) = nearest(key, names.iter().copied()) {
         let _ = write!(detail, "; did you mean {near:?}?");
     } else if let Some(owner) =
         KEYS.iter().find(|s| s.name != section && s.keys.iter().any(|(k, _)| *k == key))

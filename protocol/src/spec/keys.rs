@@ -88,6 +88,9 @@ pub(super) const MAX_LOSS_SCALE: f64 = 1e9;
 /// The largest length of a list of epochs.
 pub(super) const EPOCHS_LISTED: usize = 1000;
 
+/// The largest number of trials of a sweep.
+pub(super) const MOST_TRIALS: i64 = 500;
+
 const fn whole(min: i64, max: i64) -> Kind {
     Kind::Whole { min, max }
 }
@@ -241,6 +244,20 @@ pub const KEYS: &[Section] = &[
         keys: &[("every_steps", whole(0, MAX_STEPS)), ("histograms", whole(0, MAX_STEPS))],
     },
 ];
+
+/// The section `sweep`, without the keys that are tables. Not among [`KEYS`]: a job has no such key.
+pub(super) const SWEEP: Section = Section {
+    name: "sweep",
+    keys: &[
+        ("method", Kind::Word(&["grid", "random", "asha"])),
+        ("seed", Kind::Seed),
+        ("max_trials", whole(1, MOST_TRIALS)),
+        ("max_concurrent", whole(1, MOST_TRIALS)),
+        ("reduction", whole(2, 16)),
+        ("min_epochs", whole(1, 100_000)),
+        ("rungs", whole(2, 10)),
+    ],
+};
 
 /// Hint for "sgd": [`nearest`] does not find the name that SGD has here.
 const SGD: &str = "; \"momentum\" is SGD with momentum, and plain SGD with train.momentum = 0";

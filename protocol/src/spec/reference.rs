@@ -5,9 +5,10 @@ use super::{
     CheckpointSpec, DataSpec, EvaluateSpec, JobSpec, KEYS, Kind, LogSpec, LossSpec, MAX_SIZES, ModelSpec,
     ParallelSpec, Recipe, RecoverySpec, StopSpec, TrainSpec,
     image_size::SIDES,
-    keys::{EPOCHS_LISTED, JITTER, MAX_LOSS_SCALE, grouped},
+    keys::{EPOCHS_LISTED, JITTER, MAX_LOSS_SCALE, SWEEP, grouped},
     loss::{MOST_WEIGHTS, WEIGHTS},
     shard::MOST_SHARDS,
+    sweep::{MIN_EPOCHS, REDUCTION, RUNGS, SweepSpec},
 };
 use crate::limits::{NOTES_BYTES, PROJECT_CHARS, TAG_CHARS, TAGS};
 use serde_json::Value;
@@ -60,6 +61,25 @@ pub fn reference() -> Vec<SectionReference> {
         SectionReference { name: section.name, meaning: description(&schema), keys: keys.collect() }
     };
     KEYS.iter().map(of_section).collect()
+}
+
+/// The section `sweep`, which a job file may have and a job has not.
+pub fn sweep_reference() -> SectionReference {
+    let schema = serde_json::to_value(SweepSpec::schema()).unwrap_or_default();
+    let key = |name: &'static str, values: String| {
+        let default = match name {
+            "seed" => Some("0".to_owned()),
+            "reduction" => Some(REDUCTION.to_string()),
+            "min_epochs" => Some(MIN_EPOCHS.to_string()),
+            "rungs" => Some(RUNGS.to_string()),
+            _ => None,
+        };
+        KeyReference { name, values, default, meaning: description(&schema["properties"][name]) }
+    };
+    let mut keys: Vec<_> = SWEEP.keys.iter().map(|(name, kind)| key(name, kind.in_words())).collect();
+    keys.push(key("metric", "table".into()));
+    keys.push(key("parameters", "1 to 16 tables".into()));
+    SectionReference { name: SWEEP.name, meaning: description(&schema), keys }
 }
 
 /// Every recipe.
@@ -210,7 +230,7 @@ mod tests {
 
     #[test]
     fn every_key_says_what_it_means() {
-        for section in reference() {
+        for section in reference().into_iter().chain([sweep_reference()]) {
             assert!(section.meaning.ends_with('.'), "[{}]: {:?}", section.name, section.meaning);
             for key in section.keys {
                 let meaning = key.meaning;

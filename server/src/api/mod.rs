@@ -16,6 +16,7 @@ mod people;
 pub(crate) mod router;
 mod runs;
 mod server_url;
+mod sweeps;
 mod webhooks;
 
 use crate::http::error::{Error, Result};

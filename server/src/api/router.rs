@@ -1,7 +1,9 @@
 //! Every URL of the server, one table. What stands under `/api/v1` is taken from the handlers' own
 //! descriptions, so `openapi.json` cannot forget one.
 
-use super::{agents, assets, checkpoints, datasets, docs, health, jobs, models, people, runs, webhooks};
+use super::{
+    agents, assets, checkpoints, datasets, docs, health, jobs, models, people, runs, sweeps, webhooks,
+};
 use crate::{
     app::App,
     checkpoints::uploads,
@@ -84,6 +86,11 @@ fn api() -> OpenApiRouter<App> {
                 .routes(routes!(checkpoints::predict::predict))
                 .layer(DefaultBodyLimit::max(checkpoints::predict::BODY_BYTES)),
         )
+        .routes(routes!(sweeps::list, sweeps::create))
+        .routes(routes!(sweeps::show))
+        .routes(routes!(sweeps::pause))
+        .routes(routes!(sweeps::resume))
+        .routes(routes!(sweeps::cancel))
         .routes(routes!(runs::create))
         .routes(routes!(runs::change))
         .routes(routes!(runs::log))
@@ -161,6 +168,8 @@ fn pages() -> [(&'static str, MethodRouter<App>); 29] {
         ("/datasets", get(datasets::pages::datasets).post(datasets::pages::add_dataset)),
         ("/models", get(models::pages::models)),
         ("/models/{name}", get(models::pages::model)),
+        ("/sweeps", get(sweeps::pages::sweeps)),
+        ("/sweeps/{id}", get(sweeps::pages::sweep)),
         ("/machines", get(agents::pages::machines)),
         ("/audit", get(people::audit::show)),
         ("/webhooks", get(webhooks::show).post(webhooks::submit)),

@@ -14,10 +14,12 @@ use crate::{
     metrics::{Metrics, compaction, retire},
     scheduler::{Scheduler, WaitingJobs, dispatch},
     store::{Changed, EventRow, Store, purge::DeletedJobs},
+    sweeps::Sweeps,
     util::tasks::Tasks,
     webhooks::Webhooks,
 };
 use std::sync::Arc;
+use tokio::sync::Notify;
 
 /// The parts from which the subsystems are created.
 pub(super) struct Parts {
@@ -35,6 +37,7 @@ fn subscribers(
     hub: Arc<Hub>,
     metrics: Arc<Metrics>,
     webhooks: Arc<Webhooks>,
+    trials_changed: Arc<Notify>,
     artifact_store: Option<Arc<ArtifactStore>>,
     agents: Arc<Agents>,
 ) -> Vec<Subscriber> {
@@ -45,6 +48,9 @@ fn subscribers(
         Box::new(move |changed: &Changed| {
             if changed.events.iter().any(|event| event.state().is_some()) {
                 webhooks.wake();
+                if changed.job.trial.is_some() {
+                    trials_changed.notify_one();
+                }
             }
         }),
     ];
@@ -76,11 +82,13 @@ pub(super) async fn start(parts: Parts) -> Result<App, ServeError> {
     let metrics = Arc::new(Metrics::new(store.clone(), config.keep_points));
     let hub = Arc::new(Hub::new());
     let webhooks = Arc::new(Webhooks::new(&config, store.clone()));
+    let trials_changed = Arc::new(Notify::new());
     let subscribers = subscribers(
         waiting.clone(),
         hub.clone(),
         metrics.clone(),
         webhooks.clone(),
+        trials_changed.clone(),
         artifact_store.clone(),
         agents.clone(),
     );
@@ -98,6 +106,7 @@ pub(super) async fn start(parts: Parts) -> Result<App, ServeError> {
     let datasets =
         Arc::new(Datasets::new(&config, store.clone(), events.clone(), agents.clone(), tasks.clone()));
     let scheduler = Arc::new(Scheduler::new(checkpoints.clone(), datasets.clone(), waiting, tasks.clone()));
+    let sweeps = Arc::new(Sweeps::new(scheduler.clone(), trials_changed));
     let ingest = Ingest::new(scheduler.clone());
     let runs = Arc::new(Runs::new(store.clone(), events.clone(), config.run_silence));
     let deleted_jobs = Arc::new(DeletedJobs::new(store.clone(), config.clone()));
@@ -114,6 +123,7 @@ pub(super) async fn start(parts: Parts) -> Result<App, ServeError> {
         datasets,
         metrics,
         scheduler,
+        sweeps,
         runs,
         deleted_jobs,
         ingress,
@@ -165,4 +175,5 @@ fn run_tasks(app: &App) {
     tasks.spawn(async move { hub.publish_list().await });
     tasks.spawn(async move { runs.watch().await });
     tasks.spawn(app.webhooks.clone().run());
+    tasks.spawn(app.sweeps.clone().run());
 }

@@ -18,11 +18,12 @@ mod preemption;
 mod progress;
 mod reports;
 mod row;
+pub mod trial;
 
 pub use gang::{end_at, has_ended_at, is_ending, place_ended};
 pub use place_end::PlaceEnd;
 pub use preemption::preempt;
-pub use progress::Progress;
+pub use progress::{Progress, Rung};
 use reports::NOT_BEGUN;
 pub use reports::{merge_points, report};
 pub use row::{AttemptEnd, JobRow, Refused};

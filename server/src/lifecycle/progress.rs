@@ -37,12 +37,29 @@ pub struct Progress {
     /// Number of consecutive attempts that have ended before any rank began.
     #[serde(skip_serializing_if = "is_zero")]
     pub(super) not_begun: u32,
+    /// For a trial of a sweep: the epoch after which it pauses, where its sweep compares it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pause_after: Option<u32>,
+    /// The rungs that it has reached, in order.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub rungs: Vec<Rung>,
     /// Number of steps that `parts` cover, for a run of unknown length.
     span: u64,
     /// When the live attempt began.
     began: Option<Timestamp>,
     /// Total time for which earlier attempts had their slots, in milliseconds. `None` before the end of the first attempt.
     ran_ms: Option<u64>,
+}
+
+/// What a trial had reached when it paused for its sweep.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Rung {
+    /// After this epoch.
+    pub epoch: u32,
+    /// Of the newest validation; none if its numbers were not finite.
+    pub val_accuracy: Option<f64>,
+    /// Likewise.
+    pub val_loss: Option<f64>,
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes it")]

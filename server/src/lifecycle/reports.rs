@@ -1,7 +1,7 @@
 //! The rules by which records of ranks and agents change a job.
 
 use super::{
-    JobRow, Refused, checkpoint_id, go, preemption::set_aside, requeue, restart_or_fail, state_event,
+    JobRow, Refused, checkpoint_id, go, preemption::set_aside, requeue, restart_or_fail, state_event, trial,
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -300,6 +300,7 @@ pub(super) fn ended(
         (Ending::Failed { reason, retriable: true }, None) if row.job.state == JobState::Pausing => {
             events.push(set_aside(row, Some(&reason), at)?);
         }
+        (Ending::Stopped, None) if trial::is_at_rung(row) => events.push(trial::reached(row, at)?),
         (Ending::Stopped, None) => {
             let in_order = ReasonKind::AgentStopped { agent: None, detail: None }.into();
             events.extend(requeue(row, leaving.unwrap_or(&in_order), at)?);

@@ -43,6 +43,7 @@ pub(crate) mod dispatch;
 mod fewer;
 mod gang;
 mod last_plan;
+pub(crate) mod new_jobs;
 mod place;
 mod preempt;
 mod reasons;

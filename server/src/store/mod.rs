@@ -27,10 +27,10 @@ pub use rows::{
     CheckpointRow, Claim, Claimed, Comparison, Condition, Copies, CopyState, Counts, Created, Cursor,
     Delivery, DeliveryAttempt, EventRow, GivenPlace, GroupBy, GroupRow, GroupValue, HistogramFilter,
     HistogramIndex, HistogramRow, HistoryRows, Holder, Ingested, JobFilter, JobSort, LogFilter, LogPage,
-    MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf,
-    PersonRow, Place, ProjectRow, QueuePlace, Report, RunRecords, SessionRow, SettingKind, SettingValue,
-    SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, Webhook,
-    WebhookEvent, WebhookForm, WebhookRow,
+    MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewTrial, NewVersion, Occupant, Owned, Page,
+    PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report, RunRecords, SessionRow, SettingKind,
+    SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, SweepRow, TokenRow, VersionRow,
+    WaitingVersion, Webhook, WebhookEvent, WebhookForm, WebhookRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -42,6 +42,7 @@ use crate::{
 use async_trait::async_trait;
 use jiff::Timestamp;
 use lockstep_protocol::{
+    JobSpec,
     agent::{Acknowledged, AttemptRef, RankReport},
     attempt::Attempt,
     dataset::Dataset,
@@ -50,6 +51,7 @@ use lockstep_protocol::{
     panels::Panel,
     people::Identity,
     stream::EventBody,
+    sweep::SweepState,
 };
 use sqlx::migrate::{MigrateError, Migrator};
 use std::collections::HashMap;
@@ -415,6 +417,28 @@ pub trait Store: Send + Sync + 'static {
     async fn note_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()>;
     /// Removes messages that were made before this time.
     async fn purge_deliveries(&self, before: Timestamp) -> Result<()>;
+
+    /// Stores a new sweep, of which no trial has started, with the checked specifications of its trials.
+    async fn add_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<()>;
+    /// Every sweep, newest first.
+    async fn sweeps(&self) -> Result<Vec<SweepRow>>;
+    /// Sweeps that are not over, oldest first.
+    async fn unfinished_sweeps(&self) -> Result<Vec<SweepRow>>;
+    /// One sweep.
+    async fn sweep(&self, id: &str) -> Result<Option<SweepRow>>;
+    /// The specifications of a sweep's trials, in the order in which they start; none if there is no such sweep.
+    async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>>;
+    /// Stores a sweep's state, why the server chose it, and when it was over if it is. False, and nothing is stored, when there is no such sweep, it is over, or
+    /// it is being cancelled and this is another state.
+    async fn set_sweep_state(
+        &self,
+        id: &str,
+        state: SweepState,
+        reason: Option<&str>,
+        finished_at: Option<Timestamp>,
+    ) -> Result<bool>;
+    /// The jobs of a sweep that are there, by their numbers; without their notes.
+    async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>>;
 
     /// Numbers for `/metrics`.
     async fn counts(&self) -> Result<Counts>;

@@ -12,6 +12,7 @@ mod machines;
 mod metrics;
 mod models;
 mod people;
+mod sweeps;
 mod webhooks;
 
 pub use access::{AuditEntry, SessionRow, TokenRow};
@@ -33,6 +34,7 @@ pub use metrics::{MetricChunk, MetricFilter, MetricPage};
 pub use models::{NewVersion, VersionRow};
 pub(crate) use people::principal;
 pub use people::{Owned, PersonRow};
+pub use sweeps::{NewTrial, SweepRow};
 pub use webhooks::{Delivery, DeliveryAttempt, Webhook, WebhookEvent, WebhookForm, WebhookRow};
 
 use jiff::Timestamp;

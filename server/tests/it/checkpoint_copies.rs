@@ -43,6 +43,7 @@ async fn submitted(store: &dyn Store) -> JobId {
         idempotency: None,
         fork: None,
         owner: None,
+        trial: None,
         external: None,
     };
     assert!(matches!(store.create_job(new).await.unwrap(), Created::New(_)));

@@ -400,6 +400,22 @@ async fn what_is_answered_is_documented() {
     let over = list["jobs"][0]["id"].as_str().expect("a cancelled job").to_owned();
     let place = format!("/api/v1/jobs/{over}");
     assert_eq!(held.ask("delete", "/api/v1/jobs/{id}", &place, |r| r).await.0, 204);
+    let mut swept = spec();
+    swept["sweep"] = json!({"method": "grid", "parameters": {"train.lr": {"values": [0.1]}}});
+    let sweep = || {
+        let swept = swept.clone();
+        move |r: RequestBuilder| r.header("idempotency-key", "s").json(&swept)
+    };
+    let (status, made) = held.ask("post", "/api/v1/sweeps", "/api/v1/sweeps", sweep()).await;
+    assert_eq!(status, 201, "{made}");
+    assert_eq!(held.ask("post", "/api/v1/sweeps", "/api/v1/sweeps", sweep()).await.0, 200);
+    let place = format!("/api/v1/sweeps/{}", made["id"].as_str().unwrap());
+    for what in ["pause", "resume", "cancel"] {
+        let (template, place) = (format!("/api/v1/sweeps/{{id}}/{what}"), format!("{place}/{what}"));
+        assert_eq!(held.ask("post", &template, &place, |r| r).await.0, 202, "{what}");
+    }
+    assert_eq!(held.ask("get", "/api/v1/sweeps", "/api/v1/sweeps", |r| r).await.0, 200);
+    assert_eq!(held.ask("get", "/api/v1/sweeps/{id}", &place, |r| r).await.0, 200);
     let undrain = ("/api/v1/agents/{id}/undrain", "/api/v1/agents/id-a/undrain");
     assert_eq!(held.ask("post", undrain.0, undrain.1, |r| r).await.0, 204);
     Agent::greet(&server, hello("gone", 1, Vec::new())).await.unwrap().vanish();

@@ -52,6 +52,7 @@ async fn fill(store: &dyn Store) {
             idempotency: None,
             fork: None,
             owner: owner.map(str::to_owned),
+            trial: None,
             external: None,
         };
         store.create_job(new).await.unwrap();

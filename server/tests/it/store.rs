@@ -36,6 +36,7 @@ async fn scenario(store: &dyn Store) {
         idempotency: Some((key.into(), request.into())),
         fork: None,
         owner: None,
+        trial: None,
         external: None,
     };
     // Of a job and the removal of its dataset only one is done.
@@ -203,7 +204,17 @@ async fn many_at_once(store: &dyn Store) {
         let mut spec = spec(name);
         spec.preemptible = name == "third";
         let (annotation, idempotency, fork, owner) = (Annotation::default(), None, None, None);
-        let new = NewJob { id: id.clone(), spec, annotation, at, idempotency, fork, owner, external: None };
+        let new = NewJob {
+            id: id.clone(),
+            spec,
+            annotation,
+            at,
+            idempotency,
+            fork,
+            owner,
+            trial: None,
+            external: None,
+        };
         store.create_job(new).await.unwrap();
         jobs.push(id);
     }
@@ -282,6 +293,7 @@ async fn more_than_a_statement_takes(store: &dyn Store) {
                 idempotency,
                 fork,
                 owner,
+                trial: None,
                 external: None,
             })
             .await

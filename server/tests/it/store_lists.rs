@@ -65,6 +65,7 @@ async fn fill(store: &dyn Store) {
             idempotency: None,
             fork: None,
             owner: owner.map(str::to_owned),
+            trial: None,
             external: None,
         };
         assert!(matches!(store.create_job(new).await.unwrap(), Created::New(_)));

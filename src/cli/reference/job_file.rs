@@ -1,7 +1,7 @@
 //! Every key of a job file: a page, and text for a terminal.
 
 use super::{made, prose, table};
-use lockstep_protocol::spec::{KeyReference, SectionReference, nearest, recipes, reference};
+use lockstep_protocol::spec::{KeyReference, SectionReference, nearest, recipes, reference, sweep_reference};
 use std::fmt::Write as _;
 
 /// Columns of the text for a terminal.
@@ -16,7 +16,7 @@ pub(super) fn markdown() -> String {
         A job is a TOML file, or JSON of the same shape. Every key except `data.dataset` has a default. Unknown keys and values out of range \
         are refused, all at once, with the nearest right name. `lockstep help job` prints this page, and `lockstep help job train.lr` one \
         key; `--set train.lr=0.1` changes a key on the command line.\n";
-    for section in reference() {
+    for section in sections() {
         let title = title(&section);
         let rows = section.keys.into_iter().map(|key| {
             let default = key.default.map_or_else(|| "none".to_owned(), |default| format!("`{default}`"));
@@ -39,6 +39,11 @@ pub(super) fn markdown() -> String {
     text
 }
 
+/// Every table of a job file.
+fn sections() -> Vec<SectionReference> {
+    reference().into_iter().chain([sweep_reference()]).collect()
+}
+
 fn title(section: &SectionReference) -> String {
     if section.name.is_empty() { "Top of the file".into() } else { format!("\\[{}\\]", section.name) }
 }
@@ -48,7 +53,7 @@ fn title(section: &SectionReference) -> String {
 /// # Errors
 /// `wanted` is neither a section nor a key; suggests the nearest name.
 pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
-    let sections = reference();
+    let sections = sections();
     let path = |section: &SectionReference, key: &KeyReference| match section.name {
         "" => key.name.to_owned(),
         name => format!("{name}.{}", key.name),

@@ -14,4 +14,5 @@ mod launch_hosts;
 mod launchers;
 mod lost_hosts;
 mod pytorch;
+mod sweep;
 mod throughput;

@@ -198,6 +198,7 @@ mod tests {
             secret: String::new(),
             job_dir: None,
             resume: None,
+            pause_after: None,
             network: None,
             files: Default::default(),
         };

@@ -112,6 +112,7 @@ mod tests {
             secret: String::new(),
             job_dir: Some(job_dir.to_string_lossy().into_owned()),
             resume: None,
+            pause_after: None,
             network: None,
             files: StartFiles { mark: mark.map(str::to_owned), ..StartFiles::default() },
         }

@@ -57,6 +57,7 @@ fn run(
             secret: String::new(),
             job_dir: None,
             resume: None,
+            pause_after: None,
             network: None,
             files: Default::default(),
         },

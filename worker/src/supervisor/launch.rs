@@ -141,6 +141,7 @@ mod tests {
             secret: String::new(),
             job_dir: None,
             resume: None,
+            pause_after: None,
             network: None,
             files: Default::default(),
         };

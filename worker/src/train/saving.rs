@@ -111,8 +111,20 @@ impl Run<'_> {
     /// checkpoint is complete.
     pub(super) fn stopped(&mut self) -> Result<Outcome, TrainError> {
         self.save()?;
+        self.stop("asked to stop: stopped")
+    }
+
+    /// Ends a run after the epoch at which it pauses, with a checkpoint.
+    pub(super) fn paused(&mut self) -> Result<Outcome, TrainError> {
+        if self.step > self.began_after && !self.plan.checkpoint_after_epoch(self.step) {
+            self.save()?;
+        }
+        self.stop("at a rung of its sweep: paused")
+    }
+
+    fn stop(&mut self, why: &str) -> Result<Outcome, TrainError> {
         self.flush_checkpoints()?;
-        self.training.observer.log(&format!("asked to stop: stopped after step {}", self.step));
+        self.training.observer.log(&format!("{why} after step {}", self.step));
         self.throughput.report("stopped");
         Ok(Outcome::Stopped { step: self.step })
     }

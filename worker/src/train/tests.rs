@@ -196,6 +196,7 @@ impl Bench {
             changes: ChangeDetection::Files,
             checkpoints: &checkpoints,
             resume: resume.as_deref(),
+            pause_after: None,
             // An engine that computes in 16 bits.
             device: registry::device_of(Some(&gpu), Device::Auto),
             local_ranks: 1,

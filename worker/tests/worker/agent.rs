@@ -116,6 +116,7 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         secret: "00".into(),
         job_dir: Some(dir.join("job").to_string_lossy().into_owned()),
         resume: None,
+        pause_after: None,
         network: None,
         files: StartFiles { mark: Some("here".into()), ..StartFiles::default() },
     };

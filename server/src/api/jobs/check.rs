@@ -20,7 +20,11 @@ use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job, JobId, JobSpec,
     dataset::{Dataset, too_few_classes},
-    spec::{self, Device, SpecError, Validation, nearest, shortened},
+    limits::MISTAKES,
+    spec::{
+        self, Device, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep, shortened, split_sweep,
+        trial_document,
+    },
     throughput::Throughput,
 };
 use serde::{Deserialize, Serialize};
@@ -54,6 +58,13 @@ pub(crate) struct Plan {
     global_batch_size: u64,
     steps_per_epoch: u64,
     total_steps: u64,
+    /// Of a job file with a section `sweep`: the number of trials. The other fields are those of the first trial, and `spec` has no setting.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trials: Option<usize>,
+    /// The section `sweep`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    sweep: Option<Value>,
     /// Warnings that matter before the job runs, in words.
     warnings: Vec<String>,
     /// How long training takes, by the speed of an earlier job; absent if none was measured that is comparable.
@@ -79,6 +90,8 @@ const ESTIMATED_FROM: u32 = 100;
 const MEASURED_STEPS: u64 = 20;
 
 /// Check a specification without submitting it
+///
+/// Also a job file with a section `sweep`, as `POST /sweeps` takes it.
 #[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
     params(LaunchQuery), responses((status = 200, body = Plan), (status = 422, body = Problem)))]
 pub(crate) async fn validate(
@@ -87,6 +100,11 @@ pub(crate) async fn validate(
     Query(query): Query<LaunchQuery>,
     Document(document, _): Document,
 ) -> Result<Json<Plan>> {
+    if let Some((section, job)) = split_sweep(&document) {
+        // All trials are checked when they are submitted.
+        let checked = check_sweep(&scheduler, &caller, (&section, &job), "sweep", 1, query.slots()).await?;
+        return Ok(Json(checked.plan(section, &job)?));
+    }
     let checked = check_with(&scheduler, &caller, &document, true, query.slots()).await?;
     let estimate = estimate(&scheduler, &caller, &checked).await?;
     Ok(Json(Plan { estimate, ..checked.plan() }))
@@ -146,6 +164,8 @@ impl Checked {
             global_batch_size: spec.global_batch_size(),
             steps_per_epoch: spec.steps_per_epoch(samples),
             total_steps: spec.total_steps(samples),
+            trials: None,
+            sweep: None,
             warnings,
             estimate: None,
             spec,
@@ -166,7 +186,7 @@ pub(in crate::api) async fn check(
 
 /// When there must be slots for the job's ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Slots {
+pub(in crate::api) enum Slots {
     /// On machines that are online, if any are.
     Now,
     /// A launcher is about to start agents for it.
@@ -234,6 +254,68 @@ pub(super) async fn check_with(
             Ok(Checked { spec, dataset, warnings })
         }
         _ => Err(Error::Invalid(errors)),
+    }
+}
+
+/// A sweep without a mistake.
+pub(in crate::api) struct CheckedSweep {
+    pub(in crate::api) sweep: SweepSpec,
+    /// Of all trials.
+    pub(in crate::api) settings: Vec<Setting>,
+    /// Those that were checked.
+    pub(in crate::api) trials: Vec<Checked>,
+}
+
+impl CheckedSweep {
+    /// What the first trial comes to, for the job file of these parts.
+    fn plan(self, section: Value, job: &Value) -> Result<Plan> {
+        let first = self.trials.into_iter().next();
+        let first = first.ok_or_else(|| Error::Internal("a sweep without trials was checked".into()))?;
+        let plan = first.plan();
+        let spec = spec::read(job).0.unwrap_or_else(|| plan.spec.clone());
+        Ok(Plan { spec, trials: Some(self.settings.len()), sweep: Some(section), ..plan })
+    }
+}
+
+/// Checks a sweep with this id, and the first `most` of its trials as [`check`] does; of the others, their documents.
+///
+/// # Errors
+/// Every mistake, once.
+pub(in crate::api) async fn check_sweep(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    (section, job): (&Value, &Value),
+    id: &str,
+    most: usize,
+    slots: Slots,
+) -> Result<CheckedSweep> {
+    let sweep = read_sweep(section).map_err(Error::Invalid)?;
+    let settings = sweep.settings();
+    let (mut mistakes, mut trials) = (Vec::new(), Vec::new());
+    for (index, setting) in settings.iter().enumerate() {
+        let found = match trial_document(job, setting, id) {
+            Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
+            Ok(document) if index >= most => spec::read(&document).1,
+            Ok(document) => match check_with(scheduler, caller, &document, true, slots).await {
+                Ok(checked) => {
+                    let found = sweep.check(&checked.spec);
+                    trials.push(checked);
+                    found
+                }
+                Err(Error::Invalid(found)) => found,
+                Err(other) => return Err(other),
+            },
+        };
+        for mistake in found {
+            if mistakes.len() < MISTAKES && !mistakes.contains(&mistake) {
+                mistakes.push(mistake);
+            }
+        }
+    }
+    if mistakes.is_empty() {
+        Ok(CheckedSweep { sweep, settings, trials })
+    } else {
+        Err(Error::Invalid(mistakes))
     }
 }
 

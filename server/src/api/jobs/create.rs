@@ -9,8 +9,11 @@ use crate::{
         extract::{Document, Query},
     },
     lifecycle::Fork,
-    scheduler::Scheduler,
-    store::{Annotation, Created, NewJob, Store, StoreError},
+    scheduler::{
+        Scheduler,
+        new_jobs::{NewJobError, add_job, new_job},
+    },
+    store::{Created, Store, StoreError},
 };
 use axum::{
     Extension, Json,
@@ -19,7 +22,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
-use lockstep_protocol::{Job, JobId, JobSpec, labels};
+use lockstep_protocol::{Job, JobId, JobSpec};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
@@ -104,47 +107,20 @@ pub(in crate::api) async fn store(
     scheduler: &Scheduler,
     caller: &Caller,
     id: JobId,
-    mut spec: JobSpec,
+    spec: JobSpec,
     key: Option<(String, String)>,
     fork: Option<Fork>,
 ) -> Result<(StatusCode, Job)> {
-    // Not in the specification: they can be changed after submission.
-    let annotation = Annotation {
-        notes: std::mem::take(&mut spec.notes),
-        tags: labels::tidy_tags(&std::mem::take(&mut spec.tags)),
-    };
-    // Before the row: a job that is stored has its folder, and a folder without a job is only a folder.
-    let folder = scheduler.config.job_dir(&id);
-    write_folder(&folder, &spec).await.map_err(|error| {
-        Error::Unavailable(format!("the job's folder {} cannot be written: {error}", folder.display()))
-    })?;
-    let new = NewJob {
-        id,
-        spec,
-        annotation,
-        at: crate::now(),
-        idempotency: key,
-        fork,
-        owner: caller.owner().map(str::to_owned),
-        external: None,
-    };
-    let created = scheduler.store.create_job(new).await;
-    if !matches!(created, Ok(Created::New(_))) {
-        let _ = tokio::fs::remove_dir_all(&folder).await;
-    }
-    match created? {
-        Created::Before(job) => Ok((StatusCode::OK, *job)),
-        Created::New(changed) => {
-            scheduler.events.publish(&changed);
-            Ok((StatusCode::CREATED, changed.job))
-        }
-    }
-}
-
-async fn write_folder(folder: &std::path::Path, spec: &JobSpec) -> std::io::Result<()> {
-    tokio::fs::create_dir_all(folder).await?;
-    let text = serde_json::to_string_pretty(spec).map_err(std::io::Error::other)?;
-    tokio::fs::write(folder.join("spec.json"), text).await
+    let mut new = new_job(id, spec, caller.owner().map(str::to_owned));
+    (new.idempotency, new.fork) = (key, fork);
+    let created = add_job(scheduler, new).await.map_err(|error| match error {
+        NewJobError::Store(error) => error.into(),
+        folder => Error::Unavailable(folder.to_string()),
+    });
+    Ok(match created? {
+        Created::Before(job) => (StatusCode::OK, *job),
+        Created::New(changed) => (StatusCode::CREATED, changed.job),
+    })
 }
 
 /// The client's key and what makes its request that request: where it went, and its body.

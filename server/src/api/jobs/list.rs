@@ -35,6 +35,7 @@ pub(super) const FIELDS: &[&str] = &[
     "queue",
     "notes",
     "parent",
+    "trial",
     "owner",
     "unreadable",
     "external",

@@ -161,6 +161,7 @@ async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result
         idempotency: None,
         fork: None,
         owner: caller.owner().map(str::to_owned),
+        trial: None,
         external: Some(external),
     };
     if let Some(job) = runs.create(job).await? {

@@ -27,6 +27,7 @@ enum Kind {
     Checkpoint,
     Dataset,
     Model,
+    Sweep,
 }
 
 impl Kind {
@@ -37,6 +38,8 @@ impl Kind {
             ("/api/v1/runs/{id}", Kind::Run),
             ("/api/v1/checkpoints/{id}", Kind::Checkpoint),
             ("/api/v1/datasets/{name}", Kind::Dataset),
+            ("/sweeps/{id}", Kind::Sweep),
+            ("/api/v1/sweeps/{id}", Kind::Sweep),
             ("/models/{name}", Kind::Model),
             ("/api/v1/models/{name}", Kind::Model),
         ];
@@ -54,6 +57,7 @@ impl Kind {
                 Kind::Checkpoint => "no checkpoint has this id",
                 Kind::Dataset => "no dataset has this name",
                 Kind::Model => "no model has this name",
+                Kind::Sweep => "no sweep has this id",
             }
             .into(),
         )
@@ -64,6 +68,7 @@ impl Kind {
             Kind::Job | Kind::Run | Kind::Checkpoint => "job",
             Kind::Dataset => "dataset",
             Kind::Model => "model",
+            Kind::Sweep => "sweep",
         }
     }
 }
@@ -97,6 +102,7 @@ pub(super) async fn check(
         Kind::Checkpoint => of_job(auth, caller, name.split('-').next().unwrap_or_default()).await?,
         Kind::Dataset => auth.store.owned_dataset(name).await?,
         Kind::Model => of_model(auth, caller, name).await?,
+        Kind::Sweep => auth.store.sweep(name).await?.map(|row| row.owned),
     };
     let Some(owned) = owned.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) else {
         return Err(kind.not_found(route));
@@ -155,6 +161,8 @@ mod tests {
             ("/api/v1/datasets/{name}/samples", Some(Kind::Dataset)),
             ("/api/v1/models/{name}/aliases/{alias}", Some(Kind::Model)),
             ("/api/v1/models", None),
+            ("/api/v1/sweeps/{id}/cancel", Some(Kind::Sweep)),
+            ("/api/v1/sweeps", None),
             ("/api/v1/jobs", None),
             ("/api/v1/jobs/validate", None),
             ("/jobs/new", None),

@@ -274,6 +274,7 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
         // An agent that does not find the mark in this folder uses a folder of its own.
         job_dir: Some(scheduler.config.job_dir(&job.id).to_string_lossy().into_owned()),
         resume: claimed.resume,
+        pause_after: row.progress.pause_after,
         network: None,
         files: StartFiles {
             pretrained: needs.pretrained,

@@ -25,6 +25,8 @@ pub struct NewJob {
     pub fork: Option<Fork>,
     /// Who submits it: a person's or a token's name.
     pub owner: Option<String>,
+    /// What it is for the sweep that starts it.
+    pub trial: Option<NewTrial>,
     /// What only a run from elsewhere has; such a job runs at once.
     pub external: Option<External>,
 }

@@ -3,7 +3,7 @@
 use super::{
     Connection, SqlStore, datasets, events,
     jobs::{append, load, load_all, save},
-    models,
+    models, sweeps,
 };
 use crate::{
     lifecycle,
@@ -73,6 +73,9 @@ impl SqlStore {
             return Err(lifecycle::Refused { state, detail }.into());
         }
         models::require_unregistered(&mut db, id, state, "deleted").await?;
+        if let Some(trial) = &row.job.trial {
+            sweeps::require_over(&mut db, trial, state).await?;
+        }
         sqlx::query("UPDATE jobs SET deleted_at = $2 WHERE id = $1")
             .bind(id.as_str())
             .bind(crate::now().as_millisecond())

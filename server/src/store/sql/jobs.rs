@@ -11,7 +11,7 @@ use crate::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
-    job::{Batch, External, Failure, Job, JobId, JobState, LastValues, Parent},
+    job::{Batch, External, Failure, Job, JobId, JobState, LastValues, Parent, TrialOf},
     reason::Reason,
     stream::EventBody,
 };
@@ -75,6 +75,8 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let cause = optional("cause")?.and_then(|text| read(&id, "cause", &text));
     let parent = optional("parent_job")?.zip(optional("parent_checkpoint")?);
     let parent = parent.map(|(job, checkpoint)| Parent { job, checkpoint });
+    let trial = optional("sweep")?.zip(row.try_get::<Option<i64>, _>("trial")?);
+    let trial = trial.map(|(sweep, number)| TrialOf { sweep, number: small(number) });
     let external: Option<External> = optional("external")?.map(|text| read(&id, "external", &text));
     let is_hidden = row.try_get::<i64, _>("parent_private")? != 0;
     let (private_parent, parent) = if is_hidden { (parent, None) } else { (None, parent) };
@@ -89,6 +91,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         queue: None,
         notes: optional("notes")?,
         parent,
+        trial,
         owner: optional("owner")?,
         batch: (flaws.is_empty() && external.is_none())
             .then(|| Batch { epoch_samples: progress.epoch_samples(), ..Batch::of(&spec) }),
@@ -347,8 +350,8 @@ impl SqlStore {
         }
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at, parent_job, parent_checkpoint, \
-             parent_private, project, owner, private, preemptible, external) \
-             VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)",
+             parent_private, project, owner, private, preemptible, external, sweep, trial) \
+             VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16)",
         )
         .bind(new.id.as_str())
         .bind(plain(&new.spec.name))
@@ -364,6 +367,8 @@ impl SqlStore {
         .bind(i64::from(new.spec.private))
         .bind(i64::from(new.spec.preemptible))
         .bind(new.external.as_ref().map(json).transpose()?)
+        .bind(new.trial.as_ref().map(|trial| &trial.of.sweep))
+        .bind(new.trial.as_ref().map(|trial| i64::from(trial.of.number)))
         .execute(&mut *db)
         .await?;
         if new.annotation != Annotation::default() {
@@ -387,7 +392,10 @@ impl SqlStore {
         let fork = new.fork.as_ref();
         let changed = change(&mut db, row, new.at, |row| match row.job.external {
             Some(_) => lifecycle::external::begun(row, new.at),
-            None => Ok(lifecycle::created(row, fork)),
+            None => {
+                row.progress.pause_after = new.trial.as_ref().and_then(|trial| trial.pause_after);
+                Ok(lifecycle::created(row, fork))
+            }
         });
         let changed = changed.await?;
         reached("create.commit")?;

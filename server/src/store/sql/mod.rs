@@ -27,6 +27,7 @@ mod people;
 mod purge;
 mod queue;
 mod reads;
+mod sweeps;
 mod together;
 mod webhooks;
 
@@ -41,13 +42,14 @@ use crate::store::{
     GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobRow,
     LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant,
     Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, RecordsChange, Report, Result,
-    RunRecords, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion,
+    RunRecords, SessionRow, SortBy, Store, StoredCheckpoint, SweepRow, TokenRow, VersionRow, WaitingVersion,
     WebhookRow,
 };
 use async_trait::async_trait;
 use attempts::YIELDS;
 use jiff::Timestamp;
 use lockstep_protocol::{
+    JobSpec,
     agent::{Acknowledged, AttemptRef, RankReport},
     attempt::Attempt,
     dataset::Dataset,
@@ -55,6 +57,7 @@ use lockstep_protocol::{
     network::NetworkDescription,
     panels::Panel,
     people::Identity,
+    sweep::SweepState,
 };
 use sqlx::{Pool, Transaction};
 use std::{collections::HashMap, sync::Arc};
@@ -443,6 +446,33 @@ impl Store for SqlStore {
     }
     async fn purge_deliveries(&self, before: Timestamp) -> Result<()> {
         self.remove_old_deliveries(before).await
+    }
+    async fn add_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<()> {
+        self.insert_sweep(row, specs).await
+    }
+    async fn sweeps(&self) -> Result<Vec<SweepRow>> {
+        self.list_sweeps().await
+    }
+    async fn unfinished_sweeps(&self) -> Result<Vec<SweepRow>> {
+        self.list_unfinished_sweeps().await
+    }
+    async fn sweep(&self, id: &str) -> Result<Option<SweepRow>> {
+        self.read_sweep(id).await
+    }
+    async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>> {
+        self.read_sweep_specs(id).await
+    }
+    async fn set_sweep_state(
+        &self,
+        id: &str,
+        state: SweepState,
+        reason: Option<&str>,
+        finished_at: Option<Timestamp>,
+    ) -> Result<bool> {
+        self.write_sweep_state(id, state, reason, finished_at).await
+    }
+    async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>> {
+        self.list_trials(sweep).await
     }
     async fn counts(&self) -> Result<Counts> {
         self.count().await

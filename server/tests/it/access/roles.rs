@@ -5,7 +5,7 @@ use super::routes::{METHODS, Outcome, ask, every_path, sufficient};
 use crate::{
     agent::{Agent, info},
     document::a_job,
-    test_server::{TestServer, builder, client, client_without_redirects},
+    test_server::{TestServer, builder, client, client_without_redirects, spec},
 };
 use reqwest::{Client, Method, header::HeaderMap};
 use serde_json::json;
@@ -23,6 +23,8 @@ fn is_about(path: &str) -> bool {
         "/api/v1/runs/{id}",
         "/api/v1/checkpoints/{id}",
         "/api/v1/datasets/{name}",
+        "/sweeps/{id}",
+        "/api/v1/sweeps/{id}",
         "/models/{name}",
         "/api/v1/models/{name}",
     ];
@@ -84,12 +86,25 @@ async fn walk(by: By) {
         objects.push((private, job, checkpoint, dataset));
     }
     agent.vanish();
+    let mut sweeps = Vec::new();
+    for (private, ..) in &objects {
+        let mut swept = spec();
+        swept["private"] = (*private).into();
+        swept["sweep"] = json!({"method": "grid", "parameters": {"train.lr": {"values": [0.1]}}});
+        let (status, made) = server.post("/sweeps", &swept).await;
+        assert_eq!(status, 201, "{made}");
+        sweeps.push(made["id"].as_str().unwrap().to_owned());
+    }
     // What others do is refused, so the owner finds all of it, and takes it away at last.
     for (name, scope, token) in &people {
         let mut who = by.client(&server, name, token).await;
-        for (private, job, checkpoint, dataset) in &objects {
+        for ((private, job, checkpoint, dataset), sweep) in objects.iter().zip(&sweeps) {
             for path in every_path() {
-                let id = if path.contains("/checkpoints/{id}") { checkpoint } else { job };
+                let id = match path.as_str() {
+                    path if path.contains("/checkpoints/{id}") => checkpoint,
+                    path if path.contains("/sweeps/{id}") => sweep,
+                    _ => job,
+                };
                 let real = path.replace("{id}", id).replace("{file}", "model.safetensors");
                 let real = real.replace("{version}", "1").replace("{alias}", "champion");
                 let real = real.replace("{name}", if path.contains("/people/") { "vera" } else { dataset });

@@ -50,11 +50,16 @@ impl Watch {
         }
         events.extend(unreported.into_iter().map(AttemptEvent::Checkpoint));
         let ends: Vec<_> = ranks.ends().cloned().collect();
-        let ending = if !ends.is_empty() && ends.iter().all(RankEnd::is_success) {
+        let start = &self.stored.start;
+        let stopped = |end: &RankEnd| end.exit == Some(Exit::Status(EXIT_STOPPED)) && end.failure.is_none();
+        let has_paused = start.pause_after.is_some() && !ends.is_empty() && ends.iter().all(stopped);
+        let ending = if has_paused && self.decided.is_none() {
+            Ending::Stopped
+        } else if !ends.is_empty() && ends.iter().all(RankEnd::is_success) {
             Ending::Succeeded { step: ends.iter().map(|r| r.step).max().unwrap_or(0) }
         } else {
             let unexplained = || Ending::Failed { reason: ReasonKind::Unexplained.into(), retriable: true };
-            let is_shared = self.stored.start.is_shared();
+            let is_shared = start.is_shared();
             let cause = || {
                 let cause = ranks.failure_cause()?;
                 Some(match cause.rank.ending() {

@@ -38,6 +38,7 @@ fn place(ranks: u32, script: &str) -> Fixture {
         secret: String::new(),
         job_dir: None,
         resume: None,
+        pause_after: None,
         network: None,
         files: Default::default(),
     };

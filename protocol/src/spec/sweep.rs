@@ -1,0 +1,568 @@
+//! The section `sweep` of a job file: several settings of one job, and how their trials are compared.
+
+use super::{
+    JobSpec, Validation,
+    check::check_section,
+    document::{key_parts, set_key},
+    keys::{self, SWEEP},
+    mistake::{SpecError, shortened, shown, type_of},
+};
+use serde_json::{Map, Value, json};
+use std::{
+    cmp::Ordering,
+    collections::{BTreeMap, BTreeSet},
+};
+use utoipa::ToSchema;
+
+/// The largest number of trials of a sweep.
+pub const MOST_TRIALS: u32 = keys::MOST_TRIALS as u32;
+/// The largest number of parameters of a sweep.
+const MOST_PARAMETERS: usize = 16;
+/// The keys of a parameter.
+const PARAMETER: [&str; 4] = ["values", "min", "max", "distribution"];
+
+/// The values of a trial's parameters, by key path, such as `train.lr`.
+pub type Setting = BTreeMap<String, Value>;
+
+/// How a sweep chooses settings, and whether it ends trials early.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SweepMethod {
+    Grid,
+    Random,
+    Asha,
+}
+
+/// What trials are compared by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SweepMetric {
+    /// `val_accuracy` or `val_loss`.
+    pub name: &'static str,
+    pub maximize: bool,
+}
+
+impl SweepMetric {
+    /// The metric's value of a validation.
+    pub fn of(self, val_accuracy: Option<f64>, val_loss: Option<f64>) -> Option<f64> {
+        if self.name == "val_loss" { val_loss } else { val_accuracy }
+    }
+
+    /// The better value first. A missing value is the worst.
+    pub fn order(self, a: Option<f64>, b: Option<f64>) -> Ordering {
+        let cost = |value: Option<f64>| match value.filter(|value| value.is_finite()) {
+            Some(value) if self.maximize => -value,
+            Some(value) => value,
+            None => f64::INFINITY,
+        };
+        cost(a).total_cmp(&cost(b))
+    }
+}
+
+/// The values that a parameter may have.
+#[derive(Debug, Clone, PartialEq)]
+enum Parameter {
+    Values(Vec<Value>),
+    Range { min: f64, max: f64, is_whole: bool, is_log: bool },
+}
+
+/// Trains the job with several settings, each of which is a job of its own (a trial), and compares them by a metric of
+/// their validations. Only `lockstep submit` and `POST /api/v1/sweeps` take a file with this section.
+#[derive(Debug, Clone, PartialEq, ToSchema)]
+pub struct SweepSpec {
+    /// `grid`: every combination of the values; of several parameters, the one whose key sorts last changes fastest.
+    /// `random`: settings drawn with `seed`. `asha`: settings as with `random`, of which only the best 1/`reduction`
+    /// train on after each rung; the others keep their checkpoints and end.
+    #[schema(value_type = String)]
+    pub method: SweepMethod,
+    /// What trials are compared by: `name` is `val_accuracy` (when absent) or `val_loss`, `goal` is `maximize` or
+    /// `minimize`; when absent, accuracies are maximized and losses minimized.
+    #[schema(value_type = Object)]
+    pub metric: SweepMetric,
+    /// A table for each key of the job file that differs: `values`, a list; or `min` and `max`, for whole numbers or
+    /// fractions, with `distribution = "log"` where orders of magnitude matter.
+    #[schema(value_type = Object)]
+    parameters: BTreeMap<String, Parameter>,
+    /// Seed of the settings that `random` and `asha` draw. The same file has the same settings.
+    pub seed: u64,
+    /// The largest number of trials. Required if a parameter has `min` and `max`; otherwise the default is every
+    /// combination, at most 500.
+    pub max_trials: Option<u32>,
+    /// The largest number of trials that wait for slots or train at the same time. Default: all.
+    pub max_concurrent: Option<u32>,
+    /// With `asha`: one in `reduction` trials trains on after each rung, and rungs are this factor of epochs apart.
+    pub reduction: u32,
+    /// With `asha`: the smallest number of epochs of the first rung.
+    pub min_epochs: u32,
+    /// With `asha`: the largest number of rungs, including the end of training.
+    pub rungs: u32,
+}
+
+/// The section `sweep` of a document, and the document without it. `None` if it has none.
+pub fn split_sweep(document: &Value) -> Option<(Value, Value)> {
+    document.get("sweep").filter(|section| !section.is_null())?;
+    let mut job = document.clone();
+    let section = job.as_object_mut()?.remove("sweep")?;
+    Some((section, job))
+}
+
+/// Reads the section `sweep` of a document.
+///
+/// # Errors
+/// Every mistake in it.
+pub fn read_sweep(section: &Value) -> Result<SweepSpec, Vec<SpecError>> {
+    let mut errors = Vec::new();
+    let Value::Object(table) = section else {
+        let detail = format!("must be a table of keys, is {}", type_of(section));
+        return Err(vec![mistake("", detail)]);
+    };
+    let mut table = table.clone();
+    let names: Vec<&str> = SWEEP.keys.iter().map(|(key, _)| *key).chain(["metric", "parameters"]).collect();
+    check_section(&mut table, &SWEEP, "sweep", &names, &mut errors);
+    let method = match table.get("method").and_then(Value::as_str) {
+        Some("random") => SweepMethod::Random,
+        Some("asha") => SweepMethod::Asha,
+        _ => SweepMethod::Grid,
+    };
+    if !table.contains_key("method") && !errors.iter().any(|error| error.pointer == "/sweep/method") {
+        errors.push(mistake("/method", "is missing: give \"grid\", \"random\" or \"asha\"".into()));
+    }
+    let number = |key: &str| table.get(key).and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok());
+    let sweep = SweepSpec {
+        method,
+        metric: read_metric(table.get("metric"), &mut errors),
+        parameters: read_parameters(table.get("parameters"), &mut errors),
+        seed: table.get("seed").and_then(Value::as_u64).unwrap_or(0),
+        max_trials: number("max_trials"),
+        max_concurrent: number("max_concurrent"),
+        reduction: number("reduction").unwrap_or(REDUCTION),
+        min_epochs: number("min_epochs").unwrap_or(MIN_EPOCHS),
+        rungs: number("rungs").unwrap_or(RUNGS),
+    };
+    if errors.is_empty() {
+        sweep.check_size(&mut errors);
+    }
+    if errors.is_empty() { Ok(sweep) } else { Err(errors) }
+}
+
+/// Defaults of the keys of the same names.
+pub(super) const REDUCTION: u32 = 3;
+pub(super) const MIN_EPOCHS: u32 = 1;
+pub(super) const RUNGS: u32 = 5;
+
+fn mistake(below: &str, detail: String) -> SpecError {
+    SpecError { pointer: format!("/sweep{below}"), detail }
+}
+
+fn read_metric(given: Option<&Value>, errors: &mut Vec<SpecError>) -> SweepMetric {
+    let mut word = |key: &str, words: [&'static str; 2]| {
+        let value = given.and_then(|table| table.get(key))?;
+        let found = words.into_iter().find(|word| value == word);
+        if found.is_none() {
+            let detail = format!("must be {:?} or {:?}, is {}", words[0], words[1], shown(value));
+            errors.push(mistake(&format!("/metric/{key}"), detail));
+        }
+        found
+    };
+    let name = word("name", ["val_accuracy", "val_loss"]).unwrap_or("val_accuracy");
+    let goal = word("goal", ["maximize", "minimize"]);
+    let unknown = |table: &Map<String, Value>| table.keys().any(|key| !["name", "goal"].contains(&&**key));
+    if given.is_some_and(|value| value.as_object().is_none_or(unknown)) {
+        let detail = "must be a table such as { name = \"val_accuracy\", goal = \"maximize\" }";
+        errors.push(mistake("/metric", detail.into()));
+    }
+    SweepMetric { name, maximize: goal.map_or(name == "val_accuracy", |goal| goal == "maximize") }
+}
+
+fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeMap<String, Parameter> {
+    let mut found = BTreeMap::new();
+    match given {
+        Some(Value::Object(table)) => flatten(table, "", &mut found, errors),
+        Some(other) => errors.push(mistake("/parameters", format!("must be a table, is {}", type_of(other)))),
+        None => {}
+    }
+    if errors.is_empty() && !(1..=MOST_PARAMETERS).contains(&found.len()) {
+        let detail = format!(
+            "must name 1 to {MOST_PARAMETERS} keys, such as train.lr = {{ values = [0.1, 0.05] }}, names {}",
+            found.len()
+        );
+        errors.push(mistake("/parameters", detail));
+    }
+    found
+}
+
+/// Finds parameters under `"train.lr"` and under `train.lr`, which TOML reads as tables in tables.
+fn flatten(
+    table: &Map<String, Value>,
+    above: &str,
+    found: &mut BTreeMap<String, Parameter>,
+    errors: &mut Vec<SpecError>,
+) {
+    for (key, value) in table {
+        let path = if above.is_empty() { key.clone() } else { format!("{above}.{key}") };
+        let outcome = match value {
+            Value::Object(inner)
+                if !inner.is_empty() && !inner.keys().any(|key| PARAMETER.contains(&&**key)) =>
+            {
+                flatten(inner, &path, found, errors);
+                continue;
+            }
+            Value::Object(inner) => key_parts(&path).and_then(|_| read_parameter(inner)),
+            _ => Err("must be a table with values, or with min and max".into()),
+        };
+        match outcome {
+            Ok(parameter) => {
+                found.insert(path, parameter);
+            }
+            Err(detail) => errors.push(mistake(&format!("/parameters/{}", shortened(&path)), detail)),
+        }
+    }
+}
+
+fn read_parameter(table: &Map<String, Value>) -> Result<Parameter, String> {
+    if let Some(unknown) = table.keys().find(|key| !PARAMETER.contains(&&***key)) {
+        return Err(format!(
+            "no key is called {:?} here; the keys are {}",
+            shortened(unknown),
+            PARAMETER.join(", ")
+        ));
+    }
+    match (table.get("values"), table.get("min"), table.get("max")) {
+        (Some(Value::Array(values)), None, None)
+            if (1..=MOST_TRIALS as usize).contains(&values.len()) && !table.contains_key("distribution") =>
+        {
+            Ok(Parameter::Values(values.clone()))
+        }
+        (Some(_), None, None) => {
+            Err(format!("values must be a list of 1 to {MOST_TRIALS} values, without distribution"))
+        }
+        (None, Some(low), Some(high)) => {
+            let (Some(min), Some(max)) = (low.as_f64(), high.as_f64()) else {
+                return Err("min and max must be numbers".into());
+            };
+            let is_log = match table.get("distribution").map(|word| word.as_str().unwrap_or_default()) {
+                None | Some("uniform") => false,
+                Some("log") => true,
+                Some(_) => return Err("distribution must be \"uniform\" or \"log\"".into()),
+            };
+            if min >= max || (is_log && min <= 0.0) {
+                let above = if is_log { ", and above 0 with distribution = \"log\"" } else { "" };
+                return Err(format!("min must be less than max{above}"));
+            }
+            Ok(Parameter::Range { min, max, is_whole: low.is_i64() && high.is_i64(), is_log })
+        }
+        _ => Err("must have values, or min and max".into()),
+    }
+}
+
+impl SweepSpec {
+    /// Refuses a sweep with too many trials, or with nothing that says how many.
+    fn check_size(&self, errors: &mut Vec<SpecError>) {
+        let combinations = self.combinations();
+        let detail = match (self.method, combinations, self.max_trials) {
+            (SweepMethod::Grid, None, _) => {
+                "a grid needs values for every parameter; draw from min and max with method = \"random\""
+                    .into()
+            }
+            (_, None, None) => "is missing: say how many settings are drawn from min and max".into(),
+            (_, Some(many), None) if many > u64::from(MOST_TRIALS) => format!(
+                "is missing: the values have more than {MOST_TRIALS} combinations, the largest number of trials"
+            ),
+            _ => return,
+        };
+        let key = if self.method == SweepMethod::Grid && combinations.is_none() {
+            "/method"
+        } else {
+            "/max_trials"
+        };
+        errors.push(mistake(key, detail));
+    }
+
+    /// Mistakes of the sweep for a job such as the one of a trial.
+    pub fn check(&self, trial: &JobSpec) -> Vec<SpecError> {
+        let mut errors = Vec::new();
+        if trial.data.validation == Validation::Split("none".into()) {
+            let detail = "nothing is validated, so trials cannot be compared: set data.validation";
+            errors.push(mistake("/metric", detail.into()));
+        }
+        if self.method != SweepMethod::Asha {
+            return errors;
+        }
+        let counted = ["train.epochs", "train.steps", "evaluate.every_epochs"];
+        if trial.train.steps.is_some() || counted.iter().any(|key| self.parameters.contains_key(*key)) {
+            let detail = format!(
+                "\"asha\" compares trials after the same epochs: give train.epochs in place of train.steps, and do not sweep {}",
+                counted.join(" or ")
+            );
+            errors.push(mistake("/method", detail));
+            return errors;
+        }
+        let rungs = self.rungs_of(trial);
+        if rungs.len() < 2 {
+            let detail = format!(
+                "{} epochs have no rung before the end: lower min_epochs or reduction, or raise train.epochs or rungs",
+                trial.train.epochs.unwrap_or(EPOCHS)
+            );
+            errors.push(mistake("/min_epochs", detail));
+        }
+        let every = trial.evaluate.every_epochs;
+        if rungs.iter().rev().skip(1).any(|epoch| every == 0 || !epoch.is_multiple_of(every)) {
+            let detail =
+                format!("trials are compared after epochs {}: validate after each of them", listed(&rungs));
+            errors.push(SpecError { pointer: "/evaluate/every_epochs".into(), detail });
+        }
+        errors
+    }
+
+    /// The epochs after which trials of such a job are compared, ascending; the last is the end of training. Without
+    /// `asha` only the end.
+    pub fn rungs_of(&self, trial: &JobSpec) -> Vec<u32> {
+        let mut rungs = vec![trial.train.epochs.unwrap_or(EPOCHS)];
+        if self.method == SweepMethod::Asha {
+            while rungs.len() < self.rungs as usize
+                && let Some(last) = rungs.last().copied()
+                && last / self.reduction.max(2) >= self.min_epochs.max(1)
+            {
+                rungs.push(last / self.reduction.max(2));
+            }
+        }
+        rungs.reverse();
+        rungs
+    }
+
+    /// The keys of the parameters, sorted.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.parameters.keys().map(String::as_str)
+    }
+
+    /// The number of combinations; `None` if a parameter has a range.
+    fn combinations(&self) -> Option<u64> {
+        self.parameters.values().try_fold(1u64, |product, parameter| match parameter {
+            Parameter::Values(values) => Some(product.saturating_mul(values.len() as u64)),
+            Parameter::Range { .. } => None,
+        })
+    }
+
+    /// The settings of all trials, in the order in which trials start. A function of the section only.
+    pub fn settings(&self) -> Vec<Setting> {
+        let most = u64::from(self.max_trials.unwrap_or(MOST_TRIALS).min(MOST_TRIALS));
+        let mut random = Random(self.seed);
+        match (self.method, self.combinations()) {
+            (SweepMethod::Grid, Some(all)) => {
+                (0..all.min(most)).map(|index| self.combination(index)).collect()
+            }
+            (_, Some(all)) => {
+                let (mut seen, mut settings) = (BTreeSet::new(), Vec::new());
+                while (settings.len() as u64) < all.min(most) {
+                    let index = random.below(all);
+                    if seen.insert(index) {
+                        settings.push(self.combination(index));
+                    }
+                }
+                settings
+            }
+            (_, None) => (0..most).map(|_| self.draw(&mut random)).collect(),
+        }
+    }
+
+    /// The combination with this number, counted with the last key changing fastest.
+    fn combination(&self, mut index: u64) -> Setting {
+        let mut setting = Setting::new();
+        for (key, parameter) in self.parameters.iter().rev() {
+            if let Parameter::Values(values) = parameter {
+                let count = values.len() as u64;
+                setting.insert(key.clone(), values[(index % count) as usize].clone());
+                index /= count;
+            }
+        }
+        setting
+    }
+
+    fn draw(&self, random: &mut Random) -> Setting {
+        self.parameters.iter().map(|(key, parameter)| (key.clone(), parameter.draw(random))).collect()
+    }
+}
+
+/// Epochs of a job that gives neither epochs nor steps.
+const EPOCHS: u32 = 10;
+
+fn listed(epochs: &[u32]) -> String {
+    epochs.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
+}
+
+impl Parameter {
+    fn draw(&self, random: &mut Random) -> Value {
+        match self {
+            Parameter::Values(values) => values[random.below(values.len() as u64) as usize].clone(),
+            Parameter::Range { min, max, is_whole, is_log } => {
+                // A whole number stands for the interval around it.
+                let (low, high) = match (is_whole, is_log) {
+                    (true, false) => (min - 0.5, max + 0.5),
+                    _ => (*min, *max),
+                };
+                let part = random.unit();
+                let drawn = match is_log {
+                    true => (low.ln() + part * (high.ln() - low.ln())).exp(),
+                    false => low + part * (high - low),
+                };
+                match is_whole {
+                    true => json!(drawn.round().clamp(*min, *max) as i64),
+                    // Six digits are read and compared more easily.
+                    false => json!(format!("{drawn:.5e}").parse().unwrap_or(drawn).clamp(*min, *max)),
+                }
+            }
+        }
+    }
+}
+
+/// SplitMix64 (Steele, Lea and Flood, 2014): a library's generator may change with its version, and with it the
+/// settings of a sweep.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// A number of `0..end`.
+    fn below(&mut self, end: u64) -> u64 {
+        self.next() % end.max(1)
+    }
+
+    /// A number of at least 0 and less than 1.
+    fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+/// The document of a trial: the job's with its setting, the setting in its name, and the sweep's id among its tags.
+///
+/// # Errors
+/// A sentence: a key of the setting lies below a key that is no table.
+pub fn trial_document(job: &Value, setting: &Setting, sweep: &str) -> Result<Value, String> {
+    let mut document = job.clone();
+    let mut name = job.get("name").and_then(Value::as_str).unwrap_or("untitled").to_owned();
+    for (path, value) in setting {
+        set_key(&mut document, path, value.clone())?;
+        let last = |path: &str| path.rsplit('.').next().unwrap_or_default().to_owned();
+        let is_unique = setting.keys().filter(|other| last(other) == last(path)).count() == 1;
+        let key = if is_unique { last(path) } else { path.clone() };
+        let words = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        name = format!("{name} {key}={words}");
+    }
+    if let Value::Object(table) = &mut document {
+        table.insert("name".into(), name.into());
+        // If `tags` is not a list, the check reports that.
+        if let Value::Array(tags) = table.entry("tags").or_insert_with(|| json!([])) {
+            tags.push(sweep.into());
+        }
+    }
+    Ok(document)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::toml_document;
+
+    fn read(toml: &str) -> Result<SweepSpec, Vec<SpecError>> {
+        read_sweep(&toml_document(toml).unwrap())
+    }
+
+    const GRID: &str = "method = \"grid\"\nparameters.train.lr = { values = [1, 2] }\n\
+        parameters.\"data.dataset\" = { values = [\"a\", \"b\", \"c\"] }\n";
+
+    #[test]
+    fn a_grid_has_every_combination_and_random_draws_each_once() {
+        let grid = read(GRID).unwrap().settings();
+        let words: Vec<_> = grid
+            .iter()
+            .map(|one| format!("{}{}", one["data.dataset"].as_str().unwrap(), one["train.lr"]))
+            .collect();
+        assert_eq!(words, ["a1", "a2", "b1", "b2", "c1", "c2"]);
+        let random = read(&GRID.replace("grid", "random")).unwrap();
+        let drawn = random.settings();
+        assert_eq!(drawn, random.settings());
+        assert_ne!(drawn, grid);
+        assert!(drawn.len() == 6 && grid.iter().all(|setting| drawn.contains(setting)));
+        assert_eq!(read(&format!("max_trials = 4\n{GRID}")).unwrap().settings(), grid[..4]);
+    }
+
+    #[test]
+    fn ranges_are_drawn_inside_their_limits_and_by_magnitude_where_asked() {
+        let sweep = read(
+            "method = \"random\"\nmax_trials = 400\nseed = 7\n[parameters]\n\
+             a = { min = 1, max = 3 }\nb = { min = 0.5, max = 1.0 }\nc = { min = 0.001, max = 10, distribution = \"log\" }\n",
+        );
+        let settings = sweep.unwrap().settings();
+        let all = |key: &str| settings.iter().map(|one| one[key].as_f64().unwrap()).collect::<Vec<_>>();
+        for whole in [1.0, 2.0, 3.0] {
+            assert!((100..170).contains(&all("a").iter().filter(|value| **value == whole).count()));
+        }
+        assert!(settings.iter().all(|one| one["a"].is_i64()));
+        assert!(all("b").iter().all(|value| (0.5..=1.0).contains(value)));
+        assert!(all("c").iter().all(|value| (0.001..=10.0).contains(value)));
+        assert!(
+            (150..250).contains(&all("c").iter().filter(|value| **value < 0.1).count()),
+            "half are below the middle"
+        );
+    }
+
+    #[test]
+    fn what_is_no_sweep_is_refused_in_words() {
+        for (toml, pointer, words) in [
+            ("", "/sweep/method", "is missing"),
+            ("method = \"bayes\"", "/sweep/method", "one of grid, random, asha"),
+            ("method = \"grid\"\nrun_cap = 3", "/sweep/run_cap", "no key is called"),
+            ("method = \"grid\"", "/sweep/parameters", "1 to 16 keys"),
+            ("method = \"grid\"\nparameters.a = [1]", "/sweep/parameters/a", "a table with values"),
+            ("method = \"grid\"\nparameters.a.b = { min = 1 }", "/sweep/parameters/a.b", "min and max"),
+            ("method = \"grid\"\nparameters.a = { min = 1, max = 2 }", "/sweep/method", "needs values"),
+            ("method = \"random\"\nparameters.a = { min = 1, max = 2 }", "/sweep/max_trials", "is missing"),
+            (
+                "method = \"random\"\nparameters.a = { min = 2, max = 1 }",
+                "/sweep/parameters/a",
+                "less than max",
+            ),
+            ("method = \"asha\"\nmetric = { name = \"loss\" }", "/sweep/metric/name", "val_loss"),
+        ] {
+            let errors = read(toml).unwrap_err();
+            let found = errors.iter().any(|error| error.pointer == pointer && error.detail.contains(words));
+            assert!(found, "{toml}: {errors:?}");
+        }
+    }
+
+    #[test]
+    fn rungs_are_a_factor_apart_and_end_with_the_training() {
+        let rungs = |keys: &str, epochs: u32| {
+            let sweep = read(&format!("{keys}\n{}", GRID.replace("grid", "asha"))).unwrap();
+            let mut job = JobSpec::default();
+            job.train.epochs = Some(epochs);
+            (
+                sweep.rungs_of(&job),
+                sweep.check(&job).into_iter().map(|error| error.pointer).collect::<Vec<_>>(),
+            )
+        };
+        let none = Vec::<String>::new();
+        assert_eq!(rungs("", 9), (vec![1, 3, 9], none.clone()));
+        assert_eq!(rungs("reduction = 4\nmin_epochs = 2", 100), (vec![6, 25, 100], none.clone()));
+        assert_eq!(rungs("rungs = 2", 27), (vec![9, 27], none));
+        assert_eq!(rungs("", 2).1, ["/sweep/min_epochs"]);
+        let mut steps = JobSpec::default();
+        steps.train.steps = Some(5);
+        assert_eq!(read(&GRID.replace("grid", "asha")).unwrap().check(&steps)[0].pointer, "/sweep/method");
+    }
+
+    #[test]
+    fn a_trial_has_its_setting_in_its_name_and_the_sweep_among_its_tags() {
+        let job = toml_document("name = \"x\"\ntags = [\"t\"]\n[train]\nepochs = 3").unwrap();
+        let setting = Setting::from([("a.lr".into(), json!(1)), ("b.lr".into(), json!("two"))]);
+        let trial = trial_document(&job, &setting, "sweep-1").unwrap();
+        assert_eq!(
+            trial,
+            json!({"name": "x a.lr=1 b.lr=two", "tags": ["t", "sweep-1"], "train": {"epochs": 3}, "a": {"lr": 1}, "b": {"lr": "two"}})
+        );
+        assert!(trial_document(&job, &Setting::from([("name.x".into(), json!(1))]), "s").is_err());
+    }
+}

@@ -1,0 +1,103 @@
+//! A sweep as the server knows it: trials, which are jobs, and how they compare.
+
+use crate::{
+    job::{JobId, JobState},
+    spec::Setting,
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use utoipa::ToSchema;
+
+/// Whether a sweep starts trials.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum SweepState {
+    Running,
+    /// No trial starts or continues; those that train go on to their next rung.
+    Paused,
+    /// Every trial is over.
+    Finished,
+    Cancelled,
+}
+
+impl SweepState {
+    /// Every state.
+    pub const ALL: [SweepState; 4] =
+        [SweepState::Running, SweepState::Paused, SweepState::Finished, SweepState::Cancelled];
+
+    /// The word used in SQL, JSON and on pages.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            SweepState::Running => "running",
+            SweepState::Paused => "paused",
+            SweepState::Finished => "finished",
+            SweepState::Cancelled => "cancelled",
+        }
+    }
+}
+
+/// A job that is submitted with several settings. Each of them is a trial: a job that its sweep starts.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Sweep {
+    /// `sweep-` and 12 digits or letters from a to f. All trials have it as a tag.
+    pub id: String,
+    pub name: String,
+    pub project: String,
+    pub state: SweepState,
+    /// Why the server paused the sweep, in words.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// The person who submitted the sweep, or the name of the token that did; absent if the server has no sign-in.
+    #[serde(default)]
+    pub owner: Option<String>,
+    /// Only the owner and admins see the sweep.
+    #[serde(default)]
+    pub private: bool,
+    /// The job file as it was submitted.
+    #[schema(value_type = Object)]
+    pub spec: Value,
+    /// Epochs after which trials are compared; the last is the end of training.
+    pub rungs: Vec<u32>,
+    /// Number of trials, also of those that have not started.
+    pub trial_count: u32,
+    /// Number of trials that are over.
+    pub ended: u32,
+    /// The best trial so far: of those that have come furthest, the one with the best metric. Absent before the first
+    /// trial has been compared.
+    #[serde(default)]
+    pub best: Option<Trial>,
+    /// Optimizer steps of all trials together.
+    pub steps: u64,
+    /// Every trial, in the order in which they start. Only in `GET /sweeps/{id}` and in the answer to a submission.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub trials: Vec<Trial>,
+    #[schema(value_type = String)]
+    pub created_at: jiff::Timestamp,
+    #[schema(value_type = Option<String>)]
+    #[serde(default)]
+    pub finished_at: Option<jiff::Timestamp>,
+}
+
+/// A trial of a sweep.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Trial {
+    /// From 1.
+    pub number: u32,
+    /// The values of the parameters, by key path.
+    #[schema(value_type = Object)]
+    pub setting: Setting,
+    /// The trial's job; absent before the sweep has started it, and after it was deleted.
+    #[schema(value_type = Option<String>)]
+    #[serde(default)]
+    pub job: Option<JobId>,
+    /// The job's state.
+    #[serde(default)]
+    pub state: Option<JobState>,
+    /// Number of rungs that the trial has reached.
+    pub rung: u32,
+    /// The metric at the newest rung, if it had a finite value; absent before the first.
+    #[serde(default)]
+    pub metric: Option<f64>,
+    /// Optimizer steps done.
+    pub step: u64,
+}

@@ -1,0 +1,258 @@
+//! Sweeps: submit, list, show, pause, resume, cancel.
+
+pub(crate) mod pages;
+
+use super::{
+    jobs::{self, check_sweep, idempotency_key},
+    list::{Elements, List, ListParams, Page},
+    to_the_end,
+};
+use crate::{
+    auth::{Auth, access::Caller},
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Document, Path, Query},
+    },
+    scheduler::Scheduler,
+    store::{Owned, Store, StoreError, SweepRow},
+    sweeps::{Sweeps, shown},
+};
+use axum::{
+    Extension, Json,
+    extract::{OriginalUri, State},
+    http::{HeaderMap, HeaderName, StatusCode, header},
+};
+use lockstep_protocol::{
+    spec::{SpecError, split_sweep},
+    sweep::{Sweep, SweepState},
+};
+use serde::Serialize;
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use std::sync::Arc;
+use utoipa::ToSchema;
+
+/// Sweeps that the reader sees.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct SweepList {
+    /// Newest first, unless `sort` says otherwise.
+    #[schema(value_type = Vec<Sweep>)]
+    sweeps: Elements<Sweep>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: sweeps on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
+}
+
+impl From<Page<Sweep>> for SweepList {
+    fn from(page: Page<Sweep>) -> Self {
+        Self { sweeps: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
+}
+
+const LIST: List<Sweep> = List {
+    name: "sweeps",
+    fields: &[
+        "id",
+        "name",
+        "project",
+        "state",
+        "reason",
+        "owner",
+        "private",
+        "spec",
+        "rungs",
+        "trial_count",
+        "ended",
+        "best",
+        "steps",
+        "created_at",
+        "finished_at",
+    ],
+    sorts: &[("created", |sweep| sweep.created_at.into()), ("name", |sweep| sweep.name.as_str().into())],
+    default_sort: "-created",
+    id: |sweep| &sweep.id,
+    created: Some(|sweep| sweep.created_at),
+};
+
+type Submitted = (StatusCode, [(HeaderName, String); 1], Json<Sweep>);
+
+/// A sweep, without its trials.
+///
+/// # Errors
+/// 404: there is none.
+async fn find(store: &dyn Store, id: &str) -> Result<SweepRow> {
+    store.sweep(id).await?.ok_or_else(|| Error::NotFound("no sweep has this id".into()))
+}
+
+async fn with_trials(store: &dyn Store, row: &SweepRow) -> Result<Sweep> {
+    Ok(shown(row, &store.trials(&row.id).await?))
+}
+
+/// The sweeps that a caller sees, newest first.
+///
+/// # Errors
+/// The store's.
+async fn seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepRow>> {
+    let mut rows = store.sweeps().await?;
+    rows.retain(|row| caller.sees(row.owned.private, row.owned.owner.as_deref()));
+    Ok(rows)
+}
+
+/// Submit a sweep
+///
+/// The body is a job file with the section `sweep`. The server makes a job for each trial and starts these jobs as the section says. With an
+/// `Idempotency-Key`, the same request sent again answers with the sweep that it made.
+#[utoipa::path(post, path = "/sweeps", tag = "sweeps", request_body(content((Object = "application/json"), (String = "application/toml"))),
+    params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
+    responses((status = 201, body = Sweep, headers(("Location" = String))), (status = 200, body = Sweep, description = "The same request made this sweep before"),
+        (status = 409, body = Problem, description = "The key came with another request"), (status = 422, body = Problem)))]
+pub(crate) async fn create(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(sweeps): State<Arc<Sweeps>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    OriginalUri(uri): OriginalUri,
+    Document(document, bytes): Document,
+) -> Result<Submitted> {
+    let key = idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
+    let (status, sweep) =
+        to_the_end(async move { submit(&scheduler, &sweeps, &caller, document, key).await }).await?;
+    Ok((status, [(header::LOCATION, format!("/api/v1/sweeps/{}", sweep.id))], Json(sweep)))
+}
+
+async fn submit(
+    scheduler: &Scheduler,
+    sweeps: &Sweeps,
+    caller: &Caller,
+    document: Value,
+    key: Option<(String, String)>,
+) -> Result<(StatusCode, Sweep)> {
+    let store = &*scheduler.store;
+    let (section, job) = split_sweep(&document).ok_or_else(|| {
+        let detail =
+            "is missing: a sweep is a job file with the section `sweep`; POST /api/v1/jobs takes a job";
+        Error::Invalid(vec![SpecError { pointer: "/sweep".into(), detail: detail.into() }])
+    })?;
+    // The key is the id: the same request finds its sweep.
+    let has_key = key.is_some();
+    let seed = key.map_or_else(|| uuid::Uuid::new_v4().to_string(), |(key, _)| key);
+    let id = format!("sweep-{}", &hex::encode(Sha256::digest(seed))[..12]);
+    if has_key && let Some(row) = store.sweep(&id).await? {
+        let is_seen = caller.sees(row.owned.private, row.owned.owner.as_deref());
+        if !is_seen || row.spec != document {
+            return Err(StoreError::KeyReused.into());
+        }
+        return Ok((StatusCode::OK, with_trials(store, &row).await?));
+    }
+    let all = usize::MAX;
+    let checked = check_sweep(scheduler, caller, (&section, &job), &id, all, jobs::Slots::Now).await?;
+    let specs: Vec<_> = checked.trials.into_iter().map(|trial| trial.spec).collect();
+    let first = specs.first().ok_or_else(|| Error::Internal("a sweep without trials was checked".into()))?;
+    let name = job.get("name").and_then(Value::as_str);
+    let row = SweepRow {
+        id,
+        name: name.unwrap_or("untitled").to_owned(),
+        project: first.project.clone(),
+        state: SweepState::Running,
+        reason: None,
+        settings: checked.settings,
+        rungs: checked.sweep.rungs_of(first),
+        owned: Owned {
+            owner: caller.owner().map(str::to_owned),
+            private: specs.iter().any(|spec| spec.private),
+        },
+        spec: document,
+        created_at: crate::now(),
+        finished_at: None,
+    };
+    store.add_sweep(&row, &specs).await?;
+    sweeps.wake();
+    // Before a trial has started.
+    Ok((StatusCode::CREATED, shown(&row, &[])))
+}
+
+/// List sweeps
+///
+/// Without their trials. `sort`: `created`, `name`.
+#[utoipa::path(get, path = "/sweeps", tag = "sweeps", params(ListParams),
+    responses((status = 200, body = SweepList), (status = 400, body = Problem)))]
+pub(crate) async fn list(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Query(params): Query<ListParams>,
+) -> Result<Json<SweepList>> {
+    let rows = seen_by(&*store, &caller).await?;
+    let mut page = LIST.page(rows.iter().map(|row| shown(row, &[])).collect(), &params)?;
+    for sweep in &mut page.elements.items {
+        if let Some(row) = rows.iter().find(|row| row.id == sweep.id) {
+            *sweep = Sweep { trials: Vec::new(), ..with_trials(&*store, row).await? };
+        }
+    }
+    Ok(Json(page.into()))
+}
+
+/// Show a sweep
+///
+/// With its trials: their settings, jobs, and the metric at the newest rung.
+#[utoipa::path(get, path = "/sweeps/{id}", tag = "sweeps", params(("id" = String, Path)),
+    responses((status = 200, body = Sweep), (status = 404, body = Problem)))]
+pub(crate) async fn show(State(store): State<Arc<dyn Store>>, Path(id): Path<String>) -> Result<Json<Sweep>> {
+    Ok(Json(with_trials(&*store, &find(&*store, &id).await?).await?))
+}
+
+/// Pause a sweep
+///
+/// No trial starts or continues. Trials that train go on to their next rung, or to their end.
+#[utoipa::path(post, path = "/sweeps/{id}/pause", tag = "sweeps", params(("id" = String, Path)),
+    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not running")))]
+pub(crate) async fn pause(
+    State(sweeps): State<Arc<Sweeps>>,
+    State(store): State<Arc<dyn Store>>,
+    Path(id): Path<String>,
+) -> Result<(StatusCode, Json<Sweep>)> {
+    change(&sweeps, &*store, &id, &[SweepState::Running], SweepState::Paused).await
+}
+
+/// Resume a paused sweep
+#[utoipa::path(post, path = "/sweeps/{id}/resume", tag = "sweeps", params(("id" = String, Path)),
+    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not paused")))]
+pub(crate) async fn resume(
+    State(sweeps): State<Arc<Sweeps>>,
+    State(store): State<Arc<dyn Store>>,
+    Path(id): Path<String>,
+) -> Result<(StatusCode, Json<Sweep>)> {
+    change(&sweeps, &*store, &id, &[SweepState::Paused], SweepState::Running).await
+}
+
+/// Cancel a sweep
+///
+/// With its trials that are not over. They keep their checkpoints.
+#[utoipa::path(post, path = "/sweeps/{id}/cancel", tag = "sweeps", params(("id" = String, Path)),
+    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is over already")))]
+pub(crate) async fn cancel(
+    State(sweeps): State<Arc<Sweeps>>,
+    State(store): State<Arc<dyn Store>>,
+    Path(id): Path<String>,
+) -> Result<(StatusCode, Json<Sweep>)> {
+    change(&sweeps, &*store, &id, &[SweepState::Running, SweepState::Paused], SweepState::Cancelled).await
+}
+
+async fn change(
+    sweeps: &Sweeps,
+    store: &dyn Store,
+    id: &str,
+    from: &[SweepState],
+    to: SweepState,
+) -> Result<(StatusCode, Json<Sweep>)> {
+    let row = find(store, id).await?;
+    if !from.contains(&row.state) || !store.set_sweep_state(id, to, None, None).await? {
+        let detail = format!("the sweep is {}", row.state.as_str());
+        return Err(Error::Conflict(detail, None));
+    }
+    sweeps.wake();
+    let row = find(store, id).await?;
+    Ok((StatusCode::ACCEPTED, Json(with_trials(store, &row).await?)))
+}

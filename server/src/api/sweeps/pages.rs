@@ -1,0 +1,38 @@
+//! The pages of sweeps.
+
+use super::{find, seen_by, with_trials};
+use crate::{
+    api::html::{Page, html, viewer},
+    auth::{Auth, access::Caller},
+    http::extract::Path,
+    store::Store,
+};
+use axum::{Extension, extract::State};
+use lockstep_protocol::sweep::Sweep;
+use lockstep_web::sweeps as views;
+use std::sync::Arc;
+
+/// `GET /sweeps`
+pub(crate) async fn sweeps(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+) -> Page {
+    let mut sweeps: Vec<Sweep> = Vec::new();
+    for row in seen_by(&*store, &caller).await? {
+        sweeps.push(with_trials(&*store, &row).await?);
+    }
+    html(views::SweepsPage { sweeps, now: crate::now(), viewer: viewer(&caller) }.render())
+}
+
+/// `GET /sweeps/{id}`
+pub(crate) async fn sweep(
+    State(store): State<Arc<dyn Store>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Page {
+    let row = find(&*store, &id).await?;
+    let may_change = auth.may_change(&caller, row.owned.owner.as_deref());
+    let sweep = with_trials(&*store, &row).await?;
+    html(views::SweepPage { sweep, may_change, now: crate::now(), viewer: viewer(&caller) }.render())
+}

@@ -1,0 +1,52 @@
+//! New jobs: stored with their folders, then published.
+
+use super::Scheduler;
+use crate::store::{Annotation, Created, NewJob, StoreError};
+use lockstep_protocol::{JobId, JobSpec, labels};
+use std::{io, path::PathBuf};
+
+/// Why a job was not stored.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NewJobError {
+    #[error("the job's folder {} cannot be written: {error}", .folder.display())]
+    Folder { folder: PathBuf, error: io::Error },
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// A job of a specification that was checked, submitted by `owner`.
+pub(crate) fn new_job(id: JobId, mut spec: JobSpec, owner: Option<String>) -> NewJob {
+    // Not in the specification: they can be changed after submission.
+    let annotation = Annotation {
+        notes: std::mem::take(&mut spec.notes),
+        tags: labels::tidy_tags(&std::mem::take(&mut spec.tags)),
+    };
+    let at = crate::now();
+    NewJob { id, spec, annotation, at, idempotency: None, fork: None, owner, trial: None, external: None }
+}
+
+/// Stores a job with its folder, and publishes it.
+///
+/// # Errors
+/// The folder or the database cannot be written.
+pub(crate) async fn add_job(scheduler: &Scheduler, new: NewJob) -> Result<Created, NewJobError> {
+    // Before the row: a job that is stored has its folder, and a folder without a job is only a folder.
+    let folder = scheduler.config.job_dir(&new.id);
+    if let Err(error) = write_folder(&folder, &new.spec).await {
+        return Err(NewJobError::Folder { folder, error });
+    }
+    let created = scheduler.store.create_job(new).await;
+    match &created {
+        Ok(Created::New(changed)) => scheduler.events.publish(changed),
+        _ => {
+            let _ = tokio::fs::remove_dir_all(&folder).await;
+        }
+    }
+    Ok(created?)
+}
+
+async fn write_folder(folder: &std::path::Path, spec: &JobSpec) -> io::Result<()> {
+    tokio::fs::create_dir_all(folder).await?;
+    let text = serde_json::to_string_pretty(spec).map_err(io::Error::other)?;
+    tokio::fs::write(folder.join("spec.json"), text).await
+}

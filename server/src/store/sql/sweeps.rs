@@ -1,0 +1,132 @@
+//! Sweeps. Their trials are jobs, and whatever else is known of a sweep follows from these.
+
+use super::{
+    Connection, DbRow, SqlStore,
+    jobs::{JOB, job_row},
+};
+use crate::{
+    lifecycle::Refused,
+    store::{
+        JobRow, Owned, Result, StoreError, SweepRow,
+        quarantine::readable,
+        values::{from_json, json, plain, time},
+    },
+};
+use jiff::Timestamp;
+use lockstep_protocol::{
+    JobSpec,
+    job::{JobState, TrialOf},
+    sweep::SweepState,
+};
+use sqlx::{AssertSqlSafe, Row};
+
+/// Without the trials' specifications, which are long.
+const SWEEP: &str = "SELECT id, name, project, state, reason, spec, settings, rungs, owner, private, created_at, finished_at FROM sweeps";
+
+fn sweep(row: &DbRow) -> Result<SweepRow> {
+    let id: String = row.try_get("id")?;
+    let state: String = row.try_get("state")?;
+    let known = SweepState::ALL.into_iter().find(|known| known.as_str() == state);
+    Ok(SweepRow {
+        state: known.ok_or_else(|| StoreError::Corrupt(format!("sweep {id}: the state {state:?}")))?,
+        id,
+        name: row.try_get("name")?,
+        project: row.try_get("project")?,
+        spec: from_json(row.try_get("spec")?)?,
+        settings: from_json(row.try_get("settings")?)?,
+        rungs: from_json(row.try_get("rungs")?)?,
+        reason: row.try_get("reason")?,
+        owned: Owned { owner: row.try_get("owner")?, private: row.try_get::<i64, _>("private")? != 0 },
+        created_at: time(row.try_get("created_at")?)?,
+        finished_at: row.try_get::<Option<i64>, _>("finished_at")?.map(time).transpose()?,
+    })
+}
+
+/// Refuses to delete a trial whose sweep is not over: the sweep would start it again.
+///
+/// # Errors
+/// The sweep is not over.
+pub(super) async fn require_over(db: &mut Connection, trial: &TrialOf, state: JobState) -> Result<()> {
+    let query = "SELECT count(*) FROM sweeps WHERE id = $1 AND finished_at IS NULL";
+    let unfinished: i64 = sqlx::query_scalar(query).bind(&trial.sweep).fetch_one(db).await?;
+    if unfinished == 0 {
+        return Ok(());
+    }
+    let detail = format!(
+        "the job is trial {} of {}, which is not over: delete it afterwards, or cancel the sweep first",
+        trial.number, trial.sweep
+    );
+    Err(Refused { state, detail }.into())
+}
+
+impl SqlStore {
+    pub(super) async fn insert_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<()> {
+        sqlx::query(
+            "INSERT INTO sweeps (id, name, project, state, spec, settings, rungs, specs, owner, private, created_at) \
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+        )
+        .bind(&row.id)
+        .bind(plain(&row.name))
+        .bind(&row.project)
+        .bind(row.state.as_str())
+        .bind(json(&row.spec)?)
+        .bind(json(&row.settings)?)
+        .bind(json(&row.rungs)?)
+        .bind(json(&specs)?)
+        .bind(row.owned.owner.as_deref().map(plain))
+        .bind(i64::from(row.owned.private))
+        .bind(row.created_at.as_millisecond())
+        .execute(&self.writer)
+        .await?;
+        Ok(())
+    }
+
+    pub(super) async fn list_sweeps(&self) -> Result<Vec<SweepRow>> {
+        let query = format!("{SWEEP} ORDER BY created_at DESC, id");
+        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
+        Ok(readable(rows.iter().map(sweep)))
+    }
+
+    pub(super) async fn list_unfinished_sweeps(&self) -> Result<Vec<SweepRow>> {
+        let query = format!("{SWEEP} WHERE finished_at IS NULL ORDER BY created_at, id");
+        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
+        Ok(readable(rows.iter().map(sweep)))
+    }
+
+    pub(super) async fn read_sweep(&self, id: &str) -> Result<Option<SweepRow>> {
+        let query = sqlx::query(AssertSqlSafe(format!("{SWEEP} WHERE id = $1"))).bind(plain(id));
+        query.fetch_optional(&self.reader).await?.as_ref().map(sweep).transpose()
+    }
+
+    pub(super) async fn read_sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>> {
+        let query = sqlx::query_scalar("SELECT specs FROM sweeps WHERE id = $1").bind(plain(id));
+        let specs: Option<String> = query.fetch_optional(&self.reader).await?;
+        specs.map_or_else(|| Ok(Vec::new()), |specs| from_json(&specs))
+    }
+
+    pub(super) async fn write_sweep_state(
+        &self,
+        id: &str,
+        state: SweepState,
+        reason: Option<&str>,
+        finished_at: Option<Timestamp>,
+    ) -> Result<bool> {
+        let done = sqlx::query(
+            "UPDATE sweeps SET state = $2, finished_at = $3, reason = $4 WHERE id = $1 AND finished_at IS NULL \
+             AND (state <> 'cancelled' OR $2 = 'cancelled')",
+        )
+        .bind(plain(id))
+        .bind(state.as_str())
+        .bind(finished_at.map(|at| at.as_millisecond()))
+        .bind(reason.map(plain))
+        .execute(&self.writer)
+        .await?;
+        Ok(done.rows_affected() > 0)
+    }
+
+    pub(super) async fn list_trials(&self, sweep: &str) -> Result<Vec<JobRow>> {
+        let query = format!("{JOB} WHERE jobs.sweep = $1 AND jobs.deleted_at IS NULL ORDER BY jobs.trial");
+        let rows = sqlx::query(AssertSqlSafe(query)).bind(plain(sweep)).fetch_all(&self.reader).await?;
+        Ok(readable(rows.iter().map(job_row)))
+    }
+}

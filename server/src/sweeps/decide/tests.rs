@@ -1,0 +1,196 @@
+use super::*;
+use std::collections::BTreeMap;
+
+fn rules(trials: u32, rungs: &[u32], max_concurrent: u32) -> Rules {
+    Rules {
+        state: SweepState::Running,
+        metric: SweepMetric { name: "val_accuracy", maximize: true },
+        reduction: 3,
+        rungs: rungs.into(),
+        trials,
+        max_concurrent,
+    }
+}
+
+fn trial(number: u32, stage: Stage, values: &[f64]) -> TrialState {
+    let values = values.iter().map(|value| Some(*value).filter(|value| value.is_finite())).collect();
+    TrialState { number, stage, values }
+}
+
+#[test]
+fn trials_train_on_or_end_as_soon_as_that_is_certain() {
+    use Action::{Cancel, End, Finish, Promote, Start};
+    use Stage::{Active, AtRung, Over};
+    let six = rules(6, &[1, 3], 10);
+    let started = |stages: &[(Stage, &[f64])]| -> Vec<TrialState> {
+        (1..).zip(stages).map(|(number, (stage, values))| trial(number, *stage, values)).collect()
+    };
+    let with = |state| Rules { state, ..six.clone() };
+    let two_of_three = rules(3, &[2], 2);
+    for (name, rules, trials, expected) in [
+        (
+            "a sweep starts as many as it may, without a rung",
+            two_of_three.clone(),
+            vec![],
+            vec![Start { number: 1, pause_after: None }, Start { number: 2, pause_after: None }],
+        ),
+        (
+            "and the next where one is over",
+            two_of_three,
+            started(&[(Over, &[0.5]), (Active, &[])]),
+            vec![Start { number: 3, pause_after: None }],
+        ),
+        (
+            "two of six are kept: with two unknown nothing is certain but the ends",
+            six.clone(),
+            started(&[
+                (AtRung, &[0.4]),
+                (AtRung, &[0.3]),
+                (AtRung, &[0.2]),
+                (AtRung, &[0.1]),
+                (Active, &[]),
+                (Active, &[]),
+            ]),
+            vec![End { number: 3 }, End { number: 4 }],
+        ),
+        (
+            "with one unknown the best is certain",
+            six.clone(),
+            started(&[
+                (AtRung, &[0.4]),
+                (AtRung, &[0.3]),
+                (Over, &[0.2]),
+                (Over, &[0.1]),
+                (AtRung, &[0.35]),
+                (Active, &[]),
+            ]),
+            vec![End { number: 2 }, Promote { number: 1, pause_after: None }],
+        ),
+        (
+            "a failed trial is the worst, and of equal ones the first is kept",
+            six.clone(),
+            started(&[
+                (AtRung, &[0.3]),
+                (AtRung, &[0.3]),
+                (AtRung, &[0.3]),
+                (Over, &[]),
+                (Over, &[]),
+                (AtRung, &[f64::NAN]),
+            ]),
+            vec![
+                End { number: 3 },
+                End { number: 6 },
+                Promote { number: 1, pause_after: None },
+                Promote { number: 2, pause_after: None },
+            ],
+        ),
+        (
+            "a paused sweep only ends trials",
+            with(SweepState::Paused),
+            started(&[(AtRung, &[0.4]), (AtRung, &[0.3]), (AtRung, &[0.2])]),
+            vec![End { number: 3 }],
+        ),
+        (
+            "a cancelled one cancels them, and is over after that",
+            with(SweepState::Cancelled),
+            started(&[(AtRung, &[0.4]), (Over, &[])]),
+            vec![Cancel { number: 1 }],
+        ),
+        ("also without trials", with(SweepState::Cancelled), vec![], vec![Finish]),
+        (
+            "a sweep is over with its last trial",
+            rules(1, &[1, 3], 1),
+            started(&[(Over, &[0.1, 0.2])]),
+            vec![Finish],
+        ),
+    ] {
+        assert_eq!(decide(&rules, &trials), expected, "{name}");
+    }
+}
+
+/// A generator for the orders in which trials arrive.
+struct Order(u64);
+
+impl Order {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % end
+    }
+}
+
+/// Runs a sweep whose trials have these metrics (`None` fails), in an order given by `seed`; the epochs that each trial has trained.
+fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64) -> BTreeMap<u32, u32> {
+    let (mut order, mut trials, mut epochs) = (Order(seed), Vec::<TrialState>::new(), BTreeMap::new());
+    let mut targets = BTreeMap::<u32, Option<u32>>::new();
+    for _ in 0..10_000 {
+        // A server that is killed carries out only some of the actions.
+        let actions = decide(rules, &trials);
+        let done = if actions.len() > 1 { 1 + order.below(actions.len()) } else { actions.len() };
+        for action in &actions[..done] {
+            match *action {
+                Action::Finish => return epochs,
+                Action::Start { number, pause_after } => {
+                    assert!(targets.insert(number, pause_after).is_none(), "started once");
+                    trials.push(trial(number, Stage::Active, &[]));
+                }
+                Action::Promote { number, pause_after } => {
+                    let found = trials.iter_mut().find(|trial| trial.number == number).unwrap();
+                    assert_eq!(found.stage, Stage::AtRung);
+                    found.stage = Stage::Active;
+                    targets.insert(number, pause_after);
+                }
+                Action::End { number } => {
+                    let found = trials.iter_mut().find(|trial| trial.number == number).unwrap();
+                    assert_eq!(found.stage, Stage::AtRung);
+                    found.stage = Stage::Over;
+                }
+                Action::Cancel { .. } => panic!("nobody cancels it"),
+            }
+        }
+        let mut active: Vec<_> = trials.iter_mut().filter(|trial| trial.stage == Stage::Active).collect();
+        assert!(active.len() <= rules.max_concurrent as usize);
+        if active.is_empty() {
+            continue;
+        }
+        let place = order.below(active.len());
+        let arrived = &mut active[place];
+        let rung = arrived.values.len();
+        let metric = metrics[arrived.number as usize - 1][rung];
+        epochs.insert(arrived.number, rules.rungs[rung]);
+        assert_eq!(targets[&arrived.number].unwrap_or(*rules.rungs.last().unwrap()), rules.rungs[rung]);
+        if metric.is_some() {
+            arrived.values.push(metric);
+        }
+        let is_over = metric.is_none() || rung + 1 == rules.rungs.len();
+        arrived.stage = if is_over { Stage::Over } else { Stage::AtRung };
+    }
+    panic!("the sweep does not end");
+}
+
+#[test]
+fn a_sweep_ends_with_the_same_trials_in_any_order_of_arrival() {
+    let mut numbers = Order(1);
+    for (trials, rungs) in
+        [(1, vec![1, 3]), (5, vec![4]), (6, vec![1, 3]), (27, vec![1, 3, 9]), (20, vec![1, 2, 4, 8])]
+    {
+        for case in 0..20 {
+            let mut metric = |_| (numbers.below(8) > 0).then(|| numbers.below(50) as f64);
+            let metrics: Vec<Vec<_>> = (0..trials).map(|_| rungs.iter().map(&mut metric).collect()).collect();
+            let expected = run(&rules(trials, &rungs, u32::MAX), &metrics, 0);
+            for seed in 1..6 {
+                let limited = rules(trials, &rungs, 1 + seed as u32);
+                assert_eq!(
+                    run(&limited, &metrics, seed),
+                    expected,
+                    "{trials} trials, case {case}, order {seed}"
+                );
+            }
+            // At most so many trials come to each rung.
+            let mut places = trials;
+            for epoch in &rungs {
+                assert!(expected.values().filter(|epochs| *epochs >= epoch).count() <= places as usize);
+                places = (places / 3).max(1);
+            }
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! Sweeps: jobs that are submitted with several settings. A sweep starts a job for each setting, and continues or ends these trials as
+//! `decide` says. It keeps nothing in memory: whatever it decides follows from its row and its trials' rows, and each action is one
+//! transaction. A server that is killed between two of them decides the rest after its start.
+
+mod decide;
+
+use crate::{
+    lifecycle::trial,
+    scheduler::{
+        Scheduler,
+        dispatch::{self, Wish},
+        new_jobs::{NewJobError, add_job, new_job},
+    },
+    store::{JobRow, NewTrial, Result, StoreError, SweepRow},
+    util::failing::Failing,
+};
+use decide::{Action, Rules, TrialState, decide};
+use lockstep_protocol::{
+    JobId,
+    backoff::Backoff,
+    job::TrialOf,
+    spec::Setting,
+    sweep::{Sweep, SweepState, Trial},
+};
+use std::{sync::Arc, time::Duration};
+use tokio::{sync::Notify, time::sleep};
+
+/// Between two looks at all sweeps. Changes of trials and of sweeps are looked at as they come.
+const EVERY: Duration = Duration::from_secs(30);
+/// Before the database is asked again: first, and at most.
+const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(30));
+
+/// The sweeps of a server.
+pub(crate) struct Sweeps {
+    scheduler: Arc<Scheduler>,
+    /// A trial or a sweep has changed.
+    wake: Arc<Notify>,
+}
+
+impl Sweeps {
+    pub(crate) fn new(scheduler: Arc<Scheduler>, wake: Arc<Notify>) -> Self {
+        Self { scheduler, wake }
+    }
+
+    /// A sweep has changed.
+    pub(crate) fn wake(&self) {
+        self.wake.notify_one();
+    }
+
+    /// Carries sweeps on, until dropped.
+    pub(crate) async fn run(self: Arc<Self>) {
+        let (mut failing, mut backoff) = (Failing::default(), RETRY);
+        loop {
+            let pause = match self.advance_all().await {
+                Ok(()) => {
+                    backoff = RETRY;
+                    if let Some(failures) = failing.ended() {
+                        tracing::info!(failures, "sweeps continue");
+                    }
+                    EVERY
+                }
+                Err(error) => {
+                    if failing.is_new(&error) {
+                        tracing::warn!(%error, "sweeps cannot be carried on; trying again");
+                    }
+                    backoff.pause()
+                }
+            };
+            tokio::select! {
+                () = self.wake.notified() => {}
+                () = sleep(pause) => {}
+            }
+        }
+    }
+
+    async fn advance_all(&self) -> Result<()> {
+        for sweep in self.scheduler.store.unfinished_sweeps().await? {
+            self.advance(&sweep).await?;
+        }
+        Ok(())
+    }
+
+    async fn advance(&self, sweep: &SweepRow) -> Result<()> {
+        let store = &self.scheduler.store;
+        let Some(rules) = Rules::of(sweep) else {
+            return self.pause(sweep, "another version of lockstep stored the sweep").await;
+        };
+        let rows = store.trials(&sweep.id).await?;
+        let trials: Vec<_> = rows.iter().filter_map(|row| TrialState::of(&rules, row)).collect();
+        let mut specs = None;
+        for action in decide(&rules, &trials) {
+            let job = |number: u32| {
+                let found =
+                    rows.iter().find(|row| row.job.trial.as_ref().is_some_and(|of| of.number == number));
+                found.map(|row| row.job.id.clone()).ok_or(StoreError::NotFound("trial"))
+            };
+            let at = crate::now();
+            let done = match action {
+                Action::Start { number, pause_after } => {
+                    if specs.is_none() {
+                        specs = Some(store.sweep_specs(&sweep.id).await?);
+                    }
+                    let spec = specs.iter().flatten().nth(number as usize - 1).cloned();
+                    let Some(spec) = spec else {
+                        return self.pause(sweep, "its trials are not stored").await;
+                    };
+                    let of = TrialOf { sweep: sweep.id.clone(), number };
+                    let mut new = new_job(JobId::generate(), spec, sweep.owned.owner.clone());
+                    new.trial = Some(NewTrial { of, pause_after });
+                    match add_job(&self.scheduler, new).await {
+                        Ok(_) => Ok(()),
+                        Err(NewJobError::Store(error)) if error.may_pass() => Err(error),
+                        // A full disk, or a dataset that was removed: people have to see to it.
+                        Err(error) => {
+                            return self.pause(sweep, &format!("trial {number} cannot start: {error}")).await;
+                        }
+                    }
+                }
+                Action::Promote { number, pause_after } => {
+                    let promote = move |row: &mut JobRow| trial::promote(row, pause_after, at);
+                    self.scheduler.events.change_job(&job(number)?, Box::new(promote)).await.map(drop)
+                }
+                Action::End { number } => {
+                    let end = move |row: &mut JobRow| trial::end(row, at);
+                    self.scheduler.events.change_job(&job(number)?, Box::new(end)).await.map(drop)
+                }
+                Action::Cancel { number } => {
+                    dispatch::stop(&self.scheduler, &job(number)?, Wish::Cancel).await.map(drop)
+                }
+                Action::Finish => {
+                    let state = match sweep.state {
+                        SweepState::Cancelled => SweepState::Cancelled,
+                        _ => SweepState::Finished,
+                    };
+                    store.set_sweep_state(&sweep.id, state, None, Some(at)).await.map(drop)
+                }
+            };
+            match done {
+                // Somebody else has changed the trial: the next look sees what it is now.
+                Err(StoreError::Refused(_) | StoreError::NotFound(_)) => {}
+                done => done?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing starts until somebody resumes the sweep.
+    async fn pause(&self, sweep: &SweepRow, why: &str) -> Result<()> {
+        if sweep.state == SweepState::Running {
+            tracing::warn!(sweep = %sweep.id, why, "a sweep is paused");
+            self.scheduler.store.set_sweep_state(&sweep.id, SweepState::Paused, Some(why), None).await?;
+        }
+        Ok(())
+    }
+}
+
+/// A sweep as it is shown.
+pub(crate) fn shown(row: &SweepRow, trials: &[JobRow]) -> Sweep {
+    let rules = Rules::of(row);
+    let one = |(number, setting): (u32, &Setting)| {
+        let job = trials.iter().find(|row| row.job.trial.as_ref().is_some_and(|of| of.number == number));
+        let state = rules.as_ref().zip(job).and_then(|(rules, job)| TrialState::of(rules, job));
+        let values = state.map(|state| state.values).unwrap_or_default();
+        Trial {
+            number,
+            setting: setting.clone(),
+            job: job.map(|row| row.job.id.clone()),
+            state: job.map(|row| row.job.state),
+            rung: u32::try_from(values.len()).unwrap_or(u32::MAX),
+            metric: values.last().copied().flatten(),
+            step: job.map_or(0, |row| row.job.step),
+        }
+    };
+    let trials: Vec<_> = (1..).zip(&row.settings).map(one).collect();
+    let best = rules.as_ref().and_then(|rules| {
+        let compared = trials.iter().filter(|trial| trial.metric.is_some());
+        compared.min_by(|a, b| {
+            b.rung
+                .cmp(&a.rung)
+                .then_with(|| rules.metric.order(a.metric, b.metric))
+                .then_with(|| a.number.cmp(&b.number))
+        })
+    });
+    let is_over = |trial: &&Trial| trial.state.is_some_and(|state| state.is_final());
+    Sweep {
+        id: row.id.clone(),
+        name: row.name.clone(),
+        project: row.project.clone(),
+        state: row.state,
+        reason: row.reason.clone(),
+        owner: row.owned.owner.clone(),
+        private: row.owned.private,
+        spec: row.spec.clone(),
+        rungs: row.rungs.clone(),
+        trial_count: u32::try_from(trials.len()).unwrap_or(u32::MAX),
+        ended: u32::try_from(trials.iter().filter(is_over).count()).unwrap_or(u32::MAX),
+        best: best.cloned(),
+        steps: trials.iter().map(|trial| trial.step).sum(),
+        trials,
+        created_at: row.created_at,
+        finished_at: row.finished_at,
+    }
+}

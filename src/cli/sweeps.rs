@@ -1,0 +1,145 @@
+//! `lockstep sweep`: sweeps that a server carries out.
+
+use super::{
+    age::age,
+    api::{ServerArgs, list},
+    block_on, output, wrong,
+};
+use lockstep_protocol::{
+    numbers::percent,
+    sweep::{Sweep, Trial},
+};
+use serde_json::{Value, json};
+
+/// Show, pause and cancel sweeps, which `lockstep submit` starts from a file with a section `sweep`
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(clap::Subcommand)]
+enum Action {
+    /// List the sweeps, newest first
+    List {
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Show a sweep's trials
+    Show(One),
+    /// Start and continue no trial; those that train go on to their next rung or to their end
+    Pause(One),
+    /// Carry on a paused sweep
+    Resume(One),
+    /// Cancel a sweep and its trials that are not over; they keep their checkpoints
+    Cancel(One),
+}
+
+#[derive(clap::Args)]
+struct One {
+    /// The sweep's id
+    sweep: String,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Runs the action.
+///
+/// # Errors
+/// Exit status 2 when there is no such sweep, or its state does not allow the change.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    match args.action {
+        Action::List { server } => {
+            let all = block_on(server.api()?.all("/sweeps", "sweeps", &[], None))?;
+            let sweeps: Vec<Sweep> = list(&Value::Array(all), "sweeps")?;
+            if server.json {
+                return output::json(&sweeps);
+            }
+            if sweeps.is_empty() {
+                return output::line("no sweeps; submit a job file with a section `sweep`");
+            }
+            let rows: Vec<_> = sweeps.iter().map(row).collect();
+            output::table_of_names(
+                ["SWEEP", "NAME", "STATE", "OVER", "BEST", "STEPS", "SUBMITTED"],
+                &["NAME"],
+                &rows,
+            )
+        }
+        Action::Show(One { sweep, server }) => {
+            let found: Sweep = block_on(server.api()?.get(&path(&sweep)?))?;
+            if server.json {
+                return output::json(&found);
+            }
+            let rows: Vec<_> = found.trials.iter().map(|trial| row_of_trial(&found, trial)).collect();
+            output::table_of_names(
+                ["TRIAL", "JOB", "STATE", "SETTING", "METRIC", "EPOCH", "STEPS"],
+                &["SETTING"],
+                &rows,
+            )?;
+            output::line(in_words(&found))
+        }
+        Action::Pause(one) => change(&one, "pause"),
+        Action::Resume(one) => change(&one, "resume"),
+        Action::Cancel(one) => change(&one, "cancel"),
+    }
+}
+
+/// An address of a sweep.
+///
+/// # Errors
+/// Exit status 2: no sweep has such an id, which may mean something else in an address.
+fn path(id: &str) -> anyhow::Result<String> {
+    match id.strip_prefix("sweep-").is_some_and(|rest| rest.bytes().all(|byte| byte.is_ascii_hexdigit())) {
+        true => Ok(format!("/sweeps/{id}")),
+        false => Err(wrong("no sweep has this id; `lockstep sweep list` shows the ids")),
+    }
+}
+
+fn change(One { sweep, server }: &One, what: &str) -> anyhow::Result<()> {
+    let changed: Sweep = block_on(server.api()?.post(&format!("{}/{what}", path(sweep)?), &json!({})))?;
+    if server.json { output::json(&changed) } else { output::line(in_words(&changed)) }
+}
+
+/// `sweep-1a2b3c4d5e6f is running: 3 of 27 trials over, 400 steps`
+fn in_words(sweep: &Sweep) -> String {
+    let Sweep { id, state, ended, trial_count, steps, .. } = sweep;
+    let why = sweep.reason.as_ref().map(|why| format!(" ({why})")).unwrap_or_default();
+    format!("{id} is {}{why}: {ended} of {trial_count} trials over, {steps} steps", state.as_str())
+}
+
+fn metric(sweep: &Sweep, trial: &Trial) -> String {
+    let is_loss = sweep.spec.pointer("/sweep/metric/name").is_some_and(|name| name == "val_loss");
+    let shown = trial.metric.map(|metric| if is_loss { format!("{metric:.4}") } else { percent(metric) });
+    shown.unwrap_or_default()
+}
+
+fn setting(trial: &Trial) -> String {
+    let one = |(key, value): (&String, &Value)| format!("{key}={value}");
+    trial.setting.iter().map(one).collect::<Vec<_>>().join(" ")
+}
+
+fn row(sweep: &Sweep) -> [String; 7] {
+    let best = sweep.best.as_ref().map(|best| format!("{} {}", metric(sweep, best), setting(best)));
+    [
+        sweep.id.clone(),
+        sweep.name.clone(),
+        sweep.state.as_str().to_owned(),
+        format!("{} of {}", sweep.ended, sweep.trial_count),
+        best.unwrap_or_default(),
+        sweep.steps.to_string(),
+        format!("{} ago", age(sweep.created_at)),
+    ]
+}
+
+fn row_of_trial(sweep: &Sweep, trial: &Trial) -> [String; 7] {
+    let epoch = (trial.rung as usize).checked_sub(1).and_then(|index| sweep.rungs.get(index));
+    [
+        trial.number.to_string(),
+        trial.job.as_ref().map(ToString::to_string).unwrap_or_default(),
+        trial.state.map_or("not started", |state| state.as_str()).to_owned(),
+        setting(trial),
+        metric(sweep, trial),
+        epoch.map(u32::to_string).unwrap_or_default(),
+        trial.step.to_string(),
+    ]
+}

@@ -1,0 +1,53 @@
+// The page of a sweep, read again every few seconds until the sweep is over: the server renders it, and the script exchanges what differs. The
+// parallel coordinates are those of the page Compare.
+
+import { ask, byId, confirmThen, pageNow, sentence, text } from "./page.js";
+import { assign } from "./compare/colours.js";
+import { Parallel } from "./compare/parallel.js";
+import { Selection } from "./compare/selection.js";
+import { morph } from "./machines/morph.js";
+
+const EVERY_MS = 4000, JOBS = 200;
+const sweep = byId("sweep"), at = `/api/v1/sweeps/${encodeURIComponent(sweep.dataset.sweep)}`;
+let jobs = [], asking = false;
+
+const selection = new Selection(() => jobs), parallel = new Parallel(byId("parallel"), () => jobs, selection);
+
+/** The trials' jobs: lines need more than the table has. */
+async function draw() {
+  const found = [];
+  for (let cursor = ""; cursor !== null;) {
+    const page = await ask(`/api/v1/jobs?tag=${encodeURIComponent(sweep.dataset.sweep)}&limit=${JOBS}${cursor && `&cursor=${encodeURIComponent(cursor)}`}`);
+    found.push(...page.jobs);
+    cursor = page.next_cursor;
+  }
+  jobs = found.filter((job) => job.trial?.sweep === sweep.dataset.sweep).sort((a, b) => a.trial.number - b.trial.number);
+  assign(jobs.map((job) => job.id));
+  byId("settings-and-results").hidden = jobs.length < 2;
+  if (jobs.length > 1) parallel.draw();
+}
+
+async function refresh() {
+  if (asking || document.hidden) return;
+  asking = true;
+  try {
+    const page = await pageNow(location.pathname);
+    if (page) morph(sweep, page.getElementById("sweep"));
+    await draw();
+  } catch { /* the server is away: the next time */ } finally { asking = false; }
+}
+
+async function act(what) {
+  text(byId("sweep-error"), "");
+  await ask(`${at}/${what}`, { method: "POST" });
+  await refresh();
+}
+
+sweep.addEventListener("click", (event) => {
+  const what = event.target.closest("[data-act]")?.dataset.act;
+  if (what === "cancel") confirmThen({ title: "Cancel the sweep?", detail: "Its trials that are not over are cancelled. They keep their checkpoints and logs.", yes: "Cancel the sweep", act: () => act(what) });
+  else if (what) act(what).catch((error) => text(byId("sweep-error"), sentence(error)));
+});
+
+draw().catch((error) => text(byId("sweep-error"), sentence(error)));
+setInterval(() => { if (sweep.dataset.over === undefined) refresh(); }, EVERY_MS);

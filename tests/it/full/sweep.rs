@@ -1,0 +1,37 @@
+//! A sweep of 27 settings: the one that a grid finds is found with a part of its steps.
+
+use crate::{
+    pictures,
+    server::{Agents, Server, number, turn},
+    sweeps::{submit_sweep, sweep_over},
+};
+
+#[tokio::test]
+async fn asha_finds_the_setting_of_a_grid_with_less_than_half_of_its_steps() {
+    let _turn = turn().await;
+    // Steps take no longer than they need.
+    let environment = vec![("LOCKSTEP_FAULT".to_owned(), "step:slow@1000000".to_owned())];
+    let database = crate::postgres::wanted().then(crate::postgres::database);
+    let server = Server::start_on(Agents::Local { cpu_slots: 2 }, database, environment).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 320)).await;
+    let file = |method: &str| {
+        format!(
+            "name = \"{method}\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n\
+             [train]\nepochs = 9\nbatch_size = 16\n[parallel]\nranks = 1\ndevice = \"cpu\"\n\
+             [sweep]\nmethod = \"{method}\"\nmetric = {{ name = \"val_loss\" }}\n[sweep.parameters]\n\
+             train.lr = {{ values = [0.00001, 0.001, 0.05] }}\ntrain.momentum = {{ values = [0.0, 0.5, 0.9] }}\n\
+             train.weight_decay = {{ values = [0.0, 1.0, 5.0] }}\n"
+        )
+    };
+    let grid = sweep_over(&server, &submit_sweep(&server, &file("grid"))).await;
+    let asha = sweep_over(&server, &submit_sweep(&server, &file("asha"))).await;
+    assert_eq!(asha["best"]["setting"], grid["best"]["setting"], "{grid:#} {asha:#}");
+    assert_eq!(
+        asha["best"]["metric"], grid["best"]["metric"],
+        "a trial that paused ends as one that did not"
+    );
+    let (steps, all) = (number(&asha["steps"]), number(&grid["steps"]));
+    assert_eq!(all, 27 * 9 * 40);
+    assert!(steps * 10 <= all * 4, "{steps} of {all} steps");
+    server.stop().await;
+}

@@ -1,0 +1,243 @@
+//! Sweeps, and one sweep with its trials.
+
+use crate::{
+    layout::{Bar, Nav, Viewer},
+    numbers::{age, count, percent, plural, value},
+};
+use askama::Template;
+use jiff::Timestamp;
+use lockstep_protocol::{
+    spec::{SweepMetric, read_sweep},
+    sweep::{Sweep, SweepState, Trial},
+};
+use serde_json::Value;
+use std::{cmp::Ordering, fmt::Write as _};
+
+/// Size of the curve, in its own units, and the space around it.
+const WIDTH: f64 = 600.0;
+const HEIGHT: f64 = 160.0;
+const EDGE: f64 = 8.0;
+
+/// `GET /sweeps`.
+#[derive(Debug, Clone, Template)]
+#[template(path = "sweeps.html")]
+pub struct SweepsPage {
+    /// Newest first.
+    pub sweeps: Vec<Sweep>,
+    /// The time from which ages are computed.
+    pub now: Timestamp,
+    /// Rights of the person who looks at the page.
+    pub viewer: Viewer,
+}
+
+impl SweepsPage {
+    /// The page as HTML.
+    ///
+    /// # Errors
+    /// See [`askama::Template::render`]; no data can cause an error.
+    pub fn render(&self) -> Result<String, askama::Error> {
+        Template::render(self)
+    }
+
+    fn nav(&self) -> Bar<'_> {
+        Nav::Jobs.seen_by(&self.viewer)
+    }
+
+    fn age(&self, at: &Timestamp) -> String {
+        age(*at, self.now)
+    }
+}
+
+/// `GET /sweeps/{id}`.
+#[derive(Debug, Clone, Template)]
+#[template(path = "sweep.html")]
+pub struct SweepPage {
+    /// With its trials.
+    pub sweep: Sweep,
+    /// Whether the viewer may pause and cancel it.
+    pub may_change: bool,
+    /// The time from which ages are computed.
+    pub now: Timestamp,
+    /// Rights of the person who looks at the page.
+    pub viewer: Viewer,
+}
+
+/// The best metric so far, over the trials in their order.
+struct Curve {
+    /// Of an SVG polyline.
+    points: String,
+    low: String,
+    high: String,
+}
+
+impl SweepPage {
+    /// The page as HTML.
+    ///
+    /// # Errors
+    /// See [`askama::Template::render`]; no data can cause an error.
+    pub fn render(&self) -> Result<String, askama::Error> {
+        Template::render(self)
+    }
+
+    fn nav(&self) -> Bar<'_> {
+        Nav::Jobs.seen_by(&self.viewer)
+    }
+
+    fn changes(&self) -> bool {
+        self.may_change && !self.viewer.reads_only
+    }
+
+    fn age(&self, at: &Timestamp) -> String {
+        age(*at, self.now)
+    }
+
+    /// `12 of 27 trials are over · 1,200 steps`
+    fn summary(&self) -> String {
+        let Sweep { ended, trial_count, steps, .. } = &self.sweep;
+        format!("{ended} of {} over · {}", plural(u64::from(*trial_count), "trial"), plural(*steps, "step"))
+    }
+
+    /// Keys of the parameters.
+    fn keys(&self) -> Vec<&str> {
+        let first = self.sweep.trials.first();
+        first.map(|trial| trial.setting.keys().map(String::as_str).collect()).unwrap_or_default()
+    }
+
+    fn rung(&self, trial: &Trial) -> String {
+        let reached = (trial.rung as usize).checked_sub(1).and_then(|index| self.sweep.rungs.get(index));
+        reached.map_or_else(|| "–".into(), |epoch| format!("epoch {}", count(u64::from(*epoch))))
+    }
+
+    fn is_best(&self, trial: &Trial) -> bool {
+        self.sweep.best.as_ref().is_some_and(|best| best.number == trial.number)
+    }
+
+    /// `None` until two trials have been compared.
+    fn curve(&self) -> Option<Curve> {
+        let metric = metric_of(&self.sweep)?;
+        let mut best: Vec<f64> = Vec::new();
+        for found in self.sweep.trials.iter().filter_map(|trial| trial.metric) {
+            let before = best.last().copied().unwrap_or(found);
+            let is_better = metric.order(Some(found), Some(before)) == Ordering::Less;
+            best.push(if is_better { found } else { before });
+        }
+        let low = best.iter().copied().reduce(f64::min)?;
+        let high = best.iter().copied().reduce(f64::max)?;
+        let last = best.len().checked_sub(1).filter(|last| *last > 0)?;
+        let mut points = String::new();
+        for (index, value) in best.iter().enumerate() {
+            let x = EDGE + (WIDTH - 2.0 * EDGE) * index as f64 / last as f64;
+            let share = if high > low { (value - low) / (high - low) } else { 0.5 };
+            let y = HEIGHT - EDGE - (HEIGHT - 2.0 * EDGE) * share;
+            let _ = write!(points, "{x:.1},{y:.1} ");
+        }
+        Some(Curve { points, low: in_words(metric, low), high: in_words(metric, high) })
+    }
+}
+
+fn metric_of(sweep: &Sweep) -> Option<SweepMetric> {
+    read_sweep(sweep.spec.get("sweep")?).ok().map(|section| section.metric)
+}
+
+fn in_words(metric: SweepMetric, of: f64) -> String {
+    if metric.name == "val_accuracy" { percent(of) } else { value(of) }
+}
+
+/// `grid`, `random` or `asha`.
+fn method(sweep: &Sweep) -> &str {
+    sweep.spec.pointer("/sweep/method").and_then(Value::as_str).unwrap_or_default()
+}
+
+/// `val_accuracy` or `val_loss`.
+fn metric_name(sweep: &Sweep) -> &'static str {
+    metric_of(sweep).map_or("metric", |metric| metric.name)
+}
+
+/// A trial's metric; a dash before its first rung.
+fn metric(sweep: &Sweep, trial: &Trial) -> String {
+    let words = metric_of(sweep).zip(trial.metric).map(|(metric, of)| in_words(metric, of));
+    words.unwrap_or_else(|| "–".into())
+}
+
+/// A parameter's value.
+fn setting(trial: &Trial, key: &str) -> String {
+    match trial.setting.get(key) {
+        Some(Value::String(text)) => text.clone(),
+        Some(other) => other.to_string(),
+        None => String::new(),
+    }
+}
+
+/// All parameters of a trial: `train.lr=0.1, train.seed=2`.
+fn settings(trial: &Trial) -> String {
+    let one = |key: &String| format!("{key}={}", setting(trial, key));
+    trial.setting.keys().map(one).collect::<Vec<_>>().join(", ")
+}
+
+/// The state in `data-state` that has the colours of a sweep's.
+fn tone(state: SweepState) -> &'static str {
+    match state {
+        SweepState::Finished => "succeeded",
+        other => other.as_str(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::{JobId, JobState};
+    use serde_json::json;
+
+    #[test]
+    fn a_sweep_shows_its_trials_its_best_and_buttons_only_to_those_who_may() {
+        let trial = |number: u32, metric: Option<f64>| Trial {
+            number,
+            setting: [("train.lr".into(), json!("<b>0.1"))].into(),
+            job: metric.map(|_| JobId::generate()),
+            state: metric.map(|_| JobState::Succeeded),
+            rung: u32::from(metric.is_some()),
+            metric,
+            step: 10,
+        };
+        let trials = vec![trial(1, Some(0.25)), trial(2, Some(0.75)), trial(3, None)];
+        let sweep = Sweep {
+            id: "sweep-1".into(),
+            name: "<i>lrs".into(),
+            project: "default".into(),
+            state: SweepState::Running,
+            reason: None,
+            owner: None,
+            private: false,
+            spec: json!({"sweep": {"method": "grid", "parameters": {"train.lr": {"values": ["<b>0.1"]}}}}),
+            rungs: vec![3],
+            trial_count: 3,
+            ended: 2,
+            best: Some(trials[1].clone()),
+            steps: 1200,
+            trials,
+            created_at: Timestamp::UNIX_EPOCH,
+            finished_at: None,
+        };
+        let page = |may_change| {
+            let (now, viewer) = (Timestamp::UNIX_EPOCH, Viewer::NOBODY);
+            SweepPage { sweep: sweep.clone(), may_change, now, viewer }.render().expect("renders")
+        };
+        let html = page(true);
+        for part in [
+            "2 of 3 trials over · 1,200 steps",
+            "epoch 3",
+            "75.0 %",
+            "not started",
+            "polyline",
+            "data-act=\"pause\"",
+            "data-act=\"cancel\"",
+        ] {
+            assert!(html.contains(part), "{part}: {html}");
+        }
+        assert!(!html.contains("<i>lrs") && !html.contains("<b>0.1"), "{html}");
+        assert!(!page(false).contains("data-act"));
+        let (now, viewer) = (Timestamp::UNIX_EPOCH, Viewer::NOBODY);
+        let list = SweepsPage { sweeps: vec![sweep.clone()], now, viewer }.render().expect("renders");
+        assert!(list.contains("href=\"/sweeps/sweep-1\"") && list.contains("75.0 %"), "{list}");
+    }
+}

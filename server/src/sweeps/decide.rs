@@ -7,7 +7,7 @@
 //! a rung, but its result depends on who arrives first.
 
 use crate::{
-    lifecycle::is_paused_by_sweep,
+    lifecycle::trial::is_paused_by_sweep,
     store::{JobRow, SweepRow},
 };
 use lockstep_protocol::{

@@ -124,6 +124,26 @@ describe("the form", () => {
     await page.end();
   });
 
+  test("tries several settings as a sweep, in its fields and in the text beside", async () => {
+    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+    await page.locator("#sweep-settings > summary").click();
+    await page.getByLabel("Settings that differ", { exact: true }).fill("train.lr = 0.1, 0.05\ntrain.momentum = 0.5 to 0.9");
+    await until("a grid has no ranges", async () => /a grid needs values/.test(await page.locator("#sweep-error").textContent()));
+    await page.getByLabel("Method", { exact: true }).selectOption("random");
+    await page.getByLabel("Largest number of trials", { exact: true }).fill("3");
+    await until("the trials are counted", async () => /^3 trials · /.test(await page.locator("#plan").textContent()));
+    const words = page.locator("#spec-text");
+    assert.match(await words.inputValue(), /^\[sweep\.parameters\]\n"train\.lr" = \{ values = \[0\.1, 0\.05\] \}$/m);
+    await words.fill((await words.inputValue()).replace("max_trials = 3", "max_trials = 2"));
+    await until("the field follows the text", async () => (await page.getByLabel("Largest number of trials", { exact: true }).inputValue()) === "2");
+    await page.getByRole("button", { name: "Submit job" }).click();
+    await page.waitForURL(/\/sweeps\/sweep-\w+$/);
+    await until("both trials have jobs", async () => (await page.locator("#sweep tbody a").count()) === 2);
+    assert.equal(await page.locator("#sweep thead").getByText("train.momentum").count(), 1);
+    await server.ask(`/sweeps/${new URL(page.url()).pathname.split("/").pop()}/cancel`, {}).catch(() => { /* it is quick */ });
+    await page.end();
+  });
+
   test("takes sizes by epoch, and tells the nearest right name of a key, also in the text beside", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const sizes = page.getByLabel("Image size", { exact: true }), words = page.locator("#spec-text");

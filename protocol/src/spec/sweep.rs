@@ -328,11 +328,6 @@ impl SweepSpec {
         rungs
     }
 
-    /// The keys of the parameters, sorted.
-    pub fn keys(&self) -> impl Iterator<Item = &str> {
-        self.parameters.keys().map(String::as_str)
-    }
-
     /// The number of combinations; `None` if a parameter has a range.
     fn combinations(&self) -> Option<u64> {
         self.parameters.values().try_fold(1u64, |product, parameter| match parameter {

@@ -428,8 +428,8 @@ pub trait Store: Send + Sync + 'static {
     async fn sweep(&self, id: &str) -> Result<Option<SweepRow>>;
     /// The specifications of a sweep's trials, in the order in which they start; none if there is no such sweep.
     async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>>;
-    /// Stores a sweep's state, why the server chose it, and when it was over if it is. False, and nothing is stored, when there is no such sweep, it is over, or
-    /// it is being cancelled and this is another state.
+    /// Stores a sweep's state, why the server chose it, and when it was over if it is. False, and nothing is stored, when there is no
+    /// such sweep, it is over, or it is being cancelled and this is another state.
     async fn set_sweep_state(
         &self,
         id: &str,

@@ -4,14 +4,16 @@ use crate::agent::{hello, info, losses, running};
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Machine, Source},
     dataset::Dataset,
-    job::{JobId, JobState},
+    job::{JobId, JobState, TrialOf},
     spec::JobSpec,
+    sweep::SweepState,
 };
 use lockstep_server::{
     lifecycle,
     store::{
-        AgentRow, Annotation, Change, Claim, Created, Ingested, JobFilter, MetricFilter, MinuteRow, NewJob,
-        Place, Report, Store, StoreError, postgres::PostgresStore, sqlite::SqliteStore,
+        AgentRow, Annotation, Change, Claim, Created, Ingested, JobFilter, JobRow, MetricFilter, MinuteRow,
+        NewJob, NewTrial, Owned, Place, Report, Store, StoreError, SweepRow, postgres::PostgresStore,
+        sqlite::SqliteStore,
     },
 };
 
@@ -192,6 +194,66 @@ async fn scenario(store: &dyn Store) {
     assert!(matches!(store.delete_job(&id).await, Err(StoreError::NotFound(_))));
     store.ready().await.unwrap();
     store.close().await;
+}
+
+/// A sweep, whose trials are jobs with numbers that come once.
+async fn a_sweep(store: &dyn Store) {
+    let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
+    store.add_dataset(&dataset(at)).await.unwrap();
+    let row = SweepRow {
+        id: "sweep-1".into(),
+        name: "lr".into(),
+        project: "default".into(),
+        state: SweepState::Running,
+        reason: None,
+        spec: serde_json::json!({"sweep": {"method": "grid"}}),
+        settings: vec![[("train.lr".to_owned(), serde_json::json!(0.1))].into()],
+        rungs: vec![1, 3],
+        owned: Owned { owner: Some("mona".into()), private: true },
+        created_at: at,
+        finished_at: None,
+    };
+    store.add_sweep(&row, &[spec("lr lr=0.1")]).await.unwrap();
+    assert_eq!(store.sweep("sweep-1").await.unwrap(), Some(row.clone()));
+    assert_eq!(store.sweep("sweep-2").await.unwrap(), None);
+    assert_eq!(store.sweep_specs("sweep-1").await.unwrap(), [spec("lr lr=0.1")]);
+    assert_eq!(store.unfinished_sweeps().await.unwrap(), store.sweeps().await.unwrap());
+    let trial = |number| NewJob {
+        id: JobId::generate(),
+        spec: spec("lr lr=0.1"),
+        annotation: Annotation::default(),
+        at,
+        idempotency: None,
+        fork: None,
+        owner: None,
+        trial: Some(NewTrial { of: TrialOf { sweep: "sweep-1".into(), number }, pause_after: Some(1) }),
+        external: None,
+    };
+    for number in [2, 1] {
+        store.create_job(trial(number)).await.unwrap();
+    }
+    assert!(matches!(store.create_job(trial(2)).await, Err(StoreError::Rejected(_))));
+    let trials = store.trials("sweep-1").await.unwrap();
+    let of = |row: &JobRow| (row.job.trial.as_ref().unwrap().number, row.progress.pause_after);
+    assert_eq!(trials.iter().map(of).collect::<Vec<_>>(), [(1, Some(1)), (2, Some(1))]);
+    let id = trials[0].job.id.clone();
+    store.change_job(&id, Box::new(move |row| lifecycle::cancel(row, false, at))).await.unwrap();
+    assert!(matches!(store.delete_job(&id).await, Err(StoreError::Refused(_))));
+    assert!(store.set_sweep_state("sweep-1", SweepState::Paused, Some("full"), None).await.unwrap());
+    let paused = store.sweep("sweep-1").await.unwrap().unwrap();
+    assert_eq!((paused.state, paused.reason.as_deref()), (SweepState::Paused, Some("full")));
+    assert!(store.set_sweep_state("sweep-1", SweepState::Cancelled, None, None).await.unwrap());
+    assert!(
+        !store.set_sweep_state("sweep-1", SweepState::Running, None, None).await.unwrap(),
+        "it is cancelled"
+    );
+    assert!(store.set_sweep_state("sweep-1", SweepState::Cancelled, None, Some(at)).await.unwrap());
+    assert!(
+        !store.set_sweep_state("sweep-1", SweepState::Cancelled, None, Some(at)).await.unwrap(),
+        "it is over"
+    );
+    assert!(store.unfinished_sweeps().await.unwrap().is_empty());
+    store.delete_job(&id).await.unwrap();
 }
 
 /// What comes from many at once: claims of one transaction, rows of agents, and what has changed of a queue.
@@ -390,6 +452,17 @@ async fn sqlite_takes_in_what_comes_from_many_at_once() {
 #[tokio::test]
 async fn postgres_takes_in_what_comes_from_many_at_once() {
     many_at_once(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn sqlite_stores_sweeps() {
+    let dir = tempfile::tempdir().unwrap();
+    a_sweep(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn postgres_stores_sweeps() {
+    a_sweep(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }
 
 #[tokio::test]

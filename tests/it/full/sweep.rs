@@ -19,8 +19,8 @@ async fn asha_finds_the_setting_of_a_grid_with_less_than_half_of_its_steps() {
             "name = \"{method}\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n\
              [train]\nepochs = 9\nbatch_size = 16\n[parallel]\nranks = 1\ndevice = \"cpu\"\n\
              [sweep]\nmethod = \"{method}\"\nmetric = {{ name = \"val_loss\" }}\n[sweep.parameters]\n\
-             train.lr = {{ values = [0.00001, 0.001, 0.05] }}\ntrain.momentum = {{ values = [0.0, 0.5, 0.9] }}\n\
-             train.weight_decay = {{ values = [0.0, 1.0, 5.0] }}\n"
+             train.lr = {{ values = [0.000001, 0.00001, 0.05] }}\ntrain.momentum = {{ values = [0.0, 0.5, 0.9] }}\n\
+             train.weight_decay = {{ values = [0.0, 0.8, 1.0] }}\n"
         )
     };
     let grid = sweep_over(&server, &submit_sweep(&server, &file("grid"))).await;

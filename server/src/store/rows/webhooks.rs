@@ -67,7 +67,10 @@ impl WebhookEvent {
             JobState::Queued => cause
                 .is_some_and(|cause| matches!(cause.kind(), ReasonKind::Preempted { .. }))
                 .then_some(WebhookEvent::Preempted),
-            JobState::Paused => Some(WebhookEvent::Paused),
+            // A trial goes on, or ends, as its sweep decides.
+            JobState::Paused => cause
+                .is_none_or(|cause| *cause.code() != ReasonCode::PausedBySweep)
+                .then_some(WebhookEvent::Paused),
             JobState::Restarting => Some(WebhookEvent::Restarting),
             JobState::Succeeded => Some(WebhookEvent::Succeeded),
             JobState::Failed => Some(WebhookEvent::Failed),

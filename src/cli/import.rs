@@ -43,7 +43,10 @@ pub(crate) struct Args {
 enum Format {
     /// Import runs from TensorBoard's event files: a run for each folder that has some
     Tensorboard(Source),
-    /// Import runs from a folder to which MLflow has logged, such as mlruns
+    /// Import runs from a folder to which MLflow has logged, such as mlruns, or from the address of its server
+    ///
+    /// For a database, start `mlflow server` with it and give the server's address. Credentials are taken from MLFLOW_TRACKING_TOKEN, or
+    /// MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     Mlflow(Source),
     /// Import runs from a folder to which W&B has logged, such as wandb, online or offline
     Wandb(Source),
@@ -58,7 +61,7 @@ enum Format {
 
 #[derive(clap::Args)]
 struct Source {
-    /// The folder or file
+    /// The folder or file, or the address
     #[arg(value_name = "PATH")]
     path: PathBuf,
     /// Project of the runs [default: the source's, else `default`]

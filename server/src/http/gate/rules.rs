@@ -24,7 +24,7 @@ use Methods::{All, Safe};
 use Requirement::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. Everything else needs `read` to look and `submit` to change.
-const RULES: [(Methods, &str, Requirement); 42] = [
+const RULES: [(Methods, &str, Requirement); 43] = [
     // What a browser needs to sign in, and health checks, which have no token. `/readyz` shows no details without one.
     (All, "/login", Nothing),
     (Safe, "/login/oidc", Nothing),
@@ -78,6 +78,7 @@ const RULES: [(Methods, &str, Requirement); 42] = [
     // As MLflow has them: requests that only look, with a body.
     (All, "/api/2.0/mlflow/experiments/search", S(Scope::Read)),
     (All, "/api/2.0/mlflow/runs/search", S(Scope::Read)),
+    (All, "/api/2.0/mlflow/logged-models/search", S(Scope::Read)),
 ];
 
 fn is_safe(method: &Method) -> bool {
@@ -105,12 +106,13 @@ const CHECKS: [&str; 2] = ["/api/v1/jobs/validate", "/api/v1/jobs/{id}/fork/chec
 
 /// What a run's program tells while it trains, many times a minute. That it was made or deleted is recorded, and its history has when it
 /// ended.
-const TOLD: [&str; 5] = [
+const TOLD: [&str; 6] = [
     "/api/v1/runs/{id}",
     "/api/v1/runs/{id}/records",
     "/api/2.0/mlflow/{*call}",
     "/api/2.0/mlflow/experiments/search",
     "/api/2.0/mlflow/runs/search",
+    "/api/2.0/mlflow/logged-models/search",
 ];
 
 /// Whether a request uploads a file of a run, which takes as long as its client sends.

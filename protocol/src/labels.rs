@@ -14,9 +14,19 @@ pub(crate) fn is_default_project(name: &String) -> bool {
     name == DEFAULT_PROJECT
 }
 
+fn is_plain(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "-_.".contains(c)
+}
+
+/// A project's name for what another program calls so: with `-` in place of other characters. The same as in `python/`.
+pub fn project_of(name: &str) -> String {
+    let plain = |c| if is_plain(c) { c } else { '-' };
+    let name: String = name.trim_start_matches('.').chars().map(plain).take(PROJECT_CHARS).collect();
+    if name.is_empty() { DEFAULT_PROJECT.into() } else { name }
+}
+
 /// Why a project cannot have this name; `None` if it can.
 pub fn project_mistake(name: &str) -> Option<String> {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     let fits =
         (1..=PROJECT_CHARS).contains(&name.len()) && name.chars().all(is_plain) && !name.starts_with('.');
     (!fits).then(|| {
@@ -63,7 +73,9 @@ mod tests {
         }
         for name in ["", ".", ".x", "a b", "a/b", "ümläut", "a,b", "a\n", &"x".repeat(PROJECT_CHARS + 1)] {
             assert!(project_mistake(name).is_some(), "{name}");
+            assert_eq!(project_mistake(&project_of(name)), None, "{name}");
         }
+        assert_eq!(["my shoes/ä", "..x", "..."].map(project_of), ["my-shoes--", "x", "default"]);
     }
 
     #[test]

@@ -126,6 +126,9 @@ CALLS: list[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
     ("Job.checkpoint", lambda w: w.job.checkpoint(), lambda w, a: keep(w, checkpoint=a) and a.step == 4),
     ("Job.checkpoint", lambda w: w.job.checkpoint(5), lambda w, e: "steps with a checkpoint: 4" in str(e)),
     ("Checkpoint.download", lambda w: w.checkpoint.download(w.kind), lambda w, a: a.stat().st_size > 1e6),
+    # Of a job that has files: in test_tracking_server.
+    ("Job.files", lambda w: w.job.files(), lambda w, e: e.code == "wrong_state"),
+    ("Job.download_file", lambda w: w.job.download_file("x"), lambda w, e: e.code == "wrong_state"),
     ("Job.predict", lambda w: w.job.predict("shoe.png"), lambda w, a: len(a) == 10 and 0.99 < sum(a.values()) < 1.01),
     ("Job.predict", lambda w: w.job.predict(b"no"), lambda w, e: str(e).startswith("the picture ")),
     ("Job.evaluation", lambda w: w.job.evaluation(), lambda w, a: 0 < a["samples"] < 200),

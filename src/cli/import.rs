@@ -11,8 +11,8 @@ use super::{
 };
 use anyhow::Context;
 use lockstep_protocol::{
-    labels::project_mistake,
-    limits::{NOTES_BYTES, PROJECT_CHARS, RUN_METRICS, RUN_VALUES, TAG_CHARS, TAGS},
+    labels::{project_mistake, project_of},
+    limits::{NOTES_BYTES, RUN_METRICS, RUN_VALUES, TAG_CHARS, TAGS},
     metric::name_mistake,
     numbers::plural,
 };
@@ -43,7 +43,10 @@ pub(crate) struct Args {
 enum Format {
     /// Import runs from TensorBoard's event files: a run for each folder that has some
     Tensorboard(Source),
-    /// Import runs from a folder to which MLflow has logged, such as mlruns
+    /// Import runs from a folder to which MLflow has logged, such as mlruns, or from the address of its server
+    ///
+    /// For a database, start `mlflow server` with it and give the server's address. Credentials are taken from MLFLOW_TRACKING_TOKEN, or
+    /// MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     Mlflow(Source),
     /// Import runs from a folder to which W&B has logged, such as wandb, online or offline
     Wandb(Source),
@@ -58,7 +61,7 @@ enum Format {
 
 #[derive(clap::Args)]
 struct Source {
-    /// The folder or file
+    /// The folder or file, or the address
     #[arg(value_name = "PATH")]
     path: PathBuf,
     /// Project of the runs [default: the source's, else `default`]
@@ -306,13 +309,6 @@ async fn send(api: &Api, run: Run, project: Option<&str>) -> anyhow::Result<Repo
     })
 }
 
-/// A project's name, as Lockstep takes it.
-fn project_of(name: &str) -> String {
-    let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' };
-    let name: String = name.trim_start_matches('.').chars().map(plain).take(PROJECT_CHARS).collect();
-    if name.is_empty() { "default".into() } else { name }
-}
-
 /// The entries of a folder in the order of their names.
 fn entries(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let entries = fs::read_dir(folder).with_context(|| folder.display().to_string())?;
@@ -384,19 +380,5 @@ mod tests {
         let value = json!({"b": 1, "c": {"d": 2.5, "e": "text"}, "f": {"_type": "image-file", "size": 3}});
         assert_eq!(numbers("a", &value, &mut found), 2);
         assert_eq!(found, [("a.b".to_owned(), 1.0), ("a.c.d".to_owned(), 2.5)]);
-    }
-
-    #[test]
-    fn a_project_s_name_fits_whatever_the_source_calls_it() {
-        for (name, expected) in [
-            ("shoes", "shoes"),
-            ("my shoes/ä", "my-shoes--"),
-            ("..x", "x"),
-            ("", "default"),
-            ("...", "default"),
-        ] {
-            assert_eq!(project_of(name), expected);
-            assert_eq!(project_mistake(expected), None);
-        }
     }
 }

@@ -19,9 +19,15 @@ test("metrics of any name have panels, also those that come while the page is op
   const run = await server.ask("/runs", { id: "r", name: "elsewhere", config: { lr: 0.1, net: { depth: 3 } } });
   const log = (first, values) => server.ask("/runs/r/records", { first, records: values.map((each, i) => ({ step: first + i, values: each })) });
   await log(1, [{ "train/loss": 2, "top 1, %": 10 }, { "train/loss": 1, "top 1, %": 20 }]);
+  const file = `${server.url}/api/v1/runs/r/file?path=weights/model.safetensors`;
+  assert.ok((await server.fetch(file, { method: "PUT", headers: server.headers, body: "0123456789" })).ok);
   const page = await browser.page(server, `/jobs/${run.id}`);
   await until("its panels are drawn", async () => JSON.stringify(await panels(page)) === JSON.stringify([["top 1, %", [2]], ["train/loss", [2]]]));
   assert.deepEqual(await page.locator(".own-settings dt").allTextContents(), ["lr", "net.depth"]);
+  const link = page.locator('section[aria-labelledby="files-title"] a');
+  assert.equal(await link.textContent(), "weights/model.safetensors");
+  const [download] = await Promise.all([page.waitForEvent("download"), link.click()]);
+  assert.equal(download.suggestedFilename(), "model.safetensors");
   for (const hidden of ["#ranks", "#checkpoint-table", "#loss-chart", "#pause", "#retry", "#evaluation-title"]) assert.equal(await page.locator(hidden).isVisible(), false, hidden);
   await log(3, [{ "train/loss": 0.5, constructor: 1 }]);
   await until("the new one has a panel", async () => JSON.stringify(await panels(page)) === JSON.stringify([["top 1, %", [2]], ["train/loss", [3]], ["constructor", [1]]]));

@@ -2,7 +2,7 @@
 
 use crate::{
     exports::{printed, python},
-    server::{Agents, Server},
+    server::{Agents, Finished, Server, lockstep},
 };
 use crc::{CRC_32_ISO_HDLC, Crc};
 use serde_json::{Value, json};
@@ -136,6 +136,22 @@ async fn runs_of_mlflow_s_files_are_imported() {
     assert_eq!(job["external"]["config"], json!({"lr": "0.1", "net/depth": "20"}));
     assert_eq!(job["external"]["summary"], json!({"colour": "blue"}));
     assert_eq!(text(&server.job(text(broken, "job")).await, "state"), "failed");
+
+    // The same from a server of MLflow's, as which this one serves. It does not tell of a metric that never was a number.
+    let mut command = lockstep();
+    command.args(["import", "mlflow", server.url.as_str(), "--project", "copies", "--json"]);
+    command.envs(server.for_clients()).env("MLFLOW_TRACKING_TOKEN", server.token());
+    let copies = Finished::of(&mut command).json();
+    let copies = copies.as_array().expect("runs");
+    assert_eq!(copies.len(), 2, "{copies:?}");
+    let copy = copies.iter().find(|copy| copy["name"] == "sole").expect("the run");
+    expected.retain(|(name, ..)| name != "odd");
+    assert!(points(&server, text(copy, "job")) == expected);
+    let copy = server.job(text(copy, "job")).await;
+    assert_eq!(
+        (text(&copy, "state"), &copy["external"]["config"]),
+        ("succeeded", &job["external"]["config"])
+    );
     server.stop().await;
 }
 

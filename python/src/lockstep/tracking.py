@@ -351,7 +351,8 @@ class Run:
         the earlier one. The files are copied into the run's folder before this returns, and sent while the program
         goes on.
         """
-        base, kept = os.path.abspath(base_path or "."), []
+        base = os.path.abspath(base_path or ".")
+        kept: list[str] = []
         for found in sorted(glob.glob(os.fspath(glob_str), recursive=True)):
             file = Path(os.path.abspath(found))
             if file.is_file():

@@ -157,7 +157,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// What is not in the document: pages and what they load.
-fn pages() -> [(&'static str, MethodRouter<App>); 29] {
+fn pages() -> [(&'static str, MethodRouter<App>); 30] {
     [
         ("/", get(jobs::pages::home)),
         ("/jobs", get(jobs::pages::jobs)),
@@ -188,6 +188,7 @@ fn pages() -> [(&'static str, MethodRouter<App>); 29] {
         ("/api/2.0/mlflow/runs/create", any(runs::mlflow::call)),
         ("/api/2.0/mlflow/runs/delete", any(runs::mlflow::call)),
         ("/api/2.0/mlflow/runs/search", any(runs::mlflow::call)),
+        ("/api/2.0/mlflow/logged-models/search", any(runs::mlflow::call)),
         ("/api/2.0/mlflow/{*call}", any(runs::mlflow::call)),
         ("/api/2.0/mlflow-artifacts/artifacts", any(runs::mlflow::artifacts::list)),
         ("/api/2.0/mlflow-artifacts/artifacts/{*path}", any(runs::mlflow::artifacts::file)),

@@ -11,6 +11,8 @@ use std::{
     time::{Duration, UNIX_EPOCH},
 };
 
+/// The last millisecond of the year 9999: file systems have their own ends.
+const LAST_MS: u64 = 253_402_300_799_999;
 /// Held while a file gets its place, so that requests at the same time do not exceed the limits of a run.
 static PLACING: Mutex<()> = Mutex::new(());
 
@@ -132,9 +134,11 @@ impl RunFiles {
         use io::ErrorKind::{AlreadyExists, DirectoryNotEmpty, IsADirectory, NotADirectory};
         let place = self.place(path)?;
         if let Some(ms) = modified_ms {
+            if ms > LAST_MS {
+                return Err(Refused::Path("modified_ms is later than the year 9999".into()));
+            }
             let file = fs::File::options().write(true).open(incoming.path())?;
-            let at = UNIX_EPOCH.checked_add(Duration::from_millis(ms));
-            file.set_modified(at.ok_or_else(|| Refused::Path("modified_ms is too large".into()))?)?;
+            file.set_modified(UNIX_EPOCH + Duration::from_millis(ms))?;
         }
         let about = fs::metadata(incoming.path())?;
         let _one_at_a_time = PLACING.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,7 @@
-//! MLflow's file store: `EXPERIMENT/RUN/{meta.yaml,metrics,params,tags,artifacts}`, as `mlflow/store/tracking/file_store.py` writes it.
+//! MLflow's file store: `EXPERIMENT/RUN/{meta.yaml,metrics,params,tags,artifacts}`, as `mlflow/store/tracking/file_store.py` writes it; or
+//! a server of MLflow's, whatever its store is.
+
+mod server;
 
 use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of};
 use crate::cli::wrong;
@@ -14,6 +17,11 @@ const ABOUT: &str = "meta.yaml";
 
 /// The runs of a store, in the order of their folders. Those that were deleted stay where they are.
 pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
+    if let Some(url) =
+        root.to_str().filter(|path| path.starts_with("http://") || path.starts_with("https://"))
+    {
+        return server::sources(url);
+    }
     check_folder(root)?;
     let mut found = Sources::new();
     // A store, or a folder with one, as MLflow makes it.
@@ -31,7 +39,8 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     }
     if found.is_empty() {
         return Err(wrong(format!(
-            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {ABOUT}. Databases of MLflow are not read",
+            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {ABOUT}. For a database, start `mlflow server` with it and \
+             give the server's address",
             root.display()
         )));
     }
@@ -47,52 +56,12 @@ fn about(folder: &Path) -> anyhow::Result<Value> {
 /// A run, unless it was deleted.
 fn read(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
     let meta = about(folder)?;
-    let text = |value: &Value, key: &str| match value.get(key) {
-        Some(Value::String(text)) => text.clone(),
-        // YAML takes some names for numbers.
-        Some(value @ Value::Number(_)) => value.to_string(),
-        _ => String::new(),
-    };
     if text(&meta, "lifecycle_stage") == "deleted" {
         return Ok(None);
     }
-    let id = file_name(folder);
-    let project = text(&about(experiment)?, "name");
-    let time = |key: &str| meta.get(key).and_then(Value::as_i64);
-    let status = meta.get("status");
-    let is = |number: u64, name: &str| {
-        status.is_some_and(|status| status.as_u64() == Some(number) || status.as_str() == Some(name))
-    };
-    let failure = if is(3, "FINISHED") {
-        None
-    } else if is(4, "FAILED") {
-        Some(Failure::Failed)
-    } else if is(5, "KILLED") {
-        Some(Failure::Cancelled)
-    } else {
-        Some(Failure::NoEnd)
-    };
-    let mut run = Run {
-        id: id_of("mlflow", &[id.as_bytes()]),
-        project: Some(if project == "Default" { "default".into() } else { project }),
-        started_at: time("start_time"),
-        ended_at: time("end_time"),
-        failure,
-        ..Run::default()
-    };
-    for (name, value) in texts(&folder.join("params"))? {
-        run.config.insert(name, value.into());
-    }
-    let mut name = text(&meta, "run_name");
-    for (key, value) in texts(&folder.join("tags"))? {
-        match key.as_str() {
-            "mlflow.runName" => name = value,
-            "mlflow.note.content" => run.notes = value,
-            key if key.starts_with("mlflow.") => {}
-            _ => _ = run.summary.insert(key, value.into()),
-        }
-    }
-    run.name = if name.is_empty() { id } else { name };
+    let mut run = described(&file_name(folder), &text(&about(experiment)?, "name"), &meta);
+    let (params, tags) = (texts(&folder.join("params"))?, texts(&folder.join("tags"))?);
+    settings(&mut run, params, tags);
     let mut points = Vec::new();
     for (name, lines) in texts(&folder.join("metrics"))? {
         for line in lines.lines() {
@@ -102,15 +71,62 @@ fn read(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
             }
         }
     }
-    // In the order in which they were logged, as far as their times tell: what is logged later comes last.
-    points.sort_by_key(|(at, ..)| *at);
-    for (at, name, step, value) in points {
-        run.add(step, Some(at), &name, value);
-    }
+    add_points(&mut run, points);
     let mut artifacts = Vec::new();
     files(&folder.join("artifacts"), &mut artifacts)?;
     run.leave_out("artifacts", artifacts.len() as u64);
     Ok(Some(run))
+}
+
+/// A text, or a name that YAML takes for a number.
+fn text(of: &Value, key: &str) -> String {
+    match of.get(key) {
+        Some(Value::String(text)) => text.clone(),
+        Some(value @ Value::Number(_)) => value.to_string(),
+        _ => String::new(),
+    }
+}
+
+/// A run without settings and points. `about`: `RunInfo`, whose state is a name, or a number in files.
+fn described(id: &str, experiment: &str, about: &Value) -> Run {
+    let time = |key: &str| text(about, key).parse().ok();
+    let name = text(about, "run_name");
+    Run {
+        // The same for a run in files and on a server.
+        id: id_of("mlflow", &[id.as_bytes()]),
+        name: if name.is_empty() { id.to_owned() } else { name },
+        project: Some(if experiment == "Default" { "default" } else { experiment }.to_owned()),
+        started_at: time("start_time"),
+        ended_at: time("end_time"),
+        failure: match text(about, "status").as_str() {
+            "FINISHED" | "3" => None,
+            "FAILED" | "4" => Some(Failure::Failed),
+            "KILLED" | "5" => Some(Failure::Cancelled),
+            _ => Some(Failure::NoEnd),
+        },
+        ..Run::default()
+    }
+}
+
+fn settings(run: &mut Run, params: Vec<(String, String)>, tags: Vec<(String, String)>) {
+    run.config.extend(params.into_iter().map(|(name, value)| (name, value.into())));
+    for (key, value) in tags {
+        match key.as_str() {
+            "mlflow.runName" => run.name = value,
+            "mlflow.note.content" => run.notes = value,
+            key if key.starts_with("mlflow.") => {}
+            _ => _ = run.summary.insert(key, value.into()),
+        }
+    }
+}
+
+/// Adds points, each with time, metric, step and value, in the order in which they were logged, as far as their times tell: what is
+/// logged later comes last.
+fn add_points(run: &mut Run, mut points: Vec<(i64, String, i64, f64)>) {
+    points.sort_by_key(|(at, ..)| *at);
+    for (at, name, step, value) in points {
+        run.add(step, Some(at), &name, value);
+    }
 }
 
 /// A line of a metric: time, value and step.
@@ -126,7 +142,7 @@ fn point(line: &str) -> Option<(i64, f64, i64)> {
 fn texts(folder: &Path) -> anyhow::Result<Vec<(String, String)>> {
     let mut paths = Vec::new();
     files(folder, &mut paths)?;
-    let text = |path: PathBuf| {
+    let text = |path: PathBuf| -> anyhow::Result<(String, String)> {
         let bytes = fs::read(&path).with_context(|| path.display().to_string())?;
         let name = path.strip_prefix(folder).unwrap_or(&path).to_string_lossy().into_owned();
         Ok((name, String::from_utf8_lossy(&bytes).into_owned()))

@@ -20,6 +20,8 @@ const NOT_HERE: &[(&str, &str)] = &[
     ("cargo ", "the program has been built to run this test"),
     ("bash tests/run", "it would run this test again"),
     ("pip install ./python", "python/tests takes the package where it lies"),
+    ("lockstep import mlflow", "tests/it/imports.rs has MLflow write the files"),
+    ("lockstep import wandb", "tests/it/imports.rs has W&B write the files"),
 ];
 
 /// Two ranks of this machine, as the README's job has.

@@ -24,7 +24,7 @@ use Methods::{All, Safe};
 use Requirement::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. All other requests need `read` if their method is safe, and else `submit`.
-const RULES: [(Methods, &str, Requirement); 42] = [
+const RULES: [(Methods, &str, Requirement); 43] = [
     // Needed by browsers to sign in, and by health checks, which have no token. `/readyz` shows no details without a token.
     (All, "/login", Nothing),
     (Safe, "/login/oidc", Nothing),
@@ -78,6 +78,7 @@ const RULES: [(Methods, &str, Requirement); 42] = [
     // MLflow's read requests that have a body.
     (All, "/api/2.0/mlflow/experiments/search", S(Scope::Read)),
     (All, "/api/2.0/mlflow/runs/search", S(Scope::Read)),
+    (All, "/api/2.0/mlflow/logged-models/search", S(Scope::Read)),
 ];
 
 fn is_safe(method: &Method) -> bool {
@@ -103,15 +104,16 @@ pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
 /// Requests that check a form and change nothing.
 const CHECKS: [&str; 2] = ["/api/v1/jobs/validate", "/api/v1/jobs/{id}/fork/check"];
 
-/// Requests that a program makes many times a minute, which are not recorded: reports of a run, and parts of an upload. The creation and
-/// deletion of a run, and an upload that becomes a dataset, are recorded. A run's history has its end.
-const TOLD: [&str; 6] = [
+/// Requests that a program makes many times a minute, which are not recorded: reports and files of a run, and parts of an upload. The
+/// creation and deletion of a run, and an upload that becomes a dataset, are recorded. A run's history has its end.
+const TOLD: [&str; 7] = [
     "/api/v1/runs/{id}",
     "/api/v1/runs/{id}/records",
     "/api/v1/datasets/uploads/{name}/archive",
     "/api/2.0/mlflow/{*call}",
     "/api/2.0/mlflow/experiments/search",
     "/api/2.0/mlflow/runs/search",
+    "/api/2.0/mlflow/logged-models/search",
 ];
 
 /// Whether a request uploads a file of a run, which may take as long as its client sends.

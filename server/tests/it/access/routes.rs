@@ -30,7 +30,11 @@ const ADMIN: [&str; 15] = [
 /// What every signed-in person may do, whatever the method: it concerns nobody else.
 const OWN: [&str; 4] = ["/logout", "/api/v1/login-links", "/account", "/api/v1/password"];
 /// What only looks, whatever the method.
-const SEARCHES: [&str; 2] = ["/api/2.0/mlflow/experiments/search", "/api/2.0/mlflow/runs/search"];
+const SEARCHES: [&str; 3] = [
+    "/api/2.0/mlflow/experiments/search",
+    "/api/2.0/mlflow/runs/search",
+    "/api/2.0/mlflow/logged-models/search",
+];
 pub(super) const METHODS: [Method; 7] =
     [Method::GET, Method::HEAD, Method::OPTIONS, Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
 

@@ -213,14 +213,6 @@ async fn mlflow_s_calls_are_answered_as_by_mlflow() {
         ),
         (
             "POST",
-            "experiments/create",
-            json!({"name": "my shoes"}),
-            400,
-            "INVALID_PARAMETER_VALUE",
-            "a project of Lockstep",
-        ),
-        (
-            "POST",
             "runs/search",
             json!({"experiment_ids": ["shoes"], "filter": "metrics.acc > 1"}),
             400,
@@ -265,7 +257,9 @@ async fn calls_agree_with_mlflow_s_own_tests() {
     let ask = async |method: &str, name: &str, fields: Value| {
         call(&server, &server.http, method, name, &fields).await
     };
-    let experiment = ask("POST", "experiments/create", json!({"name": "theirs"})).await.1;
+    // A project's name has fewer characters than an experiment's.
+    let (_, experiment) = ask("POST", "experiments/create", json!({"name": "Oh My"})).await;
+    assert_eq!(experiment, json!({"experiment_id": "Oh-My"}));
     let (_, made) = ask("POST", "runs/create", json!({"experiment_id": experiment["experiment_id"]})).await;
     let id = made["run"]["info"]["run_id"].clone();
     assert_eq!(made["run"]["info"]["user_id"], "unknown");
@@ -323,7 +317,7 @@ async fn calls_agree_with_mlflow_s_own_tests() {
         ("runs/log-batch", with(json!({"metrics": [{"key": "mae", "value": 2.5}]})), invalid(mae, "metrics")),
         (
             "runs/search",
-            json!({"experiment_ids": ["theirs"], "max_results": 123_456_789}),
+            json!({"experiment_ids": ["Oh-My"], "max_results": 123_456_789}),
             invalid("123456789", "max_results"),
         ),
     ] {
@@ -344,7 +338,7 @@ async fn calls_agree_with_mlflow_s_own_tests() {
     };
     let (first, token) = search(Value::Null).await;
     let (second, end) = search(token).await;
-    assert_eq!((first, second, end), (json!("theirs"), json!("Default"), Value::Null));
+    assert_eq!((first, second, end), (json!("Oh-My"), json!("Default"), Value::Null));
     let steps = [0u64, 1, 2, 1_000_000, 5_000_000_000];
     let metrics = steps.map(|step| json!({"key": "far", "value": 1, "timestamp": 1, "step": step}));
     assert_eq!(ask("POST", "runs/log-batch", with(json!({"metrics": metrics}))).await.0, 200);

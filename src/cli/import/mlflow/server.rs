@@ -1,0 +1,129 @@
+//! Runs of a server that has MLflow's REST interface (2.0), asked as MLflow's own client asks.
+
+use super::{Read, Run, Sources, add_points, described, settings, text};
+use crate::cli::{block_on, wrong};
+use anyhow::{Context, anyhow};
+use lockstep_worker::tls;
+use reqwest::{Client, Method};
+use serde_json::{Map, Value, json};
+use std::{env, thread, time::Duration};
+
+/// Time limit for one answer: a page of runs or points.
+const ANSWER: Duration = Duration::from_secs(120);
+
+#[derive(Clone)]
+struct Server {
+    /// As far as the names of calls.
+    base: String,
+    client: Client,
+}
+
+/// The runs of all experiments.
+pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
+    let tls = tls::client_config(None).map_err(wrong)?;
+    let client = Client::builder().timeout(ANSWER).tls_backend_preconfigured((*tls).clone()).build()?;
+    let server = Server { base: format!("{}/api/2.0/mlflow", url.trim_end_matches('/')), client };
+    let mut found = Sources::new();
+    for (experiment, run) in block_on(server.runs())? {
+        let (server, shown) = (server.clone(), format!("run {}", text(&run["info"], "run_id")));
+        // Where runs are read, there is a runtime, which must not be blocked by another one.
+        let read: Read = Box::new(move || {
+            let reads = thread::spawn(move || block_on(server.read(&experiment, &run)));
+            Ok(vec![reads.join().map_err(|_| anyhow!("reading the run panicked"))??])
+        });
+        found.push((shown, read));
+    }
+    if found.is_empty() { Err(wrong(format!("{url} has no runs"))) } else { Ok(found) }
+}
+
+impl Server {
+    /// Every run with the name of its experiment.
+    async fn runs(&self) -> anyhow::Result<Vec<(String, Value)>> {
+        let mut found = Vec::new();
+        let fields = Map::from_iter([("max_results".into(), json!(1000))]);
+        for experiment in self.all(Method::POST, "experiments/search", "experiments", fields).await? {
+            let fields = Map::from_iter([
+                ("max_results".into(), json!(1000)),
+                ("experiment_ids".into(), json!([text(&experiment, "experiment_id")])),
+                ("run_view_type".into(), "ACTIVE_ONLY".into()),
+            ]);
+            let name = text(&experiment, "name");
+            let runs = self.all(Method::POST, "runs/search", "runs", fields).await?;
+            found.extend(runs.into_iter().map(|run| (name.clone(), run)));
+        }
+        Ok(found)
+    }
+
+    async fn read(&self, experiment: &str, found: &Value) -> anyhow::Result<Run> {
+        let id = text(&found["info"], "run_id");
+        let mut run = described(&id, experiment, &found["info"]);
+        let list = |key: &str| found["data"][key].as_array().cloned().unwrap_or_default();
+        let pairs = |key: &str| -> Vec<(String, String)> {
+            list(key).iter().map(|pair| (text(pair, "key"), text(pair, "value"))).collect()
+        };
+        settings(&mut run, pairs("params"), pairs("tags"));
+        let mut points = Vec::new();
+        for metric in list("metrics") {
+            let name = text(&metric, "key");
+            let fields = Map::from_iter([
+                ("run_id".into(), id.as_str().into()),
+                ("metric_key".into(), name.as_str().into()),
+                ("max_results".into(), "25000".into()),
+            ]);
+            for point in self.all(Method::GET, "metrics/get-history", "metrics", fields).await? {
+                // protobuf's JSON has whole numbers as text, and also "NaN" and "Infinity".
+                let whole = |key: &str| text(&point, key).parse::<i64>().unwrap_or(0);
+                match text(&point, "value").parse() {
+                    Ok(value) => points.push((whole("timestamp"), name.clone(), whole("step"), value)),
+                    Err(_) => run.leave_out("values that are not numbers", 1),
+                }
+            }
+        }
+        add_points(&mut run, points);
+        Ok(run)
+    }
+
+    /// The elements of a list, page by page.
+    async fn all(
+        &self,
+        method: Method,
+        name: &str,
+        key: &str,
+        mut fields: Map<String, Value>,
+    ) -> anyhow::Result<Vec<Value>> {
+        let mut all = Vec::new();
+        loop {
+            let page = self.call(&method, name, &fields).await?;
+            all.extend(page.get(key).and_then(Value::as_array).into_iter().flatten().cloned());
+            match page.get("next_page_token").and_then(Value::as_str).filter(|token| !token.is_empty()) {
+                Some(token) => _ = fields.insert("page_token".into(), token.into()),
+                None => return Ok(all),
+            }
+        }
+    }
+
+    /// Makes a call, with the credentials that MLflow's clients take from the environment.
+    async fn call(&self, method: &Method, name: &str, fields: &Map<String, Value>) -> anyhow::Result<Value> {
+        let url = format!("{}/{name}", self.base);
+        let request = self.client.request(method.clone(), &url);
+        let request = match *method {
+            Method::GET => request.query(fields),
+            _ => request.json(fields),
+        };
+        let given = |name: &str| env::var(name).ok().filter(|value| !value.is_empty());
+        let request = match (given("MLFLOW_TRACKING_TOKEN"), given("MLFLOW_TRACKING_USERNAME")) {
+            (Some(token), _) => request.bearer_auth(token),
+            (None, Some(user)) => request.basic_auth(user, given("MLFLOW_TRACKING_PASSWORD")),
+            (None, None) => request,
+        };
+        let answer = request.send().await.with_context(|| format!("{url} does not answer"))?;
+        let status = answer.status();
+        let body: Value = answer.json().await.unwrap_or_default();
+        if !status.is_success() {
+            let why = ["message", "detail"].iter().find_map(|key| body.get(key)?.as_str());
+            return Err(wrong(format!("{url}: {status}: {}", why.unwrap_or("the server gives no reason"))));
+        }
+        anyhow::ensure!(body.is_object(), "{url} does not answer as a server of MLflow's does");
+        Ok(body)
+    }
+}

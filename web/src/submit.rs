@@ -329,6 +329,7 @@ mod tests {
         spec.checkpoint.every_epochs = Some(1);
         spec.checkpoint.every_steps = Some(1);
         spec.loss.margin = Some(0.5);
+        spec.evaluate.views = 2;
         spec.parallel.model = 2;
         spec.parallel.height = 2;
         spec.parallel.optimizer_sharding = true;

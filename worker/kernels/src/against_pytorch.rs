@@ -286,7 +286,7 @@ fn adamw_and_lamb_step_by_step() {
             let mut g: Vec<f32> = values(&format!("{name}.g{step}"), 16).iter().map(|v| v * scale).collect();
             let update = Update::new(&optimizer, lr, step as u64 + 1);
             if optimizer.needs_norms() {
-                update.prepare(policy.decay, &w, [&mut m, &mut v], &mut g);
+                update.prepare(policy, &w, [&mut m, &mut v], &mut g);
             }
             let (rate, decay) = update.rates(policy, || [norm(&g), norm(&w)]);
             update.apply(rate, decay, &mut w, [&mut m, &mut v], &g);

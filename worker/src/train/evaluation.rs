@@ -5,9 +5,11 @@ use super::{Run, TrainError, Training, dataset::report_broken, plan::RunPlan, vo
 use lockstep_comm::Reduction;
 use lockstep_data::{
     DataError,
-    loader::{Batch, replaced},
+    loader::{Batch, View, replaced},
 };
+use lockstep_engine::EvalResult;
 use lockstep_host::tensors::NamedTensors;
+use lockstep_kernels::loss;
 use lockstep_protocol::numbers::{plural, standard_error};
 use lockstep_protocol::{
     agent::{AttemptEvent, Evaluation},
@@ -123,6 +125,23 @@ impl Run<'_> {
         Ok(self.engine.broadcast_parameters()?)
     }
 
+    /// Loss and correct predictions of a batch, by the average of its views' logits if there are several.
+    fn evaluate_batch(&mut self, batch: &Batch, views: &[View]) -> Result<EvalResult, TrainError> {
+        if views.len() == 1 {
+            return Ok(self.engine.eval_step(batch)?);
+        }
+        let (side, channels) = (self.data.shape.image_size, self.data.shape.channels);
+        let (samples, classes) = (batch.labels.len(), self.data.shape.classes.len());
+        let mut logits = vec![0.0; samples * classes];
+        for view in views {
+            let of_view = self.engine.predict(&view.apply(batch, side, channels))?;
+            logits.iter_mut().zip(of_view).for_each(|(sum, logit)| *sum += view.weight * logit);
+        }
+        let smoothing = self.plan.config.loss.label_smoothing;
+        let loss = loss::cross_entropy(&logits, &batch.labels, None, classes, smoothing, None);
+        Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: samples as u64 })
+    }
+
     /// One pass over the validation split. Each rank evaluates its part and the sums are added up, so every picture
     /// counts once. `what` names the loss in an error. `None`: all ranks voted to stop before the end.
     fn validation_pass(&mut self, what: &str) -> Result<Option<Evaluation>, TrainError> {
@@ -135,6 +154,7 @@ impl Run<'_> {
         let batch_size = self.plan.config.batch_size;
         let threads = self.plan.data_threads(&self.data);
         let mut batches = self.data.validation(replica, replicas, batch_size, threads);
+        let views = View::of(self.training.spec.evaluate.views);
         let mut votes = Votes::timed(0);
         // The number of batches of the rank with the most pictures, because every rank must take part in every vote.
         let most = self.data.shape.validation_samples.div_ceil(replicas.into());
@@ -142,7 +162,7 @@ impl Run<'_> {
             // Ranks that share a network compute each batch together, even if one of them has no pictures left.
             let none = parallel.is_hybrid().then(|| Ok(Batch::default()));
             if let Some(batch) = batches.next().or(none) {
-                let result = self.engine.eval_step(&batch?)?;
+                let result = self.evaluate_batch(&batch?, &views)?;
                 // Ranks that share the rows of pictures have the same results, which must be counted once.
                 if parallel.counts_pictures(group.rank()) {
                     sums[0] += result.loss_sum;

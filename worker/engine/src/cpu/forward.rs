@@ -79,6 +79,13 @@ impl Executor {
                 }
             }
             FusedOp::Relu { input, .. } => elementwise::relu(x(*input), y),
+            FusedOp::Gelu { bias, input, .. } => {
+                let bias = match bias {
+                    Some(name) => weight(name, "bias")?,
+                    None => &[0.0][..],
+                };
+                elementwise::gelu(x(*input), bias, y);
+            }
             FusedOp::Add { branch, shortcut, .. } => elementwise::add(x(*branch), x(*shortcut), y),
             FusedOp::MaxPool { input, output, .. } => {
                 let len = y.len();

@@ -45,6 +45,8 @@ impl Network {
             Op::BatchNorm { .. } if self.frozen_norm => "frozen batch_norm".into(),
             Op::BatchNorm { .. } => "batch_norm".into(),
             Op::Relu { .. } => "relu".into(),
+            Op::Gelu { bias: None, .. } => "gelu".into(),
+            Op::Gelu { bias: Some(_), .. } => "gelu with bias".into(),
             Op::Add { .. } => "add".into(),
             Op::MaxPool { kernel, stride, .. } => format!("max_pool {kernel}x{kernel} stride {stride}"),
             Op::GlobalAveragePool { .. } => "global_average_pool".into(),
@@ -74,6 +76,7 @@ impl Names {
             }
             // torchvision's names.
             Op::Relu { .. } => "relu",
+            Op::Gelu { .. } => "gelu",
             Op::Add { .. } => "add",
             Op::MaxPool { .. } => "maxpool",
             Op::Redistribute { .. } => "redistribute",

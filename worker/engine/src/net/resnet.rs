@@ -40,6 +40,8 @@ fn stages(arch: Arch) -> (Block, &'static [usize]) {
         Arch::ResNet44 => (Block::Basic, &[7, 7, 7]),
         Arch::ResNet56 => (Block::Basic, &[9, 9, 9]),
         Arch::ResNet110 => (Block::Basic, &[18, 18, 18]),
+        // Another family: `cifarnet.rs`.
+        Arch::CifarNet => (Block::Basic, &[1]),
     }
 }
 

@@ -224,10 +224,7 @@ pub const KEYS: &[Section] = &[
             ("wait_seconds", whole(0, 86_400)),
         ],
     },
-    Section {
-        name: "evaluate",
-        keys: &[("every_epochs", whole(0, 100_000)), ("views", whole(1, 6))],
-    },
+    Section { name: "evaluate", keys: &[("every_epochs", whole(0, 100_000)), ("views", whole(1, 6))] },
     Section {
         name: "log",
         keys: &[("every_steps", whole(0, MAX_STEPS)), ("histograms", whole(0, MAX_STEPS))],

@@ -185,8 +185,18 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
         &[
             more("train.momentum", "Momentum", Kind::Number, "momentum, nesterov, lars, muon"),
             more("train.filter_momentum", "Momentum of filters", Kind::Number, "muon"),
-            more("train.bias_lr", "Learning rate of biases", Kind::Number, "muon: multiple of the learning rate"),
-            more("train.head_lr", "Learning rate of the head", Kind::Number, "muon: multiple of the learning rate"),
+            more(
+                "train.bias_lr",
+                "Learning rate of biases",
+                Kind::Number,
+                "muon: multiple of the learning rate",
+            ),
+            more(
+                "train.head_lr",
+                "Learning rate of the head",
+                Kind::Number,
+                "muon: multiple of the learning rate",
+            ),
             more("train.weight_decay", "Weight decay", Kind::Number, ""),
             more(
                 "train.decay_norm_and_bias",

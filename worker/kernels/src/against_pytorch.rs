@@ -6,7 +6,7 @@ use crate::{
     batch_norm::{self, Affine, Mask, Statistics},
     conv::{self, ConvShape, Scratch},
     linear, loss,
-    optimizer::{Optimizer, Update},
+    optimizer::{Optimizer, ParameterKind, Update},
     pool::{self, MaxPool},
     synthetic::{labels, values},
 };
@@ -250,6 +250,67 @@ fn stochastic_gradient_descent() {
         fixtures.compare(&format!("{name}.w"), &w);
         fixtures.compare(&format!("{name}.v"), &v);
     });
+}
+
+/// The filters of a convolution over several steps, from `muon` of `make_fixtures.py`.
+#[derive(Deserialize)]
+struct Filters {
+    /// Outputs, inputs, kernel.
+    shape: [usize; 3],
+    momentum: f32,
+    lr: f32,
+    /// The weights after each step.
+    weights: Vec<Vec<f32>>,
+}
+
+#[test]
+fn muon_step_by_step() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/pytorch/fixtures/muon.json");
+    let fixture: BTreeMap<String, Filters> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    assert_eq!(fixture.len(), 3);
+    for (name, Filters { shape: [out_c, in_c, kernel], momentum, lr, weights }) in fixture {
+        let shape = ConvShape {
+            batch: 1,
+            in_h: kernel,
+            in_w: kernel,
+            in_c,
+            out_c,
+            kernel,
+            stride: 1,
+            padding: 0,
+            row_padding: 0,
+            groups: 1,
+        };
+        let drawn = |what: &str, scale: f32| {
+            let oihw: Vec<f32> =
+                values(&format!("{name}.{what}"), shape.weight_len()).iter().map(|v| v * scale).collect();
+            let mut ours = vec![0.0; oihw.len()];
+            conv::weight_from_oihw(&shape, &oihw, &mut ours);
+            ours
+        };
+        let optimizer =
+            Optimizer { kind: OptimizerKind::Muon, filter_momentum: momentum, ..Optimizer::default() };
+        let policy = optimizer.policy_of(ParameterKind::Filters);
+        let (mut w, mut v) = (drawn("w", 1.0), vec![0.0; shape.weight_len()]);
+        for (step, wanted) in weights.iter().enumerate() {
+            let mut g = drawn(&format!("g{step}"), [1.0, 1e-3, 10.0][step]);
+            let update = Update::new(&optimizer, lr, step as u64 + 1);
+            update.prepare(policy, &w, [&mut v, &mut []], &mut g);
+            update.orthogonalise(&shape, &mut w, &g);
+            let mut oihw = vec![0.0; w.len()];
+            conv::weight_to_oihw(&shape, &w, &mut oihw);
+            let largest = wanted.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+            for (ours, theirs) in oihw.iter().zip(wanted) {
+                // Small singular values grow forty times, and so does their rounding.
+                let apart = (ours - theirs).abs();
+                assert!(
+                    apart <= 10.0 * TOLERANCE * largest,
+                    "{name}, step {}: {ours}, not {theirs}",
+                    step + 1
+                );
+            }
+        }
+    }
 }
 
 /// A parameter's values over several steps, from `optimizer_steps` of `make_fixtures.py`.

@@ -79,7 +79,13 @@ mod tests {
     /// `torch.nn.functional.gelu` in float64, and the slope between neighbouring values.
     #[test]
     fn gelu_is_pytorch_s_and_its_gradient_is_the_slope() {
-        let wanted = [(-3.0f32, -0.004_049_694f32), (-0.5, -0.154_268_77), (0.0, 0.0), (1.0, 0.841_344_7), (4.0, 3.999_873_3)];
+        let wanted = [
+            (-3.0f32, -0.004_049_694f32),
+            (-0.5, -0.154_268_77),
+            (0.0, 0.0),
+            (1.0, 0.841_344_7),
+            (4.0, 3.999_873_3),
+        ];
         for (v, value) in wanted {
             let (x, bias) = ([v - 0.25, v - 0.5], [0.25, 0.5]);
             let mut y = [0.0; 2];

@@ -58,7 +58,10 @@ mod tests {
             orthogonalise(rows, &mut x);
             let wanted = [0.6, -0.8].map(|start| (0..STEPS).fold(start, |value, _| polynomial(value)));
             for (at, value) in x.iter().enumerate() {
-                let wanted = [(0, wanted[0]), (columns + 1, wanted[1])].iter().find(|(i, _)| *i == at).map_or(0.0, |(_, v)| *v);
+                let wanted = [(0, wanted[0]), (columns + 1, wanted[1])]
+                    .iter()
+                    .find(|(i, _)| *i == at)
+                    .map_or(0.0, |(_, v)| *v);
                 assert!((f64::from(*value) - wanted).abs() < 1e-5, "{rows} x {columns}: {x:?}");
             }
         }

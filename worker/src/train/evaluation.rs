@@ -5,9 +5,9 @@ use super::{Run, TrainError, Training, dataset::report_broken, plan::RunPlan, vo
 use lockstep_comm::Reduction;
 use lockstep_data::{
     DataError,
-    loader::{Batch, View, replaced},
+    loader::{Batch, Shape, View, replaced},
 };
-use lockstep_engine::EvalResult;
+use lockstep_engine::{Engine, EngineError, EvalResult};
 use lockstep_host::tensors::NamedTensors;
 use lockstep_kernels::loss;
 use lockstep_protocol::numbers::{plural, standard_error};
@@ -125,23 +125,6 @@ impl Run<'_> {
         Ok(self.engine.broadcast_parameters()?)
     }
 
-    /// Loss and correct predictions of a batch, by the average of its views' logits if there are several.
-    fn evaluate_batch(&mut self, batch: &Batch, views: &[View]) -> Result<EvalResult, TrainError> {
-        if views.len() == 1 {
-            return Ok(self.engine.eval_step(batch)?);
-        }
-        let (side, channels) = (self.data.shape.image_size, self.data.shape.channels);
-        let (samples, classes) = (batch.labels.len(), self.data.shape.classes.len());
-        let mut logits = vec![0.0; samples * classes];
-        for view in views {
-            let of_view = self.engine.predict(&view.apply(batch, side, channels))?;
-            logits.iter_mut().zip(of_view).for_each(|(sum, logit)| *sum += view.weight * logit);
-        }
-        let smoothing = self.plan.config.loss.label_smoothing;
-        let loss = loss::cross_entropy(&logits, &batch.labels, None, classes, smoothing, None);
-        Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: samples as u64 })
-    }
-
     /// One pass over the validation split. Each rank evaluates its part and the sums are added up, so every picture
     /// counts once. `what` names the loss in an error. `None`: all ranks voted to stop before the end.
     fn validation_pass(&mut self, what: &str) -> Result<Option<Evaluation>, TrainError> {
@@ -162,7 +145,7 @@ impl Run<'_> {
             // Ranks that share a network compute each batch together, even if one of them has no pictures left.
             let none = parallel.is_hybrid().then(|| Ok(Batch::default()));
             if let Some(batch) = batches.next().or(none) {
-                let result = self.evaluate_batch(&batch?, &views)?;
+                let result = evaluate_batch(&mut *self.engine, &self.data.shape, &batch?, &views)?;
                 // Ranks that share the rows of pictures have the same results, which must be counted once.
                 if parallel.counts_pictures(group.rank()) {
                     sums[0] += result.loss_sum;
@@ -199,4 +182,24 @@ impl Run<'_> {
             secs: began.elapsed().as_secs_f64(),
         }))
     }
+}
+
+/// Loss and correct predictions of a batch, by the average of its views' logits if there are several.
+fn evaluate_batch(
+    engine: &mut dyn Engine,
+    shape: &Shape,
+    batch: &Batch,
+    views: &[View],
+) -> Result<EvalResult, EngineError> {
+    if views.len() == 1 {
+        return engine.eval_step(batch);
+    }
+    let (samples, classes) = (batch.labels.len(), shape.classes.len());
+    let mut logits = vec![0.0; samples * classes];
+    for view in views {
+        let of_view = engine.predict(&view.apply(batch, shape.image_size, shape.channels))?;
+        logits.iter_mut().zip(of_view).for_each(|(sum, logit)| *sum += view.weight * logit);
+    }
+    let loss = loss::cross_entropy(&logits, &batch.labels, None, classes, 0.0, None);
+    Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: samples as u64 })
 }

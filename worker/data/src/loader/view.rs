@@ -70,6 +70,9 @@ mod tests {
             assert_eq!(views.len(), count as usize);
             assert_eq!(views.iter().map(|view| view.weight).sum::<f32>(), 1.0);
         }
-        assert_eq!(View::of(6).iter().filter(|view| view.shift == 0).map(|view| view.weight).sum::<f32>(), 0.5);
+        assert_eq!(
+            View::of(6).iter().filter(|view| view.shift == 0).map(|view| view.weight).sum::<f32>(),
+            0.5
+        );
     }
 }

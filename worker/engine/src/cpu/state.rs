@@ -17,8 +17,8 @@ mod kept;
 mod sharding;
 
 use super::{
-    groups::Group,
     conv::ConvShape,
+    groups::Group,
     layout::{Layout, Slot},
     pieces::{self, Piece, Task, Work},
     reduce::Bucket,
@@ -165,7 +165,8 @@ impl State {
             pieces = pieces::pieces(layout, &shares);
         }
         let in_two_passes = model_group.is_some() || sharding.is_some();
-        let policies: Vec<ParameterPolicy> = layout.slots.iter().map(|slot| policy(&optimizer, slot)).collect();
+        let policies: Vec<ParameterPolicy> =
+            layout.slots.iter().map(|slot| policy(&optimizer, slot)).collect();
         let filters: Vec<_> = std::iter::zip(&layout.slots, &policies)
             .map(|(slot, policy)| slot.conv.filter(|_| optimizer.is_muon() && policy.adapted))
             .collect();

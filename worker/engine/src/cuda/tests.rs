@@ -14,6 +14,7 @@ use lockstep_kernels::synthetic::{labels, values};
 use lockstep_protocol::spec::{Arch, DataSpec, ImageSize, LossScale, ModelSpec, Precision, SizeFrom, Stem};
 use std::{path::PathBuf, sync::Arc};
 
+mod cifarnet;
 mod data;
 mod defaults;
 mod frozen;

@@ -107,7 +107,12 @@ mod tests {
         let filters = 24 * 64 + 64 * 64 + 64 * 256 + 3 * 256 * 256;
         let trained: usize = net.parameters().iter().filter(|p| net.trains(p)).map(Parameter::len).sum();
         assert_eq!(trained, 24 + 9 * filters + 2 * (64 + 256 + 256) + 2560 + 10);
-        assert!(network(8, 3).is_err() && network(129, 3).is_err() && network(9, 1).is_ok() && network(128, 3).is_ok());
+        assert!(
+            network(8, 3).is_err()
+                && network(129, 3).is_err()
+                && network(9, 1).is_ok()
+                && network(128, 3).is_ok()
+        );
     }
 
     #[test]

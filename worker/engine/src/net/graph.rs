@@ -301,7 +301,9 @@ impl Network {
             });
             let mut push = |suffix: &str, shape: Vec<usize>, role: Role| {
                 let name = match op {
-                    Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. } => Some(name),
+                    Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. } => {
+                        Some(name)
+                    }
                     Op::Gelu { bias, .. } => bias.as_ref(),
                     _ => None,
                 };

@@ -21,7 +21,8 @@ pub fn initial_parameters(network: &Network, zero_init_residual: bool, seed: u64
         .into_iter()
         .map(|p| {
             let key = key(seed, &p.name);
-            let of_arch = if network.arch == Arch::CifarNet.name() { cifarnet::initial(&p, key) } else { None };
+            let of_arch =
+                if network.arch == Arch::CifarNet.name() { cifarnet::initial(&p, key) } else { None };
             let values = of_arch.unwrap_or_else(|| match p.role {
                 Role::ConvWeight => {
                     let fan_out = p.shape[0] * p.shape[2] * p.shape[3];

@@ -135,7 +135,8 @@ mod tests {
             .flat_map(|picture| (0..8 * 8).map(move |at| (picture, at / 8, at % 8)))
             .map(|(picture, top, left)| {
                 let filter = |filter: &[f32]| -> f64 {
-                    let value = |at: usize| picture[((top + at / 2 % 2) * side + left + at % 2) * channels + at / 4];
+                    let value =
+                        |at: usize| picture[((top + at / 2 % 2) * side + left + at % 2) * channels + at / 4];
                     filter.iter().enumerate().map(|(at, w)| f64::from(*w) * f64::from(value(at))).sum()
                 };
                 filters.values.chunks(12).map(filter).collect()

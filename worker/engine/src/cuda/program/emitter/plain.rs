@@ -61,7 +61,9 @@ impl<'a> GraphEmitter<'a> {
                 self.main(ops.gelu_backward([x, dy, dx].map(Allocation::operand), self.length(input)));
                 if let Some(name) = bias {
                     let dbias = self.facts.vector_gradient(name, "bias");
-                    self.main(ops.row_sums(dx.operand(), dbias, self.shape(input), !first));
+                    if !dbias.is_none() {
+                        self.main(ops.row_sums(dx.operand(), dbias, self.shape(input), !first));
+                    }
                 }
                 self.readers[input] -= 1;
                 self.gradients[input].push(Gradient::Whole(dx));

@@ -71,7 +71,10 @@ fn cifar_94_has_the_published_learning_rates() {
     assert!(near(train.lr * train.bias_lr / 2000.0, 0.053), "{}", train.bias_lr);
     assert!(near(train.lr * train.head_lr / 2000.0 * 256.0 * 256.0, 0.67), "{}", train.head_lr);
     assert!(near(train.lr * train.weight_decay, 2e-6 * 2000.0), "{}", train.weight_decay);
-    assert_eq!((spec.data.crop_padding, spec.data.reflect_border, spec.data.alternating_flip), (2, true, true));
+    assert_eq!(
+        (spec.data.crop_padding, spec.data.reflect_border, spec.data.alternating_flip),
+        (2, true, true)
+    );
     assert_eq!((spec.evaluate.views, spec.evaluate.every_epochs), (6, 0));
 }
 

@@ -218,7 +218,10 @@ extern "C" __global__ void __launch_bounds__(256)
     float lr = control->lr, inverse = scaler->inverse;
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
-        Policy policy = policies[segment_of(segments, count, i)];
+        u32 number = segment_of(segments, count, i);
+        // Between two parameters are zeros, for which there is no update.
+        if (i * 8 >= segments[number].offset + segments[number].length) continue;
+        Policy policy = policies[number];
         float w[8];
         flat.get(i, w);
         if (policy.filter != NO_FILTER) {

@@ -161,7 +161,9 @@ fn alternating_flips_show_both_views_in_two_epochs_and_borders_reflect() {
         validation: Validation::Split("none".into()),
         ..DataSpec::default()
     };
-    let source = |spec: &DataSpec| open(dir.path(), &DataSpec { image_size: Some(ImageSize::Fixed(16)), ..spec.clone() });
+    let source = |spec: &DataSpec| {
+        open(dir.path(), &DataSpec { image_size: Some(ImageSize::Fixed(16)), ..spec.clone() })
+    };
     let pixels = |source: &DataSource, place: u64, epoch: u32| {
         source.picture(false, place, Some(epoch)).expect("readable").1.pixels
     };
@@ -171,7 +173,8 @@ fn alternating_flips_show_both_views_in_two_epochs_and_borders_reflect() {
     };
     let mut turned = 0;
     for place in 0..8 {
-        let (plain, first) = (flips.picture(false, place, None).expect("readable").1.pixels, pixels(&flips, place, 0));
+        let (plain, first) =
+            (flips.picture(false, place, None).expect("readable").1.pixels, pixels(&flips, place, 0));
         assert!(pixels(&flips, place, 1) == mirrored(&first) && pixels(&flips, place, 2) == first, "{place}");
         turned += u32::from(plain != first);
     }

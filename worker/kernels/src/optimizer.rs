@@ -1,5 +1,5 @@
 //! Optimizers: settings, and formulas over flat ranges. SGD with momentum exactly as in PyTorch, LARS, AdamW, LAMB and Muon.
-//! The CUDA engine's kernels (`optimizer.cu`, `adam.cu`) use the same formulas.
+//! The CUDA engine's kernels (`optimizer.cu`, `adam.cu`, `muon.cu`) use the same formulas.
 
 use crate::{
     conv::{self, ConvShape},
@@ -280,7 +280,7 @@ impl Update {
         let ParameterPolicy { decay, adapted, .. } = policy;
         if self.optimizer.is_muon() && adapted {
             let momentum = self.optimizer.filter_momentum;
-            for (g, v) in g.iter_mut().zip(m) {
+            for (g, v) in g.iter_mut().zip(m.iter_mut()) {
                 *v = momentum * *v + *g;
                 *g += momentum * *v;
             }

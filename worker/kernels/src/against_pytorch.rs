@@ -122,7 +122,7 @@ fn batch_normalisation() {
         running.1.iter_mut().for_each(|v| *v += 1.0);
 
         let statistics = Statistics::from_sums(&batch_norm::sums(&x, channels), rows as f64);
-        statistics.update_running(rows as f64, &mut running.0, &mut running.1);
+        statistics.update_running(rows as f64, batch_norm::MOMENTUM, &mut running.0, &mut running.1);
         let affine = Affine { statistics: &statistics, gamma: &gamma, beta: &beta };
         let mut y = vec![f32::NAN; x.len()];
         batch_norm::forward(&x, affine, shortcut.then_some(&s[..]), relu, &mut y);

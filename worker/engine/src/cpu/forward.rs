@@ -145,8 +145,9 @@ impl Executor {
                     return Ok(());
                 }
                 let statistics = Statistics::from_sums(&sums, count);
+                let momentum = self.network.running_momentum();
                 let norm = &mut self.norms[*norm];
-                statistics.update_running(count, &mut norm.running_mean, &mut norm.running_var);
+                statistics.update_running(count, momentum, &mut norm.running_mean, &mut norm.running_var);
                 statistics
             }
         };

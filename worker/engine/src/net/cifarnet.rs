@@ -6,13 +6,13 @@
 //! begin as the identity of as many channels as they have inputs (dirac initialisation).
 //!
 //! Differences: the paper divides the logits by the number of features, which here is part of the initial weights of the linear
-//! layer; the linear layer has a bias, which begins at 0; batch norm's epsilon and running momentum are those of all networks here.
+//! layer; the linear layer has a bias, which begins at 0; batch norm's epsilon is that of all networks here.
 
 use super::{
     Network, Parameter, Role,
     whitening::{KERNEL, WHITENED},
 };
-use lockstep_kernels::draws::uniform;
+use lockstep_kernels::{batch_norm::MOMENTUM, draws::uniform};
 use lockstep_protocol::spec::{Arch, ModelSpec};
 
 /// Channels of the three groups.
@@ -60,6 +60,14 @@ pub(super) fn build(
     net.linear("head", x, classes);
     net.fixed = fixed;
     Ok(net)
+}
+
+impl Network {
+    /// Share of a batch in the running statistics of batch norms (PyTorch's `momentum`).
+    pub(crate) fn running_momentum(&self) -> f32 {
+        // A run has 200 steps, so the last batches count more than in other networks.
+        if self.arch == Arch::CifarNet.name() { 0.4 } else { MOMENTUM }
+    }
 }
 
 /// Initial values of a weight or bias; `None`: as in other networks.

@@ -10,18 +10,17 @@ use crate::{
 };
 use lockstep_comm::peers::MAX_PEERS;
 use lockstep_kernels::{
-    batch_norm::{EPSILON, MOMENTUM},
+    batch_norm::EPSILON,
     orthogonal::{self, QUINTIC},
 };
 
 /// Names, and values as C++ has them, for kernels that compute in `dtype`.
-pub(super) fn of(dtype: DType) -> [(&'static str, String); 18] {
+pub(super) fn of(dtype: DType) -> [(&'static str, String); 17] {
     [
         ("DTYPE", dtype.number().to_string()),
         ("IN_FLIGHT", in_flight(dtype).to_string()),
-        // A double, and a float. `{:?}` gives the shortest text that parses as the same number.
+        // A double. `{:?}` gives the shortest text that parses as the same number.
         ("EPSILON", format!("{EPSILON:?}")),
-        ("MOMENTUM", format!("{MOMENTUM:?}f")),
         ("SMALL_GROUPS", SMALL_GROUPS.to_string()),
         ("EXPANDED", EXPANDED.to_string()),
         ("REDUCED", REDUCED.to_string()),

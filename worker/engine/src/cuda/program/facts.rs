@@ -300,6 +300,7 @@ pub(super) fn norm_sites(plan: &StepPlan, layout: &Layout, running: &[Running]) 
                 beta: vector(layout, &node.name, "bias"),
                 running_mean,
                 running_var,
+                running_momentum: plan.network.running_momentum(),
                 mean: value(0),
                 inv_std: value(1),
                 scale: value(2),

@@ -167,6 +167,10 @@ pub struct RecoverySpec {
 pub struct EvaluateSpec {
     /// Epochs between two validations; 0: only at the end.
     pub every_epochs: u32,
+    /// Views of each picture whose logits are averaged (test-time augmentation). 2: the picture and its mirror image. 6: these two also
+    /// shifted by one pixel up and left, and down and right; half of the weight is on the two that are not shifted.
+    #[serde(skip_serializing_if = "is_one")]
+    pub views: u32,
 }
 
 /// What ranks report in addition to metrics, which are always recorded for every step.
@@ -242,7 +246,7 @@ impl Default for RecoverySpec {
 
 impl Default for EvaluateSpec {
     fn default() -> Self {
-        Self { every_epochs: 1 }
+        Self { every_epochs: 1, views: 1 }
     }
 }
 

@@ -61,6 +61,51 @@ fn fast_is_ffcv_s_and_keeps_its_shape_over_other_epochs() {
     assert_eq!(spec.data.image_size, Some(192.into()));
 }
 
+/// The published learning rates are for sums of losses and for logits divided by 256.
+#[test]
+fn cifar_94_has_the_published_learning_rates() {
+    let spec = job("cifar-94", "", "global_batch_size = 2000").expect("a job");
+    let train = &spec.train;
+    assert_eq!((train.lr, train.epochs, train.schedule), (0.24, Some(8), ScheduleKind::OneCycle));
+    let near = |found: f32, wanted: f32| (found / wanted - 1.0).abs() < 1e-3;
+    assert!(near(train.lr * train.bias_lr / 2000.0, 0.053), "{}", train.bias_lr);
+    assert!(near(train.lr * train.head_lr / 2000.0 * 256.0 * 256.0, 0.67), "{}", train.head_lr);
+    assert!(near(train.lr * train.weight_decay, 2e-6 * 2000.0), "{}", train.weight_decay);
+    assert_eq!(
+        (spec.data.crop_padding, spec.data.reflect_border, spec.data.alternating_flip),
+        (2, true, true)
+    );
+    assert_eq!((spec.evaluate.views, spec.evaluate.every_epochs), (6, 0));
+}
+
+#[test]
+fn what_muon_and_cifarnet_do_not_combine_with_is_refused() {
+    let of = |lines: &str| from_toml(&format!("[data]\ndataset = \"d\"\n{lines}"));
+    for (lines, pointer, words) in [
+        (
+            "[train]\noptimizer = \"muon\"\n[parallel]\nranks = 2\noptimizer_sharding = true",
+            "/train/optimizer",
+            &["whole matrix", "optimizer_sharding"][..],
+        ),
+        (
+            "[train]\noptimizer = \"muon\"\n[parallel]\nranks = 2\nmode = \"auto\"",
+            "/train/optimizer",
+            &["parallel.mode = \"data\""],
+        ),
+        ("[train]\noptimizer = \"muon\"\n[loss]\nsample_share = 0.5", "/train/optimizer", &["muon"]),
+        (
+            "[model]\narch = \"cifarnet\"\n[parallel]\nranks = 2\nmode = \"auto\"",
+            "/model/arch",
+            &["parallel.mode = \"data\""],
+        ),
+        ("validation_size = 40\n[model]\narch = \"cifarnet\"", "/data/validation_size", &["one size"]),
+        ("[evaluate]\nviews = 3", "/evaluate/views", &["1, 2 or 6"]),
+    ] {
+        one_mistake(of(lines), pointer, words);
+    }
+    assert!(of("[train]\noptimizer = \"muon\"\n[parallel]\nranks = 4").is_ok(), "data parallel");
+}
+
 #[test]
 fn the_learning_rate_follows_from_all_pictures_of_a_step_unless_it_is_given() {
     for (recipe, train, parallel, lr) in [

@@ -600,6 +600,32 @@ def looking():
     (HERE / "looking.json").write_text(json.dumps(out) + "\n")
 
 
+MUON = [(8, 3, 3), (24, 2, 1), (16, 4, 2)]  # out, in, kernel
+
+
+def muon():
+    """Three steps of Muon for the filters of a convolution, in float64: weights before each step have the norm sqrt(out)."""
+    out, momentum, lr = {}, 0.6, 0.1
+    for shape in MUON:
+        cout, cin, kernel = shape
+        name = "muon." + ".".join(map(str, shape))
+        w = torch.from_numpy(values(name + ".w", cout, cin * kernel * kernel).astype(np.float64))
+        buffer, weights = torch.zeros_like(w), []
+        for step in range(3):
+            # A small gradient moves the weights as far as a large one.
+            g = torch.from_numpy(values(f"{name}.g{step}", *w.shape).astype(np.float64)) * [1.0, 1e-3, 10.0][step]
+            buffer = momentum * buffer + g
+            u = g + momentum * buffer
+            u = u / (u.norm() + 1e-7)
+            for _ in range(3):
+                gram = u @ u.T
+                u = 3.4445 * u + (-4.7750 * gram + 2.0315 * gram @ gram) @ u
+            w = w * (cout**0.5 / w.norm()) - lr * u
+            weights.append([float(np.float32(v)) for v in w.flatten()])
+        out[name] = {"shape": shape, "momentum": momentum, "lr": lr, "weights": weights}
+    write("muon.json", json.dumps(out, separators=(",", ":")).replace('"muon.', '\n"muon.') + "\n")
+
+
 def operations():
     out = {}
     for part in (convolutions, batch_norms, pools, linears, losses, optimizers):
@@ -626,6 +652,7 @@ PARTS = {
     "step": step,
     "unfused": unfused,
     "optimizers": optimizer_fixtures,
+    "muon": muon,
     "mixing": mixing_and_average,
     "class_weights": class_weights,
     "looking": looking,

@@ -1,4 +1,4 @@
-// Operations that are not fused: ReLU, addition, a linear layer's bias, max pooling with any window, and the gradient of
+// Operations that are not fused: ReLU, GELU, addition, a linear layer's bias, max pooling with any window, and the gradient of
 // global average pooling. Activations are [rows, channels] in T; `length` is a number of values, a multiple of 8.
 
 // y = max(x, 0); NaN stays NaN.
@@ -25,6 +25,83 @@ extern "C" __global__ void __launch_bounds__(256) relu_backward(const T* y, cons
 #pragma unroll
         for (int k = 0; k < 8; k++) g[k] = v[k] > 0 ? g[k] : 0.0f;
         store(dx, i, pack(g));
+    }
+}
+
+// The standard normal distribution function at x.
+__device__ __forceinline__ float normal_below(float x) { return 0.5f * (1.0f + erff(x * 0.70710678f)); }
+
+// y = gelu(x) = x P(x), where P is the standard normal distribution function.
+extern "C" __global__ void __launch_bounds__(256) gelu_forward(const T* x, T* y, u64 length) {
+    pdl_wait();
+    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+        float v[8];
+        unpack(load(x, i), v);
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] *= normal_below(v[k]);
+        store(y, i, pack(v));
+    }
+}
+
+// dx = dy (P(x) + x p(x)), where p is the standard normal density.
+extern "C" __global__ void __launch_bounds__(256) gelu_backward(const T* x, const T* dy, T* dx, u64 length) {
+    pdl_wait();
+    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+        float v[8], g[8];
+        unpack(load(x, i), v);
+        unpack(load(dy, i), g);
+#pragma unroll
+        for (int k = 0; k < 8; k++) g[k] *= normal_below(v[k]) + v[k] * 0.3989423f * expf(-0.5f * v[k] * v[k]);
+        store(dx, i, pack(g));
+    }
+}
+
+// Zeros: the gradient of a parameter that is not trained.
+extern "C" __global__ void __launch_bounds__(256) zero_gradient(T* gradient, u64 length) {
+    pdl_wait();
+    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) store(gradient, i, zeros());
+}
+
+// As bias_gradient, for many rows of at most 512 channels: each block writes its sums to `partials` [blocks][channels], and the last
+// block to finish (by `counter`) adds them in order.
+extern "C" __global__ void __launch_bounds__(256)
+    row_sums(const T* dy, float* dbias, u32 rows, u32 channels, u32 accumulate, float* partials, u32* counter) {
+    pdl_wait();
+    SHARED(float, sums, 256 * 8);
+    SHARED(u32, last, 1);
+    u32 groups = channels / 8, lanes = 256 / groups, group = threadIdx.x % groups, lane = threadIdx.x / groups;
+    float s[8] = {};
+    if (lane < lanes)
+        for (u32 r = blockIdx.x * lanes + lane; r < rows; r += gridDim.x * lanes) {
+            float g[8];
+            unpack(load(dy, (u64)r * groups + group), g);
+#pragma unroll
+            for (int k = 0; k < 8; k++) s[k] += g[k];
+        }
+#pragma unroll
+    for (int k = 0; k < 8; k++) sums[threadIdx.x * 8 + k] = s[k];
+    __syncthreads();
+    for (u32 c = threadIdx.x; c < channels; c += blockDim.x) {
+        float sum = 0;
+        for (u32 l = 0; l < lanes; l++) sum += sums[(l * groups + c / 8) * 8 + c % 8];
+        partials[(u64)blockIdx.x * channels + c] = sum;
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last[0] = atomicAdd(counter, 1u) == gridDim.x - 1;
+        if (last[0]) *counter = 0;
+    }
+    __syncthreads();
+    if (!last[0]) return;
+    __threadfence();
+    for (u32 c = threadIdx.x; c < channels; c += blockDim.x) {
+        double sum = accumulate ? dbias[c] : 0;
+        for (u32 b = 0; b < gridDim.x; b++) sum += __ldcg(partials + (u64)b * channels + c);
+        dbias[c] = (float)sum;
     }
 }
 

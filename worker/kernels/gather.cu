@@ -11,8 +11,11 @@ struct Source {
     u32 height, width, channels;
     u32 side;
     u32 crop_padding;
-    u32 mode; // 0: the control block's indices and augmentation; 1: its indices, no augmentation; 2: in order, no augmentation
+    // 0: the control block's indices and augmentation; 1: its indices, and a view if it names one; 2: in order, no augmentation.
+    // REFLECTS: beyond its border a picture is mirrored, instead of black.
+    u32 mode;
 };
+#define REFLECTS 4u
 #define SOURCE_PARAMETERS \
     const u8 *pictures, u32 height, u32 width, u32 channels, u32 side, u32 crop_padding, u32 mode
 #define SOURCE_ \
@@ -22,18 +25,31 @@ struct Source {
 struct Cut {
     const u8* pixels;
     int top, left; // of the window, from the picture's corner
-    bool flip;
+    bool flip, reflects;
     __device__ __forceinline__ Cut(const Source& s, const Control* control, u32 batch, u32 n)
-        : Cut(s, s.mode == 2 ? n : indices(control)[n], s.mode == 0 ? indices(control)[batch + n] : 0) {}
+        : Cut(s, s.mode == 2 ? n : indices(control)[n], s.mode == 2 ? 0 : indices(control)[batch + n]) {}
     __device__ __forceinline__ Cut(const Source& s, u32 index, u32 params) {
         pixels = s.pictures + (u64)index * s.height * s.width * s.channels;
-        top = s.mode == 0 ? (int)(params & 0x7fff) - (int)s.crop_padding : 0;
-        left = s.mode == 0 ? (int)(params >> 15 & 0x7fff) - (int)s.crop_padding : 0;
-        flip = params >> 30 & 1;
+        // Bit 31: a view of an evaluation, in a border of one pixel that mirrors the picture.
+        bool view = params >> 31, crops = view || (s.mode & 3) == 0;
+        int border = view ? 1 : (int)s.crop_padding;
+        top = crops ? (int)(params & 0x7fff) - border : 0;
+        left = crops ? (int)(params >> 15 & 0x7fff) - border : 0;
+        flip = crops && (params >> 30 & 1);
+        reflects = view || (s.mode & REFLECTS);
     }
-    // A pixel of the window, the first channel in the lowest byte; black outside the picture.
+    // Borders are narrower than the picture.
+    __device__ __forceinline__ static int reflected(int at, int side) {
+        int last = side - 1;
+        return last - abs(last - abs(at));
+    }
+    // A pixel of the window, the first channel in the lowest byte; black outside the picture unless it is mirrored.
     __device__ __forceinline__ u32 pixel(const Source& s, int y, int x) const {
         int row = y + top, column = (flip ? (int)s.width - 1 - x : x) + left;
+        if (reflects) {
+            row = reflected(row, s.height);
+            column = reflected(column, s.width);
+        }
         if (row < 0 || row >= (int)s.height || column < 0 || column >= (int)s.width) return 0;
         const u8* p = pixels + ((u64)row * s.width + column) * s.channels;
         return s.channels == 1 ? p[0] : p[0] | p[1] << 8 | p[2] << 16;

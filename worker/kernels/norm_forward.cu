@@ -7,12 +7,13 @@ struct Norm {
     float *running_mean, *running_var; // null: not updated
     float *mean, *inv_std;             // of this batch, for backward
     float *scale, *bias;               // y = scale x + bias
+    float running_momentum;            // share of this batch in the running statistics
 };
 #define NORM_PARAMETERS                                                                                       \
     const float *gamma, const float *beta, float *running_mean, float *running_var, float *mean, float *inv_std, \
-        float *scale, float *bias
+        float *scale, float *bias, float running_momentum
 #define NORM \
-    Norm { gamma, beta, running_mean, running_var, mean, inv_std, scale, bias }
+    Norm { gamma, beta, running_mean, running_var, mean, inv_std, scale, bias, running_momentum }
 
 // Scale and bias of channel `c` from its sums of x and x * x over `count` rows. Stores Norm's results only if `write`.
 __device__ __forceinline__ void finish_forward(const Norm& n, u32 c, double sum, double square, double count,
@@ -31,8 +32,9 @@ __device__ __forceinline__ void finish_forward(const Norm& n, u32 c, double sum,
     // A float16 step with non-finite values is skipped, including its running statistics.
     if (n.running_mean && count > 0 && (DTYPE != 1 || var - var == 0)) {
         double unbias = count / (count > 2 ? count - 1.0 : 1.0);
-        n.running_mean[c] = (1.0f - MOMENTUM) * n.running_mean[c] + MOMENTUM * (float)mean;
-        n.running_var[c] = (1.0f - MOMENTUM) * n.running_var[c] + MOMENTUM * (float)(var * unbias);
+        float share = n.running_momentum, kept = 1.0f - share;
+        n.running_mean[c] = kept * n.running_mean[c] + share * (float)mean;
+        n.running_var[c] = kept * n.running_var[c] + share * (float)(var * unbias);
     }
 }
 

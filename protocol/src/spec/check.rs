@@ -2,7 +2,7 @@
 //! [`KEYS`], then the combinations that cannot work.
 
 use super::{
-    DataSpec, ImageSize, JobSpec, Recipe,
+    Arch, DataSpec, ImageSize, JobSpec, OptimizerKind, Recipe,
     document::toml_document,
     fewer_ranks,
     keys::{KEYS, MAX_LR, Section},
@@ -303,6 +303,17 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     let no_validation = spec.data.validation == super::Validation::Split("none".into());
     check_folds(spec, &mut mistake);
     check_sizes(spec, &mut mistake);
+    check_muon(spec, &mut mistake);
+    if ![1, 2, 6].contains(&spec.evaluate.views) {
+        let detail = format!("{} views do not exist: give 1, 2 or 6", spec.evaluate.views);
+        mistake("/evaluate/views", detail);
+    }
+    if spec.evaluate.views > 1 && spec.parallel.mode != "data" {
+        mistake(
+            "/evaluate/views",
+            "ranks that share a network evaluate one view of each picture: give 1, or parallel.mode = \"data\"".into(),
+        );
+    }
     shard::check_combinations(spec, &mut mistake);
     loss::check_combinations(spec, &mut mistake);
     stop::check_combinations(spec, &mut mistake);
@@ -330,6 +341,27 @@ fn check_folds(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
             mistake("/data/fold", format!("there is no fold {fold} of {folds}: give 1 to {folds}"));
         }
         _ => {}
+    }
+}
+
+/// Muon orthogonalises whole matrices on every rank.
+fn check_muon(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
+    if spec.train.optimizer != OptimizerKind::Muon {
+        return;
+    }
+    let parallel = &spec.parallel;
+    let is_shared = parallel.mode != "data" || parallel.optimizer_sharding;
+    for (pointer, is_set, change) in [
+        ("/train/optimizer", is_shared, "parallel.mode = \"data\" without parallel.optimizer_sharding"),
+        ("/model/freeze_norm", spec.model.freeze_norm, "freeze_norm = false"),
+    ] {
+        if is_set {
+            let why = match pointer {
+                "/train/optimizer" => "muon needs the whole matrix of each convolution on every rank",
+                _ => "muon sets the norms of filters, which only a batch norm that is trained evens out",
+            };
+            mistake(pointer, format!("{why}: set {change}, or choose another optimizer"));
+        }
     }
 }
 
@@ -368,6 +400,13 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
                 last.size
             ),
         );
+    }
+    if spec.model.arch == Arch::CifarNet && spec.parallel.mode != "data" {
+        mistake("/model/arch", "ranks do not share a cifarnet: set parallel.mode = \"data\"".into());
+    }
+    if spec.model.arch == Arch::CifarNet && (sizes.len() > 1 || validation_size.is_some()) {
+        let pointer = if validation_size.is_some() { "/data/validation_size" } else { "/data/image_size" };
+        mistake(pointer, "cifarnet has one size of pictures: give one image_size, or another network".into());
     }
     // On GPUs the first convolution for large pictures reads two pixels as one.
     let all = sizes.iter().map(|from| from.size).chain(*validation_size);

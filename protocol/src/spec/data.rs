@@ -36,6 +36,8 @@ pub struct DataSpec {
     pub validation_size: Option<u32>,
     /// Zero padding, in pixels, around a picture before a random crop of the picture's size; 0: no crop.
     pub crop_padding: u32,
+    /// The padding of `crop_padding` mirrors the picture at its border instead (PyTorch's `reflect`).
+    pub reflect_border: bool,
     /// Instead of the padded crop, use a random part of the whole picture, resized (torchvision's `RandomResizedCrop`).
     pub random_resized_crop: bool,
     /// `random_resized_crop`: the smallest and the largest area of the crop, as a fraction of the picture's area.
@@ -49,6 +51,9 @@ pub struct DataSpec {
     pub resize_size: Option<u32>,
     /// Mirror a random half of the training pictures left to right.
     pub horizontal_flip: bool,
+    /// `horizontal_flip`: mirror a random half of the pictures in the first epoch, the other half in the second one, and so on in turn
+    /// (Jordan 2024), so that every two epochs have both views of each picture.
+    pub alternating_flip: bool,
     /// Mirror a random half of the training pictures top to bottom.
     pub vertical_flip: bool,
     /// How far brightness, contrast, saturation and hue may change (torchvision's `ColorJitter`).
@@ -140,11 +145,13 @@ impl Default for DataSpec {
             image_size: None,
             validation_size: None,
             crop_padding: 4,
+            reflect_border: false,
             random_resized_crop: false,
             crop_scale: [0.08, 1.0],
             crop_ratio: [0.75, 1.3333],
             resize_size: None,
             horizontal_flip: true,
+            alternating_flip: false,
             vertical_flip: false,
             color_jitter: [0.0; 4],
             augment: Augment::None,

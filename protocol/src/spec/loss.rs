@@ -167,9 +167,9 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         return;
     }
     let optimizer = spec.train.optimizer;
-    if matches!(optimizer, OptimizerKind::Lars | OptimizerKind::Lamb) {
+    if matches!(optimizer, OptimizerKind::Lars | OptimizerKind::Lamb | OptimizerKind::Muon) {
         let detail = format!(
-            "{} needs the norms of whole parameters, and a step with loss.sample_share has only some rows of the last layer: give momentum, \
+            "{} needs whole parameters, and a step with loss.sample_share has only some rows of the last layer: give momentum, \
              nesterov or adamw, or leave sample_share out",
             optimizer.name()
         );

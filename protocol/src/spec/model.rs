@@ -9,7 +9,8 @@ use utoipa::ToSchema;
 #[serde(default, deny_unknown_fields)]
 pub struct ModelSpec {
     /// The network, by its name in torchvision (`resnet18` to `wide_resnet101_2`) or by its name in the CIFAR family of
-    /// He et al. 2015 (`resnet20` to `resnet110`), which is for pictures of about 32 pixels.
+    /// He et al. 2015 (`resnet20` to `resnet110`), which is for pictures of about 32 pixels. `cifarnet` is a small network for short runs
+    /// on pictures of 32 pixels; its first convolution is computed from training pictures and not trained.
     pub arch: Arch,
     /// The first layers. `imagenet`: a 7x7 convolution of stride 2 and max pooling. `cifar`: a 3x3 convolution of
     /// stride 1. `auto`: `cifar` for the CIFAR family and for inputs below 96 pixels, otherwise `imagenet`.
@@ -43,7 +44,7 @@ impl ModelSpec {
 
 /// Networks known by name. `resnet18` to `wide_resnet101_2` are torchvision's: ResNets (He et al. 2015), ResNeXts (Xie et
 /// al. 2017) and wide ResNets (Zagoruyko and Komodakis 2016). `resnet20` to `resnet110` are the CIFAR family of He et al.
-/// 2015, section 4.2.
+/// 2015, section 4.2. `cifarnet` is the network of Jordan 2024 (arXiv 2404.00498).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Arch {
@@ -67,6 +68,7 @@ pub enum Arch {
     ResNet44,
     ResNet56,
     ResNet110,
+    CifarNet,
 }
 
 named!(Arch:
@@ -85,6 +87,7 @@ named!(Arch:
     ResNet44 = "resnet44",
     ResNet56 = "resnet56",
     ResNet110 = "resnet110",
+    CifarNet = "cifarnet",
 );
 
 impl Arch {

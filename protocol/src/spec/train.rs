@@ -26,14 +26,22 @@ pub struct TrainSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub global_batch_size: Option<u32>,
     /// The optimizer: PyTorch's SGD (`momentum`, `nesterov`) and `AdamW` (`adamw`); `lars` and `lamb` have layer-wise
-    /// adaptive rates for large batches.
+    /// adaptive rates for large batches; `muon` makes the update of each convolution's filters an orthogonal matrix, and updates all
+    /// other parameters as `nesterov` does.
     pub optimizer: OptimizerKind,
     /// The highest learning rate of the run; `schedule` changes it over the run. A recipe's learning rate is the
     /// default of its jobs, in proportion to the pictures of a step.
     pub lr: f32,
-    /// Momentum of `momentum`, `nesterov` and `lars`.
+    /// Momentum of `momentum`, `nesterov` and `lars`, and with `muon` of all parameters except filters.
     pub momentum: f32,
-    /// L2 penalty as in PyTorch's optimizers; `adamw` and `lamb` decouple it from the gradient.
+    /// `muon`: momentum of filters.
+    pub filter_momentum: f32,
+    /// `muon`: learning rate of batch norms and biases, as a multiple of `lr`.
+    pub bias_lr: f32,
+    /// `muon`: learning rate of linear layers, as a multiple of `lr`.
+    pub head_lr: f32,
+    /// L2 penalty as in PyTorch's optimizers; `adamw` and `lamb` decouple it from the gradient. With `muon` every parameter except
+    /// filters decays by `lr` times this number a step, whatever its own learning rate is.
     pub weight_decay: f32,
     /// False excludes batch norm's parameters and biases from weight decay, and with `lamb` also from layer-wise
     /// adaptation (`lars` always excludes them from both).
@@ -105,6 +113,10 @@ pub enum OptimizerKind {
     /// trust ratio is |w| / |update| without bounds, and 1 where either is 0, as in timm's `Lamb(always_adapt=True,
     /// max_grad_norm=None)`. Gradients are not clipped.
     Lamb,
+    /// Momentum orthogonalised by Newton-Schulz (Jordan et al. 2024), for the filters of convolutions: v = m v + g, u = g + m v;
+    /// three quintic iterations bring the singular values of u, as a matrix with a row for each output channel, near 1;
+    /// w = sqrt(rows) w / |w| - lr u. Filters have no weight decay, because each step sets their norm.
+    Muon,
 }
 
 named!(OptimizerKind:
@@ -113,6 +125,7 @@ named!(OptimizerKind:
     Lars = "lars",
     AdamW = "adamw",
     Lamb = "lamb",
+    Muon = "muon",
 );
 
 /// How the learning rate changes over a run.
@@ -166,6 +179,9 @@ impl Default for TrainSpec {
             optimizer: OptimizerKind::Momentum,
             lr: 0.01,
             momentum: 0.9,
+            filter_momentum: 0.6,
+            bias_lr: 1.0,
+            head_lr: 1.0,
             weight_decay: 0.0,
             decay_norm_and_bias: true,
             beta1: 0.9,

@@ -123,6 +123,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
         "Augmentation",
         &[
             more("data.crop_padding", "Random crop padding", Kind::Integer, "pixels; 0: no crop"),
+            more("data.reflect_border", "Padding mirrors the picture (off: black)", Kind::Switch, ""),
             more(
                 "data.random_resized_crop",
                 "Random resized crop",
@@ -137,6 +138,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
                 "resized crop: smallest, largest width / height",
             ),
             more("data.horizontal_flip", "Random horizontal flip", Kind::Switch, ""),
+            more("data.alternating_flip", "Flip in every other epoch", Kind::Switch, ""),
             more("data.vertical_flip", "Random vertical flip", Kind::Switch, ""),
             more(
                 "data.color_jitter",
@@ -185,7 +187,20 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
     (
         "Optimizer",
         &[
-            more("train.momentum", "Momentum", Kind::Number, "momentum, nesterov, lars"),
+            more("train.momentum", "Momentum", Kind::Number, "momentum, nesterov, lars, muon"),
+            more("train.filter_momentum", "Momentum of filters", Kind::Number, "muon"),
+            more(
+                "train.bias_lr",
+                "Learning rate of biases",
+                Kind::Number,
+                "muon: multiple of the learning rate",
+            ),
+            more(
+                "train.head_lr",
+                "Learning rate of the head",
+                Kind::Number,
+                "muon: multiple of the learning rate",
+            ),
             more("train.weight_decay", "Weight decay", Kind::Number, ""),
             more(
                 "train.decay_norm_and_bias",
@@ -334,6 +349,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
             ),
             more("stop.min_delta", "Smallest improvement", Kind::Number, "of accuracies: 0 to 1"),
             more("stop.mode", "Better is", Kind::Choice(&["", "max", "min"]), "empty: by the metric"),
+            more("evaluate.views", "Views in validation", Kind::Integer, "2: mirrored too; 6: shifted too"),
             more("log.every_steps", "Steps between logged losses", Kind::Integer, "0: at most 10 a second"),
             more("log.histograms", "Steps between histograms", Kind::Integer, "at least 10; 0: none"),
         ],

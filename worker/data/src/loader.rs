@@ -15,6 +15,7 @@ pub use epoch::Batches;
 pub use mix::{Mix, MixParams};
 pub use mixing::Mixing;
 pub use shape::Shape;
+pub use view::View;
 
 use batch::BatchBuilder;
 use part::{Part, Pixels};
@@ -32,6 +33,7 @@ mod part;
 pub mod replaced;
 mod shape;
 mod splits;
+mod view;
 mod workers;
 
 /// A dataset opened for a job. Every rank opens the same files; which pictures a rank gets depends on its rank.
@@ -68,8 +70,10 @@ pub struct Resident {
     pub height: usize,
     /// Width of a picture in pixels.
     pub width: usize,
-    /// Width of the black border added to a picture before a crop of the original size is taken.
+    /// Width of the border added to a picture before a crop of the original size is taken.
     pub crop_padding: usize,
+    /// Whether the border mirrors the picture; else it is black.
+    pub reflects: bool,
 }
 
 impl DataSource {
@@ -190,12 +194,12 @@ impl DataSource {
             Pixels::Files { .. } => None,
         };
         let Crop::Padded(crop_padding) = self.evaluation.crop else { return None };
-        let Transform { height, width, .. } = *self.evaluation;
+        let Transform { height, width, reflects, .. } = *self.evaluation;
         if self.stays || !self.evaluation.is_padded_crop_and_flip() {
             return None;
         }
         let (train, validation) = (memory(&self.train)?, memory(&self.validation)?);
-        Some(Resident { train, validation, height, width, crop_padding })
+        Some(Resident { train, validation, height, width, crop_padding, reflects })
     }
 
     /// One picture as the network sees it, at the network's input size: augmented as in `epoch` (from 0), or with

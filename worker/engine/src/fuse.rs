@@ -62,6 +62,12 @@ pub(super) enum FusedOp {
         input: TensorId,
         output: TensorId,
     },
+    /// GELU of x, or of x plus the parameter `bias`.bias.
+    Gelu {
+        bias: Option<String>,
+        input: TensorId,
+        output: TensorId,
+    },
     /// branch + shortcut, not fused.
     Add {
         branch: TensorId,
@@ -241,6 +247,7 @@ impl FusedOp {
             FusedOp::Conv(Conv { output, .. })
             | FusedOp::Norm(Norm { output, .. })
             | FusedOp::Relu { output, .. }
+            | FusedOp::Gelu { output, .. }
             | FusedOp::Add { output, .. }
             | FusedOp::MaxPool { output, .. }
             | FusedOp::GlobalAveragePool { output, .. }
@@ -261,6 +268,7 @@ impl FusedOp {
             FusedOp::Add { branch, shortcut, .. } => vec![branch, shortcut],
             FusedOp::Conv(Conv { input, .. })
             | FusedOp::Relu { input, .. }
+            | FusedOp::Gelu { input, .. }
             | FusedOp::MaxPool { input, .. }
             | FusedOp::GlobalAveragePool { input, .. }
             | FusedOp::Linear { input, .. }

@@ -124,6 +124,13 @@ fn graph(
                 }
                 ("Gemm", vec![Attribute::int("transB", 1)])
             }
+            Op::Gelu { .. } => {
+                let detail = format!(
+                    "{} has GELUs, which ONNX's operator set {OPSET} does not have: export another network",
+                    network.arch
+                );
+                return Err(EngineError::Parameters(detail));
+            }
             Op::Redistribute { .. } | Op::Halo { .. } | Op::MeanOfRows { .. } => {
                 let detail =
                     format!("{} is a rank's part of a network; ONNX files have whole networks", network.arch);

@@ -2,7 +2,7 @@
 
 use super::NamedTensors;
 use crate::net::{Network, Role};
-pub use lockstep_kernels::optimizer::{Optimizer, slots};
+pub use lockstep_kernels::optimizer::{Optimizer, ParameterKind, slots};
 
 /// The state of an optimizer between two steps.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -32,7 +32,12 @@ pub(crate) fn tensor_name(parameter: &str, kept: Option<&str>) -> String {
     kept.map_or_else(|| parameter.into(), |slot| slot_name(parameter, slot))
 }
 
-/// Whether a parameter is a weight in the sense of [`Optimizer::policy`].
-pub(crate) fn is_weight(role: Role) -> bool {
-    matches!(role, Role::ConvWeight | Role::LinearWeight)
+/// What the optimizer distinguishes of a parameter.
+pub(crate) fn kind(role: Role) -> ParameterKind {
+    match role {
+        Role::ConvWeight => ParameterKind::Filters,
+        Role::LinearWeight => ParameterKind::LinearWeight,
+        Role::LinearBias => ParameterKind::LinearBias,
+        Role::Gamma { .. } | Role::Beta | Role::RunningMean | Role::RunningVar => ParameterKind::Vector,
+    }
 }

@@ -6,7 +6,7 @@ use crate::{
     batch_norm::{self, Affine, Mask, Statistics},
     conv::{self, ConvShape, Scratch},
     linear, loss,
-    optimizer::{Optimizer, Update},
+    optimizer::{Optimizer, ParameterKind, Update},
     pool::{self, MaxPool},
     synthetic::{labels, values},
 };
@@ -122,7 +122,7 @@ fn batch_normalisation() {
         running.1.iter_mut().for_each(|v| *v += 1.0);
 
         let statistics = Statistics::from_sums(&batch_norm::sums(&x, channels), rows as f64);
-        statistics.update_running(rows as f64, &mut running.0, &mut running.1);
+        statistics.update_running(rows as f64, batch_norm::MOMENTUM, &mut running.0, &mut running.1);
         let affine = Affine { statistics: &statistics, gamma: &gamma, beta: &beta };
         let mut y = vec![f32::NAN; x.len()];
         batch_norm::forward(&x, affine, shortcut.then_some(&s[..]), relu, &mut y);
@@ -292,6 +292,67 @@ fn stochastic_gradient_descent() {
     });
 }
 
+/// The filters of a convolution over several steps, from `muon` of `make_fixtures.py`.
+#[derive(Deserialize)]
+struct Filters {
+    /// Outputs, inputs, kernel.
+    shape: [usize; 3],
+    momentum: f32,
+    lr: f32,
+    /// The weights after each step.
+    weights: Vec<Vec<f32>>,
+}
+
+#[test]
+fn muon_step_by_step() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/pytorch/fixtures/muon.json");
+    let fixture: BTreeMap<String, Filters> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    assert_eq!(fixture.len(), 3);
+    for (name, Filters { shape: [out_c, in_c, kernel], momentum, lr, weights }) in fixture {
+        let shape = ConvShape {
+            batch: 1,
+            in_h: kernel,
+            in_w: kernel,
+            in_c,
+            out_c,
+            kernel,
+            stride: 1,
+            padding: 0,
+            row_padding: 0,
+            groups: 1,
+        };
+        let drawn = |what: &str, scale: f32| {
+            let oihw: Vec<f32> =
+                values(&format!("{name}.{what}"), shape.weight_len()).iter().map(|v| v * scale).collect();
+            let mut ours = vec![0.0; oihw.len()];
+            conv::weight_from_oihw(&shape, &oihw, &mut ours);
+            ours
+        };
+        let optimizer =
+            Optimizer { kind: OptimizerKind::Muon, filter_momentum: momentum, ..Optimizer::default() };
+        let policy = optimizer.policy_of(ParameterKind::Filters);
+        let (mut w, mut v) = (drawn("w", 1.0), vec![0.0; shape.weight_len()]);
+        for (step, wanted) in weights.iter().enumerate() {
+            let mut g = drawn(&format!("g{step}"), [1.0, 1e-3, 10.0][step]);
+            let update = Update::new(&optimizer, lr, step as u64 + 1);
+            update.prepare(policy, &w, [&mut v, &mut []], &mut g);
+            update.orthogonalise(&shape, &mut w, &g);
+            let mut oihw = vec![0.0; w.len()];
+            conv::weight_to_oihw(&shape, &w, &mut oihw);
+            let largest = wanted.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+            for (ours, theirs) in oihw.iter().zip(wanted) {
+                // Small singular values grow forty times, and so does their rounding.
+                let apart = (ours - theirs).abs();
+                assert!(
+                    apart <= 10.0 * TOLERANCE * largest,
+                    "{name}, step {}: {ours}, not {theirs}",
+                    step + 1
+                );
+            }
+        }
+    }
+}
+
 /// A parameter's values over several steps, from `optimizer_steps` of `make_fixtures.py`.
 #[derive(Deserialize)]
 struct Implementation {
@@ -326,7 +387,7 @@ fn adamw_and_lamb_step_by_step() {
             let mut g: Vec<f32> = values(&format!("{name}.g{step}"), 16).iter().map(|v| v * scale).collect();
             let update = Update::new(&optimizer, lr, step as u64 + 1);
             if optimizer.needs_norms() {
-                update.prepare(policy.decay, &w, [&mut m, &mut v], &mut g);
+                update.prepare(policy, &w, [&mut m, &mut v], &mut g);
             }
             let (rate, decay) = update.rates(policy, || [norm(&g), norm(&w)]);
             update.apply(rate, decay, &mut w, [&mut m, &mut v], &g);

@@ -54,12 +54,13 @@ impl Statistics {
         Self { mean: mean.to_vec(), inv_std, in_f64: Vec::new() }
     }
 
-    /// Updates the running statistics with these statistics, using the unbiased variance, as PyTorch does.
-    pub fn update_running(&self, count: f64, mean: &mut [f32], var: &mut [f32]) {
+    /// Updates the running statistics with these statistics, using the unbiased variance, as PyTorch does. `momentum`: the share of
+    /// these statistics, [`MOMENTUM`] unless a network says otherwise.
+    pub fn update_running(&self, count: f64, momentum: f32, mean: &mut [f32], var: &mut [f32]) {
         let unbias = count / (count - 1.0).max(1.0);
         for (&(m, v), (mean, var)) in self.in_f64.iter().zip(std::iter::zip(mean, var)) {
-            *mean = (1.0 - MOMENTUM) * *mean + MOMENTUM * m as f32;
-            *var = (1.0 - MOMENTUM) * *var + MOMENTUM * (v * unbias) as f32;
+            *mean = (1.0 - momentum) * *mean + momentum * m as f32;
+            *var = (1.0 - momentum) * *var + momentum * (v * unbias) as f32;
         }
     }
 }

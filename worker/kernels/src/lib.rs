@@ -15,6 +15,7 @@ pub mod linear;
 pub mod loss;
 pub mod nearest;
 pub mod optimizer;
+pub mod orthogonal;
 pub mod pool;
 mod shape;
 mod simd;

@@ -4,7 +4,7 @@
 
 /// A matrix in a slice. `row_step` and `column_step` are strides in values.
 #[derive(Clone, Copy)]
-struct Matrix<'a> {
+pub(crate) struct Matrix<'a> {
     values: &'a [f32],
     rows: usize,
     columns: usize,
@@ -13,11 +13,11 @@ struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    fn new(values: &'a [f32], rows: usize, columns: usize) -> Self {
+    pub(crate) fn new(values: &'a [f32], rows: usize, columns: usize) -> Self {
         Self { values, rows, columns, row_step: columns, column_step: 1 }
     }
 
-    fn transposed(self) -> Self {
+    pub(crate) fn transposed(self) -> Self {
         let Self { values, rows, columns, row_step, column_step } = self;
         Self { values, rows: columns, columns: rows, row_step: column_step, column_step: row_step }
     }
@@ -30,7 +30,7 @@ impl<'a> Matrix<'a> {
 }
 
 /// `out = a b`, row-major, on this thread.
-fn multiply(a: Matrix<'_>, b: Matrix<'_>, out: &mut [f32]) {
+pub(crate) fn multiply(a: Matrix<'_>, b: Matrix<'_>, out: &mut [f32]) {
     assert!(a.fits() && b.fits() && a.columns == b.rows && out.len() == a.rows * b.columns);
     if a.columns == 0 || out.is_empty() {
         out.fill(0.0);

@@ -1,7 +1,11 @@
-//! Optimizers: settings, and formulas over flat ranges. SGD with momentum exactly as in PyTorch, LARS, AdamW and LAMB.
-//! The CUDA engine's kernels (`optimizer.cu`, `adam.cu`) use the same formulas.
+//! Optimizers: settings, and formulas over flat ranges. SGD with momentum exactly as in PyTorch, LARS, AdamW, LAMB and Muon.
+//! The CUDA engine's kernels (`optimizer.cu`, `adam.cu`, `muon.cu`) use the same formulas.
 
-use crate::simd::with_simd;
+use crate::{
+    conv::{self, ConvShape},
+    orthogonal,
+    simd::with_simd,
+};
 use lockstep_protocol::spec::{OptimizerKind, TrainSpec};
 
 /// Trust coefficient eta of LARS: the value of You, Gitman and Ginsburg (2017), section 5.
@@ -14,8 +18,13 @@ pub const MOST_SLOTS: usize = 2;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Optimizer {
     pub kind: OptimizerKind,
-    /// For SGD and LARS.
+    /// For SGD and LARS, and with Muon for all parameters except filters.
     pub momentum: f32,
+    /// For Muon: the momentum of filters.
+    pub filter_momentum: f32,
+    /// For Muon: learning rates of batch norms and biases, and of linear layers, as multiples of the step's learning rate.
+    pub bias_lr: f32,
+    pub head_lr: f32,
     pub weight_decay: f32,
     /// Whether batch norm's parameters and biases have weight decay (never with LARS) and, with LAMB, adapted rates.
     pub decay_norm_and_bias: bool,
@@ -25,12 +34,33 @@ pub struct Optimizer {
     pub epsilon: f64,
 }
 
+/// What optimizers distinguish.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ParameterKind {
+    /// The weights of a convolution.
+    Filters,
+    LinearWeight,
+    LinearBias,
+    /// A batch norm's parameter, or another bias.
+    Vector,
+}
+
+impl ParameterKind {
+    /// Whether the parameter is the weight of a convolution or linear layer.
+    pub fn is_weight(self) -> bool {
+        matches!(self, ParameterKind::Filters | ParameterKind::LinearWeight)
+    }
+}
+
 /// How one parameter is updated.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ParameterPolicy {
     /// Weight decay.
     pub decay: f32,
-    /// Whether the learning rate is computed from norms of the parameter and its gradient.
+    /// The learning rate, as a multiple of the step's.
+    pub rate: f32,
+    /// Whether the update is computed from the whole parameter: from norms of the parameter and its gradient, or with Muon from
+    /// the matrix.
     pub adapted: bool,
     /// Whether the parameter and its optimizer slots never change.
     pub frozen: bool,
@@ -38,7 +68,7 @@ pub struct ParameterPolicy {
 
 impl ParameterPolicy {
     /// The policy of a parameter that never changes.
-    pub const FROZEN: Self = Self { decay: 0.0, adapted: false, frozen: true };
+    pub const FROZEN: Self = Self { decay: 0.0, rate: 0.0, adapted: false, frozen: true };
 }
 
 impl Default for Optimizer {
@@ -52,6 +82,9 @@ impl From<&TrainSpec> for Optimizer {
         Self {
             kind: spec.optimizer,
             momentum: spec.momentum,
+            filter_momentum: spec.filter_momentum,
+            bias_lr: spec.bias_lr,
+            head_lr: spec.head_lr,
             weight_decay: spec.weight_decay,
             decay_norm_and_bias: spec.decay_norm_and_bias,
             beta1: spec.beta1,
@@ -72,6 +105,26 @@ impl Optimizer {
         matches!(self.kind, OptimizerKind::Lars | OptimizerKind::Lamb)
     }
 
+    /// Whether the update of filters is an orthogonalised matrix.
+    pub fn is_muon(&self) -> bool {
+        self.kind == OptimizerKind::Muon
+    }
+
+    /// The policy of a parameter of this kind.
+    pub fn policy_of(&self, kind: ParameterKind) -> ParameterPolicy {
+        let plain = self.policy(kind.is_weight());
+        if !self.is_muon() {
+            return plain;
+        }
+        let rate = match kind {
+            ParameterKind::Filters => return ParameterPolicy { decay: 0.0, adapted: true, ..plain },
+            ParameterKind::LinearWeight | ParameterKind::LinearBias => self.head_lr,
+            ParameterKind::Vector => self.bias_lr,
+        };
+        // The parameter decays by the step's learning rate times the weight decay, whatever its own learning rate is.
+        ParameterPolicy { rate, decay: plain.decay / rate, ..plain }
+    }
+
     /// The policy of a parameter. `is_weight`: the parameter is the weight of a convolution or linear layer, not a bias or a
     /// parameter of a batch norm.
     pub fn policy(&self, is_weight: bool) -> ParameterPolicy {
@@ -81,6 +134,7 @@ impl Optimizer {
         };
         ParameterPolicy {
             decay: if decayed { self.weight_decay } else { 0.0 },
+            rate: 1.0,
             adapted: decayed && self.needs_norms(),
             frozen: false,
         }
@@ -90,7 +144,9 @@ impl Optimizer {
 /// [`Optimizer::slots`] of optimizers of `kind`. Optimizers with equal slots can continue from each other's state.
 pub fn slots(kind: OptimizerKind) -> &'static [&'static str] {
     match kind {
-        OptimizerKind::Momentum | OptimizerKind::Nesterov | OptimizerKind::Lars => &["momentum"],
+        OptimizerKind::Momentum | OptimizerKind::Nesterov | OptimizerKind::Lars | OptimizerKind::Muon => {
+            &["momentum"]
+        }
         OptimizerKind::AdamW | OptimizerKind::Lamb => &["exp_avg", "exp_avg_sq"],
     }
 }
@@ -133,7 +189,8 @@ pub type Slots<'a> = [&'a mut [f32]; MOST_SLOTS];
 /// One step's update.
 ///
 /// An optimizer with layer-wise rates ([`Optimizer::needs_norms`]) needs two passes over a parameter: [`Update::prepare`] for the
-/// whole parameter, then, with its norms, [`Update::apply`]. Other optimizers need only [`Update::apply`].
+/// whole parameter, then, with its norms, [`Update::apply`]. Muon needs [`Update::prepare`] and then [`Update::orthogonalise`] for filters.
+/// Other optimizers, and Muon for other parameters, need only [`Update::apply`].
 #[derive(Debug, Clone, Copy)]
 pub struct Update {
     optimizer: Optimizer,
@@ -192,9 +249,9 @@ impl Update {
     /// - lars: the rate is `lr local` with `local = eta |w| / (|g| + d |w|)`
     /// - lamb: the rate is `lr |w| / |r|`
     pub fn rates(&self, policy: ParameterPolicy, norms: impl FnOnce() -> [f64; 2]) -> (f32, f32) {
-        let ParameterPolicy { decay, adapted, .. } = policy;
-        if !adapted {
-            return (self.lr, decay);
+        let ParameterPolicy { decay, rate, adapted, .. } = policy;
+        if !adapted || self.optimizer.is_muon() {
+            return (self.lr * rate, decay);
         }
         let [moved, weights] = norms();
         let (trust, below) = match self.optimizer.kind {
@@ -210,15 +267,24 @@ impl Update {
     ///
     /// - lars: the gradient itself
     /// - lamb: moments as Adam's, `r = (m / (1 - beta1^t)) / (sqrt(v) / sqrt(1 - beta2^t) + epsilon) + d w`
-    pub fn prepare(&self, decay: f32, w: &[f32], slots: Slots<'_>, g: &mut [f32]) {
+    /// - muon: of filters `v = m v + g`, `g + m v`; of other parameters the gradient itself
+    pub fn prepare(&self, policy: ParameterPolicy, w: &[f32], slots: Slots<'_>, g: &mut [f32]) {
         with_simd(
             #[inline(always)]
-            || self.prepare_inline(decay, w, slots, g),
+            || self.prepare_inline(policy, w, slots, g),
         );
     }
 
     #[inline(always)]
-    fn prepare_inline(&self, decay: f32, w: &[f32], [m, v]: Slots<'_>, g: &mut [f32]) {
+    fn prepare_inline(&self, policy: ParameterPolicy, w: &[f32], [m, v]: Slots<'_>, g: &mut [f32]) {
+        let ParameterPolicy { decay, adapted, .. } = policy;
+        if self.optimizer.is_muon() && adapted {
+            let momentum = self.optimizer.filter_momentum;
+            for (g, v) in g.iter_mut().zip(m.iter_mut()) {
+                *v = momentum * *v + *g;
+                *g += momentum * *v;
+            }
+        }
         if self.optimizer.kind != OptimizerKind::Lamb {
             return;
         }
@@ -229,11 +295,25 @@ impl Update {
         }
     }
 
+    /// Muon's update of the filters `w` of one convolution, whose layout is `shape`'s, from the result of [`Update::prepare`] for all
+    /// of them: `w = sqrt(rows) w / |w| - lr u`, where `u` is [`orthogonal::orthogonalise`]d.
+    pub fn orthogonalise(&self, shape: &ConvShape, w: &mut [f32], prepared: &[f32]) {
+        let (mut matrix, mut u) = (vec![0.0; w.len()], vec![0.0; w.len()]);
+        conv::weight_to_oihw(shape, prepared, &mut matrix);
+        orthogonal::orthogonalise(shape.out_c, &mut matrix);
+        conv::weight_from_oihw(shape, &matrix, &mut u);
+        let norm = w.iter().map(|&v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt();
+        let scale = if norm > 0.0 { ((shape.out_c as f64).sqrt() / norm) as f32 } else { 1.0 };
+        for (w, u) in w.iter_mut().zip(&u) {
+            *w = scale * *w - self.lr * u;
+        }
+    }
+
     /// Updates weights `w` of one parameter, and its slots, from the gradient `g` (or the result of [`Update::prepare`]) and
     /// the rates of [`Update::rates`].
     ///
     /// - momentum: `v = m v + (g + d w)`, `w -= lr v`
-    /// - nesterov: the same `v`, `w -= lr (g + d w + m v)`
+    /// - nesterov, and muon except for filters: the same `v`, `w -= lr (g + d w + m v)`
     /// - lars: `v = m v + lr (g + d w)`, `w -= v` (algorithm 1 of the paper)
     /// - adamw: `m = beta1 m + (1 - beta1) g`, `v = beta2 v + (1 - beta2) g^2`, `w = (1 - lr d) w`,
     ///   `w -= lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)`
@@ -254,7 +334,7 @@ impl Update {
                 *v = m * *v + (g + decay * *w);
                 *w -= rate * *v;
             }),
-            OptimizerKind::Nesterov => values.for_each(|((w, v), g)| {
+            OptimizerKind::Nesterov | OptimizerKind::Muon => values.for_each(|((w, v), g)| {
                 let d = g + decay * *w;
                 *v = m * *v + d;
                 *w -= rate * (d + m * *v);
@@ -311,7 +391,7 @@ mod tests {
         let [mut a, mut b] = [(); 2].map(|()| vec![0.0; g.len()]);
         let mut g = g.to_vec();
         if optimizer.needs_norms() {
-            update.prepare(policy.decay, w, [&mut a, &mut b], &mut g);
+            update.prepare(policy, w, [&mut a, &mut b], &mut g);
         }
         let (rate, decay) = update.rates(policy, || [norm(&g), norm(w)]);
         update.apply(rate, decay, w, [&mut a, &mut b], &g);

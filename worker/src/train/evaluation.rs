@@ -5,9 +5,11 @@ use super::{Run, TrainError, Training, dataset::report_broken, plan::RunPlan, vo
 use lockstep_comm::Reduction;
 use lockstep_data::{
     DataError,
-    loader::{Batch, replaced},
+    loader::{Batch, Shape, View, replaced},
 };
+use lockstep_engine::{Engine, EngineError, EvalResult};
 use lockstep_host::tensors::NamedTensors;
+use lockstep_kernels::loss;
 use lockstep_protocol::numbers::{plural, standard_error};
 use lockstep_protocol::{
     agent::{AttemptEvent, Evaluation},
@@ -136,6 +138,7 @@ impl Run<'_> {
         let batch_size = self.plan.config.batch_size;
         let threads = self.plan.data_threads(&self.data);
         let mut batches = self.data.validation(replica, replicas, batch_size, threads);
+        let views = View::of(self.training.spec.evaluate.views);
         let mut votes = Votes::timed(0);
         // The number of batches of the rank with the most pictures, because every rank must take part in every vote.
         let most = self.data.shape.validation_samples.div_ceil(replicas.into());
@@ -143,7 +146,7 @@ impl Run<'_> {
             // Ranks that share a network compute each batch together, even if one of them has no pictures left.
             let none = parallel.is_hybrid().then(|| Ok(Batch::default()));
             if let Some(batch) = batches.next().or(none) {
-                let result = self.engine.eval_step(&batch?)?;
+                let result = evaluate_batch(&mut *self.engine, &self.data.shape, &batch?, &views)?;
                 // Ranks that share the rows of pictures have the same results, which must be counted once.
                 if parallel.counts_pictures(group.rank()) {
                     sums[0] += result.loss_sum;
@@ -180,4 +183,24 @@ impl Run<'_> {
             secs: began.elapsed().as_secs_f64(),
         }))
     }
+}
+
+/// Loss and correct predictions of a batch, by the average of its views' logits if there are several.
+fn evaluate_batch(
+    engine: &mut dyn Engine,
+    shape: &Shape,
+    batch: &Batch,
+    views: &[View],
+) -> Result<EvalResult, EngineError> {
+    if views.len() == 1 {
+        return engine.eval_step(batch);
+    }
+    let (samples, classes) = (batch.labels.len(), shape.classes.len());
+    let mut logits = vec![0.0; samples * classes];
+    for view in views {
+        let of_view = engine.predict(&view.apply(batch, shape.image_size, shape.channels))?;
+        logits.iter_mut().zip(of_view).for_each(|(sum, logit)| *sum += view.weight * logit);
+    }
+    let loss = loss::cross_entropy(&logits, &batch.labels, None, classes, 0.0, None);
+    Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: samples as u64 })
 }

@@ -7,10 +7,17 @@ use crate::{
     precision::SkippedSteps,
 };
 use lockstep_comm::{ProcessGroup, Reduction};
-use lockstep_data::{held_out::foreign_divisions, loader::DataSource};
-use lockstep_engine::{Engine, OptimizerState, StateDict, net, slots};
+use lockstep_data::{
+    held_out::foreign_divisions,
+    loader::{DataSource, Shape},
+};
+use lockstep_engine::{
+    Engine, OptimizerState, StateDict,
+    net::{self, whitening::Patches},
+    slots,
+};
 use lockstep_host::tensors::{
-    NamedTensors,
+    HostTensor, NamedTensors,
     fit::{compare, shapes},
 };
 use lockstep_protocol::{
@@ -22,6 +29,9 @@ use lockstep_protocol::{
 };
 use serde::{Serialize, de::DeserializeOwned};
 use std::path::{Path, PathBuf};
+
+/// Pictures whose patches decide the filters of a whitening convolution.
+const WHITENED_PICTURES: u64 = 2000;
 
 pub(super) struct InitialState {
     /// Number of optimizer steps done before.
@@ -88,7 +98,13 @@ pub(super) fn begin(
             engine.set_parameters(&weights)?;
         }
     }
-    if pretrained.is_some() || training.spec.parallel.parameter_broadcast {
+    let whitened = net::whitening::whitened(&plan.network).filter(|_| pretrained.is_none());
+    if let (Some(name), true) = (whitened, training.is_first()) {
+        let mut weights = engine.parameters()?;
+        weights.insert(name.into(), whitening(data)?);
+        engine.set_parameters(&weights)?;
+    }
+    if pretrained.is_some() || whitened.is_some() || training.spec.parallel.parameter_broadcast {
         engine.broadcast_parameters()?;
     }
     let mut divisions = Vec::new();
@@ -109,6 +125,24 @@ pub(super) fn begin(
         divisions: with_own(divisions, training),
         notes,
     })
+}
+
+/// Filters that whiten patches of training pictures, of at most [`WHITENED_PICTURES`] spread over the split.
+fn whitening(data: &DataSource) -> Result<HostTensor, TrainError> {
+    let Shape { channels, train_samples, mean, std, .. } = &data.shape;
+    let count = (*train_samples).min(WHITENED_PICTURES);
+    let mut patches = None;
+    for number in 0..count {
+        let (_, picture) = data.picture(false, number * train_samples / count, None)?;
+        let values: Vec<f32> = picture
+            .pixels
+            .iter()
+            .enumerate()
+            .map(|(at, byte)| (f32::from(*byte) / 255.0 - mean[at % channels]) / std[at % channels])
+            .collect();
+        patches.get_or_insert_with(|| Patches::new(picture.width as usize, *channels)).add(&values);
+    }
+    Ok(patches.unwrap_or_else(|| Patches::new(0, *channels)).filters())
 }
 
 /// The divisions by which a run has trained, including its own.

@@ -79,7 +79,7 @@ mod full {
 
     #[test]
     fn onnxruntime_computes_the_logits_of_every_network() {
-        for (_, name) in Arch::ALL {
+        for (_, name) in Arch::ALL.into_iter().filter(|(arch, _)| *arch != Arch::CifarNet) {
             for (stem, side, channels) in [("cifar", 17, 1), ("imagenet", 40, 3)] {
                 let network = network(name, stem, side, channels, CLASSES);
                 let weights = weights(&network);

@@ -152,6 +152,49 @@ fn one_switch_does_not_change_what_another_does() {
 }
 
 #[test]
+fn alternating_flips_show_both_views_in_two_epochs_and_borders_reflect() {
+    let dir = folder(16);
+    let spec = DataSpec {
+        crop_padding: 0,
+        alternating_flip: true,
+        image_size: None,
+        validation: Validation::Split("none".into()),
+        ..DataSpec::default()
+    };
+    let source = |spec: &DataSpec| {
+        open(dir.path(), &DataSpec { image_size: Some(ImageSize::Fixed(16)), ..spec.clone() })
+    };
+    let pixels = |source: &DataSource, place: u64, epoch: u32| {
+        source.picture(false, place, Some(epoch)).expect("readable").1.pixels
+    };
+    let flips = source(&spec);
+    let mirrored = |pixels: &[u8]| -> Vec<u8> {
+        pixels.chunks_exact(16 * 3).flat_map(|row| row.chunks_exact(3).rev().flatten().copied()).collect()
+    };
+    let mut turned = 0;
+    for place in 0..8 {
+        let (plain, first) =
+            (flips.picture(false, place, None).expect("readable").1.pixels, pixels(&flips, place, 0));
+        assert!(pixels(&flips, place, 1) == mirrored(&first) && pixels(&flips, place, 2) == first, "{place}");
+        turned += u32::from(plain != first);
+    }
+    assert!((1..8).contains(&turned), "{turned} of 8 are mirrored in the first epoch");
+
+    // All values of a reflected crop are in the picture; a black border adds zeros.
+    let crops = DataSpec { crop_padding: 4, horizontal_flip: false, ..spec };
+    let (black, reflected) = (source(&crops), source(&DataSpec { reflect_border: true, ..crops.clone() }));
+    let mut differ = 0;
+    for place in 0..8 {
+        let [black, reflected] = [&black, &reflected].map(|source| pixels(source, place, 0));
+        for (a, b) in black.chunks_exact(3).zip(reflected.chunks_exact(3)) {
+            assert!(a == b || a == [0, 0, 0], "only the border differs");
+            differ += u32::from(a != b);
+        }
+    }
+    assert!(differ > 0);
+}
+
+#[test]
 fn only_padded_crops_and_flips_are_left_to_the_engine() {
     let pictures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist");
     let of = |spec: DataSpec| DataSource::open(&pictures, &spec, 0).expect("opens");

@@ -15,7 +15,7 @@ mod pipeline;
 mod tests;
 
 pub(super) use params::AugmentParams;
-pub(super) use pipeline::Pipeline;
+pub(super) use pipeline::{Pipeline, reflected_window};
 
 use auto_augment::Policy;
 use lockstep_protocol::spec::{Augment, DataSpec};
@@ -34,7 +34,11 @@ pub(super) struct Transform {
     pub(super) crop: Crop,
     /// In evaluation, the length of the short side before the centre crop. `None`: pictures are scaled as a whole.
     pub(super) resize: Option<u32>,
+    /// Whether the border of a padded crop mirrors the picture; else it is black.
+    pub(super) reflects: bool,
     pub(super) horizontal_flip: bool,
+    /// Whether pictures are mirrored in turn instead of at random.
+    pub(super) alternating_flip: bool,
     pub(super) vertical_flip: bool,
     /// torchvision's `ColorJitter(brightness, contrast, saturation, hue)`.
     pub(super) color_jitter: [f64; 4],
@@ -49,7 +53,7 @@ pub(super) struct Transform {
 /// The part of a picture that is used in training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Crop {
-    /// A crop of the picture's own size, from the picture with a black border of this width; then scaled.
+    /// A crop of the picture's own size, from the picture with a border of this width; then scaled.
     Padded(usize),
     /// torchvision's `RandomResizedCrop`: the fraction of the picture's area, and width over height.
     RandomResized { scale: [f64; 2], ratio: [f64; 2] },
@@ -79,7 +83,9 @@ impl Transform {
             side,
             crop,
             resize: evaluation_resize(spec, side),
+            reflects: spec.reflect_border,
             horizontal_flip: spec.horizontal_flip,
+            alternating_flip: spec.alternating_flip,
             vertical_flip: spec.vertical_flip,
             color_jitter: spec.color_jitter.map(f64::from),
             augment: match spec.augment {

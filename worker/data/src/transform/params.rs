@@ -15,6 +15,7 @@ const VERTICAL_FLIP: u64 = 5;
 const COLOR_JITTER: u64 = 6;
 const AUTO_AUGMENT: u64 = 7;
 const ERASING: u64 = 8;
+const ALTERNATING_FLIP: u64 = 10;
 
 /// torchvision's defaults of `RandomErasing`: fraction of the area, and height over width.
 const ERASED_SCALE: [f64; 2] = [0.02, 0.33];
@@ -49,7 +50,13 @@ impl AugmentParams {
         };
         let range = 2 * padding + 1;
         let (top, left) = (random.below(range) as usize, random.below(range) as usize);
-        let flip = random.below(2) == 1 && transform.horizontal_flip;
+        let mut flip = random.below(2) == 1;
+        if transform.alternating_flip {
+            // Drawn once for all epochs.
+            let first = Random::new(&[transform.seed, ALTERNATING_FLIP, place]).below(2) == 1;
+            flip = first != (epoch % 2 == 1);
+        }
+        flip &= transform.horizontal_flip;
         let vertical_flip = transform.vertical_flip && stream(VERTICAL_FLIP).below(2) == 1;
         let mut ops = color_jitter(transform.color_jitter, &mut stream(COLOR_JITTER));
         if let Some(policy) = transform.augment {
@@ -74,7 +81,7 @@ impl AugmentParams {
     }
 
     /// The padded crop and the horizontal flip in 31 bits, for an engine that does both: 15 bits for the row, 15 for
-    /// the column, 1 for the flip.
+    /// the column, 1 for the flip. The last bit belongs to [`crate::loader::View`].
     pub(crate) fn packed(&self) -> u32 {
         (self.top as u32 & 0x7fff) | (self.left as u32 & 0x7fff) << 15 | u32::from(self.flip) << 30
     }

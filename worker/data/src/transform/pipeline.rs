@@ -89,6 +89,11 @@ impl Pipeline {
         let AugmentParams { top, left, flip, .. } = *params;
         self.cropped.clear();
         self.cropped.resize(height * width * channels, 0);
+        if transform.reflects {
+            let shift = [top, left].map(|first| first as isize - padding as isize);
+            reflected_window(pixels, [height, width, channels], shift, flip, &mut self.cropped);
+            return;
+        }
         // The columns of the window that lie inside the picture: `count` columns, starting at column `first` of the
         // window.
         let first = padding.saturating_sub(left);
@@ -109,6 +114,29 @@ impl Pipeline {
             } else {
                 target[first * channels..][..count * channels].copy_from_slice(source);
             }
+        }
+    }
+}
+
+/// Copies a window of the size of `picture` (height, width, channels) that is shifted down and right by `shift` pixels, mirrored
+/// left to right with `flip`. Beyond its border the picture is mirrored, as in PyTorch's `reflect` padding; shifts are less than its sides.
+pub(crate) fn reflected_window<T: Copy>(
+    picture: &[T],
+    [height, width, channels]: [usize; 3],
+    [down, right]: [isize; 2],
+    flip: bool,
+    to: &mut [T],
+) {
+    let reflected = |at: isize, side: usize| {
+        let last = side as isize - 1;
+        (last - (last - at.abs()).abs()) as usize
+    };
+    for (row, to) in to.chunks_exact_mut(width * channels).enumerate() {
+        let from = &picture[reflected(row as isize + down, height) * width * channels..];
+        for (column, to) in to.chunks_exact_mut(channels).enumerate() {
+            let column = if flip { width - 1 - column } else { column };
+            let at = reflected(column as isize + right, width) * channels;
+            to.copy_from_slice(&from[at..at + channels]);
         }
     }
 }

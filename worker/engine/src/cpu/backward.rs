@@ -153,6 +153,21 @@ impl Executor {
                 self.gradient_parts[*input].push(dy);
                 return Ok(());
             }
+            FusedOp::Gelu { bias, input, .. } => {
+                let slot = bias.as_ref().map(|name| self.layout.slot(&format!("{name}.bias"))).transpose()?;
+                let values = match slot {
+                    Some(slot) => &self.state.weights[self.layout.slots[slot].range.clone()],
+                    None => &[0.0][..],
+                };
+                elementwise::gelu_backward(&self.activations[*input][..len(*input)], values, &mut dy);
+                if let Some(slot) = slot {
+                    let channels = shapes[*input].channels;
+                    let sums = batch_norm::sums(&dy, channels);
+                    self.add_sums(slot, micro_batch, &sums[..channels]);
+                }
+                self.gradient_parts[*input].push(dy);
+                return Ok(());
+            }
             FusedOp::Add { branch, shortcut, .. } => {
                 let mut copy = self.pool.alloc(dy.len());
                 copy.copy_from_slice(&dy);
@@ -170,6 +185,12 @@ impl Executor {
                         conv::backward_input(&shape, &dy, weight, &mut dx, &mut self.scratch);
                     }
                     self.gradient_parts[*input].push(dx);
+                }
+                if self.layout.slots[slot].is_frozen {
+                    let zeros = vec![0.0; self.layout.slots[slot].range.len()];
+                    self.add_sums(slot, micro_batch, &zeros);
+                    self.pool.free(dy);
+                    return Ok(());
                 }
                 // After the last use of the weights, which may change as soon as their gradient is complete.
                 let x = std::mem::take(&mut self.activations[*input]);

@@ -79,6 +79,13 @@ impl Executor {
                 }
             }
             FusedOp::Relu { input, .. } => elementwise::relu(x(*input), y),
+            FusedOp::Gelu { bias, input, .. } => {
+                let bias = match bias {
+                    Some(name) => weight(name, "bias")?,
+                    None => &[0.0][..],
+                };
+                elementwise::gelu(x(*input), bias, y);
+            }
             FusedOp::Add { branch, shortcut, .. } => elementwise::add(x(*branch), x(*shortcut), y),
             FusedOp::MaxPool { input, output, .. } => {
                 let len = y.len();
@@ -138,8 +145,9 @@ impl Executor {
                     return Ok(());
                 }
                 let statistics = Statistics::from_sums(&sums, count);
+                let momentum = self.network.running_momentum();
                 let norm = &mut self.norms[*norm];
-                statistics.update_running(count, &mut norm.running_mean, &mut norm.running_var);
+                statistics.update_running(count, momentum, &mut norm.running_mean, &mut norm.running_var);
                 statistics
             }
         };

@@ -6,7 +6,7 @@ use crate::{
     EngineError,
     fuse::{Conv, FusedOp, Norm},
     net::{Axes, Network, Parameter, Slice},
-    optimizer::{is_weight, tensor_name},
+    optimizer::{ParameterKind, kind, tensor_name},
 };
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use std::{borrow::Cow, collections::BTreeMap, ops::Range};
@@ -25,15 +25,14 @@ pub(super) struct Slot {
     /// torchvision's shape.
     pub(super) shape: Vec<usize>,
     /// Set for a convolution's weights, which are stored in the order of [`conv`].
-    conv: Option<ConvShape>,
+    pub(super) conv: Option<ConvShape>,
     /// Range in the flat buffer.
     pub(super) range: Range<usize>,
     pub(super) bucket: usize,
     /// Range in the bucket.
     pub(super) in_bucket: Range<usize>,
-    /// Whether the parameter is the weight of a convolution or linear layer.
-    pub(super) is_weight: bool,
-    /// Whether the parameter belongs to a frozen batch norm; its gradient is zero.
+    pub(super) kind: ParameterKind,
+    /// Whether the parameter is not trained.
     pub(super) is_frozen: bool,
     /// This rank's part of the parameter, if a model group splits it.
     pub(super) slice: Option<Slice>,
@@ -112,7 +111,9 @@ impl Layout {
                 FusedOp::Norm(Norm { name, .. }) | FusedOp::Linear { name, .. } => {
                     (name, &["weight", "bias"], None)
                 }
-                FusedOp::Relu { .. }
+                FusedOp::Gelu { bias: Some(name), .. } => (name, &["bias"], None),
+                FusedOp::Gelu { bias: None, .. }
+                | FusedOp::Relu { .. }
                 | FusedOp::Add { .. }
                 | FusedOp::MaxPool { .. }
                 | FusedOp::GlobalAveragePool { .. }
@@ -126,7 +127,6 @@ impl Layout {
                 layout.close(&mut bucket, axes);
             }
             axes = of_op;
-            let is_frozen = matches!(op, FusedOp::Norm(norm) if norm.is_frozen());
             for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let range = bucket.end..bucket.end + p.len();
                 layout.by_name.insert(p.name.clone(), layout.slots.len());
@@ -136,8 +136,8 @@ impl Layout {
                     conv,
                     bucket: layout.buckets.len(),
                     in_bucket: range.start - bucket.start..range.end - bucket.start,
-                    is_weight: is_weight(p.role),
-                    is_frozen,
+                    kind: kind(p.role),
+                    is_frozen: !network.trains(p),
                     slice: p.slice.clone(),
                     range: range.clone(),
                 });

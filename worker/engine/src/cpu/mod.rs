@@ -7,6 +7,8 @@
 mod average;
 mod backend;
 mod backward;
+#[cfg(test)]
+mod cifarnet;
 mod exchange;
 mod executor;
 mod forward;

@@ -29,6 +29,8 @@ pub(super) enum Work {
     Sum,
     /// Second pass: the update, which needs the norms of the whole parameter.
     Update,
+    /// Second pass of the filters of a convolution with Muon: the update of the whole parameter, whose first piece this is.
+    Orthogonalise,
 }
 
 /// One task. Threads take tasks in order.
@@ -65,7 +67,13 @@ pub(super) fn pieces(layout: &Layout, shares: &[Share]) -> Vec<Piece> {
 }
 
 /// The tasks of a step. `in_two`: two passes, in which updates follow all sums of their bucket or, if `at_once`, of all buckets.
-pub(super) fn tasks(pieces: &[Piece], in_two: bool, at_once: bool) -> Vec<Task> {
+/// `is_matrix` tells which slots have one task for the update of the whole parameter.
+pub(super) fn tasks(
+    pieces: &[Piece],
+    in_two: bool,
+    at_once: bool,
+    is_matrix: impl Fn(usize) -> bool,
+) -> Vec<Task> {
     if !in_two {
         return (0..pieces.len()).map(|piece| Task { piece, work: Work::Whole, after: 0 }).collect();
     }
@@ -76,7 +84,15 @@ pub(super) fn tasks(pieces: &[Piece], in_two: bool, at_once: bool) -> Vec<Task> 
         first = these.end;
         tasks.extend(these.clone().map(|piece| Task { piece, work: Work::Sum, after: 0 }));
         let after = tasks.len();
-        tasks.extend(these.map(|piece| Task { piece, work: Work::Update, after }));
+        tasks.extend(these.filter_map(|piece| {
+            let slot = pieces[piece].slot;
+            let work = match is_matrix(slot) {
+                true if piece > 0 && pieces[piece - 1].slot == slot => return None,
+                true => Work::Orthogonalise,
+                false => Work::Update,
+            };
+            Some(Task { piece, work, after })
+        }));
     }
     tasks
 }

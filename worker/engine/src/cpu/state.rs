@@ -17,6 +17,7 @@ mod kept;
 mod sharding;
 
 use super::{
+    conv::ConvShape,
     groups::Group,
     layout::{Layout, Slot},
     pieces::{self, Piece, Task, Work},
@@ -69,7 +70,7 @@ pub(super) struct State {
     gradients: Vec<Vec<Bucket>>,
     own: usize,
     counts: SharedSlice<Counts>,
-    /// By piece: the sum of squares of the gradient and, for optimizers with two passes (LARS, LAMB), of the weights and of the
+    /// By piece: the sum of squares of the gradient and, for optimizers with two passes (LARS, LAMB, Muon), of the weights and of the
     /// prepared update.
     squares: [SharedSlice<AtomicU64>; 3],
     memory: Option<SharedMemory>,
@@ -83,6 +84,8 @@ pub(super) struct State {
     sampled: Option<SampledRows>,
     /// For each parameter.
     policies: Vec<ParameterPolicy>,
+    /// For each parameter that Muon orthogonalises: the layout of its filters.
+    filters: Vec<Option<ConvShape>>,
     /// By parameter: the range of its pieces.
     slot_pieces: Vec<Range<usize>>,
     pieces: Vec<Piece>,
@@ -162,7 +165,13 @@ impl State {
             pieces = pieces::pieces(layout, &shares);
         }
         let in_two_passes = model_group.is_some() || sharding.is_some();
-        let tasks = pieces::tasks(&pieces, optimizer.needs_norms(), in_two_passes);
+        let policies: Vec<ParameterPolicy> =
+            layout.slots.iter().map(|slot| policy(&optimizer, slot)).collect();
+        let filters: Vec<_> = std::iter::zip(&layout.slots, &policies)
+            .map(|(slot, policy)| slot.conv.filter(|_| optimizer.is_muon() && policy.adapted))
+            .collect();
+        let in_two = optimizer.needs_norms() || optimizer.is_muon();
+        let tasks = pieces::tasks(&pieces, in_two, in_two_passes, |slot| filters[slot].is_some());
         let mut slot_pieces = vec![0..0; layout.slots.len()];
         for (index, piece) in pieces.iter().enumerate() {
             let range = &mut slot_pieces[piece.slot];
@@ -206,11 +215,6 @@ impl State {
         };
         let SharedBuffers { weights, optimizer_slots, gradients, counts, squares } = kept;
         let own = if memory.is_some() { comm.rank() as usize } else { 0 };
-        let policy = |slot: &Slot| match slot.is_frozen {
-            true => ParameterPolicy::FROZEN,
-            false => optimizer.policy(slot.is_weight),
-        };
-        let policies = layout.slots.iter().map(policy).collect();
         let (buckets, steps, updates) = (layout.buckets.len(), 0, 0);
         let state = Self {
             weights,
@@ -227,6 +231,7 @@ impl State {
             update: Update::new(&optimizer, 0.0, 1),
             sampled: None,
             policies,
+            filters,
             slot_pieces,
             pieces,
             open_tasks: tasks.len(),
@@ -363,6 +368,10 @@ impl State {
     /// No other thread uses this piece of weights, optimizer state and gradients during the call.
     unsafe fn piece(&self, index: usize, work: Work) {
         let piece = &self.pieces[index];
+        if work == Work::Orthogonalise {
+            // SAFETY: the caller's promise; no other task of this parameter runs, because all of its sums are done.
+            return unsafe { self.orthogonalise(piece.slot) };
+        }
         // SAFETY: the caller's promise.
         let weights = unsafe { self.weights.part(piece.range.clone()) };
         let mut slots: Slots<'_> = Default::default();
@@ -390,7 +399,9 @@ impl State {
                 first(&self.gradients[0][piece.bucket], place.clone(), gradient);
             } else {
                 sum(&self.gradients, piece.bucket, place.clone(), gradient);
-                squares.add(gradient);
+                if !policy.frozen {
+                    squares.add(gradient);
+                }
                 if let Some(reduced) = reduced.get_mut(from..to) {
                     reduced.copy_from_slice(gradient);
                 }
@@ -399,10 +410,10 @@ impl State {
             // Those that the optimizer does not have are empty.
             let mut slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
             if policy.frozen {
-                // A frozen parameter's gradient is zero; it needs no update.
+                // Not trained: its gradient does not count.
             } else if work == Work::Sum {
                 of_weights.add(weights);
-                self.update.prepare(decay, weights, slots, gradient);
+                self.update.prepare(policy, weights, slots, gradient);
                 of_prepared.add(gradient);
                 // SAFETY: as above. The prepared gradient replaces rank 0's gradient.
                 unsafe { keep(&self.gradients[0][piece.bucket], place, gradient) };
@@ -427,11 +438,36 @@ impl State {
         }
     }
 
+    /// Muon's update of all filters of one convolution.
+    ///
+    /// # Safety
+    /// No other thread uses this parameter's weights, optimizer state and gradients during the call.
+    unsafe fn orthogonalise(&self, slot: usize) {
+        let pieces = &self.pieces[self.slot_pieces[slot].clone()];
+        let (Some(first), Some(last), Some(shape)) = (pieces.first(), pieces.last(), &self.filters[slot])
+        else {
+            return;
+        };
+        // SAFETY: the caller's promise.
+        let weights = unsafe { self.weights.part(first.range.start..last.range.end) };
+        let mut prepared = vec![0.0; weights.len()];
+        let place = first.in_bucket.start..last.in_bucket.end;
+        bucket_sum::first(&self.gradients[0][first.bucket], place, &mut prepared);
+        self.update.orthogonalise(shape, weights, &prepared);
+    }
+
     /// L2 norms of a parameter's prepared update and of its weights. All sums of its bucket must be done.
     fn norms(&self, slot: usize) -> [f64; 2] {
         let pieces = self.slot_pieces[slot].clone();
         let [_, weights, prepared] = &self.squares;
         [prepared, weights].map(|of| of[pieces.clone()].iter().map(number).sum::<f64>().sqrt())
+    }
+}
+
+fn policy(optimizer: &Optimizer, slot: &Slot) -> ParameterPolicy {
+    match slot.is_frozen {
+        true => ParameterPolicy::FROZEN,
+        false => optimizer.policy_of(slot.kind),
     }
 }
 

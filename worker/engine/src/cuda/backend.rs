@@ -17,7 +17,7 @@ use lockstep_host::gpu::{
 };
 use lockstep_protocol::{
     agent::Slot,
-    spec::{Device, JobSpec, OptimizerKind, ParallelSpec, Precision},
+    spec::{Arch, Device, JobSpec, OptimizerKind, ParallelSpec, Precision},
 };
 use std::{
     ffi::OsString,
@@ -121,6 +121,14 @@ impl Backend for Cuda {
                 or set parallel.device = \"cpu\""
                 .into());
         }
+        if spec.model.arch == Arch::CifarNet
+            && spec.train.optimizer != OptimizerKind::Muon
+            && spec.train.weight_decay > 0.0
+        {
+            return Err("train.weight_decay: on GPUs only muon does not decay the convolution of a cifarnet that is not trained. Set \
+                train.weight_decay = 0, train.optimizer = \"muon\" or parallel.device = \"cpu\""
+                .into());
+        }
         if model > 1 && optimizer_sharding {
             return Err("parallel.optimizer_sharding: GPUs that share a network (parallel.model) do not divide optimizer state further. Leave \
                 one of the two out, or set parallel.device = \"cpu\""
@@ -216,7 +224,7 @@ mod tests {
             change(&mut spec);
             Cuda.check(&spec).err()
         };
-        let cases: [(fn(&mut JobSpec), &[&str]); 6] = [
+        let cases: [(fn(&mut JobSpec), &[&str]); 7] = [
             (
                 |spec| (spec.parallel.pipeline, spec.parallel.height) = (2, 2),
                 &["parallel.pipeline", "parallel.height", "device = \"cpu\""],
@@ -228,6 +236,10 @@ mod tests {
             (
                 |spec| (spec.parallel.model, spec.train.optimizer) = (2, OptimizerKind::Lamb),
                 &["train.optimizer", "Choose one of them"],
+            ),
+            (
+                |spec| (spec.model.arch, spec.train.weight_decay) = (Arch::CifarNet, 0.1),
+                &["train.weight_decay", "muon", "set train.weight_decay = 0"],
             ),
             (
                 |spec| (spec.parallel.model, spec.parallel.optimizer_sharding) = (2, true),

@@ -86,6 +86,8 @@ pub(super) enum Region {
     /// Each parameter's range; each parameter's learning rate.
     Segments,
     Rates,
+    /// For Muon: the matrix of each convolution; each parameter's learning rate and weight decay.
+    Policies,
     /// Whether a non-finite value was found; a checksum of the weights.
     Found,
     /// The kernels' counters and partial sums.
@@ -264,6 +266,8 @@ pub(super) enum Content {
     OfRows,
     /// Sums that stages exchange.
     OfStages,
+    /// Matrices that Muon orthogonalises.
+    OfUpdate,
 }
 
 /// A part of the step, for readers of the list.

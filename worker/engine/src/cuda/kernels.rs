@@ -51,6 +51,7 @@ pub(super) const SOURCE: &str = concat!(
     include_str!("../../../kernels/margin.cu"),
     include_str!("../../../kernels/split_loss.cu"),
     include_str!("../../../kernels/adam.cu"),
+    include_str!("../../../kernels/muon.cu"),
     include_str!("../../../kernels/gather.cu"),
     include_str!("../../../kernels/gather_mixed.cu"),
     include_str!("../../../kernels/planes.cu"),

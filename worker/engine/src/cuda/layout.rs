@@ -9,7 +9,7 @@ use crate::{
     EngineError,
     fuse::{Conv, FusedOp, Norm},
     net::{Network, Role, Slice},
-    optimizer::{is_weight, tensor_name},
+    optimizer::{ParameterKind, kind, tensor_name},
     sharding::Share,
 };
 use lockstep_host::tensors::{HostTensor, NamedTensors};
@@ -50,8 +50,9 @@ pub(super) struct Slot {
     pub(super) range: Range<usize>,
     /// Where the next one begins.
     end: usize,
-    /// Of a convolution or linear layer, and no bias.
-    pub(super) is_weight: bool,
+    pub(super) kind: ParameterKind,
+    /// Not trained. The gradient of such a matrix is zeros; such vectors have none.
+    pub(super) is_fixed: bool,
     /// This rank's part of the parameter, if a model group splits it.
     pub(super) slice: Option<Slice>,
 }
@@ -60,6 +61,24 @@ impl Slot {
     /// The parameter's range including padding, up to the next parameter.
     pub(super) fn padded(&self) -> Range<usize> {
         self.range.start..self.end
+    }
+}
+
+/// A matrix that Muon orthogonalises, with a row for each output channel.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Filter {
+    /// Of the first value in the flat buffers.
+    pub(super) offset: usize,
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    /// Of the first value in buffers that have the smaller Gram matrix of each filter.
+    pub(super) gram: usize,
+}
+
+impl Filter {
+    /// Rows of the Gram matrix.
+    pub(super) fn side(&self) -> usize {
+        self.rows.min(self.columns)
     }
 }
 
@@ -73,7 +92,7 @@ pub(super) struct Layout {
     /// Numbers of values of split matrices and of split vectors. Split parameters come first in either part.
     pub(super) split_matrices: usize,
     pub(super) split_vectors: usize,
-    /// Number of values with gradients, which the optimizer changes; the vectors of frozen batch norms follow.
+    /// Number of values with gradients, which the optimizer changes; fixed vectors follow.
     pub(super) trained: usize,
     /// Total number of values.
     pub(super) len: usize,
@@ -110,12 +129,19 @@ impl Layout {
         for op in ops.iter().rev() {
             let (FusedOp::Conv(Conv { name, .. })
             | FusedOp::Norm(Norm { name, .. })
+            | FusedOp::Gelu { bias: Some(name), .. }
             | FusedOp::Linear { name, .. }) = op
             else {
                 continue;
             };
             let reads_pictures = matches!(op, FusedOp::Conv(Conv { needs_input_gradient: false, .. }));
-            for p in ["weight", "bias"].iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
+            // A GELU's bias has the name of the convolution before it.
+            let suffixes: &[&str] = match op {
+                FusedOp::Conv(_) => &["weight"],
+                FusedOp::Gelu { .. } => &["bias"],
+                _ => &["weight", "bias"],
+            };
+            for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let (order, len) = match (p.role, &p.shape[..]) {
                     (Role::ConvWeight, [out, ..]) if folded && reads_pictures => {
                         (Order::Folded, out * FOLDED)
@@ -138,11 +164,12 @@ impl Layout {
                     order,
                     range: 0..len,
                     end: len,
-                    is_weight: is_weight(p.role),
+                    kind: kind(p.role),
+                    is_fixed: !network.trains(p),
                     slice: p.slice.clone(),
                 };
                 let is_split = slot.slice.is_some();
-                if matches!(op, FusedOp::Norm(norm) if norm.is_frozen()) {
+                if slot.order == Order::Vector && slot.is_fixed {
                     frozen.push(slot);
                 } else if slot.order == Order::Vector {
                     vectors.push(slot);
@@ -236,6 +263,19 @@ impl Layout {
     /// The parameters that the optimizer changes: the first ones.
     pub(super) fn trained_slots(&self) -> &[Slot] {
         &self.slots[..self.slots.partition_point(|slot| slot.range.start < self.trained)]
+    }
+
+    /// The matrices that Muon orthogonalises.
+    pub(super) fn filters(&self) -> Vec<Filter> {
+        let mut gram = 0;
+        let trained = |slot: &&Slot| slot.kind == ParameterKind::Filters && !slot.is_fixed;
+        let of_slot = |slot: &Slot| {
+            let (offset, rows) = (slot.range.start, slot.shape[0]);
+            let filter = Filter { offset, rows, columns: slot.range.len() / rows, gram };
+            gram += filter.side().pow(2).next_multiple_of(8);
+            filter
+        };
+        self.slots.iter().filter(trained).map(of_slot).collect()
     }
 
     /// The slot of a parameter, which must exist.

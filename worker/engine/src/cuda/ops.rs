@@ -23,6 +23,7 @@ mod elementwise;
 mod input;
 mod loss;
 mod margin;
+mod muon;
 mod norm;
 mod optimizer;
 mod pool;
@@ -35,10 +36,11 @@ mod through;
 pub(super) use adam::{AdamW, Lamb, Moments};
 pub(super) use block_end::BlockEnd;
 pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
-pub(super) use elementwise::PlainPool;
+pub(super) use elementwise::{PlainPool, SUMMED_CHANNELS};
 pub(super) use input::{Gather, GatherMode, PadChannels, ScaleTable, Scaling};
 pub(super) use loss::{BiasedLogits, CrossEntropy, LOSS_ROWS};
 pub(super) use margin::Cosines;
+pub(super) use muon::Muon;
 pub(super) use norm::{
     Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, SMALL_GROUPS, Shape, Shortcut,
 };

@@ -19,6 +19,7 @@ pub(super) struct OnGpu {
     pub(super) height: usize,
     pub(super) width: usize,
     pub(super) crop_padding: usize,
+    pub(super) reflects: bool,
 }
 
 impl OnGpu {
@@ -35,6 +36,7 @@ impl OnGpu {
             height: data.height,
             width: data.width,
             crop_padding: data.crop_padding,
+            reflects: data.reflects,
         }))
     }
 

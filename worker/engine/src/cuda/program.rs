@@ -101,6 +101,7 @@ pub(super) enum Input {
         height: usize,
         width: usize,
         crop_padding: usize,
+        reflects: bool,
         training: bool,
         /// The GPU mixes pictures (mixup, cutmix) as the control block says.
         mixes: bool,
@@ -142,6 +143,8 @@ pub(super) struct Program {
     /// For LARS and LAMB: each parameter's range, and its learning rate.
     segments: Buffer,
     rates: Buffer,
+    /// For Muon: see [`Region::Policies`].
+    policies: Option<Buffer>,
     /// This one among the ranks that divide the optimizer's state, and room for sums of squares of gradients and of parameters' norms.
     share: Option<Share>,
     shard_squares: Option<[Buffer; 2]>,
@@ -333,8 +336,8 @@ impl Program {
         }
         let mut all = NamedTensors::new();
         self.state.layout.export(None, &flat, &mut all);
-        for frozen in &self.state.layout.slots[self.state.layout.trained_slots().len()..] {
-            all.remove(&frozen.name);
+        for fixed in self.state.layout.slots.iter().filter(|slot| slot.is_fixed) {
+            all.remove(&fixed.name);
         }
         Ok(all)
     }

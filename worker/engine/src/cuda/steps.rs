@@ -102,9 +102,10 @@ impl CudaEngine {
         let training = matches!(phase, Phase::Train(_));
         if let (Some(data), false) = (&self.on_gpu, batch.augment_params.len() != batch.labels.len()) {
             let pictures = data.pictures(training);
-            let (height, width, crop_padding) = (data.height, data.width, data.crop_padding);
+            let (height, width) = (data.height, data.width);
+            let (crop_padding, reflects) = (data.crop_padding, data.reflects);
             let mixes = batch.mix_params.is_some();
-            return Ok(Input::Dataset { pictures, height, width, crop_padding, training, mixes });
+            return Ok(Input::Dataset { pictures, height, width, crop_padding, reflects, training, mixes });
         }
         let format = if batch.bytes.is_empty() { BatchFormat::Normalised } else { BatchFormat::Bytes };
         if self.staging.as_ref().is_none_or(|s| s.format() != format && !batch.labels.is_empty()) {

@@ -16,6 +16,7 @@ use lockstep_protocol::spec::{
 };
 use std::{path::PathBuf, sync::Arc};
 
+mod cifarnet;
 mod data;
 mod defaults;
 mod frozen;

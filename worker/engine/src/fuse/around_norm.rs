@@ -79,6 +79,7 @@ impl<'a> Combined<'a> {
             Op::BatchNorm { ref name, input, output } => return self.norm(name, input, output),
             Op::Relu { output, .. } if self.relus.contains(&output) => return,
             Op::Relu { input, output } => FusedOp::Relu { input, output },
+            Op::Gelu { ref bias, input, output } => FusedOp::Gelu { bias: bias.clone(), input, output },
             Op::Add { branch, shortcut, output } => {
                 match self.waiting.iter().position(|norm| norm.output == branch) {
                     Some(at) => return self.block_end(at, shortcut, output),

@@ -9,6 +9,10 @@ impl Display for FusedOp {
             FusedOp::Conv(conv) => conv.fmt(f),
             FusedOp::Norm(norm) => norm.fmt(f),
             FusedOp::Relu { input, output } => write!(f, "relu t{input} -> t{output}"),
+            FusedOp::Gelu { bias: None, input, output } => write!(f, "gelu t{input} -> t{output}"),
+            FusedOp::Gelu { bias: Some(name), input, output } => {
+                write!(f, "gelu t{input} + {name}.bias -> t{output}")
+            }
             FusedOp::Add { branch, shortcut, output } => {
                 write!(f, "add t{branch} + t{shortcut} -> t{output}")
             }

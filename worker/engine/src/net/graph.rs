@@ -26,6 +26,8 @@ pub enum Op {
     BatchNorm { name: String, input: TensorId, output: TensorId },
     /// max(x, 0).
     Relu { input: TensorId, output: TensorId },
+    /// GELU of x, or of x plus a bias for each channel if `bias` names one: parameter `bias`, `[channels]`.
+    Gelu { bias: Option<String>, input: TensorId, output: TensorId },
     /// End of a residual block: `branch` went through its convolutions, `shortcut` around them.
     Add { branch: TensorId, shortcut: TensorId, output: TensorId },
     /// Maximum over square windows; padding never wins.
@@ -50,6 +52,7 @@ impl Op {
             Op::Conv { output, .. }
             | Op::BatchNorm { output, .. }
             | Op::Relu { output, .. }
+            | Op::Gelu { output, .. }
             | Op::Add { output, .. }
             | Op::MaxPool { output, .. }
             | Op::GlobalAveragePool { output, .. }
@@ -67,6 +70,7 @@ impl Op {
             Op::Conv { input, .. }
             | Op::BatchNorm { input, .. }
             | Op::Relu { input, .. }
+            | Op::Gelu { input, .. }
             | Op::MaxPool { input, .. }
             | Op::GlobalAveragePool { input, .. }
             | Op::Linear { input, .. }
@@ -87,6 +91,7 @@ impl Op {
             Op::Conv { input, output: made, .. }
             | Op::BatchNorm { input, output: made, .. }
             | Op::Relu { input, output: made }
+            | Op::Gelu { input, output: made, .. }
             | Op::MaxPool { input, output: made, .. }
             | Op::GlobalAveragePool { input, output: made }
             | Op::Linear { input, output: made, .. }
@@ -107,7 +112,7 @@ pub enum Role {
         /// Whether this batch norm is the last one of a residual branch.
         ends_branch: bool,
     },
-    /// Batch norm's offset.
+    /// Batch norm's offset, or a GELU's bias.
     Beta,
     RunningMean,
     RunningVar,
@@ -167,6 +172,8 @@ pub struct Network {
     /// All batch norms are frozen (torchvision's `FrozenBatchNorm2d`): they normalise with running statistics during training
     /// too, and none of their parameters is trained.
     pub frozen_norm: bool,
+    /// Names of parameters that are not trained: weights that follow from the pictures, and the scales of batch norms without one.
+    pub fixed: Vec<String>,
     /// Shape of every activation.
     pub tensors: Vec<TensorShape>,
     pub ops: Vec<Op>,
@@ -184,6 +191,7 @@ impl Network {
             channels,
             classes,
             frozen_norm: false,
+            fixed: Vec::new(),
             tensors: vec![input],
             ops: Vec::new(),
             part: None,
@@ -292,7 +300,14 @@ impl Network {
                 Some((dimension, range, all))
             });
             let mut push = |suffix: &str, shape: Vec<usize>, role: Role| {
-                if let Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. } = op {
+                let name = match op {
+                    Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. } => {
+                        Some(name)
+                    }
+                    Op::Gelu { bias, .. } => bias.as_ref(),
+                    _ => None,
+                };
+                if let Some(name) = name {
                     let cut = cut.clone().filter(|(dimension, ..)| *dimension < shape.len());
                     let slice = cut.map(|(dimension, range, all)| {
                         let mut whole = shape.clone();
@@ -322,7 +337,11 @@ impl Network {
                     push("weight", vec![to, from], Role::LinearWeight);
                     push("bias", vec![to], Role::LinearBias);
                 }
-                Op::Relu { .. }
+                Op::Gelu { bias: Some(_), output, .. } => {
+                    push("bias", vec![self.tensors[output].channels], Role::Beta);
+                }
+                Op::Gelu { bias: None, .. }
+                | Op::Relu { .. }
                 | Op::Add { .. }
                 | Op::MaxPool { .. }
                 | Op::GlobalAveragePool { .. }
@@ -337,7 +356,8 @@ impl Network {
     /// Whether the optimizer changes `parameter` of this network.
     pub fn trains(&self, parameter: &Parameter) -> bool {
         let of_norm = matches!(parameter.role, Role::Gamma { .. } | Role::Beta);
-        parameter.role.is_trained() && !(self.frozen_norm && of_norm)
+        let is_fixed = self.frozen_norm && of_norm || self.fixed.contains(&parameter.name);
+        parameter.role.is_trained() && !is_fixed
     }
 
     /// Number of values of weights and biases, without running statistics.
@@ -360,6 +380,7 @@ impl Network {
                 }
                 Op::BatchNorm { .. }
                 | Op::Relu { .. }
+                | Op::Gelu { .. }
                 | Op::Add { .. }
                 | Op::Redistribute { .. }
                 | Op::Halo { .. }
@@ -404,7 +425,29 @@ impl Network {
         stride: usize,
         groups: usize,
     ) -> TensorId {
-        let (from, padding, name) = (self.tensors[input], kernel / 2, name.into());
+        self.padded_conv(name, input, channels, (kernel, stride, kernel / 2), groups)
+    }
+
+    /// A convolution without padding and with stride 1.
+    pub fn valid_conv(
+        &mut self,
+        name: impl Into<String>,
+        input: TensorId,
+        channels: usize,
+        kernel: usize,
+    ) -> TensorId {
+        self.padded_conv(name, input, channels, (kernel, 1, 0), 1)
+    }
+
+    fn padded_conv(
+        &mut self,
+        name: impl Into<String>,
+        input: TensorId,
+        channels: usize,
+        (kernel, stride, padding): (usize, usize, usize),
+        groups: usize,
+    ) -> TensorId {
+        let (from, name) = (self.tensors[input], name.into());
         assert!(
             groups > 0 && from.channels.is_multiple_of(groups) && channels.is_multiple_of(groups),
             "{name}: {groups} groups of {} -> {channels} channels",
@@ -434,6 +477,12 @@ impl Network {
         self.push(self.tensors[input], |output| Op::Relu { input, output })
     }
 
+    /// Appends a GELU, of its input plus the parameter `bias`.bias if given.
+    pub fn gelu(&mut self, bias: Option<&str>, input: TensorId) -> TensorId {
+        let bias = bias.map(str::to_owned);
+        self.push(self.tensors[input], |output| Op::Gelu { bias, input, output })
+    }
+
     /// Appends the end of a residual block.
     pub fn add(&mut self, branch: TensorId, shortcut: TensorId) -> TensorId {
         self.push(self.tensors[branch], |output| Op::Add { branch, shortcut, output })
@@ -441,7 +490,16 @@ impl Network {
 
     /// Appends a max pooling with padding `kernel / 2`.
     pub fn max_pool(&mut self, input: TensorId, kernel: usize, stride: usize) -> TensorId {
-        let (from, padding) = (self.tensors[input], kernel / 2);
+        self.padded_max_pool(input, kernel, stride, kernel / 2)
+    }
+
+    /// Appends a max pooling over windows that neither overlap nor reach over the border.
+    pub fn tiled_max_pool(&mut self, input: TensorId, kernel: usize) -> TensorId {
+        self.padded_max_pool(input, kernel, kernel, 0)
+    }
+
+    fn padded_max_pool(&mut self, input: TensorId, kernel: usize, stride: usize, padding: usize) -> TensorId {
+        let from = self.tensors[input];
         let height = Self::window(from.height, kernel, stride, padding);
         let width = Self::window(from.width, kernel, stride, padding);
         let shape = TensorShape { height, width, channels: from.channels };

@@ -2,13 +2,14 @@
 //!
 //! A value depends only on (seed, parameter name, index).
 
-use super::{Network, Parameter, Role};
+use super::{Network, Parameter, Role, cifarnet};
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use lockstep_kernels::draws::{key, normal, uniform};
+use lockstep_protocol::spec::Arch;
 
 /// Convolutions: He initialisation (normal, fan-out; as in torchvision, fan-out counts the outputs of all groups).
 /// Batch norms: ones and zeros. Linear layers: PyTorch's uniform distribution. With `zero_init_residual`, gamma of the last
-/// batch norm of each residual branch is 0, so every block starts as the identity (Goyal et al. 2017).
+/// batch norm of each residual branch is 0, so every block starts as the identity (Goyal et al. 2017). `cifarnet` has its own.
 pub fn initial_parameters(network: &Network, zero_init_residual: bool, seed: u64) -> NamedTensors {
     let linear_inputs = |name: &str| {
         // The fan-in of a bias is that of the weight: `fc.bias` -> `fc.weight`.
@@ -20,7 +21,9 @@ pub fn initial_parameters(network: &Network, zero_init_residual: bool, seed: u64
         .into_iter()
         .map(|p| {
             let key = key(seed, &p.name);
-            let values = match p.role {
+            let of_arch =
+                if network.arch == Arch::CifarNet.name() { cifarnet::initial(&p, key) } else { None };
+            let values = of_arch.unwrap_or_else(|| match p.role {
                 Role::ConvWeight => {
                     let fan_out = p.shape[0] * p.shape[2] * p.shape[3];
                     normal(key, p.len(), (2.0 / fan_out as f64).sqrt())
@@ -31,7 +34,7 @@ pub fn initial_parameters(network: &Network, zero_init_residual: bool, seed: u64
                 Role::LinearWeight | Role::LinearBias => {
                     uniform(key, p.len(), 1.0 / (linear_inputs(&p.name) as f64).sqrt())
                 }
-            };
+            });
             let Parameter { name, shape, .. } = p;
             (name, HostTensor { shape, values })
         })

@@ -1,17 +1,19 @@
 //! Networks as data: a list of operations with shapes and parameter names that every engine runs.
 
+mod cifarnet;
 mod describe;
 mod graph;
 pub mod init;
 mod memory;
 mod placement;
 pub mod resnet;
+pub mod whitening;
 
 pub use graph::{Network, Op, Parameter, Role};
 pub use lockstep_kernels::TensorShape;
 pub use placement::{Axes, NetworkPart, Placement, Rows, Slice, TensorId, bounds};
 
-use lockstep_protocol::spec::ModelSpec;
+use lockstep_protocol::spec::{Arch, ModelSpec};
 
 /// Builds the network that `model` names, for square inputs of `image_size` pixels and `channels` channels. Only this
 /// function maps architectures to families of networks.
@@ -24,5 +26,8 @@ pub fn build(
     channels: usize,
     classes: usize,
 ) -> Result<Network, String> {
-    resnet::build(model, image_size, channels, classes)
+    match model.arch {
+        Arch::CifarNet => cifarnet::build(model, image_size, channels, classes),
+        _ => resnet::build(model, image_size, channels, classes),
+    }
 }

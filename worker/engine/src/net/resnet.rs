@@ -40,6 +40,8 @@ fn stages(arch: Arch) -> (Block, &'static [usize]) {
         Arch::ResNet44 => (Block::Basic, &[7, 7, 7]),
         Arch::ResNet56 => (Block::Basic, &[9, 9, 9]),
         Arch::ResNet110 => (Block::Basic, &[18, 18, 18]),
+        // Another family, which `build` refuses.
+        Arch::CifarNet => (Block::Basic, &[1]),
     }
 }
 
@@ -53,6 +55,9 @@ pub fn build(
     channels: usize,
     classes: usize,
 ) -> Result<Network, String> {
+    if model.arch == Arch::CifarNet {
+        return Err("cifarnet is not a ResNet".into());
+    }
     if channels == 0 || classes == 0 {
         return Err(format!(
             "a network needs at least one input channel and one class, not {channels} and {classes}"

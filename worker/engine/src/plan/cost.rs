@@ -400,7 +400,7 @@ impl Walk<'_> {
                     weights / parts * update_bytes(work.state as f64) / machine.rates.memory_bytes_per_second;
             }
             memory += match op {
-                Op::Conv { .. } | Op::Relu { .. } | Op::MaxPool { .. } => bytes,
+                Op::Conv { .. } | Op::Relu { .. } | Op::Gelu { .. } | Op::MaxPool { .. } => bytes,
                 // Logits and their gradient, in float32.
                 Op::Linear { .. } => 2.0 * self.values(output) * WEIGHT_BYTES,
                 _ => 0.0,

@@ -186,6 +186,7 @@ impl Lowering<'_> {
             }
             Op::BatchNorm { input, .. }
             | Op::Relu { input, .. }
+            | Op::Gelu { input, .. }
             | Op::MaxPool { input, .. }
             | Op::GlobalAveragePool { input, .. }
             | Op::Redistribute { input, .. }

@@ -104,6 +104,7 @@ impl Display for Content {
             Content::OfHead => f.write_str("of the split head"),
             Content::OfRows => f.write_str("of shared rows"),
             Content::OfStages => f.write_str("of the stages"),
+            Content::OfUpdate => f.write_str("of the update"),
         }
     }
 }

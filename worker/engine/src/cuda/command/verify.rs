@@ -321,6 +321,7 @@ fn lasts(region: Region, carries_over: bool) -> bool {
         | Region::PeerSequences
         | Region::LossScale
         | Region::Segments
+        | Region::Policies
         | Region::Found
         | Region::Scratch => true,
     }

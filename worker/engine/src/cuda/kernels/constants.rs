@@ -9,16 +9,18 @@ use crate::{
     loss::ROUNDS,
 };
 use lockstep_comm::peers::MAX_PEERS;
-use lockstep_kernels::batch_norm::{EPSILON, MOMENTUM};
+use lockstep_kernels::{
+    batch_norm::EPSILON,
+    orthogonal::{self, QUINTIC},
+};
 
 /// Names, and values as C++ has them, for kernels that compute in `dtype`.
-pub(super) fn of(dtype: DType) -> [(&'static str, String); 14] {
+pub(super) fn of(dtype: DType) -> [(&'static str, String); 17] {
     [
         ("DTYPE", dtype.number().to_string()),
         ("IN_FLIGHT", in_flight(dtype).to_string()),
-        // A double, and a float. `{:?}` gives the shortest text that parses as the same number.
+        // A double. `{:?}` gives the shortest text that parses as the same number.
         ("EPSILON", format!("{EPSILON:?}")),
-        ("MOMENTUM", format!("{MOMENTUM:?}f")),
         ("SMALL_GROUPS", SMALL_GROUPS.to_string()),
         ("EXPANDED", EXPANDED.to_string()),
         ("REDUCED", REDUCED.to_string()),
@@ -29,5 +31,9 @@ pub(super) fn of(dtype: DType) -> [(&'static str, String); 14] {
         ("LOSS_ROWS", LOSS_ROWS.to_string()),
         ("MAX_PEERS", MAX_PEERS.to_string()),
         ("ORDER_ROUNDS", ROUNDS.to_string()),
+        ("MUON_EPSILON", format!("{:?}", orthogonal::EPSILON)),
+        ("QUINTIC_A", format!("{:?}f", QUINTIC[0])),
+        ("QUINTIC_B", format!("{:?}f", QUINTIC[1])),
+        ("QUINTIC_C", format!("{:?}f", QUINTIC[2])),
     ]
 }

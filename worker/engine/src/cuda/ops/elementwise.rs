@@ -1,6 +1,9 @@
 //! Operations that are not fused; `elementwise.cu`. `length` is a number of values, a multiple of 8.
 
-use super::{Arg, GlobalAverage, Kernel, Operand, Ops, Shape, kernel, plain};
+use super::{Arg, GlobalAverage, Kernel, NORM_COUNTER, Operand, Ops, Shape, kernel, plain};
+
+/// Maximum number of channels of [`Ops::row_sums`].
+pub(in crate::cuda) const SUMMED_CHANNELS: usize = 512;
 
 /// A square max pooling of any window of up to 15 x 15 pixels.
 #[derive(Debug, Clone, Copy)]
@@ -36,6 +39,45 @@ impl Ops {
     pub(in crate::cuda) fn relu(&self, [x, y]: [Operand; 2], length: u64) -> Kernel {
         let args = [Arg::In(x), Arg::Out(y), Arg::U64(length)];
         kernel("relu_forward", self.items(length / 8, 8), args)
+    }
+
+    /// y = gelu(x). Moves: x and y once.
+    pub(in crate::cuda) fn gelu(&self, [x, y]: [Operand; 2], length: u64) -> Kernel {
+        let args = [Arg::In(x), Arg::Out(y), Arg::U64(length)];
+        kernel("gelu_forward", self.items(length / 8, 8), args)
+    }
+
+    /// dx from dy and the input x of [`Ops::gelu`]. Moves: x, dy and dx once.
+    pub(in crate::cuda) fn gelu_backward(&self, [x, dy, dx]: [Operand; 3], length: u64) -> Kernel {
+        let args = [Arg::In(x), Arg::In(dy), Arg::Out(dx), Arg::U64(length)];
+        kernel("gelu_backward", self.items(length / 8, 8), args)
+    }
+
+    /// Zeros the gradient of a parameter that is not trained; T, `length` values.
+    pub(in crate::cuda) fn zero_gradient(&self, gradient: Operand, length: u64) -> Kernel {
+        kernel("zero_gradient", self.items(length / 8, 8), [Arg::Out(gradient), Arg::U64(length)])
+    }
+
+    /// [`Ops::bias_gradient`] for many rows of at most [`SUMMED_CHANNELS`] channels. Moves: dy once.
+    pub(in crate::cuda) fn row_sums(
+        &self,
+        dy: Operand,
+        dbias: Operand,
+        shape: Shape,
+        accumulate: bool,
+    ) -> Kernel {
+        let (rows, channels) = (shape.pictures * shape.pixels, shape.channels);
+        let args = [
+            Arg::In(dy),
+            Arg::out(dbias, accumulate),
+            Arg::U32(rows),
+            Arg::U32(channels),
+            Arg::U32(accumulate.into()),
+            Arg::Out(self.partials()),
+            self.counter(NORM_COUNTER),
+        ];
+        let blocks = (rows * (channels / 8)).div_ceil(256 * 8).clamp(1, self.multiprocessors);
+        kernel("row_sums", plain([blocks, 1, 1], [256, 1, 1]), args)
     }
 
     /// y = factor x. Moves: x and y once.

@@ -8,11 +8,11 @@ pub(in crate::cuda) use lockstep_data::device::ScaleTable;
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) enum GatherMode {
     /// The control block's indices and augmentation parameters: bits 0 to 14 are the top of the crop window, bits 15 to 29 the
-    /// left (both from 0 to 2 x padding), bit 30 is the flip.
-    Augmented { crop_padding: u32 },
+    /// left (both from 0 to 2 x padding), bit 30 is the flip. The border mirrors the picture with `reflects`, else it is black.
+    Augmented { crop_padding: u32, reflects: bool },
     /// As `Augmented`, with mixed pictures; see `gather_mixed.cu`.
-    Mixed { crop_padding: u32 },
-    /// The control block's indices, not augmented.
+    Mixed { crop_padding: u32, reflects: bool },
+    /// The control block's indices, not augmented, except that parameters with bit 31 name a view.
     Indexed,
     /// The first pictures in order, not augmented: a batch made by the host.
     InOrder,
@@ -72,6 +72,8 @@ fn scale_args(table: &ScaleTable, at: Operand) -> [Arg; 3] {
     [Arg::In(at), Arg::U32(table.taps), Arg::U32(table.shift)]
 }
 
+/// As in `gather.cu`.
+const REFLECTS: u32 = 4;
 /// Maximum number of output rows of a block in kernels that scale.
 const BAND: u32 = 32;
 /// Dynamic shared memory that a block can use without opt-in, minus the normalisation table.
@@ -84,7 +86,10 @@ impl Ops {
     /// limit: the launcher has to raise the kernel's limit to `shared_bytes`.
     pub(in crate::cuda) fn gather(&self, p: Gather<'_>) -> Kernel {
         let (mode, crop_padding) = match p.mode {
-            GatherMode::Augmented { crop_padding } | GatherMode::Mixed { crop_padding } => (0, crop_padding),
+            GatherMode::Augmented { crop_padding, reflects }
+            | GatherMode::Mixed { crop_padding, reflects } => {
+                (if reflects { REFLECTS } else { 0 }, crop_padding)
+            }
             GatherMode::Indexed => (1, 0),
             GatherMode::InOrder => (2, 0),
         };

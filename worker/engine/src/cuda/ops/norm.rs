@@ -37,6 +37,8 @@ pub(in crate::cuda) struct NormSite {
     /// If absent, the running statistics are not updated.
     pub(in crate::cuda) running_mean: Operand,
     pub(in crate::cuda) running_var: Operand,
+    /// Share of a batch in the running statistics.
+    pub(in crate::cuda) running_momentum: f32,
     /// Mean of the batch; written by the forward pass, read by the backward pass.
     pub(in crate::cuda) mean: Operand,
     pub(in crate::cuda) inv_std: Operand,
@@ -117,7 +119,7 @@ impl NormSite {
         self.scale.bytes / size_of::<f32>()
     }
 
-    pub(super) fn forward_args(&self, reduce: Reduce) -> [Arg; 8] {
+    pub(super) fn forward_args(&self, reduce: Reduce) -> [Arg; 9] {
         let args = [
             Arg::In(self.gamma),
             Arg::In(self.beta),
@@ -127,6 +129,7 @@ impl NormSite {
             Arg::Out(self.inv_std),
             Arg::Out(self.scale),
             Arg::Out(self.bias),
+            Arg::F32(self.running_momentum),
         ];
         if reduce.leaves() { args.map(Arg::unused) } else { args }
     }

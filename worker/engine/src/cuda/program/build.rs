@@ -1,6 +1,9 @@
 //! Builds a program: plans, memory and settings.
 
-use super::{facts::SEGMENT_SQUARES, *};
+use super::{
+    facts::{SEGMENT_SQUARES, policies},
+    *,
+};
 
 impl Program {
     #[allow(clippy::too_many_arguments)] // Everything from which an engine is built.
@@ -75,11 +78,15 @@ impl Program {
             .iter()
             .flat_map(|ranges| ranges.iter().zip(slots))
             .flat_map(|(range, slot)| {
-                let adapted = config.optimizer.policy(slot.is_weight).adapted;
+                let adapted = config.optimizer.policy_of(slot.kind).adapted && !slot.is_fixed;
                 [range.start as u64, range.len() as u64, u64::from(adapted)]
             })
             .collect();
         let count = slots.len();
+        let policies = match config.optimizer.is_muon() {
+            true => Some(device.upload(&policies(&layout, &config.optimizer))?),
+            false => None,
+        };
         let shard_squares = match share {
             None => None,
             Some(_) => {
@@ -106,6 +113,7 @@ impl Program {
             scratch,
             segments,
             rates,
+            policies,
             share,
             shard_squares,
             tuner: Tuner::new(device, gpu.deterministic)?,

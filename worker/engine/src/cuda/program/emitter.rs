@@ -63,7 +63,7 @@ struct GraphEmitter<'a> {
     weight_gradients: usize,
     /// By tensor.
     activations: Vec<Option<Allocation>>,
-    /// By tensor: operations that still read it. In training those whose backward pass does (a weight gradient, a ReLU's or
+    /// By tensor: operations that still read it. In training those whose backward pass does (a weight gradient, a GELU, a ReLU's or
     /// max pooling's mask), in evaluation all.
     readers: Vec<usize>,
     /// By batch norm: `relu_mask`, a bit a value of its output, or of a pooled one `argmax`, a byte a value.
@@ -182,7 +182,10 @@ impl<'a> GraphEmitter<'a> {
                 (Phase::Train(_), FusedOp::Conv(Conv { input, .. }) | FusedOp::Linear { input, .. }) => {
                     self.readers[*input] += 1;
                 }
-                (Phase::Train(_), FusedOp::Norm(Norm { input, overwrites_input: false, .. })) => {
+                (
+                    Phase::Train(_),
+                    FusedOp::Norm(Norm { input, overwrites_input: false, .. }) | FusedOp::Gelu { input, .. },
+                ) => {
                     self.readers[*input] += 1;
                 }
                 (Phase::Train(_), FusedOp::Relu { output, .. }) => self.readers[*output] += 1,

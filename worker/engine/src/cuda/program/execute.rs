@@ -142,6 +142,7 @@ impl Program {
             Region::EvaluatedLogits => Some(&self.evaluated_logits),
             Region::Segments => Some(&self.segments),
             Region::Rates => Some(&self.rates),
+            Region::Policies => self.policies.as_ref(),
             Region::BucketSquares => self.shard_squares.as_ref().map(|[of_buckets, _]| of_buckets),
             Region::SegmentSquares => self.shard_squares.as_ref().map(|[_, of_segments]| of_segments),
             Region::Found => Some(&self.found),

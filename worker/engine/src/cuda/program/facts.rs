@@ -17,6 +17,7 @@ use crate::{
     net::TensorId,
     sharding::Share,
 };
+use lockstep_kernels::optimizer::ParameterPolicy;
 use std::ops::Range;
 
 /// A range of all that an update works on.
@@ -203,6 +204,12 @@ impl Facts<'_> {
         ops::Rates { segments, count: count as u32, rates, squares }
     }
 
+    /// Of each filter, and of each trained parameter, in [`Region::Policies`].
+    pub(super) fn policies(&self, filters: usize) -> [Operand; 2] {
+        let (first, second) = (FILTER * filters, POLICY * self.layout.trained_slots().len());
+        [Operand::new(Region::Policies, 0, first), Operand::new(Region::Policies, first, second)]
+    }
+
     /// What this rank has of each parameter, behind where each of them lies.
     fn own_segments(&self) -> Operand {
         let bytes = SEGMENT * self.layout.trained_slots().len();
@@ -240,6 +247,33 @@ impl Facts<'_> {
     }
 }
 
+/// Words of [`Region::Policies`]: for each filter `u64 offset; u32 rows, columns; u64 gram`, then for each trained parameter `f32 rate,
+/// decay; u32 filter, 0`.
+pub(super) fn policies(layout: &Layout, optimizer: &Optimizer) -> Vec<u64> {
+    let filters = layout.filters();
+    let both = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+    let mut words: Vec<u64> = filters
+        .iter()
+        .flat_map(|filter| {
+            [filter.offset as u64, both(filter.rows as u32, filter.columns as u32), filter.gram as u64]
+        })
+        .collect();
+    words.extend(layout.trained_slots().iter().flat_map(|slot| {
+        let number = filters.iter().position(|filter| filter.offset == slot.range.start);
+        let policy = match slot.is_fixed {
+            true => ParameterPolicy::FROZEN,
+            false => optimizer.policy_of(slot.kind),
+        };
+        let number = number.map_or(u32::MAX, |number| number as u32);
+        [both(policy.rate.to_bits(), policy.decay.to_bits()), both(number, 0)]
+    }));
+    words
+}
+
+/// Bytes of a filter, and of a parameter's policy, in [`Region::Policies`].
+const FILTER: usize = 24;
+const POLICY: usize = 16;
+
 /// Bytes of a parameter's place, of its own rate, and of the sums of squares that this follows from.
 const SEGMENT: usize = 24;
 const RATE: usize = 8;
@@ -276,6 +310,7 @@ pub(super) fn norm_sites(plan: &StepPlan, layout: &Layout, running: &[Running]) 
                 beta: vector(layout, &node.name, "bias"),
                 running_mean,
                 running_var,
+                running_momentum: plan.network.running_momentum(),
                 mean: value(0),
                 inv_std: value(1),
                 scale: value(2),

@@ -1,7 +1,7 @@
 //! Everything of a step that follows only from the network and the settings: fused operations, their convolutions, sizes of
 //! tensors. It needs no GPU, so tests can emit a step on any machine.
 
-use super::{Convolution, DType, Direction};
+use super::{Convolution, DType, Direction, ops::SUMMED_CHANNELS};
 use crate::{
     cuda::error::CudaError,
     fuse::{Capabilities, Conv, FusedOp, Norm, fuse},
@@ -319,6 +319,13 @@ pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
                 return refuse(format!(
                     "{}, in which something else than a convolution reads the pictures",
                     network.arch
+                ));
+            }
+            Op::Gelu { bias: Some(name), output, .. }
+                if network.tensors[*output].channels > SUMMED_CHANNELS =>
+            {
+                return refuse(format!(
+                    "{name}, a GELU with the biases of more than {SUMMED_CHANNELS} channels"
                 ));
             }
             Op::MaxPool { kernel, .. } if kernel * kernel > 255 => {

@@ -1,6 +1,7 @@
 //! Tests of datasets on the GPU.
 
 use super::*;
+use lockstep_data::loader::View;
 
 /// Path of the bundled pictures, on this or another machine.
 pub(super) fn fashion_mnist() -> PathBuf {
@@ -11,10 +12,12 @@ pub(super) fn fashion_mnist() -> PathBuf {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_pictures_are_augmented_as_on_the_cpu() {
-    // Cropped and flipped; also enlarged; also reduced.
-    for side in [28, 64, 16] {
+    // Cropped and flipped, in a border that mirrors the picture and in a black one; also enlarged; also reduced.
+    for (side, reflect_border) in [(28, true), (28, false), (64, false), (16, false)] {
         let spec = DataSpec {
             crop_padding: 3,
+            reflect_border,
+            alternating_flip: reflect_border,
             horizontal_flip: true,
             image_size: Some(ImageSize::Fixed(side)),
             ..DataSpec::default()
@@ -47,11 +50,15 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
             let result = engine.train_step(&[batch], 0.01).unwrap();
             let checked = data.validation(0, 1, 64, 1).next().unwrap().unwrap();
             let evaluated = engine.eval_step(&checked).unwrap();
+            // Views of pictures of the network's size.
+            let views = if side == 28 { View::of(6) } else { Vec::new() };
+            let of_view = |view: &View| engine.eval_step(&view.apply(&checked, 28, 1)).unwrap().loss_sum;
+            let of_views: Vec<f64> = views.iter().map(of_view).collect();
             eprintln!(
                 "{side} px, {format:?}: loss {}, gradient {}, {evaluated:?}",
                 result.loss, result.grad_norm
             );
-            wanted.push((result.loss, result.grad_norm, evaluated.loss_sum));
+            wanted.push((result.loss, result.grad_norm, evaluated.loss_sum, of_views));
         }
         for ours in &wanted[1..] {
             // After scaling, a byte may be rounded differently.
@@ -65,6 +72,11 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
                 "{side} px: {ours:?} / {:?}",
                 wanted[0]
             );
+            for (ours, wanted) in ours.3.iter().zip(&wanted[0].3) {
+                assert!((ours - wanted).abs() < 5e-3 * wanted, "{side} px: {ours}, not {wanted}");
+            }
         }
+        // The six views differ.
+        assert!(wanted[0].3.windows(2).all(|pair| pair[0] != pair[1]));
     }
 }

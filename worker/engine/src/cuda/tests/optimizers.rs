@@ -22,7 +22,7 @@ fn optimizers() -> Vec<(String, Optimizer, f32)> {
                 ..config(1).optimizer
             };
             let lr = match kind {
-                OptimizerKind::Momentum | OptimizerKind::Nesterov => 0.02,
+                OptimizerKind::Momentum | OptimizerKind::Nesterov | OptimizerKind::Muon => 0.02,
                 OptimizerKind::Lars => 1.0,
                 OptimizerKind::AdamW | OptimizerKind::Lamb => 0.003,
             };
@@ -44,7 +44,9 @@ fn gpu_optimizers_are_the_cpu_engine_s() {
         let start = initial(&network);
         let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
         eprintln!("{name}: losses {ours:?} / {wanted:?}; weights {way:.1e} of their way apart");
-        assert!(way < 1e-2, "{name}: {way}");
+        // Muon's matrices are bfloat16.
+        let bound = if optimizer.is_muon() { 5e-2 } else { 1e-2 };
+        assert!(way < bound, "{name}: {way}");
         assert_eq!(b.optimizer_state().unwrap().updates, 5);
     }
 }

@@ -88,7 +88,8 @@ fn trained(
 #[test]
 #[ignore = "needs 2 GPUs"]
 fn gpus_ranks_that_divide_optimizer_state_train_as_ranks_that_do_not() {
-    for (number, (kind, name)) in OptimizerKind::ALL.into_iter().enumerate() {
+    let kinds = OptimizerKind::ALL.into_iter().filter(|(kind, _)| *kind != OptimizerKind::Muon);
+    for (number, (kind, name)) in kinds.enumerate() {
         for precision in [Precision::Fp32, Precision::Fp16] {
             let network = small_network(10);
             let optimizer = Optimizer { kind, weight_decay: 0.01, epsilon: 1e-3, ..config(1).optimizer };
@@ -96,6 +97,7 @@ fn gpus_ranks_that_divide_optimizer_state_train_as_ranks_that_do_not() {
                 OptimizerKind::Momentum | OptimizerKind::Nesterov => 0.001,
                 OptimizerKind::Lars => 0.1,
                 OptimizerKind::AdamW | OptimizerKind::Lamb => 0.0003,
+                OptimizerKind::Muon => unreachable!("needs whole matrices"),
             };
             let config = EngineConfig { optimizer, accumulate: 1 + number % 2, ..config(BATCH) };
             let whole = GpuConfig { precision, ..deterministic() };

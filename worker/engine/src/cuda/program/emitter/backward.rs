@@ -31,8 +31,9 @@ impl<'a> GraphEmitter<'a> {
             }
             FusedOp::GlobalAveragePool { .. }
             | FusedOp::Relu { .. }
+            | FusedOp::Gelu { .. }
             | FusedOp::Add { .. }
-            | FusedOp::MaxPool { .. } => self.plain_backward(op)?,
+            | FusedOp::MaxPool { .. } => self.plain_backward(op, micro_batch)?,
             FusedOp::Redistribute { input, output } => self.scatter_gradient(*input, *output)?,
             FusedOp::Halo { input, .. } if self.plan.network.is_pictures(*input) => {}
             FusedOp::Halo { input, output, .. } => self.halo_backward(*input, *output)?,
@@ -61,9 +62,14 @@ impl<'a> GraphEmitter<'a> {
         let facts = self.facts;
         let (w, y, sums) = (facts.matrix_gradient(name), dy.operand(), Operand::NONE);
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
-        let stream = self.weight_gradient(wgrad, Tensors { x: x.operand(), w, y, sums });
+        let slot = facts.layout.slot(name, "weight");
+        let stream = if slot.is_fixed {
+            self.zero_gradient(w, slot.padded().len() as u64)
+        } else {
+            self.weight_gradient(wgrad, Tensors { x: x.operand(), w, y, sums })
+        };
         if first && self.plan.folded {
-            let values = facts.layout.slot(name, "weight").range.len();
+            let values = slot.range.len();
             self.start(stream, facts.ops.fold_gradient(w, values as u32));
         }
         let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
@@ -292,6 +298,14 @@ impl<'a> GraphEmitter<'a> {
         let stream = if self.side_stream { StreamId::Side } else { StreamId::Main };
         self.fork();
         self.convolve(stream, convolution, tensors);
+        stream
+    }
+
+    /// The gradient of a weight that is not trained, on the stream of weight gradients, which is returned.
+    fn zero_gradient(&mut self, gradient: Operand, length: u64) -> StreamId {
+        let stream = if self.side_stream { StreamId::Side } else { StreamId::Main };
+        self.fork();
+        self.start(stream, self.facts.ops.zero_gradient(gradient, length));
         stream
     }
 

@@ -47,12 +47,12 @@ impl<'a> GraphEmitter<'a> {
                 return;
             }
             Input::Staged { format: BatchFormat::Bytes, .. } => (side, side, ops::GatherMode::InOrder, None),
-            Input::Dataset { height, width, crop_padding, training, mixes, .. } => {
+            Input::Dataset { height, width, crop_padding, reflects, training, mixes, .. } => {
                 let crop_padding = crop_padding as u32;
                 let mode = match (training, mixes) {
                     (false, _) => ops::GatherMode::Indexed,
-                    (true, false) => ops::GatherMode::Augmented { crop_padding },
-                    (true, true) => ops::GatherMode::Mixed { crop_padding },
+                    (true, false) => ops::GatherMode::Augmented { crop_padding, reflects },
+                    (true, true) => ops::GatherMode::Mixed { crop_padding, reflects },
                 };
                 (height as u32, width as u32, mode, facts.scaling)
             }
@@ -127,7 +127,7 @@ impl<'a> GraphEmitter<'a> {
                     self.drop_activation(*input);
                 }
             }
-            FusedOp::Relu { .. } | FusedOp::Add { .. } | FusedOp::MaxPool { .. } => {
+            FusedOp::Relu { .. } | FusedOp::Gelu { .. } | FusedOp::Add { .. } | FusedOp::MaxPool { .. } => {
                 self.plain_forward(op, training)?;
             }
             FusedOp::Redistribute { input, output } => self.gather_features(*input, *output)?,

@@ -3,7 +3,7 @@
 use super::*;
 
 impl<'a> GraphEmitter<'a> {
-    /// A ReLU, an addition or a max pooling.
+    /// A ReLU, a GELU, an addition or a max pooling.
     pub(super) fn plain_forward(&mut self, op: &FusedOp, training: bool) -> Result<(), EngineError> {
         let output = op.output();
         let y = self.alloc(output, Content::Activation);
@@ -13,6 +13,14 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::Relu { input, .. } => {
                 let x = self.activation(input)?;
                 self.main(ops.relu([x, y].map(Allocation::operand), length));
+            }
+            FusedOp::Gelu { ref bias, input, .. } => {
+                let x = self.activation(input)?;
+                if let Some(name) = bias {
+                    let bias = self.facts.vector(name, "bias");
+                    self.main(ops.add_bias(x.operand(), bias, self.shape(input)));
+                }
+                self.main(ops.gelu([x, y].map(Allocation::operand), length));
             }
             FusedOp::Add { branch, shortcut, .. } => {
                 let (a, b) = (self.activation(branch)?, self.activation(shortcut)?);
@@ -30,8 +38,12 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// A ReLU, an addition, a max or a global average pooling.
-    pub(super) fn plain_backward(&mut self, op: &FusedOp) -> Result<(), EngineError> {
+    /// A ReLU, a GELU, an addition, a max or a global average pooling.
+    pub(super) fn plain_backward(
+        &mut self,
+        op: &FusedOp,
+        MicroBatch { first, .. }: MicroBatch,
+    ) -> Result<(), EngineError> {
         let output = op.output();
         let dy = self.gradient(output)?;
         let ops = self.facts.ops;
@@ -41,6 +53,19 @@ impl<'a> GraphEmitter<'a> {
                 let dx = self.alloc(input, Content::Gradient);
                 self.main(ops.relu_backward([y, dy, dx].map(Allocation::operand), self.length(input)));
                 self.readers[output] -= 1;
+                self.gradients[input].push(Gradient::Whole(dx));
+            }
+            FusedOp::Gelu { ref bias, input, .. } => {
+                let x = self.activation(input)?;
+                let dx = self.alloc(input, Content::Gradient);
+                self.main(ops.gelu_backward([x, dy, dx].map(Allocation::operand), self.length(input)));
+                if let Some(name) = bias {
+                    let dbias = self.facts.vector_gradient(name, "bias");
+                    if !dbias.is_none() {
+                        self.main(ops.row_sums(dx.operand(), dbias, self.shape(input), !first));
+                    }
+                }
+                self.readers[input] -= 1;
                 self.gradients[input].push(Gradient::Whole(dx));
             }
             FusedOp::Add { branch, shortcut, .. } => {

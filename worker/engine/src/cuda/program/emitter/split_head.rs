@@ -256,7 +256,7 @@ impl GraphEmitter<'_> {
     }
 
     /// The weights by which features are multiplied: those of the sampled classes in training, otherwise of all classes of this rank.
-    fn head_part(&self, op: &FusedOp, name: &str) -> Option<HeadPart> {
+    pub(super) fn head_part(&self, op: &FusedOp, name: &str) -> Option<HeadPart> {
         if let Some(part) = self.sampled_part() {
             return Some(part);
         }

@@ -164,6 +164,23 @@ fn commands_are_sound(networks: &[Arc<Network>]) {
     }
 }
 
+/// GELUs, a bias by itself, poolings before batch norms, and weights that are not trained, whose gradient is zeros.
+#[test]
+fn the_commands_of_a_cifarnet_are_sound() {
+    let network = cifarnet();
+    commands_are_sound(std::slice::from_ref(&network));
+    let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Single);
+    let commands = setting.sound(Phase::Train(ONLY), true).commands;
+    assert_eq!((count(&commands, "zero_gradient"), count(&commands, "row_sums")), (1, 1));
+    assert_eq!((count(&commands, "gelu_forward"), count(&commands, "gelu_backward")), (7, 7));
+    assert_eq!(setting.layout.filters().len(), 6);
+}
+
+fn cifarnet() -> Arc<Network> {
+    let model = ModelSpec { arch: Arch::CifarNet, ..ModelSpec::default() };
+    Arc::new(crate::net::build(&model, 32, 3, 10).unwrap())
+}
+
 #[test]
 fn the_commands_of_a_bottleneck_network_are_sound() {
     commands_are_sound(&[build(Arch::ResNet50, Stem::Cifar, 32, 10)]);
@@ -185,13 +202,14 @@ mod full {
 #[test]
 fn every_optimizer_s_update_is_sound() {
     let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
-    use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Nesterov};
+    use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Muon, Nesterov};
     for (optimizer, kernel) in [
         (Momentum, "sgd_momentum"),
         (Nesterov, "sgd_nesterov"),
         (Lars, "sgd_lars"),
         (AdamW, "adamw"),
         (Lamb, "lamb"),
+        (Muon, "muon_update"),
     ] {
         for dtype in [DType::F32, DType::F16] {
             let setting = Setting { optimizer, ..Setting::new(&network, 32, dtype, 90, Ranks::Single) };

@@ -189,6 +189,7 @@ impl GraphEmitter<'_> {
             OptimizerKind::AdamW => updated.iter().for_each(|part| {
                 self.main(ops.adamw(ops::AdamW { flat: part.flat, moments: moments(part) }));
             }),
+            OptimizerKind::Muon => updated.iter().for_each(|part| self.muon(part)),
             OptimizerKind::Lamb => {
                 updated.iter().for_each(|part| self.main(ops.lamb_moments(lamb(part))));
                 self.add_up_norms(rates);
@@ -196,6 +197,29 @@ impl GraphEmitter<'_> {
                 updated.iter().for_each(|part| self.main(ops.lamb(lamb(part))));
             }
         }
+    }
+
+    /// Muon's step. Its matrices are where activations were.
+    fn muon(&mut self, part: &Updated) {
+        let (facts, optimizer) = (self.facts, &self.facts.optimizer);
+        let filters = facts.layout.filters();
+        let grams = filters.last().map_or(0, |last| last.gram + last.side().pow(2));
+        let [matrices, grams] = [facts.layout.matrices, grams]
+            .map(|values| [(); 2].map(|()| self.alloc_bytes(2 * values, Content::OfUpdate)));
+        let [of_filters, policies] = facts.policies(filters.len());
+        self.main(facts.ops.muon(ops::Muon {
+            flat: part.flat,
+            velocity: part.slots[0],
+            momentum: optimizer.momentum,
+            filter_momentum: optimizer.filter_momentum,
+            rates: part.rates,
+            filters: of_filters,
+            policies,
+            shapes: &filters,
+            matrices: matrices.map(Allocation::operand),
+            grams: grams.map(Allocation::operand),
+        }));
+        matrices.into_iter().chain(grams).for_each(|allocation| self.free_now(allocation));
     }
 
     /// Adds up the squares that parameters' norms are of, where each rank has those of its parts.

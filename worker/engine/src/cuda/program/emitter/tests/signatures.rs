@@ -148,8 +148,15 @@ fn every_way_to_gather_pictures_is_sound() {
         (false, false, true, "gather_scaled"),
     ] {
         let side = if scales { 32 } else { 224 };
-        let input =
-            Input::Dataset { pictures: 0, height: side, width: side, crop_padding: 4, training, mixes };
+        let input = Input::Dataset {
+            pictures: 0,
+            height: side,
+            width: side,
+            crop_padding: 4,
+            reflects: mixes,
+            training,
+            mixes,
+        };
         let phase = if training { Phase::Train(ONLY) } else { Phase::Evaluate };
         let commands = setting.with_facts(|facts| {
             let facts = Facts { scaling: scales.then_some([&table, &table]), ..*facts };
@@ -175,10 +182,11 @@ fn every_launch_has_the_arguments_that_its_kernel_declares() {
     let mut networks = crate::cuda::tests::operations();
     networks.extend(crate::unfused::networks());
     networks.push(build(Arch::ResNet50, Stem::Imagenet, 224, 1000));
+    networks.push(cifarnet());
     let frozen = networks.iter().map(|net| Network { frozen_norm: true, ..Network::clone(net) });
     networks.extend(frozen.map(Arc::new).collect::<Vec<_>>());
     let mut launched: BTreeMap<&str, usize> = BTreeMap::new();
-    use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Nesterov};
+    use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Muon, Nesterov};
     for network in &networks {
         for (dtype, optimizer) in [
             (DType::F32, AdamW),
@@ -186,6 +194,7 @@ fn every_launch_has_the_arguments_that_its_kernel_declares() {
             (DType::F16, Lamb),
             (DType::Bf16, Nesterov),
             (DType::F16, Momentum),
+            (DType::F16, Muon),
         ] {
             for ranks in [Ranks::Single, Ranks::Exchanged, Ranks::ByNccl] {
                 for (accumulates, sums) in [(true, false), (false, true)] {

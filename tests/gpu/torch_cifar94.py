@@ -1,0 +1,187 @@
+"""PyTorch's side of `cifar94.py`: the network, optimizer, augmentation and evaluation of Jordan 2024 (arXiv 2404.00498) with Muon, as
+the documentation of the recipe `cifar-94` describes them, on the same pictures. Prints a line of JSON a seed, then the mean and the
+spread. Whole training runs are timed by events of the GPU, after a run that is not counted.
+
+    python3 torch_cifar94.py --pictures cifar10 --seeds 50
+"""
+
+import argparse
+import json
+import pathlib
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from cifar94 import summary
+
+BATCH, EPOCHS, SMOOTHING = 2000, 8, 0.2
+FILTER_LR, BIAS_LR, HEAD_LR = 0.24, 0.053, 0.67
+FILTER_MOMENTUM, MOMENTUM = 0.6, 0.85
+DECAY = 2e-6 * BATCH
+WHITENED_EPOCHS = 3
+
+
+def norm(channels):
+    made = nn.BatchNorm2d(channels, eps=1e-12, momentum=0.4)
+    made.weight.requires_grad = False
+    return made
+
+
+class Group(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.norm1 = norm(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = norm(outputs)
+        for conv in (self.conv1, self.conv2):
+            nn.init.dirac_(conv.weight.data[: conv.in_channels])
+
+    def forward(self, x):
+        x = functional.gelu(self.norm1(functional.max_pool2d(self.conv1(x), 2)))
+        return functional.gelu(self.norm2(self.conv2(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.whiten = nn.Conv2d(3, 24, 2)
+        self.whiten.weight.requires_grad = False
+        self.groups = nn.Sequential(Group(24, 64), Group(64, 256), Group(256, 256))
+        self.head = nn.Linear(256, 10, bias=False)
+        self.head.weight.data /= self.head.weight.data.std()
+
+    def forward(self, x):
+        x = self.groups(functional.gelu(self.whiten(x)))
+        return self.head(functional.max_pool2d(x, 3).flatten(1)) / 256
+
+    def whiten_by(self, pictures):
+        """Eigenvectors of the second moments of 2x2 patches, divided by the roots of their eigenvalues, with both signs."""
+        patches = functional.unfold(pictures.float(), 2).transpose(1, 2).reshape(-1, 12)
+        values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
+        filters = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)
+        self.whiten.weight.data.copy_(torch.cat([filters, -filters]))
+
+
+@torch.compile
+def orthogonalise(matrix):
+    x = matrix.bfloat16()
+    x = x / (x.norm() + 1e-7)
+    tall = x.size(0) > x.size(1)
+    x = x.T if tall else x
+    for _ in range(3):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if tall else x
+
+
+class Muon:
+    def __init__(self, filters):
+        self.filters = [(weight, torch.zeros_like(weight)) for weight in filters]
+
+    @torch.no_grad()
+    def step(self, lr):
+        for weight, velocity in self.filters:
+            velocity.mul_(FILTER_MOMENTUM).add_(weight.grad)
+            update = orthogonalise((weight.grad + FILTER_MOMENTUM * velocity).flatten(1)).view_as(weight)
+            weight.mul_(len(weight) ** 0.5 / weight.norm()).sub_(lr * update)
+
+
+def shifted(padded, shifts):
+    """A window of 32 x 32 of each padded picture."""
+    made = torch.empty_like(padded[:, :, :32, :32])
+    for y in range(5):
+        for x in range(5):
+            chosen = (shifts[0] == y) & (shifts[1] == x)
+            made[chosen] = padded[chosen, :, y : y + 32, x : x + 32]
+    return made
+
+
+def evaluated(net, pictures):
+    """The average of six views' logits: half of it of the pictures themselves, half of two diagonal shifts, each also mirrored."""
+    padded, logits = functional.pad(pictures, (1,) * 4, "reflect"), 0
+    for y, weight in ((1, 0.5), (0, 0.25), (2, 0.25)):
+        view = padded[:, :, y : y + 32, y : y + 32]
+        logits = logits + weight / 2 * (net(view) + net(view.flip(-1)))
+    return logits
+
+
+def run(net, pictures, labels, test, seed):
+    """Accuracy in percent, and seconds of training without evaluation."""
+    torch.manual_seed(seed)
+    # Into the same memory, so that the compiled network is used again.
+    net.load_state_dict(Net().to("cuda", torch.float16).state_dict())
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.float()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    net.whiten_by(pictures[torch.arange(2000, device="cuda") * len(pictures) // 2000])
+    biases = [module.bias for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
+    groups = [
+        {"params": [net.whiten.bias], "lr": BIAS_LR, "weight_decay": DECAY / BIAS_LR},
+        {"params": biases, "lr": BIAS_LR, "weight_decay": DECAY / BIAS_LR},
+        {"params": [net.head.weight], "lr": HEAD_LR, "weight_decay": DECAY / HEAD_LR},
+    ]
+    sgd = torch.optim.SGD(groups, momentum=MOMENTUM, nesterov=True, fused=True)
+    rates = [group["lr"] for group in groups]
+    muon = Muon([p for p in net.parameters() if p.ndim == 4 and p.requires_grad])
+    flipped = torch.rand(len(pictures), device="cuda") < 0.5
+    first = torch.where(flipped.view(-1, 1, 1, 1), pictures.flip(-1), pictures)
+    padded = functional.pad(first, (2,) * 4, "reflect")
+    net.train()
+    of_epoch = len(pictures) // BATCH
+    steps, whitened, step = EPOCHS * of_epoch, WHITENED_EPOCHS * of_epoch, 0
+    for epoch in range(EPOCHS):
+        crops = shifted(padded, torch.randint(5, (2, len(padded)), device="cuda"))
+        crops = crops.flip(-1) if epoch % 2 else crops
+        for chosen in torch.randperm(len(crops), device="cuda").split(BATCH)[:of_epoch]:
+            functional.cross_entropy(net(crops[chosen]), labels[chosen], label_smoothing=SMOOTHING, reduction="sum").backward()
+            left = 1 - step / steps
+            for group, rate in zip(sgd.param_groups, rates):
+                group["lr"] = rate * left
+            sgd.param_groups[0]["lr"] = BIAS_LR * max(0.0, 1 - step / whitened)
+            sgd.step()
+            muon.step(FILTER_LR * left)
+            net.zero_grad(set_to_none=True)
+            step += 1
+    end.record()
+    net.eval()
+    with torch.no_grad():
+        found = torch.cat([evaluated(net, part).argmax(1) for part in test[0].split(2000)])
+    torch.cuda.synchronize()
+    return (found == test[1]).float().mean().item() * 100, begin.elapsed_time(end) / 1000
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pictures", required=True)
+    parser.add_argument("--seeds", type=int, default=10, help="number of runs")
+    a = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    loaded = [torch.load(pathlib.Path(a.pictures) / f"{split}.pt") for split in ("train", "test")]
+    train = loaded[0]["images"].float() / 255
+    mean, std = (of(train, (0, 1, 2)).view(1, 3, 1, 1).cuda() for of in (torch.mean, torch.std))
+
+    def ready(split):
+        images = split["images"].cuda().permute(0, 3, 1, 2).float() / 255
+        return ((images - mean) / std).half().contiguous(memory_format=torch.channels_last), split["labels"].cuda()
+
+    (pictures, labels), test = map(ready, loaded)
+    net = Net().to("cuda", torch.float16).to(memory_format=torch.channels_last)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.float()
+    net.compile(mode="max-autotune")
+    run(net, pictures, labels, test, 0)
+    rows = []
+    for seed in range(1, a.seeds + 1):
+        accuracy, secs = run(net, pictures, labels, test, seed)
+        rows.append({"side": "pytorch", "run": "cifar-94", "seed": seed, "accuracy": round(accuracy, 2), "train_secs": round(secs, 3)})
+        print(json.dumps(rows[-1]), flush=True)
+    summary("pytorch", rows)
+
+
+if __name__ == "__main__":
+    main()

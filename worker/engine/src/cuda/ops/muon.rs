@@ -1,0 +1,82 @@
+//! Muon over flat buffers; `muon.cu`.
+
+use super::{Arg, Flat, Kernel, Operand, Ops, Rates, kernel, plain};
+use crate::cuda::layout::Filter;
+use lockstep_kernels::orthogonal::STEPS;
+
+/// Rows and columns of a tile of a product.
+const TILE: usize = 64;
+/// Threads that compute a tile.
+const THREADS: u32 = 128;
+
+/// One step of all weights: filters by orthogonalised momentum, all others by SGD with Nesterov momentum.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Muon<'a> {
+    /// From the first value on.
+    pub(in crate::cuda) flat: Flat,
+    /// The momentum buffers.
+    pub(in crate::cuda) velocity: Operand,
+    pub(in crate::cuda) momentum: f32,
+    pub(in crate::cuda) filter_momentum: f32,
+    /// The places of all parameters, and room for the norms of filters.
+    pub(in crate::cuda) rates: Rates,
+    /// Filters and policies as `muon.cu` has them, and the filters' shapes.
+    pub(in crate::cuda) filters: Operand,
+    pub(in crate::cuda) policies: Operand,
+    pub(in crate::cuda) shapes: &'a [Filter],
+    /// bfloat16, at the offsets of the matrices in the flat buffers: the filters before and after an iteration.
+    pub(in crate::cuda) matrices: [Operand; 2],
+    /// bfloat16: Gram matrices, and polynomials of them.
+    pub(in crate::cuda) grams: [Operand; 2],
+}
+
+impl Ops {
+    /// Runs after [`Ops::gradient_norm`]. Moves: weights and velocity twice, gradients once, and in each iteration the filters in 16 bits
+    /// about four times.
+    pub(in crate::cuda) fn muon(&self, p: Muon<'_>) -> Vec<Kernel> {
+        let (flat, rates, scaler) = (p.flat, p.rates, Arg::In(p.flat.scaler));
+        let (filters, count) = (Arg::In(p.filters), p.shapes.len() as u32);
+        let tiles = |of: &dyn Fn(&Filter) -> [usize; 2]| {
+            let of_filter =
+                |filter: &Filter| of(filter).map(|side| side.div_ceil(TILE)).iter().product::<usize>();
+            plain([p.shapes.iter().map(of_filter).max().unwrap_or(0) as u32, count, 1], [THREADS, 1, 1])
+        };
+        let of_gram = tiles(&|filter| [filter.side(); 2]);
+        let of_matrix = tiles(&|filter| [filter.rows, filter.columns]);
+        let [gram, factor] = p.grams;
+
+        let mut args = vec![Arg::In(flat.weights), Arg::InOut(p.velocity), Arg::Out(p.matrices[0])];
+        args.extend(flat.gradients.args());
+        args.extend([scaler, Arg::F32(p.filter_momentum), filters, Arg::Out(rates.squares)]);
+        let blocks = rates.norm_blocks()[0];
+        let mut all = vec![kernel("muon_prepare", plain([blocks, count, 1], [256, 1, 1]), args)];
+        let args = [scaler, Arg::In(rates.squares), filters, Arg::U32(count), Arg::Out(rates.rates)];
+        all.push(kernel("muon_norms", plain([count.div_ceil(128).max(1), 1, 1], [128, 1, 1]), args));
+        for step in 0..STEPS {
+            let [from, to] = [step, step + 1].map(|number| p.matrices[number % 2]);
+            let (first, norms) = (Arg::U32(u32::from(step == 0)), Arg::In(rates.rates));
+            let args = [scaler, Arg::In(from), filters, norms, first, Arg::Out(gram)];
+            all.push(kernel("muon_gram", of_gram, args));
+            let args = [scaler, Arg::In(gram), filters, Arg::Out(factor)];
+            all.push(kernel("muon_polynomial", of_gram, args));
+            let args = [scaler, Arg::In(from), Arg::In(factor), filters, norms, first, Arg::Out(to)];
+            all.push(kernel("muon_multiply", of_matrix, args));
+        }
+
+        let [weights, low_precision] = flat.weights_args();
+        let mut args = vec![weights, Arg::InOut(p.velocity), low_precision];
+        args.extend(flat.gradients.args());
+        args.extend([
+            Arg::In(flat.control),
+            scaler,
+            Arg::F32(p.momentum),
+            Arg::In(rates.segments),
+            Arg::U32(rates.count),
+            Arg::In(p.policies),
+            Arg::In(rates.rates),
+            Arg::In(p.matrices[STEPS % 2]),
+        ]);
+        all.push(kernel("muon_update", self.items(flat.gradients.length / 8, 6), args));
+        all
+    }
+}

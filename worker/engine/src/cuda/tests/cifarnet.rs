@@ -1,0 +1,48 @@
+//! The network of the recipe `cifar-94`, with its optimizer, and the views of an evaluation.
+
+use super::*;
+use lockstep_data::loader::View;
+use lockstep_protocol::spec::OptimizerKind;
+
+fn cifarnet(side: usize, channels: usize) -> Arc<Network> {
+    let model = ModelSpec { arch: Arch::CifarNet, ..ModelSpec::default() };
+    Arc::new(crate::net::build(&model, side, channels, 10).unwrap())
+}
+
+/// Weights move as on the CPU engine with SGD, and nearly so with Muon, whose matrices are bfloat16; fixed parameters stay.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_cifarnet_trains_as_on_the_cpu_engine() {
+    for (kind, lr, bound) in [(OptimizerKind::Nesterov, 0.01, 1e-2), (OptimizerKind::Muon, 0.05, 0.1)] {
+        let network = cifarnet(24, 3);
+        // GELUs are smooth, but a rounding may change which pixel is a maximum.
+        let optimizer = Optimizer { kind, momentum: 0.85, ..Optimizer::default() };
+        let config = EngineConfig { optimizer, ..config(32) };
+        let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
+        let wanted = losses(a.as_mut(), &network, 32, 4, lr);
+        let ours = losses(b.as_mut(), &network, 32, 4, lr);
+        let (start, end) = (initial(&network), b.parameters().unwrap());
+        let way = apart_of_way(&end, &a.parameters().unwrap(), &start);
+        eprintln!("{kind:?}: losses {ours:?} / {wanted:?}; weights {way:.1e} of their way apart");
+        assert!(way < bound, "{kind:?}: {way}");
+        for parameter in network.parameters().iter().filter(|p| p.role.is_trained()) {
+            let changed = end[&parameter.name] != start[&parameter.name];
+            assert_eq!(changed, network.trains(parameter), "{kind:?}: {}", parameter.name);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_six_views_have_the_cpu_engine_s_logits() {
+    let network = cifarnet(32, 1);
+    let config = config(6);
+    let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
+    let batch = pictures(&network, 6, 0);
+    for view in View::of(6) {
+        let of_view = view.apply(&batch, 32, 1);
+        let [wanted, ours] = [a.predict(&of_view), b.predict(&of_view)].map(Result::unwrap);
+        let apart = difference(&ours, &wanted) / square(&wanted);
+        assert!(apart < 1e-8, "{view:?}: {apart}");
+    }
+}

@@ -1,0 +1,250 @@
+// Muon over flat buffers, laid out as in optimizer.cu. The filters of a convolution are a matrix with a row for each output channel.
+// Newton-Schulz iterations orthogonalise them as in the CPU engine's `orthogonal.rs`, with matrices in bfloat16 and sums in float32.
+
+// The matrix of a convolution.
+struct Filter {
+    u64 offset; // of the first value in the flat buffers
+    u32 rows, columns;
+    u64 gram; // of the first value in the buffers of Gram matrices
+
+    // Rows of the smaller Gram matrix.
+    __device__ __forceinline__ u32 side() const { return min(rows, columns); }
+    __device__ __forceinline__ bool is_wide() const { return rows <= columns; }
+};
+// How a parameter is updated: multiples of the step's learning rate, weight decay, and its filter's number or NO_FILTER.
+struct Policy {
+    float rate, decay;
+    u32 filter, pad;
+};
+#define NO_FILTER 0xffffffffu
+// 1 / norm of the prepared update, and the factor that makes the norm of the weights sqrt(rows).
+struct FilterNorms {
+    float inverse, scale;
+};
+
+typedef u16 bf16;
+__device__ __forceinline__ bf16 to_bf16(float v) { return (bf16)(bfloat_pair(v, 0.0f) & 0xffffu); }
+__device__ __forceinline__ float from_bf16(bf16 v) { return __uint_as_float((u32)v << 16); }
+
+// v = m v + g, and g + m v as a matrix in bfloat16. Partial sums of squares as in lamb_moments: of the weights and of g + m v.
+extern "C" __global__ void __launch_bounds__(256)
+    muon_prepare(const float* weights, float* velocity, bf16* matrices, GRADIENT_PARAMETERS, const Scaler* scaler, float momentum,
+                 const Filter* filters, double* partials) {
+    pdl_wait();
+    SHARED(double, warps, 8);
+    if (!scaler->apply) return;
+    Gradients gradients = GRADIENTS;
+    Filter f = filters[blockIdx.y];
+    float inverse = scaler->inverse;
+    double weight = 0, moved = 0;
+    u64 groups = (u64)f.rows * f.columns / 8, step = (u64)NORM_PARTS * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+        u64 at = f.offset / 8 + i;
+        float w[8], v[8], g[8], ws = 0, us = 0;
+        gradients.get(at, g);
+        load_channels(weights, at, w);
+        load_channels(velocity, at, v);
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            g[k] *= inverse;
+            v[k] = fmaf(momentum, v[k], g[k]);
+            g[k] = fmaf(momentum, v[k], g[k]);
+            ws = fmaf(w[k], w[k], ws);
+            us = fmaf(g[k], g[k], us);
+        }
+        store_channels(velocity, at, v);
+        ((uint4*)matrices)[at] = {bfloat_pair(g[0], g[1]), bfloat_pair(g[2], g[3]), bfloat_pair(g[4], g[5]), bfloat_pair(g[6], g[7])};
+        weight += ws;
+        moved += us;
+    }
+    weight = block_sum(weight, warps);
+    moved = block_sum(moved, warps);
+    if (threadIdx.x == 0) {
+        double* to = partials + ((u64)blockIdx.y * NORM_PARTS + blockIdx.x) * 2;
+        to[0] = weight;
+        to[1] = moved;
+    }
+}
+
+// One thread per filter.
+extern "C" __global__ void __launch_bounds__(128)
+    muon_norms(const Scaler* scaler, const double* partials, const Filter* filters, u32 count, FilterNorms* norms) {
+    pdl_wait();
+    u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (!scaler->apply || i >= count) return;
+    double weight = 0, moved = 0;
+    for (u32 p = 0; p < NORM_PARTS; p++) {
+        weight += partials[((u64)i * NORM_PARTS + p) * 2];
+        moved += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
+    }
+    norms[i].inverse = (float)(1 / (sqrt(moved) + MUON_EPSILON));
+    norms[i].scale = weight > 0 ? (float)(sqrt((double)filters[i].rows) / sqrt(weight)) : 1.0f;
+}
+
+// c (16 x 8) += a (16 x 16) b (16 x 8), all bfloat16 but c; fragments as the PTX manual has them for mma.m16n8k16.
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// One factor of a product: value (row, depth) is at row * row_step + depth * depth_step. One of the steps is 1.
+struct Factor {
+    const bf16* at;
+    u32 row_step, depth_step;
+};
+
+// Copies values (first_row + 0..63, first_depth + 0..31) to `tile`, whose rows have MUON_ROW values; zeros outside the factor.
+#define MUON_TILE 64u
+#define MUON_DEPTH 32u
+#define MUON_ROW 40u // two rows of fragments never meet in a bank
+__device__ __forceinline__ void load_factor(const Factor& f, u32 rows, u32 depth, u32 first_row, u32 first_depth, bf16* tile) {
+    for (u32 i = threadIdx.x; i < MUON_TILE * MUON_DEPTH; i += blockDim.x) {
+        // Neighbouring threads read neighbouring values.
+        bool by_depth = f.depth_step == 1;
+        u32 r = by_depth ? i / MUON_DEPTH : i % MUON_TILE, d = by_depth ? i % MUON_DEPTH : i / MUON_TILE;
+        bool inside = first_row + r < rows && first_depth + d < depth;
+        tile[r * MUON_ROW + d] = inside ? f.at[(u64)(first_row + r) * f.row_step + (u64)(first_depth + d) * f.depth_step] : (bf16)0;
+    }
+}
+
+// Calls finish(row, column, sum over depth of p(row, depth) q(column, depth)) for this block's tile, number blockIdx.x, of rows x
+// columns. A block has four warps, each of which computes 32 x 32 values.
+template <class Finish>
+__device__ __forceinline__ void product(const Factor& p, const Factor& q, u32 rows, u32 columns, u32 depth, Finish finish) {
+    SHARED(bf16, p_tile, MUON_TILE * MUON_ROW);
+    SHARED(bf16, q_tile, MUON_TILE * MUON_ROW);
+    u32 across = (columns + MUON_TILE - 1) / MUON_TILE;
+    u32 first_row = blockIdx.x / across * MUON_TILE, first_column = blockIdx.x % across * MUON_TILE;
+    if (first_row >= rows) return;
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4 * 2;
+    u32 warp_row = warp / 2 * 32, warp_column = warp % 2 * 32;
+    float c[2][4][4] = {};
+    for (u32 d = 0; d < depth; d += MUON_DEPTH) {
+        __syncthreads();
+        load_factor(p, rows, depth, first_row, d, p_tile);
+        load_factor(q, columns, depth, first_column, d, q_tile);
+        __syncthreads();
+#pragma unroll
+        for (u32 k = 0; k < MUON_DEPTH; k += 16) {
+            u32 a[2][4];
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                const bf16* at = p_tile + (warp_row + m * 16 + g) * MUON_ROW + k + t;
+                a[m][0] = *(const u32*)at;
+                a[m][1] = *(const u32*)(at + 8 * MUON_ROW);
+                a[m][2] = *(const u32*)(at + 8);
+                a[m][3] = *(const u32*)(at + 8 * MUON_ROW + 8);
+            }
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const bf16* at = q_tile + (warp_column + n * 8 + g) * MUON_ROW + k + t;
+                u32 b0 = *(const u32*)at, b1 = *(const u32*)(at + 8);
+#pragma unroll
+                for (int m = 0; m < 2; m++) mma_m16n8k16(c[m][n], a[m], b0, b1);
+            }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 row = first_row + warp_row + m * 16 + g + i / 2 * 8, column = first_column + warp_column + n * 8 + t + i % 2;
+                if (row < rows && column < columns) finish(row, column, c[m][n][i]);
+            }
+}
+
+// The smaller Gram matrix of each filter, number blockIdx.y. `first`: of the matrix divided by its norm.
+extern "C" __global__ void __launch_bounds__(128)
+    muon_gram(const Scaler* scaler, const bf16* matrices, const Filter* filters, const FilterNorms* norms, u32 first, bf16* grams) {
+    pdl_wait();
+    if (!scaler->apply) return;
+    Filter f = filters[blockIdx.y];
+    u32 side = f.side(), depth = max(f.rows, f.columns);
+    float inverse = first ? norms[blockIdx.y].inverse : 1.0f;
+    Factor x = {matrices + f.offset, f.is_wide() ? f.columns : 1u, f.is_wide() ? 1u : f.columns};
+    bf16* to = grams + f.gram;
+    product(x, x, side, side, depth, [&](u32 row, u32 column, float sum) { to[row * side + column] = to_bf16(sum * inverse * inverse); });
+}
+
+// b G + c G G for each Gram matrix G, which is symmetric.
+extern "C" __global__ void __launch_bounds__(128)
+    muon_polynomial(const Scaler* scaler, const bf16* grams, const Filter* filters, bf16* factors) {
+    pdl_wait();
+    if (!scaler->apply) return;
+    Filter f = filters[blockIdx.y];
+    u32 side = f.side();
+    const bf16* gram = grams + f.gram;
+    bf16* to = factors + f.gram;
+    Factor x = {gram, side, 1};
+    product(x, x, side, side, side, [&](u32 row, u32 column, float sum) {
+        to[row * side + column] = to_bf16(fmaf(QUINTIC_C, sum, QUINTIC_B * from_bf16(gram[row * side + column])));
+    });
+}
+
+// X = a X + F X for each filter X with the result F of muon_polynomial, or a X + X F if X has more rows than columns.
+extern "C" __global__ void __launch_bounds__(128)
+    muon_multiply(const Scaler* scaler, const bf16* matrices, const bf16* factors, const Filter* filters, const FilterNorms* norms,
+                  u32 first, bf16* results) {
+    pdl_wait();
+    if (!scaler->apply) return;
+    Filter f = filters[blockIdx.y];
+    u32 side = f.side(), columns = f.columns;
+    float inverse = first ? norms[blockIdx.y].inverse : 1.0f;
+    const bf16* x = matrices + f.offset;
+    bf16* to = results + f.offset;
+    Factor factor = {factors + f.gram, side, 1}, by_row = {x, columns, 1}, by_column = {x, 1, columns};
+    auto finish = [&](u32 row, u32 column, float sum) {
+        u64 at = (u64)row * columns + column;
+        to[at] = to_bf16(inverse * fmaf(QUINTIC_A, from_bf16(x[at]), sum));
+    };
+    if (f.is_wide())
+        product(factor, by_column, f.rows, columns, side, finish);
+    else
+        product(by_row, factor, f.rows, columns, side, finish);
+}
+
+// Filters: w = scale w - lr u, with the orthogonalised u in `matrices`. Others: v = m v + (g + d w), w -= lr rate (g + d w + m v).
+extern "C" __global__ void __launch_bounds__(256)
+    muon_update(float* weights, float* velocity, T* low_precision, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler,
+                float momentum, const Segment* segments, u32 count, const Policy* policies, const FilterNorms* norms,
+                const bf16* matrices) {
+    pdl_wait();
+    if (!scaler->apply) return;
+    Gradients gradients = GRADIENTS;
+    FlatWeights flat = {weights, low_precision, first_length};
+    float lr = control->lr, inverse = scaler->inverse;
+    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+        u32 number = segment_of(segments, count, i);
+        // Between two parameters are zeros, for which there is no update.
+        if (i * 8 >= segments[number].offset + segments[number].length) continue;
+        Policy policy = policies[number];
+        float w[8];
+        flat.get(i, w);
+        if (policy.filter != NO_FILTER) {
+            float scale = norms[policy.filter].scale;
+            uint4 u = ((const uint4*)matrices)[i];
+            const u32* pairs = &u.x;
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                w[2 * k] = scale * w[2 * k] - lr * __uint_as_float(pairs[k] << 16);
+                w[2 * k + 1] = scale * w[2 * k + 1] - lr * __uint_as_float(pairs[k] & 0xffff0000u);
+            }
+        } else {
+            float v[8], g[8], rate = lr * policy.rate;
+            gradients.get(i, g);
+            load_channels(velocity, i, v);
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                float d = fmaf(policy.decay, w[k], g[k] * inverse);
+                v[k] = fmaf(momentum, v[k], d);
+                w[k] -= rate * fmaf(momentum, v[k], d);
+            }
+            store_channels(velocity, i, v);
+        }
+        flat.set(i, w);
+    }
+}

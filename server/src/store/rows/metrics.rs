@@ -9,13 +9,13 @@ pub struct MetricFilter {
     pub name: Option<String>,
     /// Only these ranks (empty: all).
     pub ranks: Vec<u32>,
-    /// The first step.
+    /// The smallest step.
     pub from: Option<u64>,
-    /// The last step.
+    /// The largest step.
     pub to: Option<u64>,
     /// Only events with `seq > after`.
     pub after: u64,
-    /// The page ends at the row with which the total cost of rows ([`super::EventRow::cost`]) reaches this limit.
+    /// The page ends at the row with which the total cost of rows ([`super::EventRow::cost`]) reaches this limit (`None`: no limit).
     pub limit_cost: Option<u64>,
 }
 

@@ -38,7 +38,7 @@ pub async fn backup(location: &Location, path: &Path) -> Result<Summary, BackupE
         Ok(summary)
     });
     if done.is_err() {
-        // The partial file is of no use, and the first error matters more than that of its removal.
+        // Ignores an error of the removal, because the first error is more useful.
         let _ = fs::remove_file(&partial);
     }
     done

@@ -133,7 +133,7 @@ pub trait Store: Send + Sync + 'static {
     async fn waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)>;
     /// The version of every job that waits for slots.
     async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>>;
-    /// The number of slots in use by each owner or project: those of jobs whose attempts may write.
+    /// The number of slots in use by each owner or project, over jobs with an attempt that may write.
     async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>>;
     /// All jobs that are not over.
     async fn unfinished(&self) -> Result<Vec<Job>>;

@@ -255,7 +255,7 @@ fn agents(places: &[Place]) -> Vec<String> {
     agents
 }
 
-/// Reads an attempt. The state of an attempt that may write is that of its job.
+/// Reads an attempt. An attempt that may write has the state of its job.
 fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let text = |name: &str| row.try_get::<Option<String>, _>(name);
     let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);

@@ -78,7 +78,7 @@ impl SqlStore {
             .execute(&mut *db)
             .await?;
         }
-        // Sessions began with the previous password or role.
+        // Ends all sessions that began before the change.
         sqlx::query(
             "DELETE FROM sessions WHERE token_id = $1 OR token_id IN (SELECT id FROM tokens WHERE owner = $2)",
         )

@@ -97,7 +97,10 @@ async fn store_each(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) {
         Err(_) => {
             for reason in reasons {
                 if let Err(error) = store(scheduler, std::slice::from_ref(reason)).await {
-                    quarantine::log_once(&format!("the reason why job {} waits cannot be stored: {error}", reason.0));
+                    quarantine::log_once(&format!(
+                        "the reason why job {} waits cannot be stored: {error}",
+                        reason.0
+                    ));
                 }
             }
         }

@@ -320,7 +320,7 @@ pub(crate) enum Wish {
 /// Cancels or pauses a job: at once if none of its ranks run, otherwise by ordering its agents to stop them.
 ///
 /// # Errors
-/// The job's state forbids it, or there is no such job.
+/// The job's state forbids the request, or there is no such job.
 pub(crate) async fn stop(scheduler: &Scheduler, id: &JobId, wish: Wish) -> Result<Job> {
     let places = scheduler.agents.leases.places_of(id);
     let online = scheduler.agents.online();

@@ -54,7 +54,7 @@ pub enum BackupError {
 pub struct Summary {
     /// Rows by table, in the file's order.
     pub tables: Vec<(String, u64)>,
-    /// The size of the file.
+    /// Size of the file in bytes.
     pub size_bytes: u64,
 }
 

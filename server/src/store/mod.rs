@@ -247,7 +247,7 @@ pub trait Store: Send + Sync + 'static {
     async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool>;
     /// Removes the damage marks of all copies in an object store, because the copies may have been repaired.
     async fn forget_damaged(&self, store: &str) -> Result<()>;
-    /// The stored parts of a checkpoint in the object store at this address.
+    /// The record of a checkpoint in the object store at this address.
     async fn stored_checkpoint(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>>;
     /// Ids of at most `limit` checkpoints that were completely uploaded to the object store at this address.
     async fn uploaded_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<String>>;

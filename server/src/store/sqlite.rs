@@ -174,7 +174,7 @@ const FLAWS: u32 = 3;
 
 /// The locks of a database: a lock file next to it, and the database file's inode. The system releases them when this process ends. The
 /// data directory's lock does not suffice, because two servers with different directories may name the same --database. The lock file names
-/// the process that has the database. It is empty after the database was closed in order.
+/// the process that has the database, and is empty after the database was closed in order.
 #[derive(Debug)]
 pub(super) struct Lock {
     file: File,

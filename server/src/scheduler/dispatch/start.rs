@@ -304,7 +304,7 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
 /// Handles what happened between claims and orders: agents that disconnected, and jobs that were cancelled or paused.
 ///
 /// # Errors
-/// The first transient error, after all jobs were looked at.
+/// The first transient error, after all jobs were handled.
 async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
     let mut passing = Ok(());
     let (ordered, failed): (Vec<_>, Vec<_>) = ordered.into_iter().partition(|order| order.gone.is_none());

@@ -138,9 +138,9 @@ pub struct LogPage {
 /// A filter for log events.
 #[derive(Debug, Clone, Default)]
 pub struct LogFilter {
-    /// Lines of this rank only.
+    /// Only lines of this rank.
     pub rank: Option<u32>,
-    /// Lines of this attempt only.
+    /// Only lines of this attempt.
     pub attempt: Option<u32>,
     /// Only events with `seq > after`.
     pub after: u64,

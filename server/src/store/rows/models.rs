@@ -15,7 +15,7 @@ pub struct NewVersion {
     pub job: JobId,
     /// The checkpoint's id.
     pub checkpoint: String,
-    /// The dataset's content at the job's first start, if known.
+    /// Fingerprint of the dataset's content at the job's first start, if known.
     pub dataset_fingerprint: Option<Value>,
     /// Versions of the programs that wrote the checkpoint.
     pub programs: BTreeMap<String, String>,

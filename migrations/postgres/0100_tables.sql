@@ -1,5 +1,5 @@
--- As migrations/sqlite/0100_tables.sql, which explains tables, columns and indexes; whole numbers and truth values are BIGINT in
--- both, so that one text of every query serves. Ids and names sort by their bytes (COLLATE "C").
+-- The same tables as in migrations/sqlite/0100_tables.sql, which explains tables, columns and indexes. Integers and booleans are BIGINT,
+-- so that the queries are the same for both databases. Ids and names sort by their bytes (COLLATE "C").
 
 CREATE TABLE jobs (
     id TEXT COLLATE "C" PRIMARY KEY,
@@ -44,7 +44,7 @@ CREATE TABLE jobs (
     deleted_at BIGINT
 );
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
--- Those that hold slots, which a job of higher priority may need.
+-- Jobs that hold slots.
 CREATE INDEX jobs_live ON jobs (priority) WHERE fencing_token IS NOT NULL;
 CREATE INDEX jobs_yielding ON jobs (priority) WHERE fencing_token IS NOT NULL
     AND (preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running'));
@@ -85,7 +85,7 @@ CREATE TABLE events (
 CREATE INDEX events_rank ON events (job_id, rank, seq) WHERE kind = 'rank';
 CREATE INDEX events_metrics ON events (job_id, seq) WHERE kind = 'metrics';
 CREATE INDEX events_log ON events (job_id, seq) WHERE kind = 'log';
--- Changes of state, of which a job has few: its history.
+-- For changes of state, which are few, in a job's history.
 CREATE INDEX events_state ON events (job_id, seq) WHERE kind = 'state';
 
 CREATE TABLE acknowledged (
@@ -290,8 +290,8 @@ CREATE INDEX webhook_deliveries_over ON webhook_deliveries (webhook_id, id) WHER
 CREATE INDEX webhook_deliveries_due ON webhook_deliveries (webhook_id, next_at, id) WHERE next_at IS NOT NULL;
 CREATE INDEX webhook_deliveries_job ON webhook_deliveries (job_id) WHERE job_id IS NOT NULL;
 
--- A number or a text inside a JSON text; NULL where there is none, or where the text is no JSON (another version may have written
--- it). Without a function one unreadable row would fail every query that looks into this column.
+-- A number or a text in a JSON document; NULL if it is missing, or if the document is not valid JSON (another version may have written
+-- it). Without these functions, one unreadable row would make every query of the column fail.
 CREATE FUNCTION json_number_in(document TEXT, VARIADIC path TEXT[]) RETURNS DOUBLE PRECISION LANGUAGE plpgsql IMMUTABLE AS $$
 BEGIN
     RETURN (document::jsonb #>> path)::double precision;

@@ -1,12 +1,12 @@
--- Every table of version 0.1.0.
+-- All tables of version 0.1.0.
 --
--- Times are milliseconds since 1970, UTC. Columns named after a JSON shape hold that shape.
+-- Times are in milliseconds since 1970, UTC. Columns for structured values contain JSON.
 
 CREATE TABLE jobs (
     id TEXT PRIMARY KEY,
     name TEXT NOT NULL,
     state TEXT NOT NULL,
-    -- Why, as a code and facts (JSON; see protocol/src/reason.rs), and the words of that.
+    -- The reason of the state, as a code with facts (JSON; see protocol/src/reason.rs), and as text.
     cause TEXT,
     reason TEXT,
     priority INTEGER NOT NULL,
@@ -27,42 +27,41 @@ CREATE TABLE jobs (
     created_at INTEGER NOT NULL,
     started_at INTEGER,
     finished_at INTEGER,
-    -- When it went back to the queue; NULL while it has not.
+    -- When the job last returned to the queue; NULL if it never did.
     waiting_since INTEGER,
     best TEXT,
     last TEXT NOT NULL DEFAULT '{}',
-    -- The newest event's number; events are numbered from 1 without a gap.
+    -- Sequence number of the newest event. Events are numbered from 1 without gaps.
     last_seq INTEGER NOT NULL DEFAULT 0,
-    -- What the sparkline and the newest values are computed from.
+    -- Data from which the sparkline and the newest values are computed (JSON).
     progress TEXT NOT NULL DEFAULT '{}',
-    -- Why its ranks are being stopped at somebody's wish.
+    -- The reason why the ranks are being stopped (JSON); NULL if they are not.
     stop TEXT,
-    -- Failed or lost attempts since it was last submitted or retried.
+    -- Number of failed or lost attempts since the job was submitted or last retried.
     restarts INTEGER NOT NULL DEFAULT 0,
-    -- Fencing token of the attempt that may write, its number and its secret (hexadecimal); NULL when none may.
+    -- Fencing token of the attempt that may write: number and secret (hexadecimal). NULL if no attempt may write.
     fencing_token INTEGER,
     fencing_secret TEXT,
-    -- What a fork began from. No reference: the other job may be deleted.
+    -- The job and checkpoint from which a fork began. Not a foreign key, because the other job may be deleted.
     parent_job TEXT,
     parent_checkpoint TEXT,
-    -- Whether a fork that others see began from a job that they do not see: then its `parent_job` is shown to those
-    -- alone who see that job.
+    -- Whether a visible fork began from a private job. Then `parent_job` is shown only to people who see that job.
     parent_private INTEGER NOT NULL DEFAULT 0,
-    -- Who submitted it: a person, or a token by its name. A private one is seen by its owner and admins alone.
+    -- Name of the person or token that submitted the job. Only the owner and admins see a private job.
     owner TEXT,
     private INTEGER NOT NULL DEFAULT 0,
-    -- What only a run from elsewhere has (JSON; see `External` in protocol/src/job.rs).
+    -- Additional fields of a run from elsewhere (JSON; see `External` in protocol/src/job.rs).
     external TEXT,
     -- Of a trial: the sweep that started it, and its number from 1. No reference: a backup restores tables by name.
     sweep TEXT,
     trial INTEGER,
-    -- A deleted job is not found any more from one moment to the next; its rows are removed bit by bit after that.
+    -- When the job was deleted. It is no longer found from then on, and its rows are removed in small steps.
     deleted_at INTEGER
 ) STRICT;
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
--- Those that hold slots, which a job of higher priority may need.
+-- Jobs that hold slots.
 CREATE INDEX jobs_live ON jobs (priority) WHERE fencing_token IS NOT NULL;
--- Of these, those that end or may be preempted: dispatch asks for them when a job does not fit.
+-- Jobs that hold slots and are ending or may be preempted. Dispatch reads them for jobs that do not fit.
 CREATE INDEX jobs_yielding ON jobs (priority) WHERE fencing_token IS NOT NULL
     AND (preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running'));
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
@@ -74,29 +73,29 @@ CREATE UNIQUE INDEX jobs_trials ON jobs (sweep, trial) WHERE sweep IS NOT NULL;
 CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
 
 CREATE TABLE attempts (
-    -- Grows with every attempt of any job, also past deleted ones.
+    -- Increases with every attempt of any job. Numbers of deleted attempts are not reused.
     fencing_token INTEGER PRIMARY KEY AUTOINCREMENT,
-    -- 128 random bits that only the attempt's agents know; NULL in rows of earlier versions, whose attempts are over.
+    -- 128 random bits (hexadecimal) that only the attempt's agents know. NULL in rows of earlier versions, whose attempts are over.
     fencing_secret TEXT,
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     attempt INTEGER NOT NULL,
-    -- [{agent_id, agent, ranks: [[rank, slot]]}]: one entry an agent; a job over several machines has several.
+    -- [{agent_id, agent, ranks: [[rank, slot]]}], one entry per agent.
     places TEXT NOT NULL,
-    -- Ids of those of its agents that keep its checkpoints on a disk of their own and not on the server's: a JSON list.
+    -- Ids of the attempt's agents that keep checkpoints on their own disks, not the server's (a JSON list).
     own_disks TEXT NOT NULL DEFAULT '[]',
-    -- The checkpoint it continues from: `<epoch>-<step>`.
+    -- The checkpoint from which the attempt continues: `<epoch>-<step>`.
     resume TEXT,
     started_at INTEGER NOT NULL,
     ended_at INTEGER,
-    -- How it ended: a state of its own, why, and at which step. NULL while it runs.
+    -- The attempt's end: its final state, the reason, and the step. NULL while the attempt runs.
     state TEXT,
     reason TEXT,
     step INTEGER,
     UNIQUE (job_id, attempt)
 ) STRICT;
 
--- A row is one event, or the points that a rank reported at once (`kind` is 'metrics'): bytes in `points`
--- (server/src/store/points.rs) and an empty `body`. To readers these are an event a column; the last has the row's number.
+-- A row is one event, or the points that a rank reported together (`kind` is 'metrics'): bytes in `points`
+-- (server/src/store/points.rs) and an empty `body`. Readers see one event per column of points; the last event has the row's `seq`.
 CREATE TABLE events (
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     seq INTEGER NOT NULL,
@@ -108,38 +107,38 @@ CREATE TABLE events (
     points BLOB,
     PRIMARY KEY (job_id, seq)
 ) STRICT, WITHOUT ROWID;
--- The newest report of a rank.
+-- For the newest report of a rank.
 CREATE INDEX events_rank ON events (job_id, rank, seq) WHERE kind = 'rank';
--- Points that are in no chunk yet: found by their number without a look at the log lines between.
+-- For points that are in no chunk yet, without reading other events.
 CREATE INDEX events_metrics ON events (job_id, seq) WHERE kind = 'metrics';
--- Log lines stand between a run's many points: found by their number without a look at those.
+-- For log lines, without reading the many points between them.
 CREATE INDEX events_log ON events (job_id, seq) WHERE kind = 'log';
--- Changes of state, of which a job has few: its history.
+-- For changes of state, which are few, in a job's history.
 CREATE INDEX events_state ON events (job_id, seq) WHERE kind = 'state';
 
--- How many records of each source of an attempt are stored; written with the events themselves.
+-- The number of stored records of each source of an attempt, written in the same transaction as the events.
 CREATE TABLE acknowledged (
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     attempt INTEGER NOT NULL,
-    -- A rank's number; -1, -2, ... for the agents, one each, as `places` orders them.
+    -- A rank's number, or -1, -2, ... for the agents in the order of `places`.
     source INTEGER NOT NULL,
     records INTEGER NOT NULL,
     PRIMARY KEY (job_id, attempt, source)
 ) STRICT, WITHOUT ROWID;
 
--- Metrics at scale: the points of `events`, again, as binary columns and as buckets of 16, 256, ... steps, so that
--- a chart reads at most a few buckets a pixel. The newest chunk of a series and level grows until it is full; the
--- others never change.
+-- The points of `events` in another form: as binary columns, and as buckets of 16, 256, ... steps, so that a chart
+-- reads at most a few buckets per pixel. The newest chunk of a series and level grows until it is full; the other
+-- chunks never change.
 CREATE TABLE metric_chunks (
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     name TEXT NOT NULL,
     rank INTEGER NOT NULL,
     attempt INTEGER NOT NULL,
-    -- 0: every point; k: buckets of 16^k steps.
+    -- 0: points; k: buckets of 16^k steps.
     level INTEGER NOT NULL,
     first_step INTEGER NOT NULL,
     last_step INTEGER NOT NULL,
-    -- See server/src/metrics/chunk.rs.
+    -- Encoded by server/src/metrics/chunk.rs.
     data BLOB NOT NULL
 ) STRICT;
 CREATE UNIQUE INDEX metric_chunks_by_series ON metric_chunks (job_id, name, level, rank, attempt, first_step, last_step);
@@ -148,7 +147,7 @@ CREATE TABLE metric_compaction (
     job_id TEXT PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
     -- Metric events up to this number are in chunks.
     watermark INTEGER NOT NULL,
-    -- Points of events up to this number are in chunks alone; a stream begins after it.
+    -- Points of events up to this number are only in chunks. A stream begins after it.
     removed INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
@@ -163,33 +162,33 @@ CREATE TABLE checkpoints (
     best INTEGER NOT NULL,
     size_bytes INTEGER NOT NULL,
     created_at INTEGER NOT NULL,
-    -- JSON: the validation pictures that the accuracy and the loss are of.
+    -- The validation pictures on which accuracy and loss were measured (JSON).
     validation TEXT,
     UNIQUE (job_id, epoch, step)
 ) STRICT;
 
--- The copies of checkpoints. No references: the row of an object store outlives its checkpoint until its objects are deleted, so one
--- without a checkpoint says what is left to delete. A folder appears on the server's disk whole or not at all; that it is there, the disk
--- says, so the server has a row only for one that is damaged.
+-- Copies of checkpoints. No foreign keys: the row of an object store outlives the checkpoint until the objects are deleted, so a row
+-- without a checkpoint is a copy that is still to be deleted. Complete copies on the server's disk have no rows, because a folder
+-- appears there complete or not at all. The server's disk has a row only for a damaged copy.
 CREATE TABLE checkpoint_copies (
     checkpoint_id TEXT NOT NULL,
-    -- `server`; `agent:` and the id of an agent that has written it whole, in the attempt that the checkpoint is of; or the address of an
-    -- object store (`serve --artifacts`).
+    -- `server`; `agent:` and the id of an agent that has written a complete copy, in the checkpoint's attempt; or the address of an object
+    -- store (`serve --artifacts`).
     location TEXT NOT NULL,
-    -- `copying`, `complete`, or `damaged`: what is there is missing or not what was written.
+    -- `copying`, `complete`, or `damaged`: files are missing or differ from what was written.
     state TEXT NOT NULL,
-    -- Of an object store: SHA-256 of the MANIFEST.json of a complete copy.
+    -- For an object store: SHA-256 of the MANIFEST.json of a complete copy.
     manifest TEXT,
-    -- Of an object store: the upload of a file in parts that was begun and has not ended: the object's path, a blank and the store's id of it.
+    -- For an object store: an unfinished multipart upload of a file, as the object's path, a space, and the upload's id.
     parts TEXT,
     PRIMARY KEY (checkpoint_id, location)
 ) STRICT, WITHOUT ROWID;
 
--- The object stores that are known, and by what each is known again.
+-- Known object stores, and the markers that identify them.
 CREATE TABLE artifact_stores (
     -- As in `checkpoint_copies.location`.
     store TEXT PRIMARY KEY,
-    -- What its LOCKSTEP.json names.
+    -- The marker in the store's LOCKSTEP.json.
     marker TEXT NOT NULL
 ) STRICT, WITHOUT ROWID;
 
@@ -218,7 +217,7 @@ CREATE TABLE idempotency (
     created_at INTEGER NOT NULL
 ) STRICT;
 
--- What people write on jobs, and machines that take no new work.
+-- Notes and tags of jobs.
 CREATE TABLE annotations (
     job_id TEXT PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
     notes TEXT NOT NULL,
@@ -226,8 +225,8 @@ CREATE TABLE annotations (
     tags TEXT NOT NULL
 ) STRICT;
 
--- Charts that somebody put together: of a job, and of a project for those of its jobs that have none of their own. Lists of panels
--- as protocol/src/panels.rs has them.
+-- Custom panels of charts: of a job, and of a project for its jobs without their own panels. Lists of `Panel` (JSON; see
+-- protocol/src/panels.rs).
 CREATE TABLE job_panels (
     job_id TEXT PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
     panels TEXT NOT NULL
@@ -238,7 +237,7 @@ CREATE TABLE project_panels (
     panels TEXT NOT NULL
 ) STRICT;
 
--- Histograms of weights and gradients, of at most 200 steps of a job.
+-- Histograms of weights and gradients, at most 200 steps per job.
 CREATE TABLE histograms (
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     layer TEXT NOT NULL,
@@ -246,78 +245,79 @@ CREATE TABLE histograms (
     kind TEXT NOT NULL,
     step INTEGER NOT NULL,
     attempt INTEGER NOT NULL,
-    -- Where it stands among the histograms of its step: in the network's order.
+    -- Index among the histograms of the step, in the network's order.
     place INTEGER NOT NULL,
     min REAL NOT NULL,
     max REAL NOT NULL,
-    -- 64 numbers of 32 bits, little-endian.
+    -- 64 integers of 32 bits, little-endian.
     counts BLOB NOT NULL,
     PRIMARY KEY (job_id, layer, kind, step)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX histograms_by_step ON histograms (job_id, step);
 
--- The layers of a job's network, as its newest attempt described them (protocol/src/network.rs).
+-- The layers of a job's network, as described by the newest attempt (JSON; see protocol/src/network.rs).
 CREATE TABLE networks (
     job_id TEXT PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
     attempt INTEGER NOT NULL,
     description TEXT NOT NULL
 ) STRICT;
 
+-- Drained agents, which take no new work.
 CREATE TABLE draining (
     agent_id TEXT PRIMARY KEY
 ) STRICT;
 
--- Means of what machines measured, a row a minute, kept for a day.
+-- Means of machines' measurements, one row per minute, kept for a day.
 CREATE TABLE machine_minutes (
     agent_id TEXT NOT NULL,
     -- Minutes since 1970.
     minute INTEGER NOT NULL,
-    -- See server/src/agents/machines/point.rs.
+    -- Encoded by server/src/agents/machines/point.rs.
     data BLOB NOT NULL,
     PRIMARY KEY (agent_id, minute)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX machine_minutes_by_minute ON machine_minutes (minute);
 
--- Who may do what. A token is 256 random bits, shown once; the table has its SHA-256 (hexadecimal).
+-- Tokens. A token has 256 random bits and is shown once; `hash` is its SHA-256 (hexadecimal).
 CREATE TABLE tokens (
     id TEXT PRIMARY KEY,
     name TEXT NOT NULL,
     hash TEXT NOT NULL UNIQUE,
     scope TEXT NOT NULL,
-    -- Of the scope `agent`: the agent's name and, once it is known, its id.
+    -- For the scope `agent`: the agent's name and, once known, the agent's id.
     agent TEXT,
     agent_id TEXT,
     created_at INTEGER NOT NULL,
     expires_at INTEGER,
     revoked_at INTEGER,
-    -- To the minute.
+    -- Accurate to the minute.
     last_used_at INTEGER,
-    -- The person whose token it is; NULL for programs' and machines'.
+    -- The person who owns the token; NULL for tokens of programs and machines.
     owner TEXT,
-    -- Id of the person's token that it was made with, and that it ends with.
+    -- Id of the person's token that created this token. Revoking that token also revokes this one.
     made_with TEXT
 ) STRICT;
 
 -- People who sign in, by name and password or by an account at an OpenID provider.
 CREATE TABLE people (
     name TEXT PRIMARY KEY,
-    -- Of the password: argon2id, as a PHC string. NULL: the person has none.
+    -- Argon2id hash of the password as a PHC string; NULL without a password.
     hash TEXT,
     role TEXT NOT NULL,
     created_at INTEGER NOT NULL,
     disabled_at INTEGER
 ) STRICT;
 
--- Accounts at OpenID providers, by what never changes of them, and as whom they sign in.
+-- Accounts at OpenID providers, by their permanent ids, and the people they sign in as.
 CREATE TABLE identities (
     issuer TEXT NOT NULL,
     subject TEXT NOT NULL,
-    -- NULL: an admin removed the person, and the account signs in again only when an admin binds it to somebody.
+    -- NULL: an admin removed the person. The account can sign in again only after an admin binds it to a person.
     person TEXT UNIQUE,
     PRIMARY KEY (issuer, subject)
 ) STRICT;
 
--- Browsers that are signed in: what the cookie holds, hashed, and the token that it stands for.
+-- Sessions of signed-in browsers: the hash of the cookie's value, and the id of the token or the person's principal.
 CREATE TABLE sessions (
     hash TEXT PRIMARY KEY,
     token_id TEXT NOT NULL,
@@ -325,43 +325,43 @@ CREATE TABLE sessions (
     expires_at INTEGER NOT NULL
 ) STRICT;
 
--- Who did what: every request that may change something, and sign-ins. Ids sort by time.
+-- The audit log: requests that may change something, and sign-ins. Ids sort by time.
 CREATE TABLE audit (
     id TEXT PRIMARY KEY,
     at INTEGER NOT NULL,
-    -- Name and id of the token; both empty for nobody.
+    -- Name and id of the token; both empty if the caller is unknown.
     who TEXT NOT NULL,
     token_id TEXT NOT NULL,
     address TEXT NOT NULL,
     -- Method and route, or `sign in`.
     action TEXT NOT NULL,
-    -- The address that was asked for.
+    -- The requested path and, if the path does not name it, the object that was created or changed.
     object TEXT NOT NULL,
     status INTEGER NOT NULL,
     request_id TEXT NOT NULL
 ) STRICT;
 CREATE INDEX audit_by_time ON audit (at);
 
--- Where messages about jobs go (https://www.standardwebhooks.com).
+-- Receivers of messages about jobs (https://www.standardwebhooks.com).
 CREATE TABLE webhooks (
     id TEXT PRIMARY KEY,
     url TEXT NOT NULL,
     -- `standard`, `slack`, ...
     form TEXT NOT NULL,
-    -- Only jobs of this project; NULL for all.
+    -- Only jobs of this project; NULL for all projects.
     project TEXT,
     -- ["job.failed", ...]
     events TEXT NOT NULL,
     enabled INTEGER NOT NULL,
-    -- What messages are signed with: `whsec_` and base64. Signing takes the secret itself, so it is no hash.
+    -- The secret that signs messages: `whsec_` and base64. It is not hashed, because signing needs the secret itself.
     secret TEXT NOT NULL,
     created_at INTEGER NOT NULL
 ) STRICT;
 
--- Messages: queued in the transaction that moves the job, kept for a while after their last attempt. No references: a backup restores
--- tables by name, and this one comes before `webhooks`.
+-- Messages, queued in the transaction that changes the job's state, and kept for a while after their last attempt. No foreign keys: a
+-- backup restores tables by name, and this table comes before `webhooks`.
 CREATE TABLE webhook_deliveries (
-    -- The header `webhook-id`. Ids sort by time.
+    -- Value of the header `webhook-id`. Ids sort by time.
     id TEXT PRIMARY KEY,
     webhook_id TEXT NOT NULL,
     -- NULL for a test.
@@ -370,7 +370,7 @@ CREATE TABLE webhook_deliveries (
     -- The body in the standard form.
     payload TEXT NOT NULL,
     created_at INTEGER NOT NULL,
-    -- When the next attempt is due; NULL when none follows.
+    -- When the next attempt is due; NULL if there is none.
     next_at INTEGER,
     -- [{at, status, error, secs}, ...]
     attempts TEXT NOT NULL DEFAULT '[]'
@@ -379,20 +379,20 @@ CREATE INDEX webhook_deliveries_over ON webhook_deliveries (webhook_id, id) WHER
 CREATE INDEX webhook_deliveries_due ON webhook_deliveries (webhook_id, next_at, id) WHERE next_at IS NOT NULL;
 CREATE INDEX webhook_deliveries_job ON webhook_deliveries (job_id) WHERE job_id IS NOT NULL;
 
--- Versions of registered models: names for checkpoints. A row never changes but for `deleted_at`: a number is not given again. No
--- references: a job is not deleted while it has versions, and rows of removed versions outlive it.
+-- Versions of registered models, which name checkpoints. Only `deleted_at` of a row changes, because numbers are not reused. No foreign
+-- keys: a job is not deleted while it has versions, and rows of removed versions outlive the job.
 CREATE TABLE model_versions (
     model TEXT NOT NULL,
     -- From 1.
     version INTEGER NOT NULL,
     job_id TEXT NOT NULL,
     checkpoint_id TEXT NOT NULL,
-    -- JSON: the dataset's content at the job's first start; NULL if it is not known.
+    -- Fingerprint of the dataset at the job's first start (JSON); NULL if unknown.
     dataset_fingerprint TEXT,
-    -- JSON: versions of the programs that wrote the checkpoint, by name.
+    -- Versions of the programs that wrote the checkpoint, by name (JSON).
     programs TEXT NOT NULL,
     description TEXT NOT NULL,
-    -- A person's or a token's name.
+    -- Name of a person or token.
     registered_by TEXT,
     registered_at INTEGER NOT NULL,
     deleted_at INTEGER,
@@ -400,7 +400,7 @@ CREATE TABLE model_versions (
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX model_versions_by_job ON model_versions (job_id) WHERE deleted_at IS NULL;
 
--- Names that move from version to version of a model.
+-- Aliases: names that can be moved from one version of a model to another.
 CREATE TABLE model_aliases (
     model TEXT NOT NULL,
     alias TEXT NOT NULL,

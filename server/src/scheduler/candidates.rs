@@ -1,4 +1,4 @@
-//! Agents that a job may be started on, and which of them can share one.
+//! Agents on which a job may be started, and groups of agents that can share a job.
 
 use super::AgentState;
 use lockstep_protocol::{
@@ -13,25 +13,26 @@ use std::{
     sync::Arc,
 };
 
-/// Agents that can share a job, by their place in the list of candidates.
+/// Agents that can share a job, by their indices in the list of candidates.
 pub(super) type Group = Vec<usize>;
 
-/// An agent that a job may be started on.
+/// An agent on which a job may be started.
 #[derive(Clone)]
 pub(super) struct Candidate {
     pub(super) agent: Arc<AgentState>,
-    /// Slots of the kind that the job needs, and those of them that are free.
+    /// Slots of the kind that the job needs.
     pub(super) all: Vec<u32>,
+    /// The free slots among `all`.
     pub(super) free: Vec<u32>,
-    /// Where the first of them is among the agent's slots.
+    /// Position of the first slot of `all` in the agent's list of slots.
     first: Option<usize>,
 }
 
-/// Agents that a job may be started on, by name.
+/// Agents on which a job may be started, by name.
 #[derive(Clone)]
 pub(super) struct Candidates {
     list: Vec<Candidate>,
-    /// Those that can share a job; which slots are free does not matter for that.
+    /// Groups of candidates that can share a job, regardless of which slots are free.
     pub(super) groups: Groups,
 }
 
@@ -48,7 +49,7 @@ impl Candidates {
         Self { groups: groups(&list), list }
     }
 
-    /// Adds slots that are going to be free behind those that are.
+    /// Adds a slot that will become free, after the slots that are free now.
     pub(super) fn free(&mut self, candidate: usize, slot: u32) {
         if let Some(candidate) = self.list.get_mut(candidate)
             && candidate.all.contains(&slot)
@@ -78,12 +79,12 @@ impl Candidate {
         self.agent.row.slots.get(self.first?)
     }
 
-    /// The name of the kind of its slots.
+    /// The kind of the candidate's slots.
     pub(super) fn device(&self) -> &str {
         self.first().map_or("", |slot| slot.device.as_str())
     }
 
-    /// So many of its free slots, of as few groups that NVLink joins as possible.
+    /// Takes free slots for `ranks` ranks, from as few NVLink groups as possible.
     pub(super) fn take(&self, ranks: usize) -> Vec<u32> {
         if self.has_no_links() {
             return self.free[..ranks.min(self.free.len())].to_vec();
@@ -91,7 +92,7 @@ impl Candidate {
         self.linked(ranks).concat()
     }
 
-    /// How many groups [`Candidate::take`] takes slots of: the fewer, the better they are linked.
+    /// Number of NVLink groups from which [`Candidate::take`] takes slots. Fewer groups have faster links.
     pub(super) fn linked_groups(&self, ranks: usize) -> usize {
         if self.has_no_links() {
             return ranks.min(self.free.len());
@@ -108,7 +109,7 @@ impl Candidate {
         let mut left = ranks.min(self.free.len());
         let mut taken = Vec::new();
         while left > 0 && !groups.is_empty() {
-            // The smallest that has what is left, because large gaps stay for large jobs, else the largest.
+            // The smallest group with enough slots, so that large gaps stay for large jobs; otherwise the largest group.
             let enough = (0..groups.len()).filter(|n| groups[*n].len() >= left);
             let next = enough.min_by_key(|n| groups[*n].len()).unwrap_or(0);
             let mut group = groups.remove(next);
@@ -119,25 +120,25 @@ impl Candidate {
         taken
     }
 
-    /// Its free slots by the groups that NVLink joins, the largest first. A slot that is joined to no other is a group of its own.
+    /// The free slots by NVLink group, the largest group first. A slot without NVLink is a group of its own.
     fn free_groups(&self) -> Vec<Vec<u32>> {
         let joined = &self.agent.row.machine.nvlink_groups;
         let of = |group: &Vec<u32>| self.free.iter().copied().filter(|slot| group.contains(slot)).collect();
         let is_alone = |slot: &u32| !joined.iter().any(|group| group.contains(slot));
         let mut groups: Vec<Vec<u32>> = joined.iter().map(of).collect();
         groups.extend(self.free.iter().copied().filter(is_alone).map(|slot| vec![slot]));
-        // Stable: groups are in the order in which the agent named them.
+        // The sort is stable: equal groups stay in the agent's order.
         groups.sort_by_key(|group| Reverse(group.len()));
         groups
     }
 
-    /// What its slots are: `NVIDIA H200`.
+    /// The model of the candidate's slots, such as `NVIDIA H200`.
     pub(super) fn model(&self) -> &str {
         self.first().map_or("", |slot| slot.name.as_str())
     }
 }
 
-/// The slots of a machine that ranks of such a job may run in.
+/// The slots in which ranks of a job for `device` may run.
 pub(super) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
     let of = |kind: &str| -> Vec<u32> {
         slots.iter().filter(|slot| slot.device == kind).map(|slot| slot.index).collect()
@@ -146,18 +147,18 @@ pub(super) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
     kinds.into_iter().find(|found| !found.is_empty()).unwrap_or_default()
 }
 
-/// Whether only the machine itself reaches this address.
+/// Whether an address is reachable only from its own machine.
 fn is_loopback(address: &str) -> bool {
     address.parse().map_or(address.eq_ignore_ascii_case("localhost"), |ip: IpAddr| ip.is_loopback())
 }
 
-/// The address by which other machines reach one, if they do.
+/// The address at which other machines reach a machine; `None` if they cannot.
 pub(crate) fn address(machine: &Machine) -> Option<&str> {
     machine.address.as_deref().filter(|address| !is_loopback(address))
 }
 
-/// How fast ranks on each of these candidates reach the others, in Mbit/s. Of one whose speed is unknown it is that of the slowest that is
-/// known. Agents of one machine need no network.
+/// Network speed of each candidate of a group, in Mbit/s. An unknown speed counts as the slowest known speed. Agents on one machine need
+/// no network.
 pub(super) fn link_speeds(candidates: &[Candidate], group: &Group) -> BTreeMap<usize, u32> {
     let machine = |c: &usize| &candidates[*c].agent.row.machine;
     let mut networks = group.iter().map(|c| machine(c).network_id.as_deref());
@@ -169,12 +170,12 @@ pub(super) fn link_speeds(candidates: &[Candidate], group: &Group) -> BTreeMap<u
     group.iter().map(|c| (*c, machine(c).interface_mbits.unwrap_or(slowest))).collect()
 }
 
-/// Groups of agents, each with whether their models differ.
+/// Groups of agents, each with a flag: the slots are of different models.
 pub(super) type Groups = Arc<[(Group, bool)]>;
 
-/// The largest groups of candidates that reach each other and have slots of one kind, with whether their models differ.
+/// The largest groups of candidates that reach each other and have slots of one kind, each with a flag: the slots are of different models.
 fn groups(candidates: &[Candidate]) -> Groups {
-    // Older agents tell no network and do not know how to share a job.
+    // Agents that report neither a network nor an address cannot share a job.
     let mut networks: BTreeMap<&str, Group> = BTreeMap::new();
     let mut over_network = Group::new();
     for (c, candidate) in candidates.iter().enumerate().filter(|(_, candidate)| !candidate.all.is_empty()) {

@@ -1,4 +1,4 @@
-//! Dispatch: carries out what the scheduler plans, and fences attempts whose lease has expired.
+//! Dispatch: carries out the scheduler's plans, and fences attempts whose lease has expired.
 
 use crate::{
     agents::leases::{EndAt, Expired},
@@ -35,29 +35,29 @@ mod unreported;
 pub(crate) use ends::{declined, ended_at, leaves, left, ready, wanted};
 pub(crate) use needs::is_checkpoint_id;
 
-/// Time between two rounds without a notification.
+/// Interval between two rounds without a notification.
 const POLL: Duration = Duration::from_millis(500);
-/// How often all waiting jobs are compared with the store.
+/// Interval between two comparisons of all waiting jobs with the store.
 const COMPARE_EVERY: Duration = Duration::from_secs(2);
 
-/// Time between two rounds while ranks of an attempt have lost each other, so that an agent that is gone is given up at once.
+/// Interval between two rounds while ranks of an attempt have lost each other, so that a lost agent is given up at once.
 const POLL_LOST: Duration = Duration::from_millis(100);
-/// Longest wait of a round for reported ends of attempts that are not stored yet. A slow database does not delay the round further.
+/// Maximum wait of a round for reported ends of attempts that are not stored yet. A slow database does not delay the round further.
 const ENDS_WAIT: Duration = Duration::from_millis(100);
-/// Heartbeats after which a silent agent counts as gone, if ranks of its attempt have lost each other.
+/// Number of heartbeat intervals after which a silent agent counts as lost, if ranks of its attempt have lost each other.
 const LATE: f64 = 1.25;
-/// Shortest silence after which an agent counts as gone.
+/// Minimum silence after which an agent counts as lost.
 const SILENT: Duration = Duration::from_secs(1);
 /// Time in which agents reconnect after the start of the server: they try every 3 s.
 const BACK_WITHIN: Duration = Duration::from_secs(4);
 
-/// At start, gives every attempt that may write one full lease, within which its agent must report.
+/// At the server's start, gives each attempt that may write a full lease, within which its agents must report.
 pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
     for AttemptRow { attempt, places, .. } in scheduler.store.live_attempts().await? {
         let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
-        // Whether its agents got the order to start is known once they have reconnected.
+        // The agents report after reconnecting whether they got the order to start.
         scheduler.agents.leases.hold(attempt.clone(), places, false);
-        // The `Welcome` of an agent repeats the request to stop.
+        // The `Welcome` message to an agent repeats an order to stop.
         scheduler.agents.leases.note_stop_requested(&attempt);
         if agents.len() > 1
             && let Some(row) = scheduler.store.job(&attempt.job).await?
@@ -74,13 +74,13 @@ pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
     Ok(())
 }
 
-/// Checks leases and queue until dropped.
+/// Checks leases and plans starts until dropped.
 pub(crate) async fn run(scheduler: Arc<Scheduler>) {
     let unstored = Unstored::default();
     tokio::join!(rounds(&scheduler, &unstored), comparisons(&scheduler), unstored.store_all(&scheduler));
 }
 
-/// Compares the queue with the store. A task of its own, because the comparison of a long queue would delay rounds.
+/// Compares the queue with the store. This is a separate task, because the comparison of a long queue would delay rounds.
 async fn comparisons(scheduler: &Scheduler) {
     let mut failing = Failing::default();
     loop {
@@ -107,11 +107,11 @@ async fn rounds(scheduler: &Scheduler, unstored: &Unstored) {
         match round(scheduler, unstored).await {
             Ok(()) => {
                 if let Some(failures) = failing.ended() {
-                    tracing::info!(failures, "dispatch does its rounds again");
+                    tracing::info!(failures, "rounds of dispatch succeed again");
                 }
             }
             Err(error) if failing.is_new(&error) => {
-                tracing::warn!(%error, "dispatch could not do its round; trying again");
+                tracing::warn!(%error, "a round of dispatch failed; trying again");
             }
             Err(_) => {}
         }
@@ -125,7 +125,7 @@ async fn rounds(scheduler: &Scheduler, unstored: &Unstored) {
 
 async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
     for expired in scheduler.agents.leases.expired() {
-        // Its agent may have come back while others were given up.
+        // The agent may have reconnected while other agents were given up.
         if scheduler.agents.leases.is_renewed(&expired) {
             continue;
         }
@@ -146,7 +146,7 @@ async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
         let ended = expire(scheduler, expired, (silence * 10.0).round() / 10.0, Some(how)).await;
         skip_permanent_error(&job, ended)?;
     }
-    // Claims would wait for the transaction of these ends anyway, and the freed slots would wait for the next round.
+    // Claims would wait for the transaction of these ends anyway, and the freed slots would not be used before the next round.
     if scheduler.agents.inbox.has_ends() {
         let _ = tokio::time::timeout(ENDS_WAIT, scheduler.agents.inbox.flush()).await;
     }
@@ -205,7 +205,7 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     Ok(Snapshot { now, started_at, agents, waiting, yielding, fair_share, slots_of_shares, checkpoints })
 }
 
-/// Running jobs whose slots other jobs may count on, by priority.
+/// Running jobs whose slots other jobs may count on, by ascending priority.
 async fn yielding(scheduler: &Scheduler) -> Result<Vec<Yielding>> {
     let (mut by, ending) = (scheduler.store.yielding().await?, scheduler.agents.leases.ending());
     let known: HashSet<JobId> = by.iter().map(|by| by.job.clone()).collect();
@@ -240,16 +240,16 @@ async fn carry_out(
     let planned = plan.starts.len();
     let mut starts = std::mem::take(&mut plan.starts).into_iter();
     for preemption in std::mem::take(&mut plan.preemptions) {
-        // Earlier starts come first: if one of them fails, its slots are free, and this preemption is not needed.
+        // Starts before this preemption come first: if one of them fails, its slots are free, and the preemption may not be needed.
         let before = preemption.starts_before - (planned - starts.len());
         let before = starts.by_ref().take(before).collect();
         if !start_all(scheduler, before).await? || !preempt(scheduler, snapshot, &preemption).await? {
-            // The next plan says why the job waits.
+            // The next plan has the reason why the job waits.
             let id = &preemption.row.job.id;
             plan.waiting.iter_mut().filter(|of| of.row.job.id == *id).for_each(|of| of.why = None);
         }
     }
-    // Starts come before everything else.
+    // Starts come before less urgent work.
     start_all(scheduler, starts.collect()).await?;
     let waiting: Vec<_> = plan.waiting.iter().map(|waiting| waiting.row.job.id.clone()).collect();
     scheduler.checkpoints.waits.keep(&waiting);
@@ -320,7 +320,7 @@ pub(crate) enum Wish {
 /// Cancels or pauses a job: at once if none of its ranks run, otherwise by ordering its agents to stop them.
 ///
 /// # Errors
-/// The job's state forbids it, or there is no such job.
+/// The job's state forbids the request, or there is no such job.
 pub(crate) async fn stop(scheduler: &Scheduler, id: &JobId, wish: Wish) -> Result<Job> {
     let places = scheduler.agents.leases.places_of(id);
     let online = scheduler.agents.online();

@@ -1,4 +1,4 @@
-//! Fewer ranks than a job has: how a job continues that has lost an attempt, and for all ranks of which there is no place.
+//! Fewer ranks: how a job that has lost an attempt continues if not all of its ranks fit.
 
 use super::{
     Snapshot,
@@ -12,29 +12,29 @@ use lockstep_protocol::{
 };
 use std::collections::HashSet;
 
-/// What a job may do that waits for a place for all its ranks.
+/// The numbers of ranks on which a job may continue if not all of its ranks fit.
 pub(super) struct Fewer {
-    /// Ranks that it may have instead, most first.
+    /// Smaller numbers of ranks, the largest first.
     ranks: Vec<u32>,
-    /// It has waited for long enough.
+    /// Whether the job has waited for `recovery.wait_seconds`.
     now: bool,
 }
 
 impl Fewer {
-    /// None where the job waits for all its ranks, however long that takes.
+    /// `None` if the job waits for all of its ranks without a time limit.
     pub(super) fn of(snapshot: &Snapshot, row: &JobRow) -> Option<Self> {
         let ranks = if row.job.has_lost_attempt() { row.job.spec.fewer_ranks() } else { Vec::new() };
         if ranks.is_empty() {
             return None;
         }
-        // A server that has just started does not know yet which agents are there.
+        // Counts from the server's start at the earliest, because agents may still be reconnecting then.
         let since = row.waiting_since.unwrap_or(row.job.created_at).max(snapshot.started_at);
         let waited = snapshot.now.duration_since(since).as_secs();
         let now = waited >= i64::from(row.job.spec.recovery.wait_seconds);
         Some(Self { ranks, now })
     }
 
-    /// The agents to start the job on now, with the slots to take there, and what it says of that.
+    /// Chooses agents and slots to start the job on fewer ranks now. Also returns the reason.
     pub(super) fn choose(
         &self,
         job: &Job,
@@ -48,20 +48,20 @@ impl Fewer {
             ranks,
             slots_needed: job.ranks,
             secs: job.spec.recovery.wait_seconds.into(),
-            // Without what was to follow from it.
+            // The cause without its consequence.
             detail: job.cause.as_ref().map(|why| why.kind().to_string().into()),
         };
         Some((chosen, fewer.into()))
     }
 
-    /// The agents to keep for the job, where none have room for all its ranks.
+    /// Chooses agents to reserve for fewer ranks.
     pub(super) fn reserve(&self, candidates: &Candidates) -> Option<Vec<usize>> {
         self.ranks.iter().find_map(|ranks| reserve(candidates, *ranks as usize))
     }
 
-    /// What the job takes once it has waited for long enough, in words.
+    /// A text about the number of ranks that the job takes after its wait.
     pub(super) fn in_words(&self, job: &Job) -> Option<Text> {
         let least = self.ranks.last()?;
-        Some(format!("after {} s it takes fewer, {least} at least", job.spec.recovery.wait_seconds).into())
+        Some(format!("after {} s it takes fewer, at least {least}", job.spec.recovery.wait_seconds).into())
     }
 }

@@ -1,6 +1,6 @@
-//! Which agents get a job. One where one has enough slots: of those whose slots are linked best the fullest. Else as few as possible, with
-//! slots of one kind and, where that takes no further machine, of one model; of so many those whose slowest network link is fastest. They
-//! must reach each other.
+//! The choice of a job's agents. If one agent has enough slots, it is the fullest of the agents with the best links. Otherwise as few
+//! agents as possible are chosen that reach each other and have slots of one kind: slots of one model if that needs no further machine, and
+//! then the agents whose slowest network link is fastest.
 
 use super::{
     AgentState,
@@ -10,7 +10,7 @@ use crate::store::AgentRow;
 use lockstep_protocol::spec::Device;
 use std::{cmp::Reverse, collections::HashSet, sync::Arc};
 
-/// Slots of several machines.
+/// Numbers of slots and machines.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Sum {
     pub(crate) slots: usize,
@@ -18,14 +18,14 @@ pub(crate) struct Sum {
     pub(crate) machines: usize,
 }
 
-/// The fewest of `group` that have so many slots together, those with most first. The last one is the fullest that has what is left:
-/// large gaps stay for large jobs.
+/// The fewest candidates of `group` that have `ranks` slots together, by descending number of slots. The last candidate is the fullest that
+/// has the remaining slots, so that large gaps stay for large jobs. `slots`: number of available slots of a candidate.
 fn fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option<Group> {
     if group.iter().map(|c| slots(*c)).sum::<usize>() < ranks {
         return None;
     }
     let mut group = group.clone();
-    // Stable: candidates are in the order of their names.
+    // The sort is stable: equal candidates stay in the order of their names.
     group.sort_by_key(|c| Reverse(slots(*c)));
     let mut left = ranks;
     let mut chosen = Group::new();
@@ -44,7 +44,8 @@ fn fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option
     None
 }
 
-/// What `choose` finds in a group: with the fastest links that take no further machine. Also the speed of the slowest of them.
+/// Applies `choose` to the candidates of a group with the fastest links, as long as that needs no further machine. Also returns the speed
+/// of the slowest chosen link.
 fn over_fastest(
     candidates: &Candidates,
     group: &Group,
@@ -64,7 +65,7 @@ fn over_fastest(
     Some((found, slowest))
 }
 
-/// The agents to start a job of so many ranks on now, with the slots to take there, rank 0's first.
+/// Chooses agents and slots to start a job of `ranks` ranks now. The first agent gets rank 0.
 pub(super) fn choose(
     candidates: &Candidates,
     ranks: usize,
@@ -88,7 +89,7 @@ pub(super) fn choose(
         })
         .min_by_key(|(chosen, is_mixed, slowest)| (chosen.len(), *is_mixed, Reverse(*slowest)))?
         .0;
-    // Agents of a launch serve this job alone, and ranks are in the order of its list of machines.
+    // Agents of a launch serve only this job, and ranks are in the order of the launch's list of machines.
     if found.iter().all(|c| candidates[*c].agent.only_job.is_some()) {
         found.sort_unstable();
     }
@@ -101,9 +102,9 @@ pub(super) fn choose(
     Some(found.into_iter().map(take).collect())
 }
 
-/// The agents to keep for a job that waits: those that come to have enough slots soonest, over the
-/// fastest links that take no further machine. Of equal machines these are the ones
-/// that have most free, so a later round never keeps fewer free slots. None when all machines together have too few.
+/// Chooses agents to reserve for a waiting job: the agents that will have enough slots soonest, with the fastest links that need no further
+/// machine. Of equal machines, those with most free slots are chosen, so that a later round never reserves fewer free slots. `None` if all
+/// machines together have too few slots.
 pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
     let size = |c: usize| (candidates[c].all.len(), candidates[c].free.len());
     let one = (0..candidates.len()).filter(|c| candidates[*c].all.len() >= ranks).max_by_key(|c| size(*c));
@@ -132,7 +133,7 @@ pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
     best.map(|(group, ..)| group)
 }
 
-/// The most slots that one job can have: of one machine, or of several that can share a job.
+/// The maximum number of slots that one job can have, on one machine or on several that can share a job.
 pub(super) fn most(candidates: &Candidates) -> Sum {
     let sum = |group: &[usize]| Sum {
         slots: group.iter().map(|c| candidates[*c].all.len()).sum(),
@@ -143,7 +144,7 @@ pub(super) fn most(candidates: &Candidates) -> Sum {
     single.chain(candidates.groups.iter().map(|(group, _)| sum(group))).max().unwrap_or_default()
 }
 
-/// As [`most`], over agents that take every job.
+/// Like [`most`], for agents that take every job.
 pub(crate) fn most_slots(agents: impl IntoIterator<Item = Arc<AgentRow>>, device: Device) -> Sum {
     let candidate = |row| Candidate::of(Arc::new(AgentState::idle(row)), &HashSet::new(), device);
     most(&Candidates::new(agents.into_iter().map(candidate).collect()))

@@ -1,5 +1,5 @@
-//! The newest plan, as pages and REST show it: the place of each waiting job in the queue, why it waits, and what is kept for it. A job's
-//! own `reason` may say how its last attempt ended instead, which is more useful where only one is shown.
+//! The newest plan for pages and REST: each waiting job's place in the queue, the reason why it waits, and its reservations. The stored
+//! `reason` of a job may instead be the end of its last attempt, which is more useful where only one reason is shown.
 
 use super::{Plan, Reservation};
 use crate::lifecycle;
@@ -12,13 +12,13 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// Not stored: a restarted server plans anew.
+/// The newest plan. It is not stored, because a restarted server plans anew.
 #[derive(Debug, Default)]
 pub(crate) struct LastPlan(Mutex<Shown>);
 
 #[derive(Debug, Default)]
 struct Shown {
-    /// Place, from 1, and reason of each waiting job.
+    /// Place (from 1) and reason of each waiting job.
     waiting: HashMap<JobId, (u64, Option<Arc<Reason>>)>,
     /// In the order of the queue.
     reservations: Vec<Reservation>,
@@ -29,8 +29,8 @@ impl LastPlan {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Replaces the plan by a newer one. A reservation of the same job on the same machine keeps its age, and a job that the newer plan has
-    /// no reason for keeps the reason that it had.
+    /// Replaces the plan by a newer one. A reservation of the same job on the same machine keeps its age. A job without a reason in the
+    /// newer plan keeps its previous reason.
     pub(crate) fn replace(&self, plan: Plan) {
         let mut shown = self.lock();
         let before = std::mem::take(&mut *shown);
@@ -49,7 +49,7 @@ impl LastPlan {
         shown.reservations = plan.reservations.into_iter().map(since_before).collect();
     }
 
-    /// A job's place in the queue and why it waits. `None` before the job was looked at, and once it does not wait any more.
+    /// A job's place in the queue and the reason why it waits. `None` if the newest plan has no such waiting job.
     pub(crate) fn of(&self, job: &JobId) -> Option<Waiting> {
         let shown = self.lock();
         let (place, why) = shown.waiting.get(job)?;
@@ -59,12 +59,12 @@ impl LastPlan {
     /// Sorts jobs by their place. Jobs that were queued since the plan was made keep their order, at the end.
     pub(crate) fn sort<T>(&self, jobs: &mut [T], id: impl Fn(&T) -> &JobId) {
         let shown = self.lock();
-        // Stable.
+        // The sort is stable.
         jobs.sort_by_cached_key(|job| shown.waiting.get(id(job)).map_or(u64::MAX, |(place, _)| *place));
     }
 
-    /// Fills in a waiting job's place and current reason. The number of free slots changes without an event of the job, so the stored reason
-    /// may be outdated.
+    /// Fills in a waiting job's place and current reason. The number of free slots changes without an event of the job, so the stored
+    /// reason may be outdated.
     pub(crate) fn tell(&self, job: &mut Job) {
         if !job.state.is_waiting() {
             return;
@@ -76,12 +76,12 @@ impl LastPlan {
         }
     }
 
-    /// What is kept for waiting jobs, in the order of the queue.
+    /// The reservations of waiting jobs, in the order of the queue.
     pub(crate) fn reservations(&self) -> Vec<Reservation> {
         self.lock().reservations.clone()
     }
 
-    /// The job has started: nothing is kept for it.
+    /// Removes the reservations of a job that has started.
     pub(crate) fn release(&self, job: &JobId) {
         self.lock().reservations.retain(|kept| kept.job != *job);
     }

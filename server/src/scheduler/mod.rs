@@ -1,18 +1,19 @@
 //! The scheduler: which waiting job gets which slots, and why the others wait.
 //!
 //! [`plan`] is a pure function from a [`Snapshot`] to a [`Plan`]. Dispatch takes the snapshot and carries out the plan; pages and REST show
-//! the newest plan ([`LastPlan`]). The rules, in the order in which a job meets them:
+//! the newest plan ([`LastPlan`]). The rules, in the order in which they are applied to a job:
 //!
-//! 1. Jobs are looked at by priority, then fair share (`share.rs`), then age. Slots that a job gets or keeps are gone for those behind it.
+//! 1. Jobs are considered by priority, then fair share (`share.rs`), then age. Slots that a job gets or reserves are not available to later
+//!    jobs.
 //! 2. A job that cannot be read never starts. A restarting job first waits for its backoff.
-//! 3. A job gets all of its slots or none: of one agent, else of the fewest that reach each other (`gang.rs`). An agent that is drained,
-//!    leaves, is silent or was given up takes no job, and an agent of a launch takes that launch's job only.
-//! 4. A job that does not fit counts on slots of jobs that end, then on those of preemptible jobs of lower priority (`preempt.rs`). These
-//!    slots are kept for it.
+//! 3. A job gets all of its slots or none: on one agent, otherwise on the fewest agents that reach each other (`gang.rs`). An agent that is
+//!    drained, is being stopped, is silent or was given up takes no job, and an agent of a launch takes only the launch's job.
+//! 4. A job that does not fit counts on slots of jobs that are ending, then on slots of preemptible jobs of lower priority (`preempt.rs`).
+//!    These slots are reserved for the job.
 //! 5. A job that has lost an attempt takes fewer ranks once it has waited for `recovery.wait_seconds` (`fewer.rs`).
-//! 6. Otherwise the agents that will have room for the job soonest are kept for it, so that small jobs do not starve a large one.
-//! 7. A job that has its slots may have to wait for its newest checkpoint. Others get the slots meanwhile, unless the checkpoint is only
-//!    being checked.
+//! 6. Otherwise the agents that will have room for the job soonest are reserved for it, so that small jobs do not starve a large one.
+//! 7. A job that has its slots may have to wait for its newest checkpoint. Other jobs get the slots meanwhile, unless the checkpoint is
+//!    only being checked.
 
 use crate::{
     agents::Agents,
@@ -57,10 +58,10 @@ pub(crate) use last_plan::LastPlan;
 pub(crate) use round::device_for;
 pub(crate) use waiting_jobs::WaitingJobs;
 
-/// Restart backoff: the first restart is immediate, and the second waits for the first pause.
+/// Backoff of restarts: the first restart is immediate, and the second waits for the first pause.
 const RESTART: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 
-/// The queue, the newest plan, and what carries plans out.
+/// The queue, the newest plan, and the parts of the server that carry out plans.
 pub(crate) struct Scheduler {
     pub(crate) config: Arc<ServeConfig>,
     pub(crate) store: Arc<dyn Store>,
@@ -72,7 +73,7 @@ pub(crate) struct Scheduler {
     pub(crate) waiting: Arc<WaitingJobs>,
     pub(crate) last_plan: LastPlan,
     pub(crate) tasks: Tasks,
-    /// When this server started: by the wall clock, and on the monotonic clock.
+    /// When this server started, on the wall clock and on the monotonic clock.
     started_at: Timestamp,
     up_since: Instant,
 }
@@ -100,11 +101,11 @@ impl Scheduler {
     }
 }
 
-/// Everything that decides which job gets which slots.
+/// The input of a plan.
 #[derive(Debug)]
 pub(crate) struct Snapshot {
     pub(crate) now: Timestamp,
-    /// When the server started. It does not know at once which agents are there.
+    /// When the server started. Shortly after, agents may still be reconnecting.
     pub(crate) started_at: Timestamp,
     /// The connected agents, by name.
     pub(crate) agents: Vec<Arc<AgentState>>,
@@ -123,7 +124,7 @@ pub(crate) struct Snapshot {
 #[derive(Debug, Clone)]
 pub(crate) struct AgentState {
     pub(crate) row: Arc<AgentRow>,
-    /// The only job that it takes.
+    /// The only job that the agent takes (`None`: any job).
     pub(crate) only_job: Option<JobId>,
     pub(crate) takes_work: bool,
     pub(crate) is_drained: bool,
@@ -135,31 +136,31 @@ pub(crate) struct AgentState {
 #[derive(Debug, Clone)]
 pub(crate) struct Yielding {
     pub(crate) by: Occupant,
-    /// Its slots become free soon without preemption.
+    /// Whether the job's slots become free soon without preemption.
     pub(crate) ends: bool,
     pub(crate) slots: Vec<(String, u32)>,
 }
 
-/// What follows from a snapshot.
+/// The decisions that follow from a snapshot.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
-    /// In the order in which the jobs were looked at.
+    /// In the order in which the jobs were considered.
     pub(crate) starts: Vec<Start>,
     pub(crate) preemptions: Vec<Preemption>,
-    /// Jobs that wait on, in the order in which they were looked at.
+    /// Jobs that keep waiting, in the order in which they were considered.
     pub(crate) waiting: Vec<WaitingJob>,
     pub(crate) reservations: Vec<Reservation>,
-    /// Jobs that have slots and may have to wait for a checkpoint, with the agent of rank 0, where the snapshot does not know. The plan
-    /// assumes that they need not wait, and must not be carried out before the snapshot knows.
+    /// Jobs that have slots and may have to wait for a checkpoint that the snapshot does not contain, with the agent of rank 0. The plan
+    /// assumes that they need not wait. It must not be carried out before the snapshot contains these checkpoints.
     pub(crate) unknown: Vec<(Arc<JobRow>, String)>,
 }
 
-/// A job that starts, with the agents and their slots, rank 0's first.
+/// A job that starts, with agents and slots. The first agent gets rank 0.
 #[derive(Debug)]
 pub(crate) struct Start {
     pub(crate) row: Arc<JobRow>,
     pub(crate) chosen: Vec<(Arc<AgentState>, Vec<u32>)>,
-    /// With how many ranks and why, if these are fewer than the job's.
+    /// The number of ranks and the reason, if the job starts on fewer ranks.
     pub(crate) fewer: Option<Reason>,
 }
 
@@ -168,21 +169,21 @@ pub(crate) struct Start {
 pub(crate) struct Preemption {
     pub(crate) row: Arc<JobRow>,
     pub(crate) victims: Vec<JobId>,
-    /// Jobs that end already, and whose slots are counted on.
+    /// Jobs that are already ending and whose slots the waiting job counts on.
     pub(crate) ending: Vec<JobId>,
-    /// How many of the plan's starts come before it.
+    /// Number of the plan's starts that come before this preemption.
     pub(crate) starts_before: usize,
 }
 
-/// A job that waits on.
+/// A job that keeps waiting.
 #[derive(Debug)]
 pub(crate) struct WaitingJob {
     pub(crate) row: Arc<JobRow>,
-    /// `None` while the job's own cause says it: the job waits for its backoff, or its lost attempt is not dealt with yet.
+    /// `None` if the job's own cause is the reason: the job waits for its backoff, or its lost attempt is not handled yet.
     pub(crate) why: Option<Arc<Reason>>,
 }
 
-/// What is kept for a waiting job on one agent.
+/// The slots that are reserved for a waiting job on one agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Reservation {
     pub(crate) job: JobId,
@@ -191,17 +192,17 @@ pub(crate) struct Reservation {
     pub(crate) free: Vec<u32>,
     /// Reserved slots of jobs that are ending.
     pub(crate) ending: Vec<u32>,
-    /// Jobs behind this one get nothing of the agent.
+    /// Whether later jobs get no slots of the agent.
     pub(crate) whole_machine: bool,
     /// When the first of successive plans reserved something on the agent for the job.
     pub(crate) since: Timestamp,
 }
 
-/// Decides which waiting jobs start where, which running jobs end for others, and why every other job waits.
+/// Decides which waiting jobs start on which slots, which running jobs are preempted, and why all other jobs wait.
 pub(crate) fn plan(snapshot: &Snapshot) -> Plan {
     let mut round = Round::new(snapshot);
     let mut queue = Queue::new(snapshot.slots_of_shares.clone());
-    // Jobs take turns only with those of their priority.
+    // Fair share applies only among jobs of the same priority.
     for level in snapshot.waiting.chunk_by(|one, next| one.job.spec.priority == next.job.spec.priority) {
         queue.fill(level.iter().map(|row| (share(snapshot.fair_share, &row.job), row)));
         let mut given = 0;
@@ -219,20 +220,20 @@ pub(crate) fn plan(snapshot: &Snapshot) -> Plan {
     round.plan
 }
 
-/// Whether a job may start now. A lost attempt is dealt with first, and a restart waits for its backoff.
+/// Whether a job may start now. A lost attempt is handled first, and a restart waits for its backoff.
 fn is_due(row: &JobRow, now: Timestamp) -> bool {
     match row.job.state {
         JobState::Queued => true,
         JobState::Restarting => {
             let since = row.waiting_since.unwrap_or(row.job.created_at);
-            // A clock that is set back must not prolong the backoff by as much.
+            // If the clock is set back, the backoff must not be prolonged by the same time.
             now.duration_since(since).unsigned_abs() >= backoff(row.restarts)
         }
         _ => false,
     }
 }
 
-/// The delay before the restart of this number, from 1.
+/// The delay before the restart with this number, from 1.
 fn backoff(restarts: u32) -> Duration {
     match restarts {
         0 | 1 => Duration::ZERO,

@@ -13,9 +13,9 @@ use crate::{checkpoints::Wait, store::JobRow};
 use lockstep_protocol::reason::{Reason, ReasonKind};
 use std::sync::Arc;
 
-/// Finds slots for a job: of one agent that has enough for all its ranks, or of the fewest agents that have enough together. While that is
-/// not possible, agents that will have enough are reserved, so that smaller jobs behind do not starve a large one. No job ever has a part of
-/// its slots, so two large ones cannot keep each other waiting. Returns why the job waits, if it does not start.
+/// Finds slots for a job: on one agent that has enough for all ranks, or on the fewest agents that have enough together. If there are none,
+/// agents that will have enough are reserved, so that later, smaller jobs do not starve a large one. No job ever holds only a part of its
+/// slots, so two large jobs cannot block each other. Returns the reason why the job waits, if it does not start.
 pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
     let job = &row.job;
     if let Some(flaw) = &job.unreadable {
@@ -23,7 +23,7 @@ pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
         return Some(Wait { why: Reason::from(why).into(), is_kept: false });
     }
     let fewer = Fewer::of(round.snapshot, row);
-    // A job that takes fewer ranks is of no kind.
+    // A job that may take fewer ranks is handled individually.
     let kind = round.kind(job).filter(|_| fewer.is_none());
     if let Some(known) = kind.as_ref().and_then(|kind| round.waits.get(kind)) {
         return Some(known.clone());
@@ -49,14 +49,14 @@ pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
         round.reserve(job, &candidates[*c]);
     }
     if let Some(kind) = kind {
-        // To the next of its kind, these agents are kept for this job.
+        // For later jobs of the same kind, the agents are reserved for this job.
         let why = wait_reason(&candidates, job, kept.as_deref(), None, round);
         round.waits.insert(kind, Wait { why: why.into(), is_kept: kept.is_some() });
     }
     Some(Wait { why: why.into(), is_kept: kept.is_some() })
 }
 
-/// Gives a job its slots, unless it waits for a checkpoint. `fewer`: why they are fewer than its ranks.
+/// Gives a job its slots, unless it waits for a checkpoint. `fewer`: the reason, if the job starts on fewer ranks.
 fn start(
     round: &mut Round<'_>,
     row: &Arc<JobRow>,
@@ -64,7 +64,8 @@ fn start(
     (chosen, fewer): (Vec<(usize, Vec<u32>)>, Option<Reason>),
 ) -> Option<Wait> {
     if let Some(wait) = round.checkpoint_wait(row, &candidates, &chosen) {
-        // Jobs of lower priority would take its slots in the moment that a check lasts. An upload or a fetch may take hours.
+        // Keeps the slots only during a check, which is short; otherwise jobs of lower priority would take them. An upload or a fetch may
+        // take hours.
         if wait.is_kept {
             for (c, slots) in &chosen {
                 round.promise(&row.job.id, &candidates[*c], slots);

@@ -1,6 +1,6 @@
-//! Preemption: a job that does not fit takes the slots of running jobs of lower priority that allow it (`preemptible`). Only if it
-//! fits then, and of as few jobs as possible, those of the lowest priority first. Jobs of its own priority are left alone: one that
-//! was preempted never preempts back.
+//! Preemption: a job that does not fit takes the slots of running jobs of lower priority that allow it (`preemptible`), if it fits
+//! then. As few jobs as possible are preempted, the lowest priority first. Jobs of the same priority are not preempted, so a
+//! preempted job never preempts back.
 
 use super::{
     Preemption, Yielding,
@@ -16,25 +16,25 @@ use std::{
     sync::Arc,
 };
 
-/// Of a job over several agents: so many of the jobs that it takes the slots of are looked at twice, whether it needs them.
+/// Maximum number of victims of a job over several agents for which [`on_several`] checks whether the job fits without them.
 const MOST_TRIED: usize = 64;
 
-/// Slots for a job, by the place of their agent among the candidates, and the jobs that have to end for it, by their place in the
-/// list of those that run.
+/// Slots for a job, by the index of their agent in the list of candidates, and the jobs that must end for it, by their index in
+/// the list of yielding jobs.
 #[derive(Debug, PartialEq)]
 struct Room {
     chosen: Vec<(usize, Vec<u32>)>,
     victims: Vec<usize>,
 }
 
-/// Makes running jobs end in favour of one that does not fit, and keeps their slots for it. Slots of jobs that end anyway are counted on
-/// first, whatever the priority of these. `None`: it does not fit without others, either.
+/// Plans the preemption of running jobs for a job that does not fit, and reserves their slots. Slots of jobs that are ending anyway are
+/// used first, regardless of these jobs' priority. Returns `None` if the job would not fit even then.
 pub(super) fn make_room(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Candidates) -> Option<Wait> {
     let job = &row.job;
     let needs_slots = (job.ranks as usize, job.spec.priority);
     let room = room(candidates, needs_slots, &round.reserved, &round.yielding, &round.promised)?;
     if let Some(Wait { why, is_kept }) = round.checkpoint_wait(row, candidates, &room.chosen) {
-        // Nobody is stopped yet: the slots would be given to others meanwhile. Those that are free wait for a check.
+        // No job is preempted yet, because its slots would be given to others meanwhile. Free slots are reserved during a check.
         for (c, slots) in room.chosen.iter().filter(|_| is_kept) {
             let free = &candidates[*c].free;
             let slots: Vec<u32> = slots.iter().copied().filter(|slot| free.contains(slot)).collect();
@@ -63,7 +63,7 @@ pub(super) fn make_room(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &C
     Some(Wait { why: why.into(), is_kept: true })
 }
 
-/// The jobs that end anyway whose slots a job counts on.
+/// The jobs that are ending anyway and have some of the room's slots.
 fn counted_on<'a>(room: &Room, candidates: &Candidates, yielding: &'a [Yielding]) -> Vec<&'a Yielding> {
     let chosen = room.chosen.iter();
     let chosen = chosen.map(|(c, slots)| (candidates[*c].agent.row.id.as_str(), slots));
@@ -73,7 +73,7 @@ fn counted_on<'a>(room: &Room, candidates: &Candidates, yielding: &'a [Yielding]
     yielding.iter().filter(|of| of.ends && of.slots.iter().any(is_chosen)).collect()
 }
 
-/// The candidates with the slots of these jobs counted as free, listed behind the slots that are free now.
+/// The candidates with the slots of these jobs counted as free, after the slots that are free now.
 fn without<'a>(
     candidates: &Candidates,
     jobs: impl IntoIterator<Item = &'a Yielding>,
@@ -91,8 +91,8 @@ fn without<'a>(
     candidates
 }
 
-/// Where a job of so many ranks, of this priority, fits when some of these end: those that do so anyway, and of the preemptible ones of
-/// lower priority the lowest first, of equal ones the newest.
+/// Finds slots for a job of `ranks` ranks if some yielding jobs end: jobs that are ending anyway, and preemptible jobs of lower priority,
+/// the lowest priority first, then the newest job first.
 fn room(
     candidates: &Candidates,
     (ranks, priority): (usize, i32),
@@ -107,13 +107,13 @@ fn room(
     }
     let ended = without(candidates, yielding.iter().filter(|of| of.ends), promised);
     if let Some(chosen) = choose(&ended, ranks, reserved) {
-        // Only where it counts on slots that are not free yet, which is so: it did not fit before.
+        // The job did not fit before, so it counts on slots that are not free yet.
         return Some(Room { chosen, victims: Vec::new() });
     }
     let of_one = (0..ended.len()).filter(|c| !reserved.contains(&ended[*c].agent.row.id));
     let of_one =
         of_one.filter_map(|c| on_one(&ended[c], ranks, yielding, &lower, promised).map(|found| (c, found)));
-    // Fewest, then lowest, then the agent on which most is free.
+    // Fewest victims, then lowest priority, then the agent with most free slots.
     let best = of_one.min_by_key(|(c, (_, victims))| {
         let highest = victims.iter().map(|victim| yielding[*victim].by.priority).max();
         (victims.len(), highest, Reverse(ended[*c].free.len()))
@@ -124,7 +124,7 @@ fn room(
     on_several(&ended, ranks, reserved, yielding, lower, promised)
 }
 
-/// The slots on one agent and the fewest of the `lower` jobs that have to end there.
+/// Finds slots on one agent, and the fewest `lower` jobs that must end for them.
 fn on_one(
     candidate: &Candidate,
     ranks: usize,
@@ -148,7 +148,7 @@ fn on_one(
     if here.iter().map(|(_, slots)| slots.len()).sum::<usize>() < needed {
         return None;
     }
-    // As many as are needed when the largest are taken first.
+    // The number of victims that are needed if the largest jobs are taken first.
     let mut largest: Vec<usize> = here.iter().map(|(_, slots)| slots.len()).collect();
     largest.sort_unstable_by(|a, b| b.cmp(a));
     let (mut sum, mut fewest) = (0, 0);
@@ -156,7 +156,8 @@ fn on_one(
         sum += largest[fewest];
         fewest += 1;
     }
-    // Of so many, the lowest: each is taken if the largest of the rest can still make up what is then missing.
+    // With this number, takes the jobs of the lowest priority: a job is taken if the largest of the others have the slots that are then
+    // missing.
     let (mut missing, mut victims, mut slots) = (needed, Vec::new(), candidate.free.clone());
     while victims.len() < fewest {
         let left = fewest - victims.len() - 1;
@@ -175,7 +176,7 @@ fn on_one(
     Some((slots, victims))
 }
 
-/// As [`room`], over several agents: ends jobs from the lowest priority up until the gang fits, then spares those that are not needed.
+/// Like [`room`], over several agents: ends jobs by ascending priority until the job fits, then spares jobs that are not needed.
 fn on_several(
     ended: &Candidates,
     ranks: usize,
@@ -188,7 +189,7 @@ fn on_several(
         choose(&without(ended, victims.iter().map(|victim| &yielding[*victim]), promised), ranks, reserved)
     };
     with(&all)?;
-    // The shortest beginning of the list that is enough.
+    // Finds the shortest prefix of the list that is enough.
     let enough = (1..=all.len()).collect::<Vec<_>>().partition_point(|n| with(&all[..*n]).is_none()) + 1;
     let chosen = with(&all[..enough])?;
     let is_used = |victim: &usize| {

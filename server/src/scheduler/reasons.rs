@@ -1,4 +1,4 @@
-//! Why a job that does not fit waits, in facts.
+//! The reason why a job that does not fit waits.
 
 use super::{
     candidates::{Candidate, Candidates, address},
@@ -12,7 +12,8 @@ use lockstep_protocol::{
 };
 use std::cmp::Reverse;
 
-/// Why a job waits for which these agents are `kept`, if they will ever do. `more`: what else it waits for.
+/// The reason why a job waits. `kept`: the agents reserved for the job; `None` if they would never have enough slots. `more`: an additional
+/// explanation.
 pub(super) fn wait_reason(
     candidates: &Candidates,
     job: &Job,
@@ -31,7 +32,7 @@ pub(super) fn wait_reason(
     }
     let sum = most(candidates);
     let mut wait = SlotWait {
-        // Of `auto`, slots of whatever kind.
+        // The device `auto` takes slots of any kind.
         device: if device == Device::Auto { Device::Cpu } else { device },
         slots_needed: ranks,
         slots_free: number(sum.free),
@@ -53,7 +54,7 @@ pub(super) fn wait_reason(
         takers.sort_by_key(|c| Reverse(c.free.len()));
         wait.slots_on = takers.into_iter().take(SLOTS_ON + 1).map(on).collect();
     }
-    // To have them back helps where that makes enough, and a job with agents of its own waits for those.
+    // Drained agents are only named if the job would fit with them. A job with its own agents waits for these.
     let all = candidates.iter().map(|c| c.all.len()).sum::<usize>() + drained_slots;
     let has_own = candidates.iter().any(|c| c.agent.only_job.is_some());
     let drained = drained.filter(|_| all >= ranks as usize && !has_own);
@@ -81,7 +82,7 @@ pub(super) fn wait_reason(
             }
             let with_slots: Vec<_> =
                 candidates.iter().filter(|c| c.device() == largest_device(candidates)).collect();
-            // Together they would have enough, if they could reach each other.
+            // The machines would have enough slots together if they could reach each other.
             if with_slots.iter().map(|c| c.all.len()).sum::<usize>() >= ranks as usize {
                 let apart = |c: &&&Candidate| address(&c.agent.row.machine).is_none();
                 let names = with_slots.iter().filter(apart).map(|c| c.agent.row.name.clone());
@@ -100,7 +101,7 @@ pub(super) fn wait_reason(
     kind.into()
 }
 
-/// Which of the free slots are kept for jobs that come first.
+/// Adds the number of free slots that are reserved for earlier jobs, and these jobs' names, to `wait`.
 fn reserved(candidates: &[Candidate], round: &Round<'_>, wait: &mut SlotWait) {
     let mut jobs: Vec<&(JobId, String)> = Vec::new();
     let mut slots = 0;
@@ -118,11 +119,11 @@ fn reserved(candidates: &[Candidate], round: &Round<'_>, wait: &mut SlotWait) {
     }
 }
 
-/// The kind of slots that most machines here have for a job.
+/// The kind of which the candidates have most slots.
 fn largest_device(candidates: &[Candidate]) -> &str {
     let slots = |device: &str| -> usize {
         candidates.iter().filter(|c| c.device() == device).map(|c| c.all.len()).sum()
     };
-    // Of several with as many, the one that `auto` prefers.
+    // If several kinds have as many slots, the kind that `auto` prefers.
     DEVICE_KINDS.iter().rev().map(|kind| kind.name).max_by_key(|name| slots(name)).unwrap_or_default()
 }

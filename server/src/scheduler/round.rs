@@ -1,4 +1,4 @@
-//! What a plan has to give while it is made: the agents that take work, and their slots.
+//! The state of a plan while it is made: agents that take work, and their remaining slots.
 
 use super::{
     AgentState, Plan, Reservation, Snapshot, Yielding,
@@ -21,26 +21,26 @@ use std::{
 pub(super) struct Round<'a> {
     pub(super) snapshot: &'a Snapshot,
     pub(super) plan: Plan,
-    /// Slots in use on each agent of the snapshot, with those that jobs of this round get or count on.
+    /// Slots in use on each agent of the snapshot, including slots that jobs of this round get or count on.
     in_use: Vec<HashSet<u32>>,
-    /// Running jobs that end or may be preempted, with those that end for a job of this round.
+    /// Running jobs that are ending or may be preempted. Jobs that this round preempts count as ending.
     pub(super) yielding: Vec<Yielding>,
-    /// Agents that are kept for jobs that come before those which are looked at now.
+    /// Agents that are reserved for earlier jobs.
     pub(super) reserved: HashSet<String>,
-    /// The jobs that these agents are kept for, with their names; an empty one is private.
+    /// The job for which each reserved agent is reserved, and the job's name, which is empty for a private job.
     pub(super) reserved_for: HashMap<String, (JobId, String)>,
     /// Slots that jobs of this round count on: agent and slot.
     pub(super) promised: HashSet<(String, u32)>,
-    /// Jobs that have agents of their own.
+    /// Jobs with agents that take only this job.
     served: HashSet<JobId>,
-    /// For all other jobs: what each kind of device has for them.
+    /// The candidates of each device, for all other jobs.
     by_device: Vec<(Device, Arc<Candidates>)>,
-    /// Why jobs of a kind wait: hundreds of jobs may be of one kind. Slots are only taken in a round, so that no kind fits later; a
-    /// reservation changes why.
+    /// Why jobs of a kind wait, as hundreds of jobs may be of one kind. Slots are only taken in a round, so a kind that does not fit does
+    /// not fit later. A reservation changes the reasons, so it clears this map.
     pub(super) waits: HashMap<JobKind, Wait>,
 }
 
-/// What decides whether a job fits: ranks, device and priority.
+/// The properties that decide whether a job fits: ranks, device and priority.
 pub(super) type JobKind = (u32, &'static str, i32);
 
 impl<'a> Round<'a> {
@@ -59,7 +59,7 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// Names of drained agents that serve this job and have slots of this kind, some of them, and how many slots all of them have.
+    /// Names of some drained agents that would take this job and have slots for the device, and the number of slots of all such agents.
     pub(super) fn drained(&self, job: &JobId, device: Device) -> (Option<String>, usize) {
         const NAMED: usize = 5;
         let mut slots = 0;
@@ -77,7 +77,7 @@ impl<'a> Round<'a> {
         ((!names.is_empty()).then(|| names.join(", ")), slots)
     }
 
-    /// The agents that take this job.
+    /// The agents on which this job may be started.
     pub(super) fn candidates(&mut self, job: &JobId, device: Device) -> Arc<Candidates> {
         let is_served = self.served.contains(job);
         let known = self.by_device.iter().find(|(of, _)| *of == device);
@@ -94,7 +94,8 @@ impl<'a> Round<'a> {
         found
     }
 
-    /// Why a job that has these slots waits for a checkpoint, if it is known to wait.
+    /// The reason why a job with these slots waits for a checkpoint; `None` if it need not wait. If the snapshot does not contain the
+    /// answer, the job is added to the plan's unknown ones.
     pub(super) fn checkpoint_wait(
         &mut self,
         row: &Arc<JobRow>,
@@ -102,11 +103,11 @@ impl<'a> Round<'a> {
         chosen: &[(usize, Vec<u32>)],
     ) -> Option<Wait> {
         let job = &row.job;
-        // A job that has never run, and continues nobody's run, has no checkpoint.
+        // A job that has never run, is not a fork and has no pretrained weights needs no checkpoint.
         if job.attempt == 0 && !row.is_fork() && job.spec.model.pretrained.is_none() {
             return None;
         }
-        // Rank 0 reads the checkpoint, and sends the others what is in it.
+        // Rank 0 reads the checkpoint and sends its content to the other ranks.
         let reader = chosen.first().map_or("", |(c, _)| candidates[*c].agent.row.id.as_str());
         let known = self.snapshot.checkpoints.get(&(job.id.clone(), reader.to_owned()));
         if known.is_none() {
@@ -115,7 +116,7 @@ impl<'a> Round<'a> {
         known.cloned().flatten()
     }
 
-    /// Keeps a machine for a job that waits. One that is kept already is so for a job that comes before this one.
+    /// Reserves an agent for a waiting job, unless the agent is already reserved for an earlier one.
     pub(super) fn reserve(&mut self, job: &Job, candidate: &Candidate) {
         let agent_id = &candidate.agent.row.id;
         if self.reserved.insert(agent_id.clone()) {
@@ -126,7 +127,7 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// Keeps slots of a machine for a job that waits, free ones and those of jobs that end.
+    /// Reserves slots of an agent for a waiting job: free slots and slots of jobs that are ending.
     pub(super) fn promise(&mut self, job: &JobId, candidate: &Candidate, slots: &[u32]) {
         let agent_id = &candidate.agent.row.id;
         self.take(agent_id, slots);
@@ -140,7 +141,7 @@ impl<'a> Round<'a> {
         self.plan.reservations.push(Reservation { job, agent_id, free, ending, whole_machine, since });
     }
 
-    /// Slots were given away.
+    /// Marks slots as in use.
     pub(super) fn take(&mut self, agent_id: &str, slots: &[u32]) {
         let agents = self.snapshot.agents.iter().zip(&mut self.in_use);
         for (_, in_use) in agents.filter(|(agent, _)| agent.row.id == agent_id) {
@@ -151,7 +152,7 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// The kind of a job that any other of its kind can stand for.
+    /// The kind of a job; `None` if the job has its own agents, so that other jobs of the kind have other candidates.
     pub(super) fn kind(&self, job: &Job) -> Option<JobKind> {
         let device = device_for(&job.spec).name();
         (!self.served.contains(&job.id)).then_some((job.ranks, device, job.spec.priority))
@@ -169,7 +170,7 @@ impl AgentState {
     }
 }
 
-/// The device that a job needs: half precision is not for all kinds.
+/// The device that a job needs. `auto` with half precision needs a kind that supports half precision.
 pub(crate) fn device_for(spec: &JobSpec) -> Device {
     let half = matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16);
     match spec.parallel.device {

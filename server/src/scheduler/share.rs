@@ -1,11 +1,11 @@
-//! Fair share: in which order jobs of one priority are looked at. The one whose owner, or project, has the fewest slots in use comes
-//! first, of equal ones the job that was submitted first.
+//! Fair share: the order in which jobs of one priority are considered. The job whose owner or project has the fewest slots in use comes
+//! first; if several have as few, the job that was submitted first.
 
 use crate::config::FairShare;
 use lockstep_protocol::job::Job;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
-/// Whose share a job counts in.
+/// The share that a job belongs to: its owner or project.
 pub(super) fn share(by: FairShare, job: &Job) -> String {
     match by {
         FairShare::Off => String::new(),
@@ -14,15 +14,15 @@ pub(super) fn share(by: FairShare, job: &Job) -> String {
     }
 }
 
-/// Waiting jobs of one priority, a line for each share.
+/// Waiting jobs of one priority, in one line for each share.
 pub(super) struct Queue<T> {
-    /// Slots that the jobs of each share have, or get in this round.
+    /// Number of slots that the jobs of each share have, or get in this round.
     in_use: HashMap<String, u64>,
-    /// Jobs in the order of their submission, with their place in it.
+    /// Jobs in the order of their submission, with their index in this order.
     lines: HashMap<String, VecDeque<(usize, T)>>,
-    /// The first of each line: slots in use, place, share.
+    /// The first job of each line: the share's slots in use, the job's index, the share.
     firsts: BTreeSet<(u64, usize, String)>,
-    /// Whose job is being looked at.
+    /// The share of the job that is being considered.
     last: Option<String>,
 }
 
@@ -31,7 +31,8 @@ impl<T> Queue<T> {
         Self { in_use, lines: HashMap::new(), firsts: BTreeSet::new(), last: None }
     }
 
-    /// The waiting jobs of the next priority, with their shares, in the order of their submission. All before them have been looked at.
+    /// Replaces the jobs by those of the next priority, with their shares, in the order of their submission. All previous jobs must have
+    /// been returned by [`Queue::next`].
     pub(super) fn fill(&mut self, waiting: impl IntoIterator<Item = (String, T)>) {
         self.lines.clear();
         for (place, (share, job)) in waiting.into_iter().enumerate() {
@@ -49,7 +50,7 @@ impl<T> Queue<T> {
         }
     }
 
-    /// The job whose turn it is; the one before it got so many slots, or has them kept for it.
+    /// The next job. `given`: number of slots that the previous job got or that are reserved for it.
     pub(super) fn next(&mut self, given: u32) -> Option<T> {
         if let Some(last) = self.last.take() {
             *self.in_use.entry(last.clone()).or_default() += u64::from(given);

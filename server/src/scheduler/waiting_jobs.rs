@@ -1,7 +1,6 @@
-//! The queue in memory: a cache of the jobs that wait for slots. The store stays the source of truth. Code that changes a job calls
-//! [`WaitingJobs::note`], and the next reader of the queue reads that job again. Every few seconds all jobs are compared with the store
-//! ([`WaitingJobs::compare`]), which finds changes that were stored but not noted: a connection may break at the end of a transaction that
-//! was committed.
+//! The queue in memory: a cache of the jobs that wait for slots. The store is the source of truth. Code that changes a job calls
+//! [`WaitingJobs::note`], and the next reader of the queue reads the job again. Every few seconds all jobs are compared with the store
+//! ([`WaitingJobs::compare`]), which finds changes that were stored but not noted, as when a connection breaks after the commit.
 
 use crate::store::{JobRow, QueuePlace, Result, Store, WaitingVersion};
 use lockstep_protocol::job::{Job, JobId, JobState};
@@ -26,15 +25,15 @@ pub(crate) struct WaitingJobs {
 struct Known {
     rows: BTreeMap<Place, Arc<JobRow>>,
     places: HashMap<JobId, Place>,
-    /// To be read again.
+    /// Jobs to be read again.
     changed: HashSet<JobId>,
-    /// A task is reading from the store.
+    /// Whether a task is reading from the store.
     is_reading: bool,
-    /// All jobs were read once.
+    /// Whether all jobs have been read once.
     is_loaded: bool,
 }
 
-/// Jobs that are being read. If that fails or the reading task is cancelled, dropping this queues them for the next reader.
+/// Jobs that are being read. If the read fails or its task is cancelled, dropping this value queues the jobs for the next reader.
 struct Reading<'a> {
     jobs: &'a WaitingJobs,
     changed: Vec<JobId>,
@@ -86,22 +85,23 @@ impl WaitingJobs {
     /// Notes that a job was changed in the store.
     pub(crate) fn note(&self, job: &Job) {
         let mut known = self.known();
-        // Running jobs change all the time, so only waiting ones are noted. A job that is being read just now may not be known as waiting yet.
+        // Running jobs change all the time, so only waiting ones are noted. A job that is being read just now may not be known as waiting
+        // yet.
         let may_be_read = known.is_reading && !job.state.is_active();
         if waits(job.state) || known.places.contains_key(&job.id) || may_be_read {
             known.changed.insert(job.id.clone());
         }
     }
 
-    /// A job has been given slots.
+    /// Removes a job that has been given slots.
     pub(crate) fn remove(&self, id: &JobId) {
         self.known().remove(id);
     }
 
-    /// The waiting jobs, in order, after reading those that were changed.
+    /// Reads changed jobs again, and returns the waiting jobs in order.
     ///
     /// # Errors
-    /// The store. What is not read yet is read by the next call.
+    /// Errors of the store. The next call reads the remaining jobs.
     pub(crate) async fn read(&self, store: &dyn Store) -> Result<Vec<Arc<JobRow>>> {
         let _one = self.reading.lock().await;
         let (is_loaded, changed) = {
@@ -147,10 +147,10 @@ impl WaitingJobs {
         Ok(())
     }
 
-    /// Compares all waiting jobs with the store, and says whether some of them are to be read again.
+    /// Compares all waiting jobs with the store. Returns whether some jobs must be read again.
     ///
     /// # Errors
-    /// The store.
+    /// Errors of the store.
     pub(crate) async fn compare(&self, store: &dyn Store) -> Result<bool> {
         if !self.known().is_loaded {
             return Ok(false);

@@ -1,11 +1,10 @@
-//! Backups: everything in a database, in one file that either database can be restored from.
+//! Backups: the whole content of a database in one file, which can be restored into SQLite or Postgres.
 //!
-//! The file is lines of JSON: a heading, then for each table its columns and an array a row, last the number of rows
-//! and the SHA-256 of all lines before. An own format rather than `pg_dump` and SQLite's: one command does both
-//! databases, nothing has to be installed in a matching version, a torn file is known before anything is
-//! written, and moving from SQLite to Postgres is a backup and a restore. It is read in one transaction that
-//! sees one moment, while the server runs. Checkpoints are not in it: their folders under `jobs/` never change
-//! once they are there, so any copying of files backs them up.
+//! The file consists of lines of JSON: a heading, then for each table its columns and one array per row, and at the end the number of
+//! rows and the SHA-256 of all lines before. The format is Lockstep's own, not that of `pg_dump` or SQLite: one command works for both
+//! databases, no tool has to be installed in a matching version, a truncated file is detected before anything is written, and a database
+//! moves from SQLite to Postgres by a backup and a restore. A backup reads one snapshot, while the server may run. It does not contain
+//! checkpoints: their folders under `jobs/` never change once they exist, so any copy of the files is a backup of them.
 
 pub use super::backup_file::{BackupError, Summary};
 
@@ -22,11 +21,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Writes all that a database holds at this moment to `path`, which appears whole or not at all. A server may
-/// be at work on it.
+/// Writes a snapshot of a database to `path`. The file appears complete or not at all. A server may use the database meanwhile.
 ///
 /// # Errors
-/// The database cannot be read, or the file not be written.
+/// The database cannot be read, or the file cannot be written.
 pub async fn backup(location: &Location, path: &Path) -> Result<Summary, BackupError> {
     let failed = |source| BackupError::File { path: path.to_owned(), source };
     let mut partial = path.as_os_str().to_owned();
@@ -40,7 +38,7 @@ pub async fn backup(location: &Location, path: &Path) -> Result<Summary, BackupE
         Ok(summary)
     });
     if done.is_err() {
-        // The error says more than what is left of the file.
+        // Ignores an error of the removal, because the first error is more useful.
         let _ = fs::remove_file(&partial);
     }
     done
@@ -57,7 +55,7 @@ fn newest_known(location: &Location) -> i64 {
 
 async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupError> {
     let known = newest_known(location);
-    // What a newer version has added, and how to read it, this one cannot know.
+    // This version does not know how to read the tables of a newer version.
     let check = |found: i64| match found > known {
         true => Err(ServeError::DatabaseTooNew { path: location.to_string(), found, known }),
         false => Ok(found),
@@ -67,8 +65,8 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
     let newest = "SELECT max(version) FROM _sqlx_migrations";
     match location {
         Location::Sqlite(path) => {
-            // If no server runs, closing this connection writes a killed server's write-ahead log into the database and deletes it. The
-            // lock then has to forget that it needs the log.
+            // If no server runs, closing this connection moves a killed server's write-ahead log into the database and deletes the log. The
+            // lock file must then no longer require the log.
             let alone = path.canonicalize().ok().map(|path| sqlite::Lock::take(&path));
             let alone = match alone {
                 Some(Err(ServeError::LogMissing { path, log, lock })) => {
@@ -90,7 +88,7 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
             let options = postgres::options(url)?;
             let mut db = sqlx::PgConnection::connect_with(&options).await.map_err(failed)?;
             let mut moment = db.begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY").await?;
-            // A large table takes longer than a request may.
+            // Reading a large table takes longer than the limit for requests.
             sqlx::query("SET LOCAL statement_timeout = 0").execute(&mut *moment).await?;
             let migration = check(sqlx::query_scalar(newest).fetch_one(&mut *moment).await.map_err(failed)?)?;
             writer.heading(migration)?;
@@ -102,11 +100,11 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
     Ok(())
 }
 
-/// Brings a backup into an empty database, made when missing. All of it or nothing: the file is checked to
-/// its end before the first row is written, and the rows are one transaction.
+/// Restores a backup into an empty database, which is created if missing. The backup is restored completely or not at all: the whole file
+/// is checked before the first row is written, and all rows are written in one transaction.
 ///
 /// # Errors
-/// A file that is no whole backup or of a newer version; a database that has rows or is in use.
+/// The file is not a complete backup, or is of a newer version; the database has rows or is in use.
 pub async fn restore(location: &Location, path: &Path) -> Result<Summary, BackupError> {
     let (heading, summary) = verify(path)?;
     let known = newest_known(location);

@@ -1,4 +1,4 @@
-//! The file of a backup: written line by line, checked to its end, and read row by row. What is in it, `backup.rs` says.
+//! The file of a backup: writing, verification and reading. `backup.rs` describes the format.
 
 use super::cells::{Cell, Table};
 use crate::{config::serve_error::ServeError, util::regular};
@@ -13,55 +13,55 @@ use std::{
 
 const FORMAT: u32 = 1;
 
-/// Why a backup or a restore was not done.
+/// An error of a backup or a restore.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BackupError {
-    /// The file.
+    /// The file cannot be read or written.
     #[error("{}: {source}", path.display())]
     File {
         /// The backup.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// Not a backup, or not a whole one.
-    #[error("{} is not a whole backup: {detail}", path.display())]
+    /// The file is not a backup, or not a complete one.
+    #[error("{} is not a complete backup: {detail}", path.display())]
     NotWhole {
         /// The backup.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault that was found.
         detail: String,
     },
-    /// The database that is to be restored into has rows.
+    /// The database to restore into has rows.
     #[error(
-        "the database {0} is not empty; a backup is restored into a new one only, name it with --database or --data-dir"
+        "the database {0} is not empty; a backup can only be restored into a new database: name one with --database or --data-dir"
     )]
     NotEmpty(String),
-    /// The database.
+    /// The database cannot be opened.
     #[error(transparent)]
     Open(#[from] ServeError),
-    /// The database, half way; nothing was changed.
+    /// A query failed; nothing was changed.
     #[error("the database: {0}")]
     Database(#[from] sqlx::Error),
-    /// Writing the lines.
+    /// A line cannot be read or written.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
-/// What is in a backup.
+/// The content of a backup.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Summary {
     /// Rows by table, in the file's order.
     pub tables: Vec<(String, u64)>,
-    /// The size of the file.
+    /// Size of the file in bytes.
     pub size_bytes: u64,
 }
 
 #[derive(Serialize, Deserialize)]
 pub(super) struct Heading {
     lockstep_backup: u32,
-    /// The newest migration of the database it was made of.
+    /// The newest migration of the database that was backed up.
     pub(super) migration: i64,
     at: jiff::Timestamp,
 }
@@ -72,7 +72,7 @@ struct End {
     sha256: String,
 }
 
-/// The lines of a backup on their way to the disk.
+/// Writes the lines of a backup.
 pub(super) struct Writer {
     to: BufWriter<File>,
     hash: Sha256,
@@ -81,16 +81,16 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    /// Begins a file that is finished or removed by its caller.
+    /// Creates a file, which the caller finishes or removes.
     ///
     /// # Errors
-    /// The file cannot be made.
+    /// The file cannot be created.
     pub(super) fn create(path: &Path) -> io::Result<Self> {
         let to = BufWriter::new(File::create(path)?);
         Ok(Self { to, hash: Sha256::new(), tables: Vec::new(), size_bytes: 0 })
     }
 
-    /// The first line, of a database whose newest migration is `migration`.
+    /// Writes the first line, for a database whose newest migration is `migration`.
     pub(super) fn heading(&mut self, migration: i64) -> io::Result<()> {
         self.line(&Heading { lockstep_backup: FORMAT, migration, at: crate::now() })
     }
@@ -115,7 +115,7 @@ impl Writer {
         self.line(&cells.iter().map(Cell::json).collect::<Vec<_>>())
     }
 
-    /// The last line; then all of it is on the disk.
+    /// Writes the last line and syncs the file to disk.
     pub(super) fn finish(mut self) -> io::Result<Summary> {
         let rows = self.tables.iter().map(|(_, rows)| rows).sum();
         let sha256 = hex::encode(self.hash.clone().finalize());
@@ -125,7 +125,7 @@ impl Writer {
     }
 }
 
-/// Reads a backup to its end and checks it.
+/// Reads and checks a whole backup.
 pub(super) fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
     let failed = |source| BackupError::File { path: path.to_owned(), source };
     let not_whole = |detail: &str| BackupError::NotWhole { path: path.to_owned(), detail: detail.to_owned() };
@@ -139,13 +139,13 @@ pub(super) fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
         match line.first() {
             Some(b'[') => match tables.last_mut() {
                 Some((_, rows)) => *rows += 1,
-                None => return Err(not_whole("it has a row of no table")),
+                None => return Err(not_whole("it has a row without a table")),
             },
             _ if heading.is_none() => {
                 let found: Heading =
-                    serde_json::from_slice(&line).map_err(|_| not_whole("it does not begin as one"))?;
+                    serde_json::from_slice(&line).map_err(|_| not_whole("it has no heading"))?;
                 if found.lockstep_backup != FORMAT {
-                    return Err(not_whole("it is of another version of the format"));
+                    return Err(not_whole("it has another version of the format"));
                 }
                 heading = Some(found);
             }
@@ -165,7 +165,7 @@ pub(super) fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
     Ok((heading, Summary { tables, size_bytes }))
 }
 
-/// The rows of a backup that was verified.
+/// Reads the rows of a verified backup.
 pub(super) struct Rows {
     path: PathBuf,
     from: BufReader<File>,
@@ -194,7 +194,7 @@ impl Rows {
                     let plain = |name: &str| {
                         !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
                     };
-                    // They become part of a statement.
+                    // The names become part of an SQL statement.
                     if !plain(&table.name) || !table.columns.iter().all(|c| plain(&c.name)) {
                         return Err(damaged(&self.path));
                     }

@@ -1,4 +1,4 @@
-//! Tables, columns and values as a backup has them, whichever database they come from.
+//! Tables, columns and values in a backup, the same for both databases.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -26,7 +26,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// The kind of a column, by its type's name in either database.
+    /// The kind of a column, from the name of its type in either database.
     pub(super) fn of(declared: &str) -> Self {
         match declared.to_ascii_lowercase().as_str() {
             "integer" | "bigint" => Kind::Integer,
@@ -47,7 +47,7 @@ pub(super) enum Cell {
 }
 
 impl Cell {
-    /// Numbers with a fraction as text: what is parsed again is then the same to the bit. Bytes in hexadecimal.
+    /// The value as JSON. Floating-point numbers are written as text, so that parsing restores them exactly. Bytes are hexadecimal.
     pub(super) fn json(&self) -> Value {
         match self {
             Cell::Integer(value) => (*value).into(),

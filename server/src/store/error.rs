@@ -2,19 +2,19 @@
 
 use crate::lifecycle::Refused;
 
-/// What goes wrong in a store.
+/// An error of a store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// No such job, dataset ...
+    /// There is no such job, dataset, ...
     #[error("there is no such {0}")]
     NotFound(&'static str),
-    /// The job's state forbids it.
+    /// The job's state forbids the change.
     #[error(transparent)]
     Refused(#[from] Refused),
     /// The name is taken.
     #[error("the name {0:?} is taken")]
     NameTaken(String),
-    /// No dataset of this name is registered, at the very moment that something was to need it.
+    /// The job's dataset is not registered any more.
     #[error("the dataset {0:?} is no longer registered")]
     NoDataset(String),
     /// Jobs that are not over train on the dataset.
@@ -23,26 +23,26 @@ pub enum StoreError {
     /// An idempotency key came with another request before.
     #[error("this Idempotency-Key was used before, with another request")]
     KeyReused,
-    /// A cursor has a value that its order does not have.
+    /// A cursor's value does not fit the list's order.
     #[error("the cursor is none of this list: leave it out to begin with the first page")]
     Cursor,
-    /// The database did not do its work: full, busy, away. Trying again later may help.
+    /// The database is full, busy or unreachable. A later attempt may succeed.
     #[error("the database is not available: {0}")]
     Unavailable(String),
-    /// The database takes this value never, now or later.
+    /// The database never accepts this value.
     #[error("the database refuses a value: {0}")]
     Rejected(String),
-    /// A row does not hold what this version writes.
-    #[error("the database holds something unreadable: {0}")]
+    /// This version cannot read a row.
+    #[error("the database contains an unreadable value: {0}")]
     Corrupt(String),
 }
 
 impl StoreError {
-    /// Whether the same work may be done when it is tried again later.
+    /// Whether a later attempt may succeed.
     pub fn may_pass(&self) -> bool {
         matches!(self, StoreError::Unavailable(_))
     }
 }
 
-/// The result of a store's work.
+/// The result of a store's method.
 pub type Result<T> = std::result::Result<T, StoreError>;

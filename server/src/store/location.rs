@@ -6,20 +6,20 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Where a store lies.
+/// The location of a database.
 #[derive(Debug, Clone)]
 pub enum Location {
-    /// A file.
+    /// The path of a file.
     Sqlite(PathBuf),
-    /// A URL as libpq reads it.
+    /// A connection URL, as for libpq.
     Postgres(String),
 }
 
 impl Location {
-    /// The database that a configuration names, or the data directory's own.
+    /// The database that a configuration names (default: `lockstep.db` in the data directory).
     ///
     /// # Errors
-    /// A URL that names none.
+    /// The configured URL is invalid.
     pub fn of(config: &ServeConfig) -> Result<Self, ServeError> {
         match &config.database {
             Some(url) => Self::parse(url),
@@ -27,10 +27,10 @@ impl Location {
         }
     }
 
-    /// Reads `sqlite://PATH` or `postgres://USER@HOST/NAME`.
+    /// Parses `sqlite://PATH` or `postgres://USER@HOST/NAME`.
     ///
     /// # Errors
-    /// Anything else.
+    /// The URL has another form.
     pub fn parse(url: &str) -> Result<Self, ServeError> {
         if url.starts_with("postgres://") || url.starts_with("postgresql://") {
             return Ok(Self::Postgres(url.to_owned()));
@@ -57,7 +57,7 @@ impl fmt::Display for Location {
         match self {
             Self::Sqlite(path) => path.display().fmt(f),
             Self::Postgres(url) => {
-                // Passwords stand between the scheme and the last @ before the path.
+                // A password is between the scheme and the last @ before the path, or in the query.
                 let (scheme, rest) = url.split_once("://").unwrap_or(("postgres", url));
                 let authority = rest.split(['/', '?']).next().unwrap_or_default();
                 let place = authority.rsplit('@').next().unwrap_or_default();

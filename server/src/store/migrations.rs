@@ -1,7 +1,7 @@
-//! The statements that make a database's tables, read into the program when it is built.
+//! The migrations that create a database's tables, embedded at compile time.
 //!
-//! sqlx's `migrate!` does the same from a folder, at the price of building both databases' drivers a second time for the
-//! compiler: half a minute of everybody's first build.
+//! sqlx's macro `migrate!` does the same from a folder, but builds both database drivers a second time for the compiler, which
+//! adds half a minute to each clean build.
 
 use sqlx::{
     SqlSafeStr,
@@ -9,7 +9,7 @@ use sqlx::{
 };
 use std::sync::LazyLock;
 
-/// Version, description and statements, as the name and the content of a file of `migrations/`.
+/// Version and description (the name of a file in `migrations/`), and statements (its content).
 type File = (i64, &'static str, &'static str);
 
 const SQLITE: [File; 1] = [(100, "tables", include_str!("../../../migrations/sqlite/0100_tables.sql"))];

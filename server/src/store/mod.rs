@@ -1,4 +1,4 @@
-//! The database, behind one trait. SQLite and Postgres implement it and pass the same tests.
+//! The database, behind the trait [`Store`]. The implementations for SQLite and Postgres pass the same tests.
 //!
 //! `crate::lifecycle` decides how a report or a request changes a [`JobRow`]. A store reads the row, applies that function,
 //! and writes row and events in one transaction.
@@ -56,11 +56,11 @@ use lockstep_protocol::{
 use sqlx::migrate::{MigrateError, Migrator};
 use std::collections::HashMap;
 
-/// Size limit of a page, over the columns of unbounded length (specifications, notes, log lines). A page ends there before its limit
-/// of rows.
+/// Size limit of a page in bytes, over the columns of unbounded length (specifications, notes, log lines). A page that reaches it ends
+/// before the page's limit of rows.
 pub(crate) const PAGE_BYTES: usize = 4 << 20;
 
-/// What kept a database's tables from being brought up to date.
+/// Converts an error of a migration.
 fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeError {
     let path = path.to_owned();
     let known = known.iter().map(|m| m.version).max().unwrap_or(0);
@@ -76,48 +76,47 @@ fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeEr
     }
 }
 
-/// A change of one job: edits the row and returns the events to store. It may be called more than once.
+/// A change of one job: edits the row and returns the events to store. The store may call it more than once.
 pub type Change = Box<dyn Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
 
-/// A change of a run from elsewhere by records, of which so many were stored before.
+/// A change of a run from elsewhere by records. The second argument is the number of these records that were stored before.
 pub type RecordsChange =
     Box<dyn Fn(&mut JobRow, u64) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
 
-/// Everything that outlives the server. Each method is one transaction; when it has returned, what it wrote is on disk.
+/// Everything that outlives the server. Each method is one transaction, whose writes are on disk when the method returns.
 ///
 /// # Errors
-/// Every method may fail with [`StoreError::Unavailable`] (the database is full, busy or away; again later may help),
-/// [`StoreError::Rejected`] (it never takes a value) and [`StoreError::Corrupt`] (a row is not as this version writes it). A method
-/// that has failed has written nothing, unless the connection broke during the commit. What else one may fail with, its own section
-/// says.
+/// Every method may fail with [`StoreError::Unavailable`] (the database is full, busy or unreachable; a later attempt may succeed),
+/// [`StoreError::Rejected`] (the database never accepts a value) and [`StoreError::Corrupt`] (this version cannot read a row). A method
+/// that fails has written nothing, unless the connection broke during the commit. Further errors are listed at each method.
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
-    /// Stores a new job as `queued` with its first event, if its dataset is registered. The same idempotency key and request give the job
-    /// that was made then.
+    /// Stores a new job as `queued` with its first event, if its dataset is registered. If the same request came with the same idempotency
+    /// key before, returns the job that it made.
     ///
     /// # Errors
     /// [`StoreError::NoDataset`]; [`StoreError::KeyReused`]: the idempotency key came with another request before.
     async fn create_job(&self, new: NewJob) -> Result<Created>;
-    /// The job that a request with this idempotency key and hash has made, if any.
+    /// The job that a request with this idempotency key and hash has made.
     ///
     /// # Errors
     /// [`StoreError::KeyReused`]: the key came with another request.
     async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>>;
-    /// A job with what only the server knows about it; `None` when there is none or it was deleted.
+    /// A job, including the fields that only the server sees; `None` if it does not exist or was deleted.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
-    /// Those of these jobs that are there and can be read, in no order; without their notes.
+    /// The given jobs without their notes, in no order. Jobs that do not exist or cannot be read are left out.
     async fn jobs_of(&self, ids: &[JobId]) -> Result<Vec<JobRow>>;
-    /// Waits until the writer's connection answers. A transaction whose connection broke while it was committed has been carried out or
-    /// undone then: its session has given the write lock back.
+    /// Waits until the writer's connection answers. Earlier transactions whose connection broke during the commit have then been committed
+    /// or rolled back, because their sessions have released the write lock.
     async fn settled(&self) -> Result<()>;
-    /// In the order of the filter, after its cursor.
+    /// A page of the jobs that match a filter, in its order, after its cursor.
     ///
     /// # Errors
-    /// [`StoreError::Cursor`]: the cursor is none of this list.
+    /// [`StoreError::Cursor`]: the cursor does not belong to this list.
     async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
-    /// How many jobs a filter finds, whatever its limit and cursor are.
+    /// The number of jobs that match a filter, regardless of its limit and cursor.
     async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64>;
-    /// The groups of all jobs that a filter finds, whatever its limit and cursor are, in no order; none when there are more than `most`.
+    /// The groups of all jobs that match a filter, regardless of its limit and cursor, in no order; `None` if there are more than `most`.
     async fn job_groups(
         &self,
         filter: &JobFilter,
@@ -125,44 +124,43 @@ pub trait Store: Send + Sync + 'static {
         metrics: &[SortBy],
         most: usize,
     ) -> Result<Option<Vec<GroupRow>>>;
-    /// A job's attempts, in order.
+    /// A job's attempts, the oldest first.
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
-    /// Where the ranks of an attempt are, or were; empty when there is no such attempt.
+    /// The places of an attempt's ranks; empty if there is no such attempt.
     async fn places(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>>;
-    /// What a job's history is made of, next to its attempts; `with_requests`: also who asked for what.
+    /// The parts of a job's history besides its attempts. `with_requests`: including requests about the job from the audit log.
     async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows>;
-    /// A page of the jobs that wait for slots: those of the highest priority first, of equal ones the oldest. With where the next page
-    /// begins; none after the last.
+    /// A page of the jobs that wait for slots, by descending priority, then the oldest first. Also returns the beginning of the next page;
+    /// `None` on the last page.
     async fn waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)>;
     /// The version of every job that waits for slots.
     async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>>;
-    /// How many slots the jobs of each owner or project have whose attempts may write.
+    /// The number of slots in use by each owner or project, over jobs with an attempt that may write.
     async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>>;
-    /// Jobs that are not over.
+    /// All jobs that are not over.
     async fn unfinished(&self) -> Result<Vec<Job>>;
-    /// Changes a job by `change`, which is refused or done as a whole.
+    /// Applies `change` to a job, completely or not at all.
     ///
     /// # Errors
-    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: what `change` refuses; [`StoreError::NoDataset`], of a job that was over and is
-    /// no longer, and [`StoreError::Refused`], where that job has registered versions.
+    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: `change` refuses. If `change` resumes a job that was over:
+    /// [`StoreError::NoDataset`], and [`StoreError::Refused`] if the job has registered versions.
     async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed>;
-    /// As [`Store::change_job`], of several jobs in one transaction: one commit for all. `None` of a job that is not there.
+    /// Like [`Store::change_job`], for several jobs in one transaction. Returns `None` for a job that does not exist.
     ///
     /// # Errors
-    /// The first job that is refused: nothing is changed then.
+    /// Errors of [`Store::change_job`] for any job. Then no job is changed.
     async fn change_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<Changed>>>;
-    /// Deletes a job that is over. It is not found from then on; its rows are removed in small steps by
-    /// [`Store::purge_deleted`].
+    /// Deletes a job that is over. The job is no longer found; [`Store::purge_deleted`] removes its rows in small steps.
     ///
     /// # Errors
     /// [`StoreError::NotFound`]; [`StoreError::Refused`]: the job is not over, or has registered versions.
     async fn delete_job(&self, id: &JobId) -> Result<()>;
-    /// The job that was deleted first, among those that still have rows.
+    /// The job that was deleted first among the deleted jobs that still have rows.
     async fn oldest_deleted(&self) -> Result<Option<JobId>>;
-    /// Removes some rows of a deleted job, in a transaction so short that other writers hardly wait.
+    /// Removes some rows of a deleted job in a short transaction, so that other writers hardly wait.
     async fn purge_deleted(&self, id: &JobId) -> Result<()>;
 
-    /// Claims a job: makes its next attempt, with a new fencing token. `None` when the job does not wait any more, or another
+    /// Claims a job: creates its next attempt, with a new fencing token. Returns `None` if the job does not wait any more, or another
     /// claim was first.
     ///
     /// # Errors
@@ -170,48 +168,48 @@ pub trait Store: Send + Sync + 'static {
     async fn claim(&self, claim: Claim) -> Result<Option<Claimed>> {
         Ok(self.claim_all(std::slice::from_ref(&claim)).await?.pop().flatten())
     }
-    /// As [`Store::claim`], of several jobs in one transaction: one commit for all.
+    /// Like [`Store::claim`], for several jobs in one transaction.
     async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>>;
-    /// What an agent has of an attempt, also when that is over. `None`: an attempt with this fencing token was not given to it.
+    /// An agent's part of an attempt, which may be over. `None`: the agent was not given an attempt with this fencing token.
     async fn given_place(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Option<GivenPlace>>;
-    /// Stores that an agent keeps an attempt's checkpoints on a disk of its own.
+    /// Stores that an agent keeps an attempt's checkpoints on its own disk, not the server's.
     async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()>;
-    /// The attempts that may write, on any agent.
+    /// All attempts that may write.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
-    /// Jobs that have an attempt which may write: those of the lowest priority first, of equal ones the newest.
+    /// Jobs that have an attempt that may write, by ascending priority, then the newest first.
     async fn occupants(&self) -> Result<Vec<Occupant>>;
-    /// As [`Store::occupants`], those alone whose slots somebody may count on: they end already, or may be preempted.
+    /// Like [`Store::occupants`], but only the jobs that are ending or may be preempted, so that other jobs may count on their slots.
     async fn yielding(&self) -> Result<Vec<Occupant>>;
-    /// How many records of each source of an attempt are stored, as one of its agents names them; empty when the fencing token is
-    /// not the attempt's, or it was given to others.
+    /// The number of stored records of each source of an attempt, as one of its agents names the sources. Empty if the fencing token is
+    /// not the attempt's, or the agent has none of its ranks.
     async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>>;
-    /// Stores reports in one transaction: events, what is acknowledged and the jobs' rows. Records stored
-    /// before are skipped; one answer for each report, in order.
+    /// Stores reports in one transaction: their events, the numbers of acknowledged records, and the jobs' rows. Records that were stored
+    /// before are skipped. Returns one answer for each report, in order.
     async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>>;
 
-    /// Stores records of a run from elsewhere: the change, and how many there are now.
+    /// Stores records of a run from elsewhere by applying `change`.
     ///
     /// # Errors
-    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: what `change` refuses.
+    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: `change` refuses.
     async fn append_records(&self, records: &RunRecords, change: RecordsChange) -> Result<Appended>;
 
-    /// Rows of a job's events that end after `after`, in order, at most `limit`: of the first one some events may be known.
+    /// At most `limit` rows of a job's events after number `after`, in order. The first row may also contain events up to `after`.
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
-    /// The sequence number at which a job's stream begins. Points of earlier events are in chunks alone.
+    /// The sequence number at which a job's stream begins. Points of earlier events are only in chunks.
     async fn first_seq(&self, job: &JobId) -> Result<u64>;
-    /// A job that was over at `before` and has points among its events.
+    /// The oldest job after `behind` that was over at `before` and has points among its events.
     async fn oldest_with_points(&self, before: Timestamp, behind: Option<&JobId>) -> Result<Option<JobId>>;
-    /// Removes some of the points that are in chunks from a job's events, in a transaction so short that others hardly
-    /// wait for it. False when there was none left.
+    /// Removes some points that are in chunks from a job's events, in a short transaction, so that other writers hardly wait. Returns
+    /// false if none were left.
     async fn remove_points(&self, job: &JobId) -> Result<bool>;
-    /// Columns of metrics in order of their events.
+    /// Columns of metrics, in the order of their events.
     ///
     /// # Errors
     /// [`StoreError::NotFound`].
     async fn metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage>;
-    /// The watermark, and the first and last step of the chunks that match.
+    /// The watermark, and the first and last step of the matching chunks.
     async fn metric_extent(&self, job: &JobId, filter: &MetricFilter) -> Result<(u64, Option<(u64, u64)>)>;
-    /// The watermark, and the chunks of a level that match, by series and step; both from one snapshot. Chunks may also hold
+    /// The watermark, and the matching chunks of a level, by series and step; both from one snapshot. Chunks may also contain
     /// steps outside the filter's range.
     async fn metric_chunks(
         &self,
@@ -219,9 +217,10 @@ pub trait Store: Send + Sync + 'static {
         level: u32,
         filter: &MetricFilter,
     ) -> Result<(u64, Vec<MetricChunk>)>;
-    /// The watermark, and the newest chunk of each series and level, which may still grow.
+    /// The watermark, and the newest chunk of each series and level, to which points may be added.
     async fn newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)>;
-    /// Stores chunks, those that have grown in place of what they were; metric events up to `until` are in chunks then. False, and nothing is stored, when not exactly those up to `after` are now.
+    /// Stores chunks and moves the watermark from `after` to `until`. Grown chunks replace their earlier content. Returns false and stores
+    /// nothing if the watermark is not `after`.
     ///
     /// # Errors
     /// [`StoreError::NotFound`].
@@ -232,7 +231,7 @@ pub trait Store: Send + Sync + 'static {
         until: u64,
         chunks: &[MetricChunk],
     ) -> Result<bool>;
-    /// Events of kind `log` that match, in order, at most `limit`.
+    /// At most `limit` matching events of kind `log`, in order.
     async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<LogPage>;
     /// The newest report of each rank of an attempt.
     async fn rank_reports(&self, job: &JobId, attempt: u32) -> Result<Vec<(u32, RankReport)>>;
@@ -241,181 +240,183 @@ pub trait Store: Send + Sync + 'static {
     async fn checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>>;
     /// One checkpoint.
     async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>>;
-    /// Checkpoints of all jobs behind this id, by id: at most `limit`.
+    /// At most `limit` checkpoints of all jobs after this id, by id.
     async fn checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>>;
-    /// The copies of a job's checkpoints, by the checkpoint's id; of object stores, those in the one of this address.
+    /// The copies of a job's checkpoints, by checkpoint id. Only the object store at the address `object_store` is considered.
     async fn copies(&self, job: &JobId, object_store: &str) -> Result<HashMap<String, Copies>>;
-    /// Stores that a copy of a checkpoint is damaged: in the object store of this address, or on the server's disk (`Copies::SERVER`). False when
-    /// that is known, or there is no such checkpoint (any more).
+    /// Stores that a copy of a checkpoint is damaged. `location` is the address of an object store, or `Copies::SERVER` for the server's
+    /// disk. Returns false if the damage was already stored or the checkpoint does not exist.
     async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool>;
-    /// Forgets which copies in an object store were damaged: they may have been mended.
+    /// Removes the damage marks of all copies in an object store, because the copies may have been repaired.
     async fn forget_damaged(&self, store: &str) -> Result<()>;
-    /// What of a checkpoint is in the object store of this address.
+    /// The record of a checkpoint in the object store at this address.
     async fn stored_checkpoint(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>>;
-    /// Ids of checkpoints that were uploaded whole to the object store of this address: at most `limit`.
+    /// Ids of at most `limit` checkpoints that were completely uploaded to the object store at this address.
     async fn uploaded_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<String>>;
-    /// Ids of deleted checkpoints of which the object store of this address has objects, behind this id, by id: at most `limit`.
+    /// Ids of at most `limit` deleted checkpoints that still have objects in the object store at this address, after the id `behind`, by
+    /// id.
     async fn abandoned_checkpoints(&self, store: &str, behind: &str, limit: u32) -> Result<Vec<String>>;
-    /// Stores what is in an object store, in place of what is known of it. False, and nothing is stored, when there is no such
-    /// checkpoint (any more).
+    /// Stores or replaces the record of a checkpoint in an object store. Returns false and stores nothing if the checkpoint does not
+    /// exist.
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool>;
-    /// By what the object store of this address is known again; none of one that is not known.
+    /// The marker of the object store at this address; `None` if the store is unknown.
     async fn artifact_marker(&self, store: &str) -> Result<Option<ArtifactMarker>>;
-    /// Whether this marker, of any address, came with a backup. `None`: the database does not know the marker.
+    /// Whether this marker, at any address, was restored from a backup. `None`: the marker is unknown.
     async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>>;
-    /// In the place of a marker that came with a backup, this database's own.
+    /// Replaces a marker that was restored from a backup by this database's own.
     async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()>;
-    /// Stores by what an object store is known again. One of another address that had this marker is the same store: what was there is
-    /// at this address now.
+    /// Stores the marker of an object store. If another address has the same marker, the store has moved: its copies are assigned to the
+    /// new address.
     async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()>;
-    /// Forgets what was in an object store.
+    /// Removes the record of a checkpoint in an object store.
     async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()>;
 
-    /// By name.
+    /// All datasets, by name.
     async fn datasets(&self) -> Result<Vec<Dataset>>;
     /// One dataset.
     async fn dataset(&self, name: &str) -> Result<Option<Dataset>>;
-    /// Registers a dataset; refuses a name that is taken.
+    /// Registers a dataset.
     ///
     /// # Errors
     /// [`StoreError::NameTaken`].
     async fn add_dataset(&self, dataset: &Dataset) -> Result<()>;
-    /// Stores what a dataset's files are now.
+    /// Replaces the stored information about a dataset's files.
     ///
     /// # Errors
-    /// [`StoreError::NotFound`]: it was removed, or another one has its name.
+    /// [`StoreError::NotFound`]: the dataset was removed, or another dataset has taken its name.
     async fn update_dataset(&self, dataset: &Dataset) -> Result<()>;
-    /// Removes a dataset that no job needs which is not over; its files stay.
+    /// Removes a dataset that no unfinished job needs. Its files stay.
     ///
     /// # Errors
     /// [`StoreError::NotFound`]; [`StoreError::DatasetInUse`].
     async fn remove_dataset(&self, name: &str) -> Result<()>;
 
-    /// Registers a checkpoint as the next version of a model; the version's number.
+    /// Registers a checkpoint as the next version of a model. Returns the version's number.
     ///
     /// # Errors
     /// [`StoreError::NotFound`]; [`StoreError::Refused`]: the checkpoint's job is not over.
     async fn add_model_version(&self, new: &NewVersion) -> Result<u32>;
     /// The versions of a model, or of all models, by name and number.
     async fn model_versions(&self, model: Option<&str>) -> Result<Vec<VersionRow>>;
-    /// Ids of a job's checkpoints that versions name.
+    /// Ids of a job's checkpoints that are registered as versions.
     async fn registered_checkpoints(&self, job: &JobId) -> Result<Vec<String>>;
     /// Moves an alias of a model to a version, or removes it with `None`.
     ///
     /// # Errors
-    /// [`StoreError::NotFound`]: the version, or the alias that is to be removed.
+    /// [`StoreError::NotFound`]: there is no such version, or no such alias to remove.
     async fn set_model_alias(&self, model: &str, alias: &str, version: Option<u32>) -> Result<()>;
-    /// Removes a version; its number is not given again.
+    /// Removes a version. Its number is not reused.
     ///
     /// # Errors
-    /// [`StoreError::NotFound`], also where an alias is at the version.
+    /// [`StoreError::NotFound`]: there is no such version, or an alias points to it.
     async fn remove_model_version(&self, model: &str, version: u32) -> Result<()>;
 
-    /// Stores agents as they introduced themselves, or when they were last seen, in one transaction.
+    /// Stores or replaces agents, in one transaction.
     async fn put_agents(&self, agents: &[AgentRow]) -> Result<()>;
-    /// Removes an agent with what it has measured; nothing happens when there is none.
+    /// Removes an agent and its measurements. Does nothing if there is no such agent.
     async fn remove_agent(&self, id: &str) -> Result<()>;
-    /// By name.
+    /// All agents, by name.
     async fn agents(&self) -> Result<Vec<AgentRow>>;
-    /// Agents that have this name, and the one with this id.
+    /// The agents with this name, and the agent with this id.
     async fn agents_called(&self, name: &str, id: &str) -> Result<Vec<AgentRow>>;
 
-    /// Notes and tags of jobs that have any: at most `limit` behind this id, of jobs that this person or token sees (`None` sees all).
+    /// Notes and tags of at most `limit` annotated jobs after the id `behind`. Only jobs that the person or token `seen_by` sees (`None`:
+    /// all).
     async fn annotations(&self, seen_by: Option<&str>, behind: &str, limit: u32) -> Result<AnnotationPage>;
-    /// How many jobs have notes or tags, as somebody sees them.
+    /// The number of annotated jobs that the person or token `seen_by` sees (`None`: all).
     async fn count_annotations(&self, seen_by: Option<&str>) -> Result<u64>;
-    /// Replaces a job's notes, its tags or both; what is `None` stays. Returns what it has now.
+    /// Replaces a job's notes, tags or both; `None` leaves them unchanged. Returns the new notes and tags.
     async fn annotate(&self, job: &JobId, notes: Option<&str>, tags: Option<&[String]>)
     -> Result<Annotation>;
-    /// Changes a job's priority, in its specification too.
+    /// Changes a job's priority, also in its specification.
     ///
     /// # Errors
     /// [`StoreError::NotFound`].
     async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()>;
-    /// Moves a job to another project, in its specification too.
+    /// Moves a job to another project, also in its specification.
     ///
     /// # Errors
     /// [`StoreError::NotFound`].
     async fn set_project(&self, job: &JobId, project: &str) -> Result<()>;
-    /// Every project, with how many of its jobs are in each state; by name.
+    /// All projects with the numbers of their jobs in each state, by name. Only jobs that the person or token `seen_by` sees (`None`: all).
     async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>>;
-    /// Panels, where there are any.
+    /// The panels of a job or project; `None` if none are stored.
     async fn panels(&self, of: PanelsOf<'_>) -> Result<Option<Vec<Panel>>>;
-    /// Stores panels in place of those that are there; with `None` there are none of its own any more.
+    /// Replaces the panels of a job or project, or removes them with `None`.
     async fn put_panels(&self, of: PanelsOf<'_>, panels: Option<&[Panel]>) -> Result<()>;
-    /// Of which layers and steps of a job there are histograms.
+    /// The layers and steps of a job that have histograms.
     async fn histogram_index(&self, job: &JobId) -> Result<HistogramIndex>;
-    /// Histograms of a job by step, then in the network's order.
+    /// Matching histograms of a job, by step, then in the network's order.
     async fn histograms(&self, job: &JobId, filter: &HistogramFilter) -> Result<Vec<HistogramRow>>;
-    /// The layers of a job's network, where a rank has reported them.
+    /// The layers of a job's network; `None` if no rank has reported them.
     async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>>;
-    /// Ids of drained agents: they take no new work.
+    /// Ids of drained agents, which take no new work.
     async fn draining(&self) -> Result<Vec<String>>;
-    /// Drains an agent, or takes that back.
+    /// Drains an agent, or undoes that.
     async fn set_draining(&self, agent: &str, draining: bool) -> Result<()>;
 
-    /// Stores means of minutes of machines, in place of those that are there.
+    /// Stores or replaces machines' means of minutes.
     async fn add_machine_minutes(&self, minutes: &[MinuteRow]) -> Result<()>;
-    /// A machine's minutes from this one on (counted since 1970), in order.
+    /// A machine's minutes from the minute `from` on (since 1970), in order.
     async fn machine_minutes(&self, agent: &str, from: i64) -> Result<Vec<MinuteRow>>;
-    /// Removes minutes before this one, of all machines.
+    /// Removes minutes before the minute `before` (since 1970), for all machines.
     async fn purge_machine_minutes(&self, before: i64) -> Result<()>;
 
-    /// Every person, by name.
+    /// All people, by name.
     async fn people(&self) -> Result<Vec<PersonRow>>;
     /// Accounts at OpenID providers whose person was removed.
     async fn refused_identities(&self) -> Result<Vec<Identity>>;
-    /// Stores a person, in place of the one with this name, and removes the person's sessions. Its account at an OpenID provider is
-    /// bound to it, in place of the one that was.
+    /// Stores or replaces a person, and removes the person's sessions. The binding to an account at an OpenID provider is replaced too.
     async fn put_person(&self, person: &PersonRow) -> Result<()>;
-    /// Removes a person and the person's sessions, notes that its account at an OpenID provider is refused, and revokes the person's tokens.
+    /// Removes a person and the person's sessions, marks the person's account at an OpenID provider as refused, and revokes the person's
+    /// tokens.
     async fn remove_person(&self, person: &PersonRow, at: Timestamp) -> Result<()>;
-    /// Whose a job is; `None` when there is none or it was deleted.
+    /// The owner of a job; `None` if it does not exist or was deleted.
     async fn owned_job(&self, id: &JobId) -> Result<Option<Owned>>;
-    /// Jobs that are private to others than this person or token.
+    /// Private jobs of everybody except this person or token.
     async fn jobs_hidden_from(&self, owner: &str) -> Result<Vec<JobId>>;
-    /// Whose a dataset is.
+    /// The owner of a dataset; `None` if it does not exist.
     async fn owned_dataset(&self, name: &str) -> Result<Option<Owned>>;
 
-    /// Every token, also those that are no longer valid, in the order in which they were made.
+    /// All tokens, including those that are no longer valid, the oldest first.
     async fn tokens(&self) -> Result<Vec<TokenRow>>;
-    /// Stores a token, in place of the one with its id.
+    /// Stores or replaces a token.
     async fn put_token(&self, token: &TokenRow) -> Result<()>;
-    /// Stores when tokens were last used.
+    /// Stores the times at which tokens were last used.
     async fn note_token_use(&self, used: &[(String, Timestamp)]) -> Result<()>;
-    /// Every session that has not expired, the oldest first.
+    /// All sessions that have not expired, the oldest first.
     async fn sessions(&self, now: Timestamp) -> Result<Vec<SessionRow>>;
     /// Stores a session.
     async fn add_session(&self, session: &SessionRow) -> Result<()>;
     /// Removes a session.
     async fn remove_session(&self, hash: &str) -> Result<()>;
-    /// Removes sessions that have expired, and tokens that have not been valid since `before`; some at a time.
+    /// Removes some expired sessions, and some tokens that became invalid before `before`.
     async fn purge_access(&self, now: Timestamp, before: Timestamp) -> Result<()>;
-    /// Adds to the audit log.
+    /// Adds entries to the audit log.
     async fn add_audit(&self, entries: &[AuditEntry]) -> Result<()>;
-    /// Entries of the audit log before the entry `before`, newest first: of this person and their tokens, and with this text in what was
-    /// done or in its address. An empty text means all.
+    /// At most `limit` entries of the audit log before the entry `before`, newest first. `who`: only entries of this person and the
+    /// person's tokens. `text`: only entries whose action or object contains it. An empty string matches all.
     async fn audit(&self, before: Option<&str>, who: &str, text: &str, limit: u32)
     -> Result<Vec<AuditEntry>>;
-    /// Removes some entries that are older than `before` or beyond the newest `keep`; false when there was none left.
+    /// Removes some entries that are older than `before` or not among the newest `keep`. Returns false if none were left.
     async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool>;
 
-    /// Every webhook, the first made first.
+    /// All webhooks, the oldest first.
     async fn webhooks(&self) -> Result<Vec<WebhookRow>>;
-    /// Stores a webhook, in place of the one with its id.
+    /// Stores or replaces a webhook.
     async fn put_webhook(&self, row: &WebhookRow) -> Result<()>;
-    /// Removes a webhook with its messages; nothing happens when there is none.
+    /// Removes a webhook and its messages. Does nothing if there is no such webhook.
     async fn remove_webhook(&self, id: &str) -> Result<()>;
-    /// The newest messages of a webhook, newest first: at most `limit`.
+    /// At most `limit` messages of a webhook, newest first.
     async fn deliveries(&self, webhook: &str, limit: u32) -> Result<Vec<Delivery>>;
-    /// Of each enabled webhook, the message whose next attempt is due first.
+    /// For each enabled webhook, the message whose next attempt is due first.
     async fn next_deliveries(&self) -> Result<Vec<(WebhookRow, Delivery)>>;
-    /// Stores a message that belongs to no job. Messages about jobs are stored with the moves of the jobs.
+    /// Stores a message that belongs to no job. Messages about a job are stored when its state changes.
     async fn add_delivery(&self, delivery: &Delivery) -> Result<()>;
-    /// Stores the attempts of a message and when the next one is due, and disables its webhook where the receiver is gone. Of the
-    /// webhook's messages without a next attempt, the newest stay. Nothing happens to a message that was removed.
+    /// Stores the attempts of a message and the time of its next attempt. `is_gone`: also disables the webhook. Of the webhook's messages
+    /// without a next attempt, only the newest are kept. Has no effect on a message that was removed.
     async fn note_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()>;
-    /// Removes messages that were made before this time.
+    /// Removes messages that were created before this time.
     async fn purge_deliveries(&self, before: Timestamp) -> Result<()>;
 
     /// Stores a new sweep, of which no trial has started, with the checked specifications of its trials.
@@ -440,10 +441,10 @@ pub trait Store: Send + Sync + 'static {
     /// The jobs of a sweep that are there, by their numbers; without their notes.
     async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>>;
 
-    /// Numbers for `/metrics`.
+    /// Counts for `/metrics`.
     async fn counts(&self) -> Result<Counts>;
-    /// Whether the database can be written now.
+    /// Checks that the database can be written.
     async fn ready(&self) -> Result<()>;
-    /// Writes out what is left and closes.
+    /// Closes all connections to the database.
     async fn close(&self);
 }

@@ -1,14 +1,14 @@
-//! A store at a location: the one place that knows both databases.
+//! Opens the store at a location.
 
 use super::{Location, Store, postgres::PostgresStore, sqlite::SqliteStore};
 use crate::config::serve_error::ServeError;
 use std::sync::Arc;
 
 impl Location {
-    /// Opens it for this process alone, with its tables up to date.
+    /// Opens the database exclusively for this process and brings its tables up to date.
     ///
     /// # Errors
-    /// It cannot be opened, was written by a newer version, or is another server's.
+    /// The database cannot be opened, was written by a newer version, or is in use by another server.
     pub async fn open(&self) -> Result<Arc<dyn Store>, ServeError> {
         Ok(match self {
             Self::Sqlite(path) => Arc::new(SqliteStore::open(path).await?),

@@ -1,14 +1,14 @@
 //! The binary form of a report's points in a row of events.
 //!
-//! The number of columns, then for each column: its metric (index in [`NAMES`] from 1; or 0, length and text), the number of
-//! steps, their differences (a count of 0 stands for the steps of the previous column), and the values (float32, little
-//! endian). Whole numbers are LEB128.
+//! The number of columns, then for each column: the metric (index in [`NAMES`] from 1; or 0, the name's length and the name), the number
+//! of steps (0: the steps of the previous column), the differences between successive steps, and the values (float32, little endian).
+//! Integers are LEB128.
 
 use super::error::StoreError;
 use crate::util::numbers::{Reader, put_number};
 use lockstep_protocol::metric::{MetricColumn, NAMES};
 
-/// Bytes of columns, none of which is empty.
+/// Encodes columns, none of which is empty.
 pub(crate) fn encode(columns: &[MetricColumn]) -> Vec<u8> {
     let mut out = Vec::with_capacity(8 + columns.iter().map(|c| 3 + 5 * c.values.len()).sum::<usize>());
     put_number(&mut out, columns.len() as u64);
@@ -38,15 +38,15 @@ pub(crate) fn encode(columns: &[MetricColumn]) -> Vec<u8> {
     out
 }
 
-/// How many columns there are; 1 for bytes that [`encode`] did not make.
+/// The number of encoded columns; 1 for invalid bytes.
 pub(crate) fn count(data: &[u8]) -> u64 {
     Reader(data).number().unwrap_or(1).max(1)
 }
 
-/// What [`encode`] made: the columns called `name`, or all. Of the others nothing is kept, as a chart shows one metric of many.
+/// Decodes the columns called `name`, or all. Other columns are skipped without allocations, because a chart shows one metric of many.
 ///
 /// # Errors
-/// Bytes that it did not make.
+/// The bytes are invalid.
 pub(crate) fn decode(data: &[u8], name: Option<&str>) -> Result<Vec<MetricColumn>, StoreError> {
     columns(data, name).ok_or_else(|| StoreError::Corrupt("the points of a report".into()))
 }

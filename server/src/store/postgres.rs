@@ -1,9 +1,8 @@
-//! The store on Postgres, by URL.
+//! The store on Postgres.
 //!
-//! As on SQLite one connection writes and others read. The writing session holds an advisory lock as long as it
-//! lives: the session that writes has the lock, also after the connection was lost and made again, so a second server on the same
-//! database can never write at the same time. `synchronous_commit` is on whatever the database's
-//! default is: a commit is on disk before it is acknowledged.
+//! As on SQLite, one connection writes and others read. The writing session holds an advisory lock until it ends. A new session, after a
+//! lost connection, takes the lock before it writes. So two servers never write to the same database. `synchronous_commit` is on
+//! regardless of the database's default: a commit is on disk before it is acknowledged.
 
 use super::{Location, migration_error, migrations::OF_POSTGRES as MIGRATIONS};
 use crate::config::serve_error::ServeError;
@@ -16,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-// The same text of the queries for each database: see `sql/mod.rs`.
+// The queries are compiled once for each database: see `sql/mod.rs`.
 #[allow(clippy::duplicate_mod)]
 #[path = "sql/mod.rs"]
 mod sql;
@@ -24,12 +23,12 @@ mod sql;
 pub use sql::SqlStore as PostgresStore;
 pub(super) use sql::copy;
 
-/// The lock goes with the session.
+/// The advisory lock, which ends with the writing session.
 #[derive(Debug)]
 pub(super) struct Lock;
 
 impl Lock {
-    #[allow(clippy::unused_self)] // As that of a file.
+    #[allow(clippy::unused_self)] // The same signature as for SQLite's lock file.
     pub(super) fn closes(&self) {}
 }
 
@@ -39,72 +38,73 @@ mod dialect {
     pub(super) type Db = sqlx::Postgres;
     pub(super) type Connection = sqlx::PgConnection;
     pub(super) type DbRow = sqlx::postgres::PgRow;
-    /// Nobody else writes: the one writing session has the server's lock.
+    /// Needs no write lock: only the session with the advisory lock writes.
     pub(super) const BEGIN_WRITE: &str = "BEGIN";
-    /// All reads of the transaction see one moment.
+    /// All reads of the transaction see one snapshot.
     pub(super) const BEGIN_SNAPSHOT: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY";
-    /// Table, column and type of every column, `jobs` first: others refer to it.
+    /// Table, name and type of every column. The table `jobs` is first, because others refer to it.
     pub(super) const SCHEMA: &str = "SELECT table_name::text, column_name::text, data_type::text \
         FROM information_schema.columns WHERE table_schema = current_schema() \
         AND table_name <> '_sqlx_migrations' ORDER BY table_name <> 'jobs', table_name::text, ordinal_position";
-    /// The planner knows how rare log lines are, and chooses.
+    /// No index is forced: the planner's statistics show how rare log lines are.
     pub(super) const BY_LOG: &str = "";
     pub(super) const BY_METRICS: &str = "";
-    /// Whatever the case of letters.
+    /// Case-insensitive `LIKE`.
     pub(super) const LIKE: &str = "ILIKE";
-    /// Up to `$2` chunks of the job `$1`, by where they lie: an array, so that nothing else of the table is read.
+    /// Condition for up to `$2` chunks of the job `$1`, by their position in the table. The array makes Postgres read only these rows.
     pub(super) const SOME_METRIC_CHUNKS: &str =
         "ctid = ANY (ARRAY (SELECT ctid FROM metric_chunks WHERE job_id = $1 LIMIT $2))";
-    /// Where the second text begins in the first, from 1; 0 where it is not in it.
+    /// Function that returns the position of the second text in the first, from 1; 0 if it is not contained.
     pub(super) const POSITION: &str = "strpos";
 
     /// The size of the database with its indexes.
     pub(super) const DATABASE_BYTES: &str = "SELECT pg_database_size(current_database())";
 
-    /// What `json_text` makes of JSON's truth values.
+    /// JSON's `true` and `false` as returned by `json_text`.
     pub(super) const TRUE: &str = "'true'";
     pub(super) const FALSE: &str = "'false'";
 
-    /// A number inside a column of JSON, or NULL, also where the column is no JSON.
+    /// Expression for a number in a column of JSON. NULL if the number is missing or the column is not valid JSON.
     pub(super) fn json_number(column: &str, path: &[&str]) -> String {
         format!("json_number_in({column}, '{}')", path.join("', '"))
     }
 
-    /// A text inside a column of JSON, or NULL, also where the column is no JSON.
+    /// Expression for a text in a column of JSON. NULL if the text is missing or the column is not valid JSON.
     pub(super) fn json_text(column: &str, path: &[&str]) -> String {
         format!("json_text_in({column}, '{}')", path.join("', '"))
     }
 
-    /// The next attempt's fencing token is above those that were copied.
+    /// Makes the next attempt's fencing token greater than all restored ones.
     pub(super) const AFTER_COPY: &str = "SELECT setval(pg_get_serial_sequence('attempts', 'fencing_token'), \
         greatest((SELECT coalesce(max(fencing_token), 0) FROM attempts), 1))";
 }
 
-/// The advisory lock of a server: the bytes of "lockstep".
+/// Key of the server's advisory lock: the bytes of "lockstep".
 const LOCK: i64 = i64::from_be_bytes(*b"lockstep");
-/// Identity columns, and every release that is still maintained.
+/// Oldest supported release (`server_version_num`). It has identity columns, and no maintained release is older.
 const OLDEST_POSTGRES: i32 = 130_000;
+/// Maximum number of reading connections.
 const READERS: u32 = 8;
-/// A request answers 503 after this long without a connection.
+/// Time limit for getting a connection from a pool. A request that exceeds it gets status 503.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// A statement that takes longer is given up, and its request answered with 503; the URL may say otherwise
-/// (`?options=-c statement_timeout=...`). Migrations, backups and restores are under no such limit.
+/// Time limits of a statement. A request that exceeds one gets status 503. The URL may set other limits
+/// (`?options=-c statement_timeout=...`). They do not apply to migrations and backups.
 const LIMITS: [(&str, &str); 2] = [("statement_timeout", "60s"), ("lock_timeout", "30s")];
-/// The session of a server that was killed a moment ago may still be ending.
+/// Time limit for getting the advisory lock. The session of a server that was just killed may take a moment to end.
 const LOCK_WITHIN: Duration = Duration::from_secs(5);
 
 impl PostgresStore {
-    /// Connects and brings the tables up to date.
+    /// Connects to a database and brings its tables up to date.
     ///
     /// # Errors
-    /// A database that cannot be reached, is too old, does not hold UTF-8, was written by a newer version of this
-    /// program, or is another server's.
+    /// The database cannot be reached, is too old, is not encoded in UTF-8, was written by a newer version of this program, or is in use
+    /// by another server.
     pub async fn open(url: &str) -> Result<Self, ServeError> {
         let name = Location::Postgres(url.to_owned()).to_string();
         let failed =
             |error: sqlx::Error| ServeError::Database { path: name.clone(), detail: error.to_string() };
         let options = options(url)?;
-        // By hand first: its errors say what is wrong where a pool's only say that it took too long.
+        // A single connection first: its errors name the cause, while a pool only reports a timeout.
         let mut first = PgConnection::connect_with(&options).await.map_err(failed)?;
         check(&mut first, &name).await?;
         lock(&mut first, &name).await?;
@@ -112,7 +112,7 @@ impl PostgresStore {
 
         let pool = |n| PgPoolOptions::new().max_connections(n).acquire_timeout(PATIENCE);
         let writer = pool(1)
-            // The lock goes with the session.
+            // The lock ends with the session, so the connection stays open.
             .idle_timeout(None)
             .max_lifetime(None)
             .after_connect(|connection, _| {
@@ -129,7 +129,8 @@ impl PostgresStore {
                 sqlx::Error::PoolTimedOut => ServeError::DatabaseInUse { path: name.clone(), by: None },
                 other => failed(other),
             })?;
-        // An index over a year of events takes as long as it takes. The pool has one connection: it is the same session.
+        // Creating an index on a large table takes longer than these limits. The pool has one connection, so all statements use its
+        // session.
         for (limit, _) in LIMITS {
             sqlx::query(AssertSqlSafe(format!("SET {limit} = 0"))).execute(&writer).await.map_err(failed)?;
         }

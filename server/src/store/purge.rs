@@ -1,5 +1,5 @@
-//! Incremental deletion, concurrent with all other writes: first a deleted job's files, then its rows. The rows last, so that a
-//! server that is stopped in between finds the rest at its next start.
+//! Incremental deletion, concurrent with all other writes: first a deleted job's files, then its rows. The rows are deleted last, so
+//! that a server that is stopped in between continues at its next start.
 
 use super::{Store, StoreError};
 use crate::config::ServeConfig;
@@ -11,14 +11,14 @@ use std::{
 };
 use tokio::sync::Notify;
 
-/// After a failure: the database may be away.
+/// Pause after a failure. The database may be unreachable.
 const TRY_AGAIN: Duration = Duration::from_secs(5);
-/// How often a folder is emptied in which something appears meanwhile.
+/// Maximum number of further attempts to remove a folder in which files appear meanwhile.
 const TRIES: usize = 10;
-/// The longest pause between two steps.
+/// Maximum pause between two steps.
 const LONGEST_REST: Duration = Duration::from_millis(200);
 
-/// Deleted jobs of which something is left.
+/// Removes the files and rows of deleted jobs.
 pub(crate) struct DeletedJobs {
     store: Arc<dyn Store>,
     config: Arc<ServeConfig>,
@@ -30,12 +30,12 @@ impl DeletedJobs {
         Self { store, config, wake: Notify::new() }
     }
 
-    /// A job was deleted whose files and rows are still to be removed.
+    /// Wakes the task after a job was deleted.
     pub(crate) fn note(&self) {
         self.wake.notify_one();
     }
 
-    /// Removes until dropped: first what an earlier server did not get to.
+    /// Removes deleted jobs until dropped, the oldest deletion first.
     pub(crate) async fn run(&self) {
         let mut without_files = None;
         loop {
@@ -48,7 +48,7 @@ impl DeletedJobs {
                     }
                     let began = Instant::now();
                     match self.store.purge_deleted(&id).await {
-                        // Half of the writer's time at most: reports of running jobs come first.
+                        // Takes at most half of the writer's time, because reports of running jobs come first.
                         Ok(()) => tokio::time::sleep(began.elapsed().min(LONGEST_REST)).await,
                         Err(error) => rest(&error).await,
                     }
@@ -63,7 +63,7 @@ impl DeletedJobs {
         let mut removed = tokio::fs::remove_dir_all(&folder).await;
         for _ in 0..TRIES {
             match &removed {
-                // Something was written there meanwhile, such as the answer to an evaluation.
+                // A file was written there meanwhile, such as the result of an evaluation.
                 Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => {
                     removed = tokio::fs::remove_dir_all(&folder).await;
                 }
@@ -72,7 +72,7 @@ impl DeletedJobs {
         }
         match removed {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                // The job is gone for its users; what stays is only space.
+                // Users do not see the job any more. The remaining files only take up space.
                 tracing::warn!(folder = %folder.display(), %error, "the folder of a deleted job could not be removed");
             }
             _ => {}
@@ -81,6 +81,6 @@ impl DeletedJobs {
 }
 
 async fn rest(error: &StoreError) {
-    tracing::warn!(%error, "what is left of deleted jobs could not be removed; trying again");
+    tracing::warn!(%error, "deleted jobs could not be removed from the database; trying again");
     tokio::time::sleep(TRY_AGAIN).await;
 }

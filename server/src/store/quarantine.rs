@@ -1,4 +1,4 @@
-//! Rows that this version cannot read, or only in part. Each is logged once, and reading continues with the others.
+//! Rows that this version cannot read, or can read only in part. Each is logged once, and the others are read.
 
 use super::{error::Result, values::from_json};
 use lockstep_protocol::spec::{self, JobSpec};
@@ -9,14 +9,14 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// Different complaints that are remembered; lists are read several times a second.
+/// Maximum number of logged messages that are remembered. Lists are read several times per second.
 const REMEMBERED: usize = 10_000;
-/// The longest account of what cannot be read, in bytes.
+/// Maximum size of the description of an unreadable specification, in bytes.
 const DETAIL_BYTES: usize = 500;
 
 static LOGGED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
 
-/// What a job's column of JSON holds, or nothing.
+/// The value in a job's column of JSON; the default, and a logged error, if it cannot be read.
 pub(crate) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text: &str) -> T {
     if text == "{}" {
         return T::default();
@@ -27,22 +27,22 @@ pub(crate) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text:
     })
 }
 
-/// Logs what is wrong with a row, the first time that it is found.
+/// Logs an error in a row when it is found for the first time.
 pub(crate) fn log_once(what: &str) {
     let mut logged = LOGGED.lock().unwrap_or_else(PoisonError::into_inner);
     let logged = logged.get_or_insert_default();
     if logged.len() < REMEMBERED && logged.insert(what.to_owned()) {
-        tracing::error!(what, "something stored cannot be read; it is left as it is, and passed over");
+        tracing::error!(what, "a stored value cannot be read; it is skipped and left unchanged");
     }
 }
 
-/// Drops rows that cannot be read, after logging them.
+/// The rows that can be read. Errors of the others are logged.
 pub(super) fn readable<T>(rows: impl IntoIterator<Item = Result<T>>) -> Vec<T> {
     rows.into_iter().filter_map(|row| row.map_err(|error| log_once(&error.to_string())).ok()).collect()
 }
 
-/// A stored specification as far as this version understands it, with defaults for the rest, and what that rest is: a
-/// newer or an older version wrote it.
+/// A stored specification as far as this version understands it, with defaults for the rest, and a description of the rest.
+/// Another version may have written it.
 pub(super) fn read_spec(stored: &str) -> (JobSpec, Option<String>) {
     let flaw = match serde_json::from_str::<JobSpec>(stored) {
         Ok(spec) => return (spec, None),

@@ -1,4 +1,4 @@
-//! Rows and filters of the store: what handlers, dispatch and ingest exchange with it.
+//! Rows and filters: the types that other modules exchange with the store.
 
 mod access;
 mod attempts;
@@ -49,44 +49,44 @@ use utoipa::ToSchema;
 /// A complete checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CheckpointRow {
-    /// Opaque.
+    /// An opaque id.
     pub id: String,
     /// The job.
     pub job: JobId,
-    /// Written by this attempt.
+    /// The attempt that wrote the checkpoint.
     pub attempt: u32,
-    /// What is known of it.
+    /// Step, size and validation results.
     pub info: CheckpointInfo,
-    /// When it was reported.
+    /// When the checkpoint was reported.
     pub created_at: Timestamp,
 }
 
-/// An agent that has a checkpoint on a disk of its own.
+/// An agent that has a checkpoint on its own disk, not the server's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holder {
-    /// Its id.
+    /// The agent's id.
     pub agent_id: String,
-    /// Its name when it was given the attempt.
+    /// The agent's name when it was given the attempt.
     pub agent: String,
-    /// The index of its place in the attempt; rank 0 is in the first.
+    /// Index of the agent's place in the attempt; the first has rank 0.
     pub place: usize,
 }
 
-/// The state of a copy of a checkpoint. One in an object store is `Copying` from its first object on, `Complete` once its manifest is there,
-/// and `Damaged` when a job could not fetch it; it is `Copying` again when the checkpoint is written and uploaded anew. The server's disk and
-/// disks of agents have whole copies, or the server's a damaged one.
+/// The state of a copy of a checkpoint. A copy in an object store is `Copying` from its first object on, `Complete` once its manifest is
+/// uploaded, and `Damaged` if a job could not fetch it; it is `Copying` again while the checkpoint is uploaded anew. A copy on an agent's
+/// disk is always `Complete`. A copy on the server's disk is stored only if it is `Damaged`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyState {
-    /// It is being made.
+    /// The upload has not ended.
     Copying,
-    /// It is whole.
+    /// The copy is complete.
     Complete,
-    /// It is missing, or not what was written.
+    /// Files of the copy are missing or differ from what was written.
     Damaged,
 }
 
 impl CopyState {
-    /// As the database has it.
+    /// The state as in the database.
     pub(super) fn as_str(self) -> &'static str {
         match self {
             Self::Copying => "copying",
@@ -95,46 +95,46 @@ impl CopyState {
         }
     }
 
-    /// None of what another version wrote.
+    /// Parses a state of the database; `None` if another version wrote it.
     pub(super) fn of(text: &str) -> Option<Self> {
         [Self::Copying, Self::Complete, Self::Damaged].into_iter().find(|state| state.as_str() == text)
     }
 }
 
-/// The copies of a checkpoint. The server's disk says whether it has one.
+/// The copies of a checkpoint. Whether the server's disk has one is not stored: the folder exists or does not.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Copies {
-    /// The agents that have it; that of rank 0, which most likely continues the job, is the first.
+    /// The agents that have the checkpoint on their own disk. The agent of rank 0, which most likely continues the job, is first.
     pub holders: Vec<Holder>,
-    /// That in the object store.
+    /// The state of the copy in the object store.
     pub object_store: Option<CopyState>,
-    /// That on the server's disk was found damaged.
+    /// Whether the copy on the server's disk was found damaged.
     pub is_damaged_here: bool,
 }
 
 impl Copies {
-    /// The server's disk, as a location.
+    /// The location of copies on the server's disk.
     pub(crate) const SERVER: &str = "server";
 
-    /// Whether the object store has it whole.
+    /// Whether the object store has a complete copy.
     pub(crate) fn is_stored(&self) -> bool {
         self.object_store == Some(CopyState::Complete)
     }
 
-    /// Whether it may be fetched from the object store. That it is whole there may not have been recorded.
+    /// Whether the checkpoint may be fetchable from the object store. A completed upload may not have been recorded yet.
     pub(crate) fn may_be_fetched(&self) -> bool {
         matches!(self.object_store, Some(CopyState::Copying | CopyState::Complete))
     }
 }
 
-/// What of a checkpoint is in an object store.
+/// The record of a checkpoint in an object store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredCheckpoint {
     /// The checkpoint's id.
     pub id: String,
-    /// SHA-256 of the manifest by which it is whole there; none while it is uploaded, or if it is damaged.
+    /// SHA-256 of the manifest of a complete copy; `None` while the copy is being uploaded, or if it is damaged.
     pub manifest: Option<String>,
-    /// The upload of a file in parts that has not ended.
+    /// The unfinished multipart upload of a file, if there is one.
     pub parts: Option<String>,
 }
 
@@ -144,53 +144,53 @@ impl StoredCheckpoint {
     }
 }
 
-/// By what an object store is known again.
+/// The marker that identifies an object store, regardless of its address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArtifactMarker {
-    /// What its `LOCKSTEP.json` says.
+    /// The text in the store's `LOCKSTEP.json`.
     pub marker: String,
-    /// It came with a backup: the server that this was made of may have the store yet.
+    /// Whether the marker was restored from a backup. The server that was backed up may still use the store.
     pub is_restored: bool,
 }
 
-/// What people wrote on a job.
+/// Notes and tags of a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Annotation {
     /// Free text; may be empty.
     pub notes: String,
-    /// Sorted, each once.
+    /// Sorted, without duplicates.
     pub tags: Vec<String>,
 }
 
-/// Jobs' notes and tags, by job, in the order of their ids.
+/// A page of jobs' notes and tags.
 #[derive(Debug, Default)]
 pub struct AnnotationPage {
-    /// Without those that this version cannot read.
+    /// Notes and tags by job, without those that this version cannot read.
     pub jobs: BTreeMap<JobId, Annotation>,
-    /// Behind which job the next page begins; none on the last.
+    /// The job after which the next page begins; `None` on the last page.
     pub next: Option<String>,
 }
 
-/// A machine that has introduced itself.
+/// An agent that has connected to the server.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AgentRow {
-    /// Kept by the agent over restarts.
+    /// The agent's id, which it keeps over restarts.
     pub id: String,
-    /// As shown.
+    /// The agent's name.
     pub name: String,
-    /// As it introduced itself.
+    /// The agent's machine, as the agent last described it.
     pub machine: Machine,
-    /// In index order.
+    /// The machine's slots, by index.
     pub slots: Vec<Slot>,
-    /// When it last said anything.
+    /// When the server last received a message of the agent.
     pub last_seen_at: Timestamp,
 }
 
 /// Numbers for monitoring.
 #[derive(Debug, Clone, Default)]
 pub struct Counts {
-    /// Jobs in each state that any job is in.
+    /// Number of jobs in each state that at least one job has.
     pub jobs: Vec<(JobState, u64)>,
-    /// Size of the database.
+    /// Size of the database in bytes.
     pub database_bytes: u64,
 }

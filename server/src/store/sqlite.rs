@@ -1,11 +1,11 @@
 //! The store on SQLite.
 //!
-//! The one writing connection never meets SQLITE_BUSY among our own; others read concurrently (write-ahead log).
-//! `synchronous = FULL`: a commit is on disk before it is acknowledged, also when the machine loses power;
-//! ingest puts many reports in one transaction, so the price is one sync a batch.
+//! One connection writes, so that the server's own connections never cause SQLITE_BUSY; others read concurrently (write-ahead log).
+//! `synchronous = FULL`: a commit is on disk before it is acknowledged, even if the machine loses power. Ingest puts many reports into
+//! one transaction, which costs one sync for all.
 //!
-//! The lock file says, until the database is closed in order, that its write-ahead log must be there. A database without that log has
-//! lost writes and is refused. After an unclean end every page is checked.
+//! Until the database is closed in order, the lock file states that the write-ahead log must exist. A database without this log has
+//! lost writes and is refused. After an unclean end, every page is checked.
 
 use super::{migration_error, migrations::OF_SQLITE as MIGRATIONS};
 use crate::{config::serve_error::ServeError, util::private};
@@ -23,7 +23,7 @@ use std::{
     time::Duration,
 };
 
-// The same text of the queries for each database: see `sql/mod.rs`.
+// The queries are compiled once for each database: see `sql/mod.rs`.
 #[allow(clippy::duplicate_mod)]
 #[path = "sql/mod.rs"]
 mod sql;
@@ -37,34 +37,34 @@ mod dialect {
     pub(super) type Db = sqlx::Sqlite;
     pub(super) type Connection = sqlx::SqliteConnection;
     pub(super) type DbRow = sqlx::sqlite::SqliteRow;
-    /// Waits for the write lock now, rather than failing at the first write.
+    /// Waits for the write lock at the beginning, instead of failing at the first write.
     pub(super) const BEGIN_WRITE: &str = "BEGIN IMMEDIATE";
-    /// All reads of the transaction see one moment.
+    /// All reads of the transaction see one snapshot.
     pub(super) const BEGIN_SNAPSHOT: &str = "BEGIN";
-    /// Table, column and type of every column, `jobs` first: others refer to it.
+    /// Table, name and type of every column. The table `jobs` is first, because others refer to it.
     pub(super) const SCHEMA: &str = "SELECT t.name, c.name, c.type FROM sqlite_master t \
         JOIN pragma_table_info(t.name) c WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite!_%' ESCAPE '!' \
         AND t.name <> '_sqlx_migrations' ORDER BY t.name <> 'jobs', t.name, c.cid";
-    /// The planner would rather read all events of a range, points and all.
+    /// Forces the index: the planner would read all events of a range, including points.
     pub(super) const BY_LOG: &str = "INDEXED BY events_log";
     pub(super) const BY_METRICS: &str = "INDEXED BY events_metrics";
-    /// Whatever the case of ASCII letters.
+    /// Case-insensitive for ASCII letters.
     pub(super) const LIKE: &str = "LIKE";
-    /// Up to `$2` chunks of the job `$1`, by where they lie.
+    /// Condition for up to `$2` chunks of the job `$1`, by their position in the table.
     pub(super) const SOME_METRIC_CHUNKS: &str =
         "rowid IN (SELECT rowid FROM metric_chunks WHERE job_id = $1 LIMIT $2)";
-    /// Where the second text begins in the first, from 1; 0 where it is not in it.
+    /// Function that returns the position of the second text in the first, from 1; 0 if it is not contained.
     pub(super) const POSITION: &str = "instr";
 
     /// The size of the database with its indexes.
     pub(super) const DATABASE_BYTES: &str =
         "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()";
 
-    /// What `json_text` makes of JSON's truth values.
+    /// JSON's `true` and `false` as returned by `json_text`.
     pub(super) const TRUE: &str = "'1'";
     pub(super) const FALSE: &str = "'0'";
 
-    /// A number inside a column of JSON, or NULL, also where the column is no JSON.
+    /// Expression for a number in a column of JSON. NULL if the number is missing or the column is not valid JSON.
     pub(super) fn json_number(column: &str, path: &[&str]) -> String {
         format!(
             "CASE WHEN json_valid({column}) THEN CAST(json_extract({column}, '$.{}') AS REAL) END",
@@ -72,7 +72,7 @@ mod dialect {
         )
     }
 
-    /// A text inside a column of JSON, or NULL, also where the column is no JSON.
+    /// Expression for a text in a column of JSON. NULL if the text is missing or the column is not valid JSON.
     pub(super) fn json_text(column: &str, path: &[&str]) -> String {
         format!(
             "CASE WHEN json_valid({column}) THEN CAST(json_extract({column}, '$.{}') AS TEXT) END",
@@ -80,26 +80,26 @@ mod dialect {
         )
     }
 
-    /// AUTOINCREMENT follows the rows by itself.
+    /// Nothing to do: AUTOINCREMENT takes restored rows into account.
     pub(super) const AFTER_COPY: &str = "SELECT 1";
 }
 
-/// Earlier versions can corrupt a write-ahead log that two connections use (sqlite.org/wal.html#walresetbug).
+/// Oldest accepted version. Earlier ones can corrupt a write-ahead log that two connections use (sqlite.org/wal.html#walresetbug).
 const OLDEST_SQLITE: (u32, u32, u32) = (3, 51, 3);
-/// How many requests may read at once.
+/// Maximum number of reading connections.
 const READERS: u32 = 8;
 
 impl SqliteStore {
-    /// Opens the file, makes it when missing, and brings its tables up to date. It is this process's until it
-    /// ends, however it ends.
+    /// Opens the database, creates the file if it is missing, and brings the tables up to date. The database is locked until this process
+    /// ends or closes it.
     ///
     /// # Errors
-    /// A file that cannot be opened, is no database, was written by a newer version, or is another server's.
+    /// The file cannot be opened, is not a database, was written by a newer version, or is in use by another server.
     pub async fn open(path: &Path) -> Result<Self, ServeError> {
         let name = path.display().to_string();
         let failed = |detail: String| ServeError::Database { path: name.clone(), detail };
-        // Made here if need be, so that links can be followed to the file itself: it has one lock, whatever names
-        // lead to it.
+        // Creates the file if it is missing, so that links to it can be resolved: a database has one lock file, regardless of the path by
+        // which it is opened.
         private::file(path).map_err(|e| failed(e.to_string()))?;
         let path = &path.canonicalize().map_err(|e| failed(e.to_string()))?;
         let mut lock = Lock::take(path)?;
@@ -107,7 +107,7 @@ impl SqliteStore {
         let pool = |n| {
             let options =
                 SqlitePoolOptions::new().max_connections(n).acquire_timeout(Duration::from_secs(15));
-            // Connections stay open: SQLite removes the write-ahead log when the last one is closed.
+            // Connections stay open: SQLite removes the write-ahead log when the last connection is closed.
             options.idle_timeout(None).max_lifetime(None)
         };
 
@@ -130,7 +130,7 @@ impl SqliteStore {
             .connect_with(options.pragma("query_only", "1"))
             .await
             .map_err(|e| failed(e.to_string()))?;
-        // A commit, so that the log has something from now on.
+        // Commits a change, so that the write-ahead log is not empty from now on.
         let times: i32 = sqlx::query_scalar("PRAGMA user_version")
             .fetch_one(&writer)
             .await
@@ -144,7 +144,7 @@ impl SqliteStore {
     }
 }
 
-/// Reads every page, and says whether they fit together. What was overwritten would be found in the middle of somebody's work.
+/// Reads all pages and checks that they are consistent. Otherwise damage would be found only later, while jobs run.
 async fn check(writer: &SqlitePool, name: &str) -> Result<(), ServeError> {
     tracing::info!(database = name, "checking the database, which was not closed in order");
     let found: Result<Vec<String>, _> =
@@ -163,29 +163,31 @@ pub(super) fn options(path: &Path) -> SqliteConnectOptions {
         .journal_mode(SqliteJournalMode::Wal)
         .synchronous(SqliteSynchronous::Full)
         .foreign_keys(true)
-        // Someone else's `sqlite3 lockstep.db` may hold it for a moment.
+        // Another program, such as `sqlite3 lockstep.db`, may hold the lock for a moment.
         .busy_timeout(Duration::from_secs(5))
 }
 
-/// What the lock's file says of a database that has been written to and not been closed in order: its write-ahead log has to be there.
+/// Text in the lock file while the database is open for writing: the write-ahead log must exist.
 const NEEDS_WAL: &str = ", write-ahead log in use";
-/// Flaws that are named, at most.
+/// Maximum number of flaws in the error of a damaged database.
 const FLAWS: u32 = 3;
 
-/// A database file's locks. Of these a file next to it is locked, and the system frees it when this process ends: two data directories may
-/// name one database with --database, so their own locks do not say enough. It says who has the database, and nothing once the database
-/// was closed in order.
+/// The locks of a database: a lock file next to it, and the database file's inode. The system releases them when this process ends. The
+/// data directory's lock does not suffice, because two servers with different directories may name the same --database. The lock file names
+/// the process that has the database, and is empty after the database was closed in order.
 #[derive(Debug)]
 pub(super) struct Lock {
     file: File,
     _inode: Option<File>,
-    /// Whoever had the database before did not close it, and it was not checked since.
+    /// The previous process did not close the database in order, and the database has not been checked since.
     pub(super) is_unclean: bool,
 }
 
 impl Lock {
+    /// Takes the locks of a database.
+    ///
     /// # Errors
-    /// Another process has it, or its write-ahead log is gone.
+    /// Another process has the database, or its write-ahead log is missing.
     pub(super) fn take(path: &Path) -> Result<Self, ServeError> {
         let name = path.display().to_string();
         let lock_path = beside(path, ".lock");
@@ -208,62 +210,61 @@ impl Lock {
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
         let log = beside(path, "-wal");
-        // A database that is put in the place of a lost one (`lockstep restore`) begins as an empty file.
+        // A database that replaces a lost one (`lockstep restore`) begins as an empty file.
         let is_there = path.metadata().is_ok_and(|file| file.len() > 0);
         if is_there && by.ends_with(NEEDS_WAL) && !is_log(&log) {
             return Err(ServeError::LogMissing { path: name, log, lock: lock_path });
         }
         let lock = Self { file, _inode: lock_inode(path)?, is_unclean: !by.is_empty() };
-        // The note of the previous process stays valid until this one has written.
+        // The note of the previous process stays valid until this process writes to the database.
         lock.note(if is_there && by.ends_with(NEEDS_WAL) { NEEDS_WAL } else { "" }).map_err(failed)?;
         Ok(lock)
     }
 
     fn note(&self, what: &str) -> io::Result<()> {
         let text = format!("process {}{what}", std::process::id());
-        // In place, so that it works on a full disk.
+        // Overwrites the file in place, which works on a full disk.
         self.file.write_all_at(text.as_bytes(), 0)?;
         self.file.set_len(text.len() as u64)
     }
 
-    /// All connections are about to be closed, the last of which removes the log.
+    /// Notes that the database is being closed in order. Closing the last connection removes the write-ahead log.
     pub(super) fn closes(&self) {
         let noted = if self.is_unclean { self.note("") } else { self.file.set_len(0) };
         if let Err(error) = noted {
-            tracing::warn!(%error, "that the database was closed in order cannot be noted: the next start checks it");
+            tracing::warn!(%error, "cannot note in the lock file that the database was closed in order: the next start checks the database");
         }
     }
 }
 
 impl Drop for Lock {
-    /// Its connections end by themselves.
+    /// Connections close when they are dropped.
     fn drop(&mut self) {
         self.closes();
     }
 }
 
-/// A file next to the database.
+/// The path of a file next to the database, with this ending.
 fn beside(path: &Path, ending: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(ending);
     name.into()
 }
 
-/// Whether there is a write-ahead log with something in it, by the beginning of its header (sqlite.org/fileformat.html#walformat).
+/// Whether a file is a non-empty write-ahead log, by the magic number in its header (sqlite.org/fileformat.html#walformat).
 fn is_log(path: &Path) -> bool {
     let mut magic = [0; 4];
     let read = File::open(path).and_then(|mut file| file.read_exact(&mut magic));
     read.is_ok() && matches!(u32::from_be_bytes(magic), 0x377f_0682 | 0x377f_0683)
 }
 
-/// File systems of the network, which do with an flock what they do with the locks that SQLite takes: it could then not
-/// open the file itself. NFS, SMB, CIFS and SMB2 (statfs(2)).
+/// Network file systems, on which an flock conflicts with SQLite's own locks: NFS, SMB, CIFS and SMB2 (statfs(2)).
 const NETWORK: [u32; 4] = [0x6969, 0x517b, 0xff53_4d42, 0xfe53_4d42];
 
-/// A lock of the file itself, which has other names where a hard link or a bind mount leads to it. On a local file
-/// system it does not meet SQLite's own locks. None where the file system knows no such locks.
+/// Locks the database file's inode, which may have several paths (hard links, bind mounts). On a local file system an flock does not
+/// conflict with SQLite's own locks. `None` if the file system does not support the lock.
 ///
-/// It stays open as long as the store: closing any descriptor of a file gives up SQLite's locks on it.
+/// The file stays open as long as the store, because closing any descriptor of a file releases SQLite's locks on it.
 fn lock_inode(path: &Path) -> Result<Option<File>, ServeError> {
     let name = || path.display().to_string();
     let failed = |e: io::Error| ServeError::Database { path: name(), detail: format!("its lock: {e}") };

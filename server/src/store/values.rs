@@ -24,7 +24,7 @@ impl From<sqlx::Error> for StoreError {
     }
 }
 
-/// Whether a database would say the same of the same values at any other time.
+/// Whether a statement with the same values would always fail in this way.
 fn is_lasting(error: &(dyn DatabaseError + 'static)) -> bool {
     if !matches!(error.kind(), ErrorKind::Other) {
         return true; // A constraint.
@@ -33,12 +33,12 @@ fn is_lasting(error: &(dyn DatabaseError + 'static)) -> bool {
     match error.try_downcast_ref::<SqliteError>() {
         // The primary code is the lowest byte (sqlite.org/rescode.html): TOOBIG, CONSTRAINT, MISMATCH, RANGE.
         Some(_) => code.parse::<u32>().is_ok_and(|code| matches!(code & 0xff, 18 | 19 | 20 | 25)),
-        // Classes of SQLSTATE: data exceptions, integrity constraints, limits of the program.
+        // Classes of SQLSTATE: data exception, integrity constraint violation, program limit exceeded.
         None => ["22", "23", "54"].iter().any(|class| code.starts_with(class)),
     }
 }
 
-/// A value as it is kept in a column of JSON.
+/// Serializes a value for a column of JSON.
 pub(super) fn json<T: serde::Serialize>(value: &T) -> Result<String> {
     serde_json::to_string(value).map_err(|e| StoreError::Corrupt(e.to_string()))
 }
@@ -51,7 +51,7 @@ pub(super) fn time(milliseconds: i64) -> Result<Timestamp> {
     Timestamp::from_millisecond(milliseconds).map_err(|e| StoreError::Corrupt(e.to_string()))
 }
 
-/// Both databases' integers are signed; sequence numbers, steps and sizes stay far below 2^63.
+/// Converts a number for a column. Integers are signed in both databases; sequence numbers, steps and sizes stay far below 2^63.
 pub(super) fn int(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
@@ -60,13 +60,14 @@ pub(super) fn uint(value: i64) -> u64 {
     u64::try_from(value).unwrap_or(0)
 }
 
-/// A fencing token by its columns. Without a secret (an earlier version wrote the row) it is one that nobody knows.
+/// A fencing token from its columns. A missing secret (in a row of an earlier version) is replaced by a random one, so that no agent knows
+/// the token.
 pub(super) fn fencing(number: i64, secret: Option<&str>) -> FencingToken {
     let number = uint(number);
     secret.and_then(|secret| FencingToken::of(number, secret)).unwrap_or_else(|| new_fencing(number))
 }
 
-/// A fencing token with a secret of its own: 244 random bits folded into 128.
+/// A fencing token with a new secret: 244 random bits folded into 128.
 pub(super) fn new_fencing(number: u64) -> FencingToken {
     let random = || uuid::Uuid::new_v4().as_u128();
     FencingToken { number, secret: (random() ^ random().rotate_left(64)).max(1) }
@@ -76,13 +77,13 @@ pub(super) fn small(value: i64) -> u32 {
     u32::try_from(value).unwrap_or(0)
 }
 
-/// Text without NUL, which Postgres takes in no text: one such character in a request must not read as
-/// "the database is away", and one in a report must not be tried for ever.
+/// Removes NUL characters, which Postgres does not accept in text. Otherwise a request with NUL would fail with an error of the database,
+/// and a report with NUL would be tried forever.
 pub(super) fn plain(text: &str) -> Cow<'_, str> {
     if text.contains('\0') { text.replace('\0', "").into() } else { text.into() }
 }
 
-/// A point at which a fault may be asked for; see [`lockstep_protocol::fault`].
+/// A point at which tests can inject a fault; see [`lockstep_protocol::fault`].
 pub(super) fn reached(point: &str) -> Result<()> {
     lockstep_protocol::fault::point(point).map_err(|e| StoreError::Unavailable(e.to_string()))
 }

@@ -1,4 +1,4 @@
-//! Ends of attempts that the server or a user causes, not the ranks.
+//! Ends of attempts that are caused by the server, an agent or a user, not by the ranks.
 
 use super::leaving_reason;
 use crate::{
@@ -15,11 +15,11 @@ use lockstep_protocol::{
 };
 use std::{sync::Arc, time::Duration};
 
-/// Silence after which a leaving agent whose connection was cut off counts as gone.
+/// Silence after which a leaving agent whose connection was cut off counts as lost.
 const GONE: Duration = Duration::from_secs(10);
 
-/// Puts the unfinished attempts of an agent that was stopped in an orderly way back into the queue. An agent that was `cut_off`, because
-/// one of its records could not be stored, reconnects, sends its last reports again, and repeats that it leaves.
+/// Requeues the jobs of unfinished attempts of an agent that was stopped in an orderly way. An agent that was `cut_off`, because one of its
+/// records could not be stored, reconnects, sends its last reports again, and announces again that it is leaving.
 pub(crate) async fn left(scheduler: &Arc<Scheduler>, agent: Online, reason: String, cut_off: bool) {
     if !cut_off {
         let why = leaving_reason(&agent.row.name, &reason);
@@ -42,7 +42,7 @@ pub(crate) async fn left(scheduler: &Arc<Scheduler>, agent: Online, reason: Stri
     });
 }
 
-/// Puts an attempt back into the queue whose agent has declined to start it.
+/// Requeues the job of an attempt that an agent has declined to start.
 pub(crate) async fn declined(scheduler: &Scheduler, agent_id: &str, declined: &AttemptRef, reason: String) {
     let places = scheduler.agents.leases.places_of(&declined.job);
     let agent = places.into_iter().find(|place| place.agent_id == agent_id).map(|place| place.agent);
@@ -50,7 +50,7 @@ pub(crate) async fn declined(scheduler: &Scheduler, agent_id: &str, declined: &A
     requeue(scheduler, agent_id, why.into(), |attempt| attempt == declined).await;
 }
 
-/// Puts attempts of an agent that has left back into the queue.
+/// Requeues the jobs of an agent's attempts for which `concerns` is true.
 async fn requeue(scheduler: &Scheduler, agent_id: &str, why: Reason, concerns: impl Fn(&AttemptRef) -> bool) {
     scheduler.agents.inbox.flush().await;
     for (attempt, held) in scheduler.agents.leases.of_agent(agent_id) {
@@ -73,7 +73,7 @@ async fn requeue(scheduler: &Scheduler, agent_id: &str, why: Reason, concerns: i
     }
 }
 
-/// Changes the job of an attempt, if that attempt may still write.
+/// Applies `change` to the job of an attempt, if the attempt may still write, and releases the attempt's slots.
 pub(super) async fn end_attempt(
     scheduler: &Scheduler,
     attempt: &AttemptRef,
@@ -88,7 +88,7 @@ pub(super) async fn end_attempt(
     };
     match scheduler.events.change_job(&attempt.job, Box::new(change)).await {
         Ok(_) => {
-            // This attempt is over, whatever the job does now.
+            // The attempt is over, regardless of the job's new state.
             scheduler.agents.leases.release(&attempt.job, attempt.attempt);
             Ok(())
         }
@@ -100,8 +100,8 @@ pub(super) async fn end_attempt(
     }
 }
 
-/// Notes that the ranks of an attempt on `places` agents have ended on one of them, which has not reported how. The other agents are
-/// ordered to end theirs; the attempt ends with the last. `patient`: the others may write a checkpoint first.
+/// Notes that an attempt on `places` agents has ended on one agent, which has not reported how. The other agents are ordered to end their
+/// ranks; the attempt ends with the last agent. `patient`: the other ranks may write a checkpoint first.
 pub(super) async fn end_place(
     scheduler: &Scheduler,
     attempt: &AttemptRef,
@@ -119,7 +119,7 @@ pub(super) async fn end_place(
     };
     match scheduler.events.change_job(&attempt.job, Box::new(change)).await {
         Ok(changed) => {
-            // If the attempt is over, the publication has released all of its slots.
+            // If this change ended the attempt, its publication has released the slots. Otherwise the job may already have another attempt.
             if changed.job.attempt != attempt.attempt {
                 scheduler.agents.leases.release(&attempt.job, attempt.attempt);
             }
@@ -135,8 +135,8 @@ pub(super) async fn end_place(
     }
 }
 
-/// Handles the end of an attempt's ranks on an agent, once it is stored. If the ranks failed, the other agents are ordered to stop theirs:
-/// their ranks may not notice, because a machine that disappears closes no connection.
+/// Handles the stored end of an attempt's ranks on an agent. If the ranks failed, the other agents are ordered to stop their ranks, which
+/// may not notice the failure, because a machine that disappears closes no connection.
 pub(crate) fn ended_at(scheduler: &Scheduler, attempt: &AttemptRef, agent_id: &str, ending: &Ending) {
     let failed = !matches!(ending, Ending::Succeeded { .. } | Ending::Stopped);
     let agent =
@@ -172,12 +172,12 @@ pub(crate) fn leaves(scheduler: &Scheduler, agent_id: &str, agent: &str) {
 pub(crate) fn ready(scheduler: &Scheduler, attempt: AttemptRef, agent_id: &str, port: Option<u16>) {
     let Some((master_port, places)) = scheduler.agents.leases.ready(&attempt, agent_id, port) else { return };
     for place in places {
-        // An agent that has started its ranks already ignores it.
+        // An agent that has already started its ranks ignores the message.
         scheduler.agents.send(&place.agent_id, ToAgent::Launch { attempt: attempt.clone(), master_port });
     }
 }
 
-/// Orders the agents of a job to end its ranks, if they must.
+/// Orders the agents of a job to end its ranks, if the job must stop.
 pub(super) async fn order_stop(scheduler: &Scheduler, job: &JobId) -> Result<()> {
     let places = scheduler.agents.leases.places_of(job);
     if let Some(row) = scheduler.store.job(job).await?
@@ -192,7 +192,7 @@ pub(super) async fn order_stop(scheduler: &Scheduler, job: &JobId) -> Result<()>
     Ok(())
 }
 
-/// The reason why a job's ranks must end, if they must, and whether they write a checkpoint first.
+/// The reason why a job's ranks must end, and whether they write a checkpoint first; `None` if they need not end.
 pub(crate) fn wanted(row: &JobRow) -> Option<(String, bool)> {
     match (&row.stop, row.job.state) {
         (Some(stop), _) => Some((stop.words().to_owned(), false)),

@@ -1,4 +1,4 @@
-//! What a job needs besides slots: its dataset, and the checkpoint or weights that it begins from.
+//! The requirements of a job besides slots: its dataset, and the checkpoint or weights from which it begins.
 
 use crate::{
     lifecycle,
@@ -15,9 +15,9 @@ use lockstep_protocol::{
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
 
-/// Everything that a job needs, found.
+/// The requirements of a job.
 pub(super) struct Needs {
-    /// With the checkpoint's folder instead of its id.
+    /// The job's specification, with the folder of a pretrained checkpoint instead of its id.
     pub(super) spec: JobSpec,
     /// The dataset's path.
     pub(super) dataset_path: String,
@@ -25,13 +25,13 @@ pub(super) struct Needs {
     pub(super) registered: Option<Value>,
     /// The checkpoint's id, if `model.pretrained` is one.
     pub(super) pretrained: Option<String>,
-    /// Folders in which the file that `model.pretrained` names may lie.
+    /// Folders in which the file of `model.pretrained` may be.
     pub(super) weights_in: Option<AllowedFolders>,
-    /// Folders in which the dataset may lie.
+    /// Folders in which the dataset may be.
     pub(super) dataset_in: Option<AllowedFolders>,
 }
 
-/// The datasets of jobs, by name. Each is read once.
+/// The datasets of jobs, by name. Each dataset is read once.
 pub(super) async fn datasets<'a>(
     scheduler: &Scheduler,
     jobs: impl IntoIterator<Item = &'a Job>,
@@ -46,7 +46,7 @@ pub(super) async fn datasets<'a>(
     Ok(found)
 }
 
-/// Finds what a job needs, or the reason why it cannot start.
+/// Finds a job's requirements, or the reason why it cannot start.
 pub(super) async fn needs(
     scheduler: &Scheduler,
     job: &Job,

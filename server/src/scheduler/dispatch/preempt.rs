@@ -1,4 +1,4 @@
-//! Preemption as the scheduler plans it: orders running jobs to end in favour of a waiting one.
+//! Carries out planned preemptions: orders running jobs to end in favour of a waiting one.
 
 use super::{
     ends::order_stop,
@@ -13,8 +13,8 @@ use crate::{
 use lockstep_protocol::job::JobId;
 use std::collections::HashSet;
 
-/// Orders jobs to end; false if it did not. No job is preempted for a job that cannot start, nor while slots become free that the plan does
-/// not know of: those wake dispatch for the next round.
+/// Orders jobs to end. Returns false if no job was preempted, because the waiting job cannot start, or because slots became free after the
+/// snapshot. Freed slots wake dispatch for another round.
 pub(super) async fn preempt(
     scheduler: &Scheduler,
     snapshot: &Snapshot,
@@ -42,7 +42,7 @@ pub(super) async fn preempt(
         }
         order_stop(scheduler, victim).await?;
     }
-    // Their end was stored, but the order did not reach their agents.
+    // The end of these jobs was stored, but their agents may not have received the order.
     for job in ending.iter().filter(|job| !scheduler.agents.leases.is_stop_requested(job)) {
         order_stop(scheduler, job).await?;
     }

@@ -1,4 +1,4 @@
-//! Events that say why jobs wait. A task of its own stores them, so that starts do not wait for these writes.
+//! Events with the reasons why jobs wait. A separate task stores them, so that starts do not wait for these writes.
 
 use super::BACK_WITHIN;
 use crate::{
@@ -17,12 +17,12 @@ use std::{
 };
 use tokio::sync::Notify;
 
-/// Pause after the database could not store reasons.
+/// Pause after a failed write.
 const PAUSE: Duration = Duration::from_millis(500);
-/// Most reasons in one transaction. A claim may have to wait for its end.
+/// Maximum number of reasons in a transaction. A claim may have to wait for the transaction's end.
 const TOGETHER: usize = 16;
 
-/// The newest reason of each job, to be stored; the oldest jobs first.
+/// The newest reason of each job, to be stored. The oldest jobs come first.
 #[derive(Debug, Default)]
 pub(super) struct Unstored {
     reasons: Mutex<BTreeMap<JobId, Reason>>,
@@ -62,20 +62,20 @@ impl Unstored {
     }
 }
 
-/// Whether the server was started a moment ago and the job was waiting before. Its machines are still reconnecting, so its reason is about to
+/// Whether the server was started a moment ago and the job was waiting before. Agents are still reconnecting, so the reason is about to
 /// change: storing it now would write several events for each waiting job.
 fn machines_may_come_back(scheduler: &Scheduler, job: &Job) -> bool {
     let up = scheduler.up_since.elapsed();
     up < BACK_WITHIN && crate::now().duration_since(job.created_at).unsigned_abs() > up
 }
 
-/// Whether two reasons differ at most in numbers of slots. That is not worth an event: the last plan shows these numbers, and each machine that
-/// comes or goes changes them for all waiting jobs.
+/// Whether two reasons differ at most in numbers of slots. Such a change is not worth an event: the last plan shows these numbers, and each
+/// machine that connects or disconnects changes them for all waiting jobs.
 fn is_steady(known: &Reason, why: &Reason) -> bool {
     use ReasonKind::{NoAgentAccepts, TooFewSlots, WaitingForSlots};
     let needed = |wait: &SlotWait| (wait.device, wait.slots_needed);
     match (known.kind(), why.kind()) {
-        // Their details name drained machines.
+        // The details of these reasons name drained machines.
         (NoAgentAccepts { .. }, NoAgentAccepts { .. }) => true,
         (TooFewSlots(known), TooFewSlots(why)) => needed(known) == needed(why),
         (WaitingForSlots(known), WaitingForSlots(why)) => {
@@ -90,14 +90,17 @@ async fn store_each(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) {
         Ok(()) => {}
         // The next round queues them again.
         Err(error) if error.may_pass() => {
-            tracing::warn!(%error, "why jobs wait could not be stored");
+            tracing::warn!(%error, "the reasons why jobs wait could not be stored");
             tokio::time::sleep(PAUSE).await;
         }
         // A refused reason does not keep the others from being stored.
         Err(_) => {
             for reason in reasons {
                 if let Err(error) = store(scheduler, std::slice::from_ref(reason)).await {
-                    quarantine::log_once(&format!("why job {} waits cannot be stored: {error}", reason.0));
+                    quarantine::log_once(&format!(
+                        "the reason why job {} waits cannot be stored: {error}",
+                        reason.0
+                    ));
                 }
             }
         }
@@ -110,7 +113,7 @@ async fn store(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) -> Result<(),
         (job.clone(), Box::new(move |row| lifecycle::waits(row, &why)))
     };
     let changes: Vec<_> = reasons.iter().map(change).collect();
-    // A job that was deleted meanwhile has no change.
+    // For a job that was deleted meanwhile, the result is `None`.
     for changed in scheduler.store.change_jobs(&changes).await?.into_iter().flatten() {
         scheduler.waiting.note(&changed.job);
         scheduler.events.hub.publish(&changed);

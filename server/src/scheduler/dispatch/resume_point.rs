@@ -12,24 +12,24 @@ use lockstep_protocol::{
 };
 use std::collections::BTreeSet;
 
-/// Why a job fails whose checkpoints are all lost; ranks that find only damaged checkpoints say the same.
+/// Why a job fails if all its checkpoints are lost. Ranks that find only damaged checkpoints report the same.
 pub(super) const ALL_LOST: &str = "no whole checkpoint is left to continue from: neither the server's disk nor the object store has one; submit the job \
                          anew to begin from the start";
 
 /// Whether a job can continue.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum ResumePoint {
-    /// It has a checkpoint, or begins from the start because it never had one.
+    /// The job has a checkpoint, or may begin from the start.
     Available,
-    /// An object store was to keep its checkpoints, and all of them are gone. Training must not silently begin from the start.
+    /// An object store should have the job's checkpoints, and all of them are lost. Training must not silently begin from the start.
     AllLost,
 }
 
-/// Removes the rows of checkpoints that the next attempt on `agent` cannot read, before one is chosen to continue from: those whose folder is
-/// gone (a user removed it, or a rank died before it reported the removal), and those that another machine never uploaded. If the newest
-/// checkpoint is among them, a newer unreported one on this disk takes its place.
+/// Removes the rows of checkpoints that the next attempt on `agent` cannot read, before the attempt's checkpoint is chosen: checkpoints
+/// whose folder is missing (a user removed it, or a rank died before it reported the removal), and checkpoints that another machine never
+/// uploaded. If the newest checkpoint is among them, a newer unreported checkpoint on this disk replaces it.
 pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str) -> Result<ResumePoint> {
-    // Without any folder, checkpoints are on another disk, unless there is an object store, which has all of them.
+    // If the folder does not exist, the checkpoints are on another disk, unless there is an object store, which should have all of them.
     let checkpoints = scheduler.config.job_dir(&job.id).join("checkpoints");
     let is_here = scheduler.checkpoints.artifact_store.is_some()
         || matches!(tokio::fs::try_exists(&checkpoints).await, Ok(true));
@@ -77,12 +77,12 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
     if missing.len() < all || missing.is_empty() {
         return forget(scheduler, job, missing, Vec::new(), None).await;
     }
-    // Their rows stay: a disk that was not mounted may come back.
+    // The rows stay, because a disk that is not mounted may return.
     if scheduler.checkpoints.artifact_store.is_some() && lost == all {
         return Ok(ResumePoint::AllLost);
     }
     let text = if elsewhere.is_empty() {
-        "the checkpoints that are known are not on the server's disk any more: training begins from the start"
+        "the known checkpoints are not on the server's disk any more: training begins from the start"
             .to_owned()
     } else {
         let names: Vec<_> = elsewhere.into_iter().collect();
@@ -91,7 +91,7 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
     forget(scheduler, job, missing, Vec::new(), Some(text)).await
 }
 
-/// Removes rows of checkpoints and adds others, with a line in the job's log.
+/// Removes the rows of `missing` checkpoints, adds the `found` ones, and writes `text` to the job's log.
 async fn forget(
     scheduler: &Scheduler,
     job: &Job,

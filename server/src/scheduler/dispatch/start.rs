@@ -1,5 +1,5 @@
-//! Starts: claims jobs that have been given slots, then notifies their agents. If the transaction of a claim fails, the jobs are read again,
-//! because it may have been committed nevertheless.
+//! Starts: claims jobs that have been given slots, then notifies their agents. If a claim's transaction fails, the jobs are read again,
+//! because the transaction may have been committed nevertheless.
 
 use super::{
     ends::{end_attempt, wanted},
@@ -29,20 +29,20 @@ use std::{
     time::Duration,
 };
 
-/// Most jobs that are claimed in one transaction. Each transaction costs a sync of the disk, but the first job waits for the last.
+/// Maximum number of jobs that are claimed in a transaction. Each transaction costs a disk sync, but the first job waits for the last.
 const TOGETHER: usize = 64;
 
-/// Pauses between attempts to find out what became of claims: the first and the longest.
+/// Pauses between attempts to find out which claims were committed: the first and the longest.
 const ASK_AGAIN: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
 
-/// A job that may be claimed, with what it needs.
+/// A job that may be claimed, with its requirements.
 struct Prepared {
     start: Start,
     needs: Needs,
     claim: Claim,
 }
 
-/// Starts jobs in the order of the plan; false if not all of them started. A start that fails does not delay the others.
+/// Starts jobs in the order of the plan. Returns false if not all of them started. A start that fails does not delay the others.
 ///
 /// # Errors
 /// The first transient error, after all other jobs were started.
@@ -58,10 +58,10 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
         if prepared.is_empty() {
             continue;
         }
-        // Files of a job that turns out not to wait any more are overwritten at its next start.
+        // If a job does not wait any more, its files are written needlessly. Its next start overwrites them.
         let (claimed, files) = tokio::join!(claim(scheduler, &prepared), start_files(scheduler, &prepared));
         let claimed = claimed?;
-        // All jobs hold their slots before another task may look which slots are free.
+        // All jobs hold their slots before another task may see which slots are free.
         let mut orders = Vec::with_capacity(claimed.len());
         for ((prepared, files), claimed) in prepared.into_iter().zip(files).zip(claimed) {
             match claimed {
@@ -75,11 +75,11 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
                     scheduler.waiting.remove(&prepared.claim.job);
                     orders.push((prepared, files, claimed));
                 }
-                // It does not wait any more, so the queue must read it again.
+                // The job does not wait any more, so the queue must read it again.
                 None => scheduler.waiting.note(&prepared.start.row.job),
             }
         }
-        // Agents are notified before anything that takes long.
+        // Agents are notified before slower work.
         let order = |(prepared, files, claimed)| order(scheduler, prepared, files, claimed);
         let ordered: Vec<_> = orders.into_iter().map(order).collect();
         passing = passing.and(follow_up(scheduler, ordered).await);
@@ -87,7 +87,7 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
     passing.map(|()| started == wanted)
 }
 
-/// Whether a job may start as planned, given what is stored of it now.
+/// Whether a job may start as planned: its `stored` row still fits the row in the plan (`known`).
 fn may_start(stored: &Job, known: &Job) -> bool {
     matches!(stored.state, JobState::Queued | JobState::Restarting)
         && stored.unreadable.is_none()
@@ -96,8 +96,8 @@ fn may_start(stored: &Job, known: &Job) -> bool {
         && stored.spec.data.dataset == known.spec.data.dataset
 }
 
-/// Finds what attempts need before they are claimed, and the first transient error. Jobs that have failed, or must be planned again, are left
-/// out.
+/// Finds the requirements of jobs before they are claimed. Also returns the first transient error. Jobs that have failed, or must be
+/// planned again, are left out.
 async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<Prepared>, Result<()>)> {
     let ids: Vec<_> = starts.iter().map(|start| start.row.job.id.clone()).collect();
     // The queue in memory may be behind the store.
@@ -113,7 +113,7 @@ async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<P
             Some(row) => ready.push(Start { row: Arc::new(row), ..start }),
             None => {
                 scheduler.waiting.note(&start.row.job);
-                // Its slots are free.
+                // The job's slots are free, so a new round is due.
                 scheduler.agents.leases.poke();
             }
         }
@@ -131,7 +131,7 @@ async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<P
     Ok((found, passing))
 }
 
-/// Finds what an attempt needs before it is claimed; `None` if its job has failed instead.
+/// Finds the requirements of a job before it is claimed; `None` if the job has failed instead.
 async fn prepare(
     scheduler: &Scheduler,
     start: Start,
@@ -195,11 +195,11 @@ async fn claim(scheduler: &Scheduler, prepared: &[Prepared]) -> Result<Vec<Optio
     Ok(claimed)
 }
 
-/// Finds out which claims were made although their transaction failed with `error`, as when the connection broke at its end. Their attempts may
-/// write, so they need a lease. Asks until the database answers.
+/// Finds the claims that were committed although their transaction failed with `error`, as when the connection breaks during the commit.
+/// Their attempts may write, so they need leases. Retries until the database answers.
 ///
 /// # Errors
-/// `error`, if nothing was claimed or the server stops.
+/// `error`, if nothing was claimed or the server is stopping.
 async fn find_claimed(
     scheduler: &Scheduler,
     claims: &[Claim],
@@ -209,7 +209,7 @@ async fn find_claimed(
     let found = loop {
         match read_claimed(scheduler, claims).await {
             Err(again) if again.may_pass() => {
-                tracing::warn!(error = %again, "what became of a claim is not known; asking again");
+                tracing::warn!(error = %again, "cannot read whether jobs were claimed; trying again");
                 tokio::select! {
                     () = tokio::time::sleep(backoff.pause()) => {}
                     () = scheduler.tasks.stopping.cancelled() => return Err(error),
@@ -229,7 +229,7 @@ async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Opt
     let mut found = Vec::with_capacity(claims.len());
     for claim in claims {
         let row = rows.iter().find(|row| row.job.id == claim.job);
-        // Nothing else claims jobs.
+        // Only this task claims jobs, so the next attempt is that of this claim.
         let attempt = row.and_then(JobRow::live).filter(|live| live.attempt == claim.after_attempt + 1);
         let (Some(row), Some(attempt)) = (row, attempt) else {
             found.push(None);
@@ -239,7 +239,7 @@ async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Opt
         let made = attempts.into_iter().find(|made| made.attempt == attempt.attempt);
         let from = made.and_then(|made| made.checkpoint);
         let resume = from.and_then(|id| Some(id.strip_prefix(&format!("{}-", claim.job))?.to_owned()));
-        // Its events are stored; followers read them from the store.
+        // The claim's events are stored; followers read them from the store.
         scheduler.events.hub.catch_up(&row.job);
         let changed = Changed { job: row.job.clone(), events: Vec::new() };
         found.push(Some(Claimed { attempt, resume, changed }));
@@ -267,11 +267,11 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
         spec: needs.spec,
         dataset_path: needs.dataset_path,
         ranks: Vec::new(),
-        // Ranks of one machine meet on its loopback. The agent of rank 0 chooses a free port.
+        // Ranks of one machine connect to each other over the loopback address. The agent of rank 0 chooses a free port.
         master_addr: master_address(&chosen).unwrap_or("127.0.0.1").into(),
         master_port: 0,
         secret: format!("{:032x}{:032x}", uuid::Uuid::new_v4().as_u128(), uuid::Uuid::new_v4().as_u128()),
-        // An agent that does not find the mark in this folder uses a folder of its own.
+        // An agent that does not find the mark in this folder uses its own folder.
         job_dir: Some(scheduler.config.job_dir(&job.id).to_string_lossy().into_owned()),
         resume: claimed.resume,
         pause_after: row.progress.pause_after,
@@ -305,7 +305,7 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
 /// Handles what happened between claims and orders: agents that disconnected, and jobs that were cancelled or paused.
 ///
 /// # Errors
-/// The first transient error, after all jobs were looked at.
+/// The first transient error, after all jobs were handled.
 async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
     let mut passing = Ok(());
     let (ordered, failed): (Vec<_>, Vec<_>) = ordered.into_iter().partition(|order| order.gone.is_none());
@@ -328,7 +328,7 @@ async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
         }
         let wish = match row {
             Some(row) if live => wanted(row),
-            // The job may have ended by now; its agent knows.
+            // The attempt has ended, and its agents know.
             Some(row) if row.job.state != JobState::Cancelled => None,
             _ => Some((ReasonKind::CancelledByUser { detail: None }.to_string(), false)),
         };
@@ -356,7 +356,7 @@ fn master_address(chosen: &[(Arc<AgentState>, Vec<u32>)]) -> Option<&str> {
     if chosen.len() == 1 || chosen.iter().all(is_here) { None } else { address(&first.row.machine) }
 }
 
-/// The files of each job that agents without the server's disk need. By the mark an agent sees whether it has this disk.
+/// Prepares the files of each job for agents without the server's disk, and the mark by which an agent recognises this disk.
 async fn start_files(scheduler: &Scheduler, prepared: &[Prepared]) -> Vec<StartFiles> {
     let folders: Vec<_> =
         prepared.iter().map(|prepared| scheduler.config.job_dir(&prepared.claim.job)).collect();
@@ -371,7 +371,8 @@ async fn start_files(scheduler: &Scheduler, prepared: &[Prepared]) -> Vec<StartF
     all.await.unwrap_or_else(|_| vec![StartFiles::default(); number])
 }
 
-/// Writes a random word into a job's folder, by which agents recognise the server's disk.
+/// Writes a random word into a job's folder, by which agents recognise the server's disk. Returns the word, or `None` if it cannot be
+/// written.
 fn mark(folder: &Path) -> Option<String> {
     let word = uuid::Uuid::new_v4().simple().to_string();
     // The folder is missing if the data directory was lost.

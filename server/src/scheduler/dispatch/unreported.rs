@@ -1,5 +1,5 @@
-//! Checkpoints on the server's disk that were never reported: their ranks trained on while the server or their agent was away, removed the
-//! older, reported ones, and ended.
+//! Checkpoints on the server's disk that were never reported: the ranks continued while the server or their agent was unreachable, removed
+//! the older, reported checkpoints, and ended.
 
 use crate::checkpoints::{
     artifact_checks::looks_whole,
@@ -13,7 +13,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Most checkpoints that are looked at, the newest first. Some may be incomplete, because their ranks died.
+/// Maximum number of checkpoints that are tried, the newest first. Some may be incomplete, because their ranks died.
 const TRIED: usize = 5;
 
 /// The results of the evaluation in a checkpoint's `state.json`.
@@ -33,8 +33,8 @@ struct Best {
     step: u64,
 }
 
-/// The newest checkpoint in `checkpoints` that has all of its files, and before it the best one if it is another. Rank 0 compares checksums,
-/// and takes the previous checkpoint if they are wrong.
+/// Finds the newest checkpoint in `checkpoints` that has all of its files. If the best checkpoint is another, it comes first in the list.
+/// Rank 0 verifies checksums later, and takes the previous checkpoint if they are wrong.
 pub(super) async fn find(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
     let work = move || {
         let mut found: Vec<(u64, u32)> = fs::read_dir(&checkpoints)
@@ -75,7 +75,7 @@ fn read(checkpoints: &Path, epoch: u32, step: u64) -> io::Result<(CheckpointInfo
     let text = fs::read(folder.join(MANIFEST))?;
     let manifest: Manifest = serde_json::from_slice(&text)?;
     if (manifest.epoch, manifest.step) != (epoch, step) {
-        return Err(wrong("it is of another step than its name says"));
+        return Err(wrong("its manifest names another step than the folder's name"));
     }
     let mut state = Vec::new();
     File::open(folder.join("state.json"))?.take(STATE_FILE_BYTES).read_to_end(&mut state)?;

@@ -8,45 +8,45 @@ use utoipa::ToSchema;
 /// A token and the hash by which it is recognised.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenRow {
-    /// As it is shown.
+    /// The token's public part.
     pub token: Token,
     /// SHA-256 of the token, hexadecimal.
     pub hash: String,
 }
 
-/// A browser that is signed in.
+/// The session of a signed-in browser.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionRow {
-    /// SHA-256 of what the cookie holds, hexadecimal.
+    /// SHA-256 of the cookie's value, hexadecimal.
     pub hash: String,
-    /// The token that it stands for: it ends with it.
+    /// Id of the token that the session acts for, or the person's principal. The session ends with the token or person.
     pub token_id: String,
-    /// When it was signed in.
+    /// When the session began.
     pub created_at: Timestamp,
-    /// When it is signed out.
+    /// When the session ends.
     pub expires_at: Timestamp,
 }
 
-/// Something that somebody did, or tried to do.
+/// A request that changed something, or tried to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AuditEntry {
-    /// Sorts by time.
+    /// Opaque. Ids sort by time.
     pub id: String,
     #[schema(value_type = String)]
-    /// When it was answered.
+    /// When the request was answered.
     pub at: Timestamp,
-    /// Name of the token; empty for nobody.
+    /// Name of the person or token; empty if the caller is unknown.
     pub who: String,
-    /// Its id; empty for nobody.
+    /// Id of the token; empty if the caller is unknown.
     pub token_id: String,
-    /// Where the request came from.
+    /// Network address of the client.
     pub address: String,
     /// Method and route, or `sign in`.
     pub action: String,
-    /// The address that was asked for; behind `: ` what was created or concerned, where the address does not say it.
+    /// The requested path. If the path does not name the object that was created or changed, the object follows after `: `.
     pub object: String,
-    /// HTTP status of the answer.
+    /// HTTP status of the response.
     pub status: u16,
-    /// As in `x-request-id`.
+    /// Value of the header `x-request-id`.
     pub request_id: String,
 }

@@ -1,4 +1,4 @@
-//! Attempts: claims, those that may write, and the reports of their ranks.
+//! Attempts: claims, attempts that may write, and reports of ranks.
 
 use super::Changed;
 use jiff::Timestamp;
@@ -12,51 +12,51 @@ use serde::{Deserialize, Serialize};
 /// The ranks of an attempt on one agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
-    /// Its id.
+    /// The agent's id.
     pub agent_id: String,
-    /// Its name then.
+    /// The agent's name when the attempt was created.
     pub agent: String,
-    /// Global rank and slot index.
+    /// Global rank and slot index of each rank.
     pub ranks: Vec<(u32, u32)>,
 }
 
 impl Place {
-    /// Rank 0 writes the checkpoints.
+    /// Whether the place has rank 0, which writes the checkpoints.
     pub(crate) fn has_rank_0(&self) -> bool {
         self.ranks.iter().any(|(rank, _)| *rank == 0)
     }
 }
 
-/// What an agent was given of an attempt.
+/// An agent's part of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GivenPlace {
-    /// Rank 0, which writes the checkpoints.
+    /// Whether the agent has rank 0, which writes the checkpoints.
     pub has_rank_0: bool,
-    /// It has said that it keeps them on a disk of its own.
+    /// Whether the agent has reported that it keeps checkpoints on its own disk.
     pub has_own_disk: bool,
 }
 
-/// The wish to start a job's next attempt.
+/// A request to create a job's next attempt.
 #[derive(Debug, Clone)]
 pub struct Claim {
     /// The job.
     pub job: JobId,
-    /// Its attempt so far, so that two claims of the same moment make one attempt.
+    /// Number of the job's newest attempt, so that only one of two concurrent claims succeeds.
     pub after_attempt: u32,
-    /// Where.
+    /// The agents and slots of the attempt's ranks.
     pub places: Vec<Place>,
-    /// With how many ranks and why, where these are fewer than the job's.
+    /// The number of ranks and the reason, if the attempt has fewer ranks than the job.
     pub fewer: Option<Reason>,
-    /// Now.
+    /// The current time.
     pub at: Timestamp,
 }
 
-/// An attempt that was made.
+/// A created attempt.
 #[derive(Debug, Clone)]
 pub struct Claimed {
-    /// With its fencing token.
+    /// The attempt, with its fencing token.
     pub attempt: AttemptRef,
-    /// The newest complete checkpoint, to continue from: `<epoch>-<step>`.
+    /// The newest complete checkpoint, from which the attempt continues: `<epoch>-<step>`.
     pub resume: Option<String>,
     /// The job, now `starting`.
     pub changed: Changed,
@@ -65,22 +65,22 @@ pub struct Claimed {
 /// An attempt that may write.
 #[derive(Debug, Clone)]
 pub struct AttemptRow {
-    /// With its fencing token.
+    /// The attempt, with its fencing token.
     pub attempt: AttemptRef,
-    /// Where its ranks are.
+    /// The agents and slots of the attempt's ranks.
     pub places: Vec<Place>,
-    /// Its ranks are to end, at once or with a checkpoint; the job says why.
+    /// Whether the ranks must end, at once or with a checkpoint. The job has the reason.
     pub ends: bool,
 }
 
-/// A place in the queue, behind a job; the default is before all of them.
+/// A position in the queue, after a job. The default is the beginning.
 #[derive(Debug, Clone)]
 pub struct QueuePlace {
-    /// That job's priority.
+    /// The job's priority.
     pub(crate) priority: i64,
-    /// When it was submitted, in milliseconds since 1970.
+    /// When the job was submitted, in milliseconds since 1970.
     pub(crate) created_at: i64,
-    /// Its id.
+    /// The job's id.
     pub(crate) job: String,
 }
 
@@ -90,48 +90,48 @@ impl Default for QueuePlace {
     }
 }
 
-/// By this it is seen whether a waiting job is still as it was read.
+/// The version of a waiting job, which differs after every change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WaitingVersion {
-    /// The number of its newest event: every change but these two makes one.
+    /// Sequence number of the job's newest event. All changes except those of priority and project store an event.
     pub last_seq: u64,
-    /// Its priority.
+    /// The job's priority.
     pub priority: i32,
-    /// Its project.
+    /// The job's project.
     pub project: String,
 }
 
 /// A job whose ranks hold slots.
 #[derive(Debug, Clone)]
 pub struct Occupant {
-    /// Which.
+    /// The job.
     pub job: JobId,
-    /// The job's priority now.
+    /// The job's current priority.
     pub priority: i32,
-    /// It allows that a job of higher priority takes its slots, and it can be told to end.
+    /// Whether a job of higher priority may take the slots.
     pub preemptible: bool,
-    /// Its ranks are being ended already.
+    /// Whether the ranks are already being ended.
     pub ends: bool,
-    /// They are being ended for the sake of a job of higher priority.
+    /// Whether the ranks are being ended in favour of a job of higher priority.
     pub preempted: bool,
 }
 
-/// Records of one source of an attempt, as they came.
+/// Records of one source of an attempt, as received.
 #[derive(Debug, Clone)]
 pub struct Report {
-    /// Id of the agent that sends them, as its connection has proved: an attempt's records come from an agent that has its ranks.
+    /// Id of the sending agent, authenticated by its connection. Only agents of the attempt may send records.
     pub agent_id: String,
     /// The attempt.
     pub attempt: AttemptRef,
-    /// The writer of the records.
+    /// The source of the records.
     pub source: Source,
-    /// The number of the first.
+    /// Number of the first record.
     pub first: u64,
-    /// In order.
+    /// The records, in order.
     pub events: Vec<AttemptEvent>,
-    /// When they came.
+    /// When the records were received.
     pub at: Timestamp,
-    /// The agent is stopping in order, for this reason.
+    /// The reason why the agent is being stopped in order, if it is.
     pub leaving: Option<Reason>,
 }
 
@@ -140,46 +140,46 @@ pub struct Report {
 pub struct RunRecords {
     /// The run.
     pub job: JobId,
-    /// The number of the first, from 1. `None`: they follow those that are stored.
+    /// Number of the first record, from 1. `None`: the records follow the stored ones.
     pub first: Option<u64>,
-    /// How many there are.
+    /// Number of records.
     pub count: u64,
-    /// When they were made.
+    /// The time of the records.
     pub at: Timestamp,
 }
 
-/// What became of them.
+/// The result of storing records of a run from elsewhere.
 #[derive(Debug, Clone)]
 pub enum Appended {
-    /// They are on disk.
+    /// The records are on disk.
     Stored {
-        /// So many of the run are.
+        /// Number of stored records of the run.
         records: u64,
-        /// What those changed that were not there before.
+        /// The changes by the new records.
         changed: Box<Changed>,
     },
-    /// Records before them are missing.
+    /// Earlier records are missing.
     Gap {
-        /// The number of the next.
+        /// Number of the next expected record.
         expected: u64,
     },
 }
 
-/// What became of a report.
+/// The result of storing a report.
 #[derive(Debug, Clone)]
 pub enum Ingested {
-    /// Its records are on disk.
+    /// The report's records are on disk.
     Stored {
-        /// Sent to the agent.
+        /// The acknowledgement for the agent.
         acknowledged: Acknowledged,
-        /// None when every record was there already.
+        /// The changes of the job by the transaction, in the answer to its first new report; otherwise `None`.
         changed: Option<Box<Changed>>,
     },
-    /// The attempt may not write (any more): fenced, ended or deleted.
+    /// The attempt may not write: it was fenced, has ended, or its job was deleted.
     Stale,
-    /// Records before it are missing: the connection lost some, or it is no honest agent.
+    /// Earlier records are missing: the connection lost some, or the agent is faulty.
     Gap {
-        /// So many are stored.
+        /// Number of stored records.
         stored: u64,
     },
 }

@@ -1,4 +1,4 @@
-//! Rows of events, and which log events to read.
+//! Rows of events, and the filter for log events.
 
 use crate::store::{points, quarantine};
 use jiff::Timestamp;
@@ -8,38 +8,38 @@ use lockstep_protocol::{
     stream::{Event, EventBody},
 };
 
-/// As many bytes are read in the time that a row takes.
+/// The fixed cost of reading a row, in bytes that could be read in the same time.
 pub(in crate::store) const ROW_COST: u64 = 256;
 
-/// A row of events: one event, or the points that a rank reported at once, which are an event for each metric.
+/// A row of events: either one event, or the points that a rank reported together, which are one event per metric.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventRow {
-    /// The number of its last event, from 1.
+    /// Sequence number of the row's last event, from 1.
     pub seq: u64,
-    /// To the millisecond.
+    /// The time of the events, to the millisecond.
     pub at: Timestamp,
-    /// What it holds.
+    /// The row's content.
     pub stored: Stored,
 }
 
-/// What a row of events holds.
+/// The content of a row of events.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Stored {
     /// One event: the JSON object of its [`EventBody`].
     Body(String),
-    /// Metrics of a rank.
+    /// Points of a rank's metrics.
     Points {
         /// The attempt.
         attempt: u32,
         /// The rank.
         rank: u32,
-        /// See `crate::store::points`.
+        /// Encoded by `crate::store::points`.
         data: Vec<u8>,
     },
 }
 
 impl EventRow {
-    /// How many events it is.
+    /// Number of events in the row.
     pub fn count(&self) -> u64 {
         match &self.stored {
             Stored::Body(_) => 1,
@@ -47,12 +47,12 @@ impl EventRow {
         }
     }
 
-    /// The number of its first event.
+    /// Sequence number of the row's first event.
     pub fn first(&self) -> u64 {
         (self.seq + 1).saturating_sub(self.count())
     }
 
-    /// The size of its content.
+    /// Size of the row's content in bytes.
     pub fn bytes(&self) -> usize {
         match &self.stored {
             Stored::Body(body) => body.len(),
@@ -60,12 +60,13 @@ impl EventRow {
         }
     }
 
-    /// What it takes to read it, as bytes: of a small row finding it is most of the work.
+    /// Cost of reading the row, in bytes. Finding a small row takes longer than reading its content.
     pub fn cost(&self) -> u64 {
         ROW_COST + self.bytes() as u64
     }
 
-    /// Its metrics (those called `name`, or all), if it holds any that can be read: attempt, rank and a column an event.
+    /// Attempt, rank and one column per event of a row of points; only the metric `name`, or all. `None` if the row has no points or they
+    /// cannot be read.
     pub fn metrics(&self, name: Option<&str>) -> Option<(u32, u32, Vec<MetricColumn>)> {
         match &self.stored {
             Stored::Points { attempt, rank, data } => {
@@ -78,7 +79,7 @@ impl EventRow {
         }
     }
 
-    /// The id of the checkpoint whose writing or removal it tells of.
+    /// Id of the checkpoint whose writing or removal the row reports.
     pub(crate) fn checkpoint(&self) -> Option<String> {
         let Stored::Body(body) = &self.stored else { return None };
         if !body.starts_with("{\"type\":\"checkpoint") {
@@ -90,7 +91,7 @@ impl EventRow {
         }
     }
 
-    /// The job's state since then, if it tells of one.
+    /// The job's new state, if the row reports a change of state.
     pub(crate) fn state(&self) -> Option<JobState> {
         let Stored::Body(body) = &self.stored else { return None };
         if !body.starts_with("{\"type\":\"state\"") {
@@ -102,8 +103,8 @@ impl EventRow {
         }
     }
 
-    /// Its events after number `after` as frames of the stream, each with its number; the same text whether they are new
-    /// or replayed.
+    /// The row's events after number `after` as frames of the stream, with their numbers. New and replayed events have the same
+    /// text.
     pub fn frames(&self, after: u64) -> Vec<(u64, String)> {
         let frame = |seq: u64, body: &str| {
             let rest = body.strip_prefix('{').unwrap_or("}");
@@ -123,32 +124,32 @@ impl EventRow {
     }
 }
 
-/// Log events as they were stored.
+/// A page of log events.
 #[derive(Debug, Clone, Default)]
 pub struct LogPage {
-    /// Those that can be read.
+    /// The events that can be read.
     pub events: Vec<Event>,
-    /// Numbers of the first and the last that were examined, whether they can be read or not.
+    /// Sequence numbers of the first and last examined event, including unreadable ones.
     pub ends: Option<(u64, u64)>,
-    /// There were as many events as the filter allows.
+    /// Whether the page reached a limit, so that more events may follow.
     pub full: bool,
 }
 
-/// Which log events.
+/// A filter for log events.
 #[derive(Debug, Clone, Default)]
 pub struct LogFilter {
-    /// Lines of this rank only.
+    /// Only lines of this rank.
     pub rank: Option<u32>,
-    /// Lines of this attempt only.
+    /// Only lines of this attempt.
     pub attempt: Option<u32>,
-    /// With `seq > after`.
+    /// Only events with `seq > after`.
     pub after: u64,
-    /// With `seq < before`.
+    /// Only events with `seq < before`.
     pub before: Option<u64>,
-    /// At most so many events.
+    /// Maximum number of events.
     pub limit: u32,
-    /// The newest ones instead of the first ones (still in order).
+    /// Select the newest matching events instead of the first, in the same order.
     pub newest: bool,
-    /// Only events that may have this text in a line, in capitals or not. A hint that saves reading: others may come, too.
+    /// Only events that may contain this text, regardless of case. The filter is approximate: other events may be included.
     pub containing: Option<String>,
 }

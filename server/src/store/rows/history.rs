@@ -1,4 +1,4 @@
-//! What a job's history is made of, next to its attempts.
+//! The parts of a job's history besides its attempts.
 
 use crate::store::AuditEntry;
 use lockstep_protocol::{
@@ -6,17 +6,17 @@ use lockstep_protocol::{
     stream::Event,
 };
 
-/// Read in one go.
+/// The parts of a job's history besides its attempts.
 #[derive(Debug, Clone, Default)]
 pub struct HistoryRows {
-    /// Its newest changes of state, in order.
+    /// The job's newest changes of state, in order.
     pub states: Vec<Event>,
-    /// What it was forked from, also where that is private.
+    /// The checkpoint that the job was forked from, even if its job is private.
     pub parent: Option<Parent>,
-    /// Jobs that were forked from it with the ids of the checkpoints that they began from, the oldest first.
+    /// Forks of the job, each with the id of the checkpoint from which it began, the oldest first.
     pub forks: Vec<(Job, String)>,
-    /// Requests about it that were granted, in order; empty unless they were asked for.
+    /// Successful requests about the job, in order; empty unless requested.
     pub requests: Vec<AuditEntry>,
-    /// Waiting jobs that get slots before it.
+    /// Number of waiting jobs before this one in the queue.
     pub before_it: u64,
 }

@@ -1,21 +1,21 @@
-//! Groups of jobs: by what, and what is known of each.
+//! Groups of jobs: the criteria, and the values and statistics of each group.
 
 use jiff::Timestamp;
 use lockstep_protocol::job::JobState;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// What jobs are grouped by.
+/// A criterion by which jobs are grouped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum GroupBy {
     Project,
     Owner,
-    /// A job is in the group of each of its tags.
+    /// A job is in one group for each of its tags.
     Tag,
     State,
     Name,
-    /// A key of the specification; its table is empty for one at the top.
+    /// A key of the specification. `table` is empty for a top-level key.
     Setting {
         table: &'static str,
         key: &'static str,
@@ -23,57 +23,57 @@ pub enum GroupBy {
     },
 }
 
-/// What a setting holds.
+/// The type of a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum SettingKind {
     Number,
     Text,
-    /// One that is left out is false.
+    /// A missing setting is false.
     Bool,
 }
 
-/// What the jobs of a group have in common; null for those that have none.
+/// The common value of the jobs of a group; null if they have none.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub enum GroupValue {
-    /// Of a setting that is on or off.
+    /// A boolean setting.
     Bool(bool),
-    /// Of a setting that is a number.
+    /// A numeric setting.
     Number(f64),
     /// A name, a tag, a state or a setting that is a text.
     Text(String),
-    /// They have no owner, no tag or no such setting.
+    /// The jobs have no owner, no tag or no such setting.
     Missing,
 }
 
-/// The jobs of one group, together.
+/// A group of jobs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GroupRow {
-    /// One for each thing that jobs are grouped by.
+    /// The group's value of each criterion.
     pub values: Vec<GroupValue>,
-    /// How many of its jobs are in each state that any is in.
+    /// Number of jobs in each state that at least one job has.
     pub states: Vec<(JobState, u64)>,
-    /// When its newest job was submitted.
+    /// When the newest job was submitted.
     pub newest_at: Timestamp,
-    /// One for each metric that was asked for.
+    /// Statistics of each requested metric.
     pub metrics: Vec<Spread>,
 }
 
-/// Mean and spread of a metric over the jobs of a group that have a value of it.
+/// Statistics of a metric over the jobs of a group that have a value.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Spread {
-    /// Jobs with a value.
+    /// Number of jobs with a value.
     pub n: u64,
     mean: f64,
-    /// Sum of squared distances to the mean.
+    /// Sum of squared differences from the mean.
     squares: f64,
     min: f64,
     max: f64,
 }
 
 impl Spread {
-    /// Takes in another job's value (Welford's method: no difference of large sums).
+    /// Adds a job's value (Welford's algorithm, which avoids the difference of large sums). Ignores values that are not finite.
     pub fn add(&mut self, value: f64) {
         if !value.is_finite() {
             return;
@@ -92,22 +92,22 @@ impl Spread {
         (self.n >= least && value.is_finite()).then_some(value)
     }
 
-    /// None without a value.
+    /// The mean; `None` without values.
     pub fn mean(&self) -> Option<f64> {
         self.of(self.mean, 1)
     }
 
-    /// The standard deviation of a sample, divided by n - 1: none for fewer than two values.
+    /// The sample standard deviation (divided by n - 1); `None` for fewer than two values.
     pub fn std(&self) -> Option<f64> {
         self.of((self.squares / (self.n.max(2) - 1) as f64).sqrt(), 2)
     }
 
-    /// The lowest value.
+    /// The smallest value; `None` without values.
     pub fn min(&self) -> Option<f64> {
         self.of(self.min, 1)
     }
 
-    /// The highest value.
+    /// The largest value; `None` without values.
     pub fn max(&self) -> Option<f64> {
         self.of(self.max, 1)
     }

@@ -1,64 +1,64 @@
-//! Which jobs to list, in which order, and from which place on.
+//! Lists of jobs: filters, order and cursors.
 
 use super::job_groups::{GroupBy, GroupValue};
 use jiff::Timestamp;
 use lockstep_protocol::job::{Job, JobState};
 use serde::{Deserialize, Serialize};
 
-/// Which jobs to list. An empty list or `None` stands for all.
+/// A filter for a list of jobs. An empty list or `None` matches all jobs.
 #[derive(Debug, Clone, Default)]
 pub struct JobFilter {
-    /// In one of these states.
+    /// Only jobs in one of these states.
     pub states: Vec<JobState>,
-    /// Part of the name.
+    /// Only jobs whose name contains this text.
     pub name: Option<String>,
-    /// A part of the name, of a tag or of the notes.
+    /// Only jobs whose name, notes or one of whose tags contains this text.
     pub text: Option<String>,
-    /// Whose settings fulfil all of these.
+    /// Only jobs whose settings fulfil all of these conditions.
     pub conditions: Vec<Condition>,
-    /// Of this person or token.
+    /// Only jobs of this person or token.
     pub owner: Option<String>,
-    /// As this person or token sees them: without what is private to others. `None` sees all.
+    /// Only jobs that this person or token sees: without the private jobs of others. `None` sees all jobs.
     pub seen_by: Option<String>,
-    /// Of this project.
+    /// Only jobs of this project.
     pub project: Option<String>,
-    /// With all of these tags.
+    /// Only jobs with all of these tags.
     pub tags: Vec<String>,
-    /// Of one group: what each is grouped by has this value.
+    /// Only jobs of one group: each criterion has this value.
     pub group: Vec<(GroupBy, GroupValue)>,
-    /// Submitted at this time or later.
+    /// Only jobs submitted at this time or later.
     pub created_after: Option<Timestamp>,
-    /// Submitted before this time.
+    /// Only jobs submitted before this time.
     pub created_before: Option<Timestamp>,
-    /// With what people wrote on them.
+    /// Whether the listed jobs include their notes.
     pub with_notes: bool,
-    /// In which order.
+    /// The order of the list.
     pub sort: JobSort,
-    /// At most so many; 0 counts as 50.
+    /// Maximum number of jobs (0: 50).
     pub limit: u32,
-    /// Behind this place of the same order.
+    /// Only jobs after this position, which must be of the same order.
     pub cursor: Option<Cursor>,
 }
 
-/// What a setting of a job must be.
+/// A condition on a setting of a job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Condition {
-    /// The table of the key; empty for a key at the top of the specification.
+    /// The table of the key; empty for a top-level key of the specification.
     pub table: &'static str,
     /// The key.
     pub key: &'static str,
-    /// How the setting is compared with the value.
+    /// The comparison of the setting (left) with the value (right).
     pub comparison: Comparison,
-    /// What it is compared with.
+    /// The value to compare with.
     pub value: SettingValue,
 }
 
-/// How two values are compared.
+/// A comparison operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Comparison {
     Equal,
-    /// Also true of a setting that is not there.
+    /// Also true if the setting is missing.
     NotEqual,
     Less,
     LessOrEqual,
@@ -75,12 +75,12 @@ pub enum SettingValue {
     Bool(bool),
 }
 
-/// The order of a list of jobs. Jobs of the same value follow by their ids, and those without one come last.
+/// The order of a list of jobs. Jobs with the same value are sorted by id, and jobs without a value come last.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JobSort {
-    /// By what.
+    /// The sort key.
     pub by: SortBy,
-    /// The largest first.
+    /// Whether the largest value is first.
     pub descending: bool,
 }
 
@@ -90,7 +90,7 @@ impl Default for JobSort {
     }
 }
 
-/// What jobs are sorted by.
+/// The sort key of a list of jobs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum SortBy {
@@ -120,11 +120,11 @@ pub enum SortBy {
     LearningRate,
     /// The best validation accuracy.
     Best,
-    /// The newest value of another metric, by its name among those that there are.
+    /// The newest value of the metric of this name.
     Metric(&'static str),
-    /// Whether people tagged it so.
+    /// Whether the job has this tag.
     Tag(String),
-    /// A key of the specification; its table is empty for one at the top.
+    /// A key of the specification. `table` is empty for a top-level key.
     Setting {
         table: &'static str,
         key: &'static str,
@@ -132,45 +132,45 @@ pub enum SortBy {
     },
 }
 
-/// A place in the list of jobs, which stays one when the job that it was taken from is deleted.
+/// A position in a list of jobs. It stays valid when the job before it is deleted.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cursor {
-    /// What the job before it is sorted by.
+    /// Sort value of the job before the position.
     pub value: SortValue,
-    /// The job before it.
+    /// Id of the job before the position.
     pub id: String,
 }
 
-/// What a job is sorted by.
+/// A job's value of the sort key.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum SortValue {
     /// A count, or milliseconds since 1970.
     Integer(i64),
-    /// A number with a fraction.
+    /// A floating-point number.
     Number(f64),
     /// A text.
     Text(String),
-    /// It has none.
+    /// The job has no value.
     Missing,
 }
 
 /// A page of jobs.
 #[derive(Debug, Clone)]
 pub struct Page {
-    /// In the order of the filter.
+    /// The jobs, in the order of the filter.
     pub jobs: Vec<Job>,
-    /// There are more, behind this.
+    /// The end of the page, if more jobs follow.
     pub next: Option<Cursor>,
 }
 
-/// A project, which is a name that jobs have.
+/// A project. It exists while at least one job has its name.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ProjectRow {
-    /// Its name.
+    /// The project's name.
     pub name: String,
-    /// How many of its jobs are in each state that any is in.
+    /// Number of jobs in each state that at least one job has.
     pub states: Vec<(JobState, u64)>,
-    /// When its newest job was submitted.
+    /// When the newest job was submitted.
     pub newest_at: Timestamp,
 }

@@ -1,4 +1,4 @@
-//! Jobs: what is stored of a new one, and what a change returns.
+//! New jobs, and the results of changes of jobs.
 
 use super::{Annotation, EventRow};
 use crate::lifecycle::Fork;
@@ -8,43 +8,43 @@ use lockstep_protocol::{
     spec::JobSpec,
 };
 
-/// A job about to be stored.
+/// A new job.
 #[derive(Debug, Clone)]
 pub struct NewJob {
-    /// Its id.
+    /// The job's id.
     pub id: JobId,
-    /// Checked; its tags and notes are in `annotation`.
+    /// The validated specification. Tags and notes are in `annotation`.
     pub spec: JobSpec,
-    /// Its tags and notes.
+    /// The job's tags and notes.
     pub annotation: Annotation,
-    /// Now.
+    /// The current time.
     pub at: Timestamp,
-    /// The client's key and the hash of its request.
+    /// The client's idempotency key and the hash of the request.
     pub idempotency: Option<(String, String)>,
-    /// The checkpoint of another job that it continues from.
+    /// The checkpoint of another job from which this job continues.
     pub fork: Option<Fork>,
-    /// Who submits it: a person's or a token's name.
+    /// Name of the person or token that submits the job.
     pub owner: Option<String>,
     /// What it is for the sweep that starts it.
     pub trial: Option<NewTrial>,
-    /// What only a run from elsewhere has; such a job runs at once.
+    /// The additional fields of a run from elsewhere, which is running from the beginning.
     pub external: Option<External>,
 }
 
 /// The job after a change, and the events that the change stored.
 #[derive(Debug, Clone)]
 pub struct Changed {
-    /// After the change.
+    /// The job after the change.
     pub job: Job,
-    /// In order; may be empty.
+    /// The stored events, in order; may be empty.
     pub events: Vec<EventRow>,
 }
 
-/// What [`crate::store::Store::create_job`] did.
+/// The result of [`crate::store::Store::create_job`].
 #[derive(Debug, Clone)]
 pub enum Created {
     /// A new job.
     New(Box<Changed>),
-    /// The job that the same request made before.
+    /// The job that the same request created before.
     Before(Box<Job>),
 }

@@ -1,51 +1,51 @@
-//! What a job's ranks said of its network's layers, and the panels of its page.
+//! Histograms of a network's layers, and panels of charts.
 
 use lockstep_protocol::{histograms::HistogramKind, job::JobId};
 
-/// Whose panels.
+/// The job or project that panels belong to.
 #[derive(Debug, Clone, Copy)]
 pub enum PanelsOf<'a> {
-    /// Of one job.
+    /// Panels of one job.
     Job(&'a JobId),
-    /// Of the jobs of a project that have none of their own.
+    /// Panels of a project, for its jobs without their own panels.
     Project(&'a str),
 }
 
-/// Which histograms; what is `None` matches all.
+/// A filter for histograms. `None` matches all.
 #[derive(Debug, Clone, Default)]
 pub struct HistogramFilter {
-    /// Of weights or of gradients.
+    /// Only histograms of weights, or of gradients.
     pub kind: Option<HistogramKind>,
-    /// Of this layer.
+    /// Only histograms of this layer.
     pub layer: Option<String>,
-    /// Of this step.
+    /// Only histograms of this step.
     pub step: Option<u64>,
 }
 
-/// One histogram.
+/// A histogram of a layer at a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HistogramRow {
     /// The step.
     pub step: u64,
-    /// That reported it.
+    /// The attempt that reported the histogram.
     pub attempt: u32,
-    /// The layer.
+    /// The layer's name.
     pub layer: String,
-    /// What of it.
+    /// Whether the values are weights or gradients.
     pub kind: HistogramKind,
     /// The smallest value.
     pub min: f32,
     /// The largest value.
     pub max: f32,
-    /// In bins of the same width.
+    /// Number of values in each bin, from `min` to `max`. All bins have the same width.
     pub counts: Vec<u32>,
 }
 
-/// Of which layers and steps there are histograms.
+/// The layers and steps that have histograms.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct HistogramIndex {
-    /// Those of the newest step, in the network's order.
+    /// The layers and kinds of the newest step, in the network's order.
     pub layers: Vec<(String, HistogramKind)>,
-    /// Ascending.
+    /// The steps, ascending.
     pub steps: Vec<u64>,
 }

@@ -1,12 +1,12 @@
-//! What machines measured.
+//! Measurements of machines.
 
-/// A machine's means of a minute.
+/// The means of a machine's measurements over a minute.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MinuteRow {
-    /// Whose machine.
+    /// Id of the machine's agent.
     pub agent_id: String,
     /// Minutes since 1970.
     pub minute: i64,
-    /// See `server/src/agents/machines/point.rs`.
+    /// The means, encoded by `server/src/agents/machines/point.rs`.
     pub data: Vec<u8>,
 }

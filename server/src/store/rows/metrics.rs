@@ -1,26 +1,26 @@
-//! Metrics: which to read, and the chunks that they are compacted into.
+//! Metrics: the filter, and the chunks into which points are compacted.
 
 use lockstep_protocol::metric::MetricColumn;
 
-/// Which metrics.
+/// A filter for metrics.
 #[derive(Debug, Clone, Default)]
 pub struct MetricFilter {
-    /// One name, or all.
+    /// Only the metric of this name (`None`: all).
     pub name: Option<String>,
-    /// These ranks; empty for all.
+    /// Only these ranks (empty: all).
     pub ranks: Vec<u32>,
-    /// Steps not below.
+    /// The smallest step.
     pub from: Option<u64>,
-    /// Steps not above.
+    /// The largest step.
     pub to: Option<u64>,
-    /// Events with `seq > after` ...
+    /// Only events with `seq > after`.
     pub after: u64,
-    /// ... up to the row with which they cost so much ([`super::EventRow::cost`]); `None` for all.
+    /// The page ends at the row with which the total cost of rows ([`super::EventRow::cost`]) reaches this limit (`None`: no limit).
     pub limit_cost: Option<u64>,
 }
 
 impl MetricFilter {
-    /// Whether some of a column may match.
+    /// Whether the column has the name and may have points in the range of steps.
     pub fn wants(&self, column: &MetricColumn) -> bool {
         let ends = column.ends();
         self.name.as_ref().is_none_or(|name| *name == column.name)
@@ -29,40 +29,40 @@ impl MetricFilter {
     }
 }
 
-/// Metrics as they were stored.
+/// A page of metrics.
 #[derive(Debug, Clone, Default)]
 pub struct MetricPage {
-    /// Events up to this number are in it, or do not match.
+    /// All matching events up to this sequence number are in the page.
     pub as_of: u64,
     /// Rank, attempt and points of each event that can be read.
     pub columns: Vec<(u32, u32, MetricColumn)>,
-    /// There was as much as the filter allows.
+    /// Whether the page reached the limit of the filter.
     pub full: bool,
-    /// The cost of the rows that were read ([`super::EventRow::cost`]).
+    /// Total cost of the rows that were read ([`super::EventRow::cost`]).
     pub cost: u64,
-    /// The number of the last of them; 0 without any.
+    /// Sequence number of the last row that was read; 0 if there was none.
     pub last: u64,
 }
 
-/// A run of points of one series, or of buckets above them.
+/// A chunk: successive points of one series, or successive buckets that summarize points.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MetricChunk {
     /// The metric's name.
     pub name: String,
-    /// Whose.
+    /// The rank that reported the points.
     pub rank: u32,
-    /// In which attempt.
+    /// The attempt that reported the points.
     pub attempt: u32,
-    /// 0: every point; `k`: buckets of `16^k` steps.
+    /// 0: points; `k`: buckets of `16^k` steps.
     pub level: u32,
-    /// The step of its first point.
+    /// The first point's step.
     pub first_step: u64,
-    /// No point of it is later.
+    /// The largest step.
     pub last_step: u64,
-    /// See `crate::metrics::chunk`.
+    /// Encoded by `crate::metrics::chunk`.
     pub data: Vec<u8>,
-    /// One of the same series, level and first step is stored, which this one takes the place of.
+    /// Whether this chunk replaces a stored one with the same series, level and first step.
     pub grown: bool,
-    /// It is one of all chunks of its series, which take the place of those that are stored.
+    /// Whether all stored chunks of the series are replaced, by this chunk and others.
     pub anew: bool,
 }

@@ -6,7 +6,7 @@ use lockstep_protocol::{job::JobId, models::ModelVersion};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// A checkpoint about to be registered.
+/// A new version of a model.
 #[derive(Debug, Clone)]
 pub struct NewVersion {
     /// The model's name.
@@ -15,23 +15,23 @@ pub struct NewVersion {
     pub job: JobId,
     /// The checkpoint's id.
     pub checkpoint: String,
-    /// The dataset's content at the job's first start, if known.
+    /// Fingerprint of the dataset's content at the job's first start, if known.
     pub dataset_fingerprint: Option<Value>,
     /// Versions of the programs that wrote the checkpoint.
     pub programs: BTreeMap<String, String>,
-    /// What a person says of it.
+    /// A description by the user.
     pub description: String,
-    /// Who registers it: a person's or a token's name.
+    /// Name of the person or token that registers the version.
     pub by: Option<String>,
-    /// Now.
+    /// The current time.
     pub at: Timestamp,
 }
 
-/// A version, and whose its job is.
+/// A version, and the owner of its job.
 #[derive(Debug, Clone)]
 pub struct VersionRow {
-    /// As it is shown.
+    /// The version.
     pub version: ModelVersion,
-    /// Who sees the job sees the version.
+    /// The job's owner and privacy, which also apply to the version.
     pub owned: Owned,
 }

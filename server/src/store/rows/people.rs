@@ -1,17 +1,17 @@
-//! People, and whose a job or a dataset is.
+//! People, and owners of jobs and datasets.
 
 use lockstep_protocol::people::Person;
 
-/// A person and the hash of the password, if it has one.
+/// A person and the hash of the person's password.
 #[derive(Clone, PartialEq, Eq)]
 pub struct PersonRow {
-    /// As it is shown.
+    /// The person's public part.
     pub person: Person,
-    /// Argon2id, as a PHC string.
+    /// Argon2id hash as a PHC string; `None` without a password.
     pub hash: Option<String>,
 }
 
-/// A hash is in no log.
+/// Does not show the hash, so that it does not appear in logs.
 impl std::fmt::Debug for PersonRow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.person.fmt(f)
@@ -19,22 +19,22 @@ impl std::fmt::Debug for PersonRow {
 }
 
 impl PersonRow {
-    /// What a session of the person stands for, in the place of a token's id. No token's id has a colon.
+    /// The person's principal, which sessions store in place of a token's id. It has a colon, which token ids never have.
     pub fn principal(&self) -> String {
         principal(&self.person.name)
     }
 }
 
-/// As [`PersonRow::principal`].
+/// The principal of the person of this name; see [`PersonRow::principal`].
 pub(crate) fn principal(name: &str) -> String {
     format!("person:{name}")
 }
 
-/// Whose a job or a dataset is.
+/// The owner and privacy of a job or a dataset.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Owned {
-    /// A person's or a token's name; none where nobody is asked who they are.
+    /// A person's or token's name; `None` without authentication.
     pub owner: Option<String>,
-    /// Seen by its owner and admins alone.
+    /// Whether only the owner and admins see the job or dataset.
     pub private: bool,
 }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use utoipa::ToSchema;
 
-/// What a webhook can be told.
+/// An event of a job that can be sent to a webhook.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 pub enum WebhookEvent {
     /// The ranks of an attempt run.
@@ -43,11 +43,11 @@ impl WebhookEvent {
         WebhookEvent::Failed,
         WebhookEvent::Cancelled,
     ];
-    /// Those of a webhook that names none: a job is over.
+    /// The default events of a webhook: a job is over.
     pub const ENDS: [WebhookEvent; 3] =
         [WebhookEvent::Succeeded, WebhookEvent::Failed, WebhookEvent::Cancelled];
 
-    /// As in JSON.
+    /// The event's name, as in JSON.
     pub fn as_str(self) -> &'static str {
         match self {
             WebhookEvent::Started => "job.started",
@@ -60,7 +60,7 @@ impl WebhookEvent {
         }
     }
 
-    /// The event of a job that moves to this state; `None` for a move of which nobody is told.
+    /// The event for a job's change to this state; `None` if no messages are sent for it.
     pub(in crate::store) fn of(state: JobState, cause: Option<&Reason>) -> Option<Self> {
         match state {
             JobState::Running => Some(WebhookEvent::Started),
@@ -75,13 +75,13 @@ impl WebhookEvent {
             JobState::Succeeded => Some(WebhookEvent::Succeeded),
             JobState::Failed => Some(WebhookEvent::Failed),
             JobState::Cancelled => Some(WebhookEvent::Cancelled),
-            // The agent is lost: the next state, which follows at once, says what becomes of the job.
+            // After `Lost`, another state follows at once and has an event.
             JobState::Lost | JobState::Starting | JobState::Pausing => None,
         }
     }
 }
 
-/// The form of the messages: what the receiver reads.
+/// The format of messages, which depends on the receiver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum WebhookForm {
@@ -104,7 +104,7 @@ impl WebhookForm {
         WebhookForm::Ntfy,
     ];
 
-    /// As in JSON.
+    /// The form's name, as in JSON.
     pub fn as_str(self) -> &'static str {
         match self {
             WebhookForm::Standard => "standard",
@@ -116,7 +116,7 @@ impl WebhookForm {
     }
 }
 
-/// Where the server sends messages about jobs.
+/// A receiver of messages about jobs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, ToSchema)]
 pub struct Webhook {
     /// Opaque. Ids sort by time.
@@ -125,7 +125,7 @@ pub struct Webhook {
     pub form: WebhookForm,
     /// Only jobs of this project; null for all projects.
     pub project: Option<String>,
-    /// What it is told.
+    /// The events for which messages are sent.
     pub events: Vec<WebhookEvent>,
     /// Whether messages are queued and sent. A receiver that answers 410 disables its webhook.
     pub enabled: bool,
@@ -133,16 +133,16 @@ pub struct Webhook {
     pub created_at: Timestamp,
 }
 
-/// A webhook and what its messages are signed with.
+/// A webhook and the secret that signs its messages.
 #[derive(Clone, PartialEq, Eq)]
 pub struct WebhookRow {
-    /// As it is shown.
+    /// The webhook's public part.
     pub webhook: Webhook,
-    /// `whsec_` and the key as base64.
+    /// `whsec_` and the key in base64.
     pub secret: String,
 }
 
-/// A secret is in no log.
+/// Does not show the secret, so that it does not appear in logs.
 impl fmt::Debug for WebhookRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.webhook.fmt(f)
@@ -154,18 +154,18 @@ impl fmt::Debug for WebhookRow {
 pub struct DeliveryAttempt {
     #[schema(value_type = String)]
     pub at: Timestamp,
-    /// HTTP status of the answer; null without an answer.
+    /// HTTP status of the response; null without a response.
     pub status: Option<u16>,
     /// Why the message was not delivered; null if it was.
     pub error: Option<String>,
-    /// Seconds until the answer or the error.
+    /// Seconds until the response or the error.
     pub secs: f64,
 }
 
-/// A message to a webhook. It is delivered if its last attempt has no error.
+/// A message to a webhook. The message was delivered if its last attempt has no error.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 pub struct Delivery {
-    /// The header `webhook-id`, the same in each attempt. Ids sort by time.
+    /// Value of the header `webhook-id`, the same in each attempt. Ids sort by time.
     pub id: String,
     #[serde(skip)]
     pub webhook: String,
@@ -178,15 +178,15 @@ pub struct Delivery {
     pub payload: String,
     #[schema(value_type = String)]
     pub created_at: Timestamp,
-    /// When the next attempt is due; null when none follows.
+    /// When the next attempt is due; null if there is none.
     #[schema(value_type = Option<String>)]
     pub next_at: Option<Timestamp>,
-    /// In their order.
+    /// The attempts, the oldest first.
     pub attempts: Vec<DeliveryAttempt>,
 }
 
 impl Delivery {
-    /// A new message's id.
+    /// Creates the id of a new message.
     pub(crate) fn new_id() -> String {
         format!("msg_{}", uuid::Uuid::now_v7().simple())
     }

@@ -1,4 +1,4 @@
-//! Tokens and sessions. The server keeps all of them in memory: these are read when it starts.
+//! Tokens and sessions. The server reads them at start and keeps them in memory.
 
 use super::{DbRow, SqlStore};
 use crate::store::{
@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use lockstep_protocol::access::Token;
 use sqlx::Row;
 
-/// Rows that a purge removes at a time.
+/// Maximum number of rows of each table that a purge removes at a time.
 const SOME: i64 = 1000;
 
 fn token(row: &DbRow) -> Result<TokenRow> {
@@ -19,7 +19,7 @@ fn token(row: &DbRow) -> Result<TokenRow> {
     let optional_time = |name: &str| row.try_get::<Option<i64>, _>(name)?.map(time).transpose();
     let token = Token {
         name: row.try_get("name")?,
-        // One that another version wrote allows nothing here.
+        // A token with an unknown scope, written by another version, is not accepted.
         scope: scope.parse().map_err(|error| StoreError::Corrupt(format!("token {id:?}: {error}")))?,
         agent: row.try_get("agent")?,
         agent_id: row.try_get("agent_id")?,

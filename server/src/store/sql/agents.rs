@@ -1,4 +1,4 @@
-//! Agents that have introduced themselves, and those that take no new work.
+//! Agents, including drained ones.
 
 use super::{DbRow, SqlStore};
 use crate::store::{

@@ -10,7 +10,7 @@ use lockstep_protocol::job::JobId;
 use serde_json::{Map, Value};
 use sqlx::QueryBuilder;
 
-/// Annotations of jobs that are there and that somebody sees.
+/// Adds `FROM` and `WHERE` for annotations of existing jobs that the person or token `seen_by` sees.
 fn push_annotated(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
     query.push(" FROM annotations JOIN jobs ON jobs.id = annotations.job_id");
     push_seen(query, seen_by);
@@ -52,7 +52,7 @@ impl SqlStore {
         notes: Option<&str>,
         tags: Option<&[String]>,
     ) -> Result<Annotation> {
-        // One statement: notes and tags that come at once are both kept.
+        // One statement, so that concurrent changes of notes and of tags are both kept.
         let (notes, tags): (String, String) = sqlx::query_as(
             "INSERT INTO annotations (job_id, notes, tags) VALUES ($1, COALESCE($2, ''), COALESCE($3, '[]')) \
              ON CONFLICT (job_id) DO UPDATE SET \
@@ -93,8 +93,8 @@ impl SqlStore {
     }
 }
 
-/// The stored specification of a job with another value of a key. Whatever else is in it, perhaps of another version, stays
-/// as it is.
+/// The stored specification of a job with a new value of a key. All other keys, also those of other versions, are unchanged. A
+/// specification that cannot be read is returned unchanged.
 async fn with_key(db: &mut Connection, job: &JobId, key: &str, value: Value) -> Result<String> {
     let spec: Option<String> =
         sqlx::query_scalar("SELECT spec FROM jobs WHERE id = $1 AND deleted_at IS NULL")

@@ -1,4 +1,4 @@
-//! Attempts: claims, those that may write, and all there were.
+//! Attempts: claims, attempts that may write, and the list of a job's attempts.
 
 use super::{
     Connection, DbRow, SqlStore, events,
@@ -22,7 +22,7 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, Row};
 use std::collections::HashMap;
 
-/// Jobs whose slots somebody may count on. In these words the index `jobs_yielding` has it, which SQLite compares.
+/// Condition for jobs whose slots other jobs may count on. SQLite uses the index `jobs_yielding` only if its condition has the same text.
 pub(super) const YIELDS: &str =
     "(preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running'))";
 
@@ -104,7 +104,7 @@ impl SqlStore {
         Ok(made)
     }
 
-    /// Jobs that hold slots, of those that `which` finds.
+    /// Jobs that hold slots and fulfil the condition `which`.
     pub(super) async fn list_occupants(&self, which: &'static str) -> Result<Vec<Occupant>> {
         let query = format!(
             "SELECT id, priority, preemptible, state, stop, cause FROM jobs WHERE fencing_token IS NOT NULL \
@@ -113,7 +113,7 @@ impl SqlStore {
         let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
         let occupant = |row: &DbRow| {
             let id: String = row.try_get("id")?;
-            // A state of another version is none of these: such a job runs, and is not told to end.
+            // A job in a state of another version counts as running and is not preempted.
             let state = row.try_get::<&str, _>("state")?.parse::<JobState>().ok();
             let runs = matches!(state, None | Some(JobState::Starting | JobState::Running));
             let pausing = state == Some(JobState::Pausing);
@@ -140,7 +140,7 @@ impl SqlStore {
         let live = |row: &DbRow| {
             let id: String = row.try_get("job_id")?;
             Ok(AttemptRow {
-                // Without its places an attempt is lost with its lease, as if nobody had it.
+                // If the places cannot be read, no agent renews the lease, and the attempt is lost when it expires.
                 places: read(&id, "places", row.try_get("places")?),
                 attempt: AttemptRef {
                     job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
@@ -155,10 +155,11 @@ impl SqlStore {
     }
 }
 
-/// What a job has when it is claimed: the attempt's number, and the checkpoint that it continues from.
+/// The new attempt of a claimed job: its number, and the checkpoint from which it continues.
 type Taken = (u32, Option<String>);
 
-/// Takes the jobs of claims that wait as their claims have them. These statements decide: of two claims only one finds a job still waiting.
+/// Increments the attempt of each claimed job that still waits after the claim's attempt, and returns these jobs. Of two concurrent claims
+/// only one finds the job waiting.
 async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Taken>> {
     let mut taken = HashMap::with_capacity(claims.len());
     for claims in together::cut(claims) {
@@ -180,7 +181,7 @@ async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Ta
     Ok(taken)
 }
 
-/// Stores attempts, in the order of their fencing tokens, which are returned by job.
+/// Stores attempts in the order of their fencing tokens. Returns the fencing tokens by job.
 async fn insert(db: &mut Connection, attempts: &[(&Claim, Taken)]) -> Result<HashMap<JobId, FencingToken>> {
     let mut tokens = HashMap::with_capacity(attempts.len());
     for attempts in together::cut(attempts) {
@@ -197,7 +198,7 @@ async fn insert(db: &mut Connection, attempts: &[(&Claim, Taken)]) -> Result<Has
                 .bind(json(&claim.places)?)
                 .bind(resume.as_deref())
                 .bind(claim.at.as_millisecond())
-                // Its number is the database's.
+                // The database assigns the token's number.
                 .bind(new_fencing(0).secret_text());
         }
         for row in query.fetch_all(&mut *db).await? {
@@ -209,10 +210,10 @@ async fn insert(db: &mut Connection, attempts: &[(&Claim, Taken)]) -> Result<Has
     Ok(tokens)
 }
 
-/// Claims jobs; none for a claim whose job does not wait as the claim has it.
+/// Claims jobs. Returns `None` for a claim whose job does not wait any more or has had another attempt.
 async fn make_attempts(db: &mut Connection, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
     let mut taken = take(db, claims).await?;
-    // Each is the first claim's that names it.
+    // If several claims name a job, the first gets it.
     let attempts: Vec<_> = claims.iter().map(|claim| Some((claim, taken.remove(&claim.job)?))).collect();
     let made: Vec<_> = attempts.iter().flatten().cloned().collect();
     let tokens = insert(db, &made).await?;
@@ -243,7 +244,7 @@ async fn make_attempts(db: &mut Connection, claims: &[Claim]) -> Result<Vec<Opti
     Ok(claimed)
 }
 
-/// The names of the agents of an attempt, each once.
+/// The names of an attempt's agents, without duplicates.
 fn agents(places: &[Place]) -> Vec<String> {
     let mut agents: Vec<String> = Vec::new();
     for place in places {
@@ -254,7 +255,7 @@ fn agents(places: &[Place]) -> Vec<String> {
     agents
 }
 
-/// An attempt as it is shown; the state of the one that may write follows from the job.
+/// Reads an attempt. An attempt that may write has the state of its job.
 fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let text = |name: &str| row.try_get::<Option<String>, _>(name);
     let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
@@ -263,7 +264,7 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let (state, reason) = if live { ("job_state", "job_cause") } else { ("state", "reason") };
     let ended_at: Option<i64> = row.try_get("ended_at")?;
     let state = match text(state)? {
-        // Without a word that it ended, an earlier version ended it.
+        // An earlier version ended the attempt without storing how.
         None => AttemptState::Ended,
         Some(word) => word.parse().unwrap_or_else(|error: String| {
             quarantine::log_once(&format!("the state of an attempt of job {job}: {error}"));

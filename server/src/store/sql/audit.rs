@@ -9,7 +9,7 @@ use crate::store::{
 use jiff::Timestamp;
 use sqlx::{QueryBuilder, Row};
 
-/// Entries that a purge removes at a time: others hardly wait for it.
+/// Maximum number of entries that a statement of a purge removes, so that other writers hardly wait.
 const SOME: i64 = 500;
 
 pub(super) fn entry(row: &DbRow) -> Result<AuditEntry> {
@@ -56,9 +56,9 @@ impl SqlStore {
         text: &str,
         limit: u32,
     ) -> Result<Vec<AuditEntry>> {
-        // A person's token is recorded as `ada (laptop)`.
+        // The name of a person's token is recorded as `ada (laptop)`.
         let mut query = QueryBuilder::new("SELECT * FROM audit WHERE id < ");
-        // Above every id, which are hexadecimal.
+        // `~` sorts after all ids, which are hexadecimal.
         query.push_bind(before.unwrap_or("~").to_owned());
         if !who.is_empty() {
             query.push(" AND (who = ").push_bind(plain(who).into_owned()).push(" OR who LIKE ");

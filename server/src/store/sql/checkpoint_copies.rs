@@ -1,4 +1,4 @@
-//! The copies of checkpoints: on disks of agents, in object stores, and damaged ones on the server's disk.
+//! Copies of checkpoints: on agents' disks, in object stores, and damaged copies on the server's disk.
 
 use super::{Connection, SqlStore};
 use crate::store::{
@@ -8,13 +8,13 @@ use lockstep_protocol::job::JobId;
 use sqlx::Row;
 use std::collections::{HashMap, HashSet};
 
-/// Stands before a marker that came with a backup.
+/// Prefix of a marker that was restored from a backup.
 pub(super) const RESTORED: &str = "restored ";
 
-/// Stands before the id of an agent in the column `location`.
+/// Prefix of an agent's id in the column `location`.
 const AGENT: &str = "agent:";
 
-/// An agent has written a checkpoint whole.
+/// Stores that an agent has written a complete checkpoint.
 pub(super) async fn add_agent(db: &mut Connection, checkpoint: &str, agent_id: &str) -> Result<()> {
     sqlx::query(
         "INSERT INTO checkpoint_copies (checkpoint_id, location, state) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING",
@@ -27,8 +27,8 @@ pub(super) async fn add_agent(db: &mut Connection, checkpoint: &str, agent_id: &
     Ok(())
 }
 
-/// A checkpoint was removed, or written by `attempt`. Agents that wrote it in another attempt have it no more, and the server's copy is not
-/// the damaged one.
+/// Removes the copies that became invalid when a checkpoint was removed (`None`) or written by `attempt`: copies that agents wrote in
+/// another attempt, and the damage mark of the server's copy.
 pub(super) async fn forget_replaced(
     db: &mut Connection,
     checkpoint: &str,
@@ -76,8 +76,8 @@ impl SqlStore {
         Ok(found)
     }
 
-    /// The agents with a disk of their own in the attempts that wrote a job's checkpoints, by the attempt and the agent's id. The places of an
-    /// attempt are read once: each of its agents may have each of its checkpoints.
+    /// The agents with their own disks in the attempts that wrote a job's checkpoints, by attempt and agent id. Each attempt's places are
+    /// read once, because each of its agents may have each of its checkpoints.
     async fn read_agents_with_disks(&self, job: &JobId) -> Result<HashMap<(i64, String), Holder>> {
         let rows = sqlx::query(
             "SELECT attempt, places, own_disks FROM attempts WHERE job_id = $1 AND own_disks <> '[]' \
@@ -172,7 +172,7 @@ impl SqlStore {
         .execute(&mut *db)
         .await?;
         if stored.state() == CopyState::Complete {
-            // It was read from the server's disk, and is whole.
+            // The upload has read the copy on the server's disk, which is therefore complete.
             sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
                 .bind(&stored.id)
                 .bind(Copies::SERVER)

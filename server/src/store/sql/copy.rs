@@ -1,5 +1,5 @@
-//! Copies whole tables out of a database and into one. The names of tables and columns are read from the database itself, so that a
-//! later migration cannot be forgotten here.
+//! Copies whole tables from and to a database. The names of tables and columns are read from the database, so that new migrations need no
+//! change here.
 
 use super::{
     super::dialect::{AFTER_COPY, SCHEMA},
@@ -13,7 +13,7 @@ use crate::store::{
 use futures_util::TryStreamExt;
 use sqlx::{AssertSqlSafe, Row};
 
-/// The tables, those that others refer to first.
+/// The database's tables. A table comes before the tables that refer to it.
 pub(in crate::store) async fn tables(db: &mut Connection) -> sqlx::Result<Vec<Table>> {
     let columns: Vec<(String, String, String)> = sqlx::query_as(SCHEMA).fetch_all(db).await?;
     let mut tables: Vec<Table> = Vec::new();
@@ -29,7 +29,7 @@ pub(in crate::store) async fn tables(db: &mut Connection) -> sqlx::Result<Vec<Ta
     Ok(tables)
 }
 
-/// Writes every row of every table; the caller has begun a transaction that sees one moment.
+/// Writes all rows of all tables. The caller has begun a snapshot transaction.
 pub(in crate::store) async fn dump(db: &mut Connection, to: &mut Writer) -> Result<(), BackupError> {
     for table in tables(db).await? {
         to.table(&table)?;
@@ -59,7 +59,7 @@ fn cells(table: &Table, row: &DbRow) -> sqlx::Result<Vec<Cell>> {
     table.columns.iter().enumerate().map(cell).collect()
 }
 
-/// Adds a row; the table's columns may be fewer than the database's.
+/// Inserts a row. The backup's table may have fewer columns than the database's.
 pub(in crate::store) async fn insert(db: &mut Connection, table: &Table, row: Vec<Cell>) -> sqlx::Result<()> {
     let places: Vec<_> = (1..=table.columns.len()).map(|n| format!("${n}")).collect();
     let query = format!("INSERT INTO {} ({}) VALUES ({})", table.name, names(table), places.join(", "));
@@ -75,7 +75,7 @@ pub(in crate::store) async fn insert(db: &mut Connection, table: &Table, row: Ve
     query.execute(db).await.map(drop)
 }
 
-/// Whether no table has a row.
+/// Whether all tables are empty.
 pub(in crate::store) async fn is_empty(db: &mut Connection) -> sqlx::Result<bool> {
     for table in tables(db).await? {
         let query = format!("SELECT count(*) FROM (SELECT 1 FROM {} LIMIT 1) AS first", table.name);
@@ -87,13 +87,13 @@ pub(in crate::store) async fn is_empty(db: &mut Connection) -> sqlx::Result<bool
     Ok(true)
 }
 
-/// Marks what object stores are known by as restored: their checkpoints may be another server's yet.
+/// Marks the markers of object stores as restored, because another server may still use the stores.
 pub(in crate::store) async fn mark_restored(db: &mut Connection) -> sqlx::Result<()> {
     let query = "UPDATE artifact_stores SET marker = $1 || marker WHERE marker NOT LIKE $1 || '%'";
     sqlx::query(query).bind(RESTORED).execute(db).await.map(drop)
 }
 
-/// Counters over rows that were numbered elsewhere continue after them.
+/// Advances counters, so that new rows get greater numbers than the restored ones.
 pub(in crate::store) async fn advance_counters(db: &mut Connection) -> sqlx::Result<()> {
     sqlx::query(AFTER_COPY).execute(db).await.map(drop)
 }

@@ -22,10 +22,10 @@ fn dataset(row: &DbRow) -> Result<Dataset> {
     })
 }
 
-/// Whether a dataset is registered, as a transaction sees it that is going to need it.
+/// Checks that a dataset is registered, in the transaction of a job that needs it.
 ///
 /// # Errors
-/// It is not.
+/// [`StoreError::NoDataset`].
 pub(super) async fn require_dataset(db: &mut Connection, name: &str) -> Result<()> {
     let found: Option<String> = sqlx::query_scalar("SELECT name FROM datasets WHERE name = $1")
         .bind(plain(name))
@@ -75,7 +75,7 @@ impl SqlStore {
     }
 
     pub(super) async fn delete_dataset(&self, name: &str) -> Result<()> {
-        // In one transaction with the check of its jobs: a job that is submitted meanwhile is stored before, or finds the dataset gone.
+        // Checks the jobs in the same transaction: a concurrently submitted job is either stored before, or does not find the dataset.
         let mut db = self.begin().await?;
         let specs: Vec<String> = sqlx::query_scalar(
             "SELECT spec FROM jobs WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL",

@@ -1,4 +1,4 @@
-//! Edits of stored jobs, by rules that the store does not know, and their removal.
+//! Edits of stored jobs by functions of `crate::lifecycle`, and deletion of jobs.
 
 use super::{
     Connection, SqlStore, datasets, events,
@@ -13,7 +13,7 @@ use lockstep_protocol::job::JobId;
 use sqlx::AssertSqlSafe;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Edits jobs, each with all of its edits in their order; none where one is not there.
+/// Applies changes to jobs, in order. Several changes may be for one job. Returns `None` for jobs that do not exist.
 async fn edit(db: &mut Connection, changes: &[(&JobId, &Change)]) -> Result<Vec<Option<Changed>>> {
     let ids: BTreeSet<&JobId> = changes.iter().map(|(id, _)| *id).collect();
     let rows = load_all(db, &ids.into_iter().cloned().collect::<Vec<_>>()).await?;
@@ -30,7 +30,7 @@ async fn edit(db: &mut Connection, changes: &[(&JobId, &Change)]) -> Result<Vec<
                 format!("the job is {state:?}, a state of another version of lockstep; start that version");
             return Err(lifecycle::Refused { state: row.job.state, detail }.into());
         }
-        // Nobody removes the dataset of a job that is not over, so that one needs no check.
+        // The dataset of an unfinished job cannot be removed, so only jobs that were over need this check.
         let state = row.job.state;
         let bodies = change(row)?;
         let its = append(db, row, bodies, at).await?;
@@ -88,7 +88,7 @@ impl SqlStore {
         .bind(id.as_str())
         .execute(&mut *db)
         .await?;
-        // What is found without its job goes at once; there is little of it.
+        // Rows that can be found without their job are deleted at once. They are few.
         for table in ["checkpoints", "annotations", "idempotency", "webhook_deliveries"] {
             let query = format!("DELETE FROM {table} WHERE job_id = $1");
             sqlx::query(AssertSqlSafe(query)).bind(id.as_str()).execute(&mut *db).await?;

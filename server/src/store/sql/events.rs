@@ -1,4 +1,4 @@
-//! Rows of events: made from a change, and inserted many at a time.
+//! Rows of events: created from changes, and inserted in batches.
 
 use super::{
     Connection, together,
@@ -15,18 +15,18 @@ use jiff::Timestamp;
 use lockstep_protocol::{job::JobId, metric::MetricColumn, stream::EventBody};
 use sqlx::AssertSqlSafe;
 
-/// A row that is to be stored.
+/// A row to be stored.
 pub(super) struct New {
     job: JobId,
     kind: &'static str,
     attempt: u32,
     rank: Option<u32>,
-    /// What webhooks are told of it.
+    /// The notice for webhooks.
     notice: Option<Box<Notice>>,
     pub(super) row: EventRow,
 }
 
-/// The rows of events after the job's newest: one each, but one for all metrics of a rank that follow each other.
+/// Creates the rows of new events of a job. Each event has its own row, except that successive metrics of a rank share one.
 pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> Result<Vec<New>> {
     let notices: Vec<_> = bodies.iter().map(|body| webhooks::notice(job, body, at)).collect();
     let mut rows = Vec::new();
@@ -81,7 +81,7 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
     Ok(rows)
 }
 
-/// Stores rows, and queues what webhooks are told of them.
+/// Stores rows, and queues messages for webhooks.
 pub(super) async fn insert(db: &mut Connection, rows: &[New]) -> Result<()> {
     for now in together::cut(rows) {
         let text = format!(

@@ -1,4 +1,4 @@
-//! What a job's history is made of: its changes of state, its forks, who asked for what, and its place in the queue.
+//! The parts of a job's history: its changes of state, its forks, requests about it, and its place in the queue.
 
 use super::{
     DbRow, SqlStore, audit,
@@ -15,7 +15,7 @@ use lockstep_protocol::{
 };
 use sqlx::{AssertSqlSafe, Row};
 
-/// Changes of state, forks and requests that are listed at most: the newest changes, the oldest forks, the newest requests.
+/// Maximum number of changes of state (the newest), of forks (the oldest) and of requests (the newest) in a history.
 const MOST: i64 = 1000;
 
 fn event(row: &DbRow) -> Result<Event> {
@@ -26,7 +26,7 @@ fn event(row: &DbRow) -> Result<Event> {
     })
 }
 
-/// What a job was forked from.
+/// The checkpoint that a job was forked from.
 fn parent(row: &DbRow) -> Option<Parent> {
     let text = |name: &str| row.try_get::<Option<String>, _>(name).ok().flatten();
     Some(Parent { job: text("parent_job")?, checkpoint: text("parent_checkpoint")? })
@@ -63,7 +63,7 @@ impl SqlStore {
             .fetch_all(&self.reader)
             .await?;
         }
-        // As `list_waiting` orders them: without fair share.
+        // In the order of `list_waiting`, which ignores fair share.
         let before_it: i64 = sqlx::query_scalar(
             "SELECT COUNT(*) FROM jobs WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
              AND (priority > $1 OR (priority = $1 AND (created_at, id) < ($2, $3)))",

@@ -1,4 +1,4 @@
-//! Reports into events: every check against what is stored happens in the transaction that stores.
+//! Stores reports as events. Reports are checked against stored rows in the same transaction.
 
 use super::{Connection, SqlStore, checkpoint_copies, events, jobs, layers, together};
 use crate::{
@@ -17,7 +17,7 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, Row};
 use std::collections::{BTreeSet, HashMap, hash_map::Entry};
 
-/// A source as it is stored: ranks by their number; the agent of the attempt's first place is -1, that of the second -2.
+/// A source as stored: a rank's number; -1 for the agent of the attempt's first place, -2 for the agent of the second, and so on.
 type SourceNumber = i64;
 
 fn number(source: Source, place: usize) -> SourceNumber {
@@ -27,7 +27,7 @@ fn number(source: Source, place: usize) -> SourceNumber {
     }
 }
 
-/// The source as the agent of this place calls it; none of another agent's own.
+/// The source as named by the agent of this place; `None` if the source is another agent.
 fn source(stored: SourceNumber, place: usize) -> Option<Source> {
     match u32::try_from(stored) {
         Ok(rank) => Some(Source::Rank(rank)),
@@ -35,16 +35,16 @@ fn source(stored: SourceNumber, place: usize) -> Option<Source> {
     }
 }
 
-/// What the server itself gave out with an attempt, however long ago: its fencing token, and the ids of its agents.
+/// The stored fencing token of an attempt, and the ids of its agents.
 type Given = (FencingToken, Vec<String>);
 
-/// How many records of each source are stored.
+/// The number of stored records of each source.
 type Records = HashMap<SourceNumber, u64>;
 
-/// An attempt that reports are about.
+/// The attempt of a report: its job and number.
 type Named = (JobId, u32);
 
-/// What was given out with attempts, and how many records of each are stored; those that never were are left out.
+/// Reads tokens, agents and numbers of records of attempts. Attempts that do not exist are left out.
 async fn known(db: &mut Connection, attempts: &[Named]) -> Result<HashMap<Named, (Given, Records)>> {
     let mut found: HashMap<Named, (Given, Records)> = HashMap::with_capacity(attempts.len());
     for attempts in together::cut(attempts) {
@@ -77,11 +77,11 @@ async fn known(db: &mut Connection, attempts: &[Named]) -> Result<HashMap<Named,
     Ok(found)
 }
 
-/// A transaction's copy of a job, so that each is read and written once, however many reports there are.
+/// A transaction's copy of a job, so that each job is read and written once for all reports.
 struct Loaded {
     row: JobRow,
     attempts: HashMap<u32, Attempt>,
-    /// Events of the transaction, and the first report that announces them.
+    /// Events of the transaction, and the index of the first report with new records, whose answer returns the events.
     events: Vec<EventRow>,
     first_report: Option<usize>,
 }
@@ -90,7 +90,7 @@ struct Loaded {
 struct Attempt {
     given: Option<Given>,
     records: Records,
-    /// Sources whose number has grown.
+    /// Sources with new records.
     grown: BTreeSet<SourceNumber>,
 }
 
@@ -213,7 +213,7 @@ impl SqlStore {
     }
 }
 
-/// The jobs that reports are about, with what is known of the attempts; those that were deleted are left out.
+/// Loads the jobs of reports and the named attempts. Deleted jobs are left out.
 async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, Loaded>> {
     let attempts: BTreeSet<Named> =
         reports.iter().map(|report| (report.attempt.job.clone(), report.attempt.attempt)).collect();
@@ -231,7 +231,7 @@ async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, 
     Ok(loaded)
 }
 
-/// What a report does, and whether it said anything new.
+/// Applies a report to a job. Returns the answer, and whether the report had new records.
 async fn store_report(
     db: &mut Connection,
     job: &mut Loaded,
@@ -251,11 +251,11 @@ async fn store_report(
     let have = known.records.get(&number).copied().unwrap_or(0);
     let end = first.saturating_add(events.len() as u64);
     if end <= have {
-        // Told twice, perhaps after the attempt's end: its agent only missed the acknowledgement.
+        // The report is a duplicate, perhaps after the attempt's end: its agent has not received the acknowledgement.
         let acknowledged = acknowledgement(attempt.clone(), source, have);
         return Ok((Ingested::Stored { acknowledged, changed: None }, false));
     }
-    // Of several agents, one whose lease ran out, or that said already how its ranks ended.
+    // With several agents: the lease of this one has expired, or the agent has already reported the end of its ranks.
     if row.live().as_ref() != Some(attempt) || lifecycle::has_ended_at(row, agent_id) {
         return Ok((Ingested::Stale, false));
     }
@@ -265,9 +265,9 @@ async fn store_report(
     let known_already = usize::try_from(have - first).unwrap_or(usize::MAX).min(events.len());
     for event in lifecycle::merge_points(&events[known_already..]) {
         if row.fencing_token.is_none() {
-            break; // The attempt has ended; nothing comes after that.
+            break; // The attempt has ended, so later events are ignored.
         }
-        // Only rank 0 reports layers and how many steps there are.
+        // Only rank 0 reports layers, and only steps that the job has.
         let is_its_own = match &event {
             AttemptEvent::Histograms(found) => source == Source::Rank(0) && found.step <= row.job.total_steps,
             AttemptEvent::Network(_) => source == Source::Rank(0),
@@ -277,7 +277,7 @@ async fn store_report(
             continue;
         }
         layers::keep(db, &attempt.job, attempt.attempt, &event).await?;
-        // Only these move a job, and only a move can be refused half way.
+        // Only these events change the job's state, and only such a change can fail after it has edited the row.
         let moves = matches!(event, AttemptEvent::Ended(_) | AttemptEvent::Running { .. });
         let before = moves.then(|| row.clone());
         let changed = match event {

@@ -1,5 +1,5 @@
-//! The list of jobs: its conditions and its order as SQL. Only what stands in this file becomes SQL; what a request says is
-//! bound to it.
+//! The list of jobs: conditions and order as SQL. Only constants become SQL text; values of requests are bound as
+//! parameters.
 
 mod groups;
 
@@ -19,22 +19,22 @@ use crate::store::{
 use lockstep_protocol::job::JobState;
 use sqlx::{QueryBuilder, Row};
 
-/// Jobs on a page when the filter does not say.
+/// Default number of jobs on a page.
 const PAGE: u32 = 50;
-/// The most on any page; the interface says so, too.
+/// Maximum number of jobs on a page, as documented in the API.
 const PAGE_MAX: u32 = 1000;
 
-/// Rows that are read without a pause for other requests.
+/// Number of rows that are parsed before other tasks may run.
 const TOGETHER: usize = 32;
 
-/// What a row has of what may be long.
+/// Total size in bytes of a row's columns of unbounded length.
 fn bytes(row: &DbRow) -> usize {
     let long = ["spec", "notes", "last", "progress", "external"];
     let length = |name| row.try_get::<Option<&str>, _>(name).ok().flatten().map_or(0, str::len);
     long.into_iter().map(length).sum()
 }
 
-/// What a column holds.
+/// The type of a column.
 #[derive(Clone, Copy, PartialEq)]
 enum Holds {
     Integer,
@@ -42,7 +42,7 @@ enum Holds {
     Text,
 }
 
-/// What to sort by as SQL, what it holds, and whether it may be NULL.
+/// The sort key as an SQL expression, its type, and whether it may be NULL.
 fn expression(by: &SortBy) -> (String, Holds, bool) {
     match by {
         SortBy::Created => ("jobs.created_at".into(), Holds::Integer, false),
@@ -77,11 +77,11 @@ fn expression(by: &SortBy) -> (String, Holds, bool) {
     }
 }
 
-/// A key of the specification as SQL, of a run from elsewhere the setting of the same name (`lr` is `train.lr`). Both parts are of the table
-/// of keys, and no text of a request.
+/// SQL expression for a key of the specification; for a run from elsewhere, the setting of the same name (`lr` for `train.lr`). `table` and
+/// `key` are constants, not text of a request.
 fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
     if (table, key) == ("", "project") {
-        // A specification leaves the default one out.
+        // A specification omits the default project.
         return "jobs.project".into();
     }
     let json = if is_number { json_number } else { json_text };
@@ -91,7 +91,7 @@ fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
     let (own, path) = (json("jobs.spec", &[table, key]), ["config", key]);
     let mut config = json("jobs.external", &path);
     if is_number {
-        // A program may write a word where we have a number.
+        // An external program may log a text for a setting that is a number here.
         let text = json_text("jobs.external", &path);
         let starts = "('0', '1', '2', '3', '4', '5', '6', '7', '8', '9', '-', '.')";
         config = format!("CASE WHEN substr({text}, 1, 1) IN {starts} THEN {config} END");
@@ -99,12 +99,12 @@ fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
     format!("CASE WHEN jobs.external IS NULL THEN {own} ELSE {config} END")
 }
 
-/// A condition on a setting; a job without the setting fulfils `!=` alone.
+/// Adds a condition on a setting. A job without the setting fulfils only `!=`.
 fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
     let Condition { table, key, comparison, value } = condition;
     let mut setting = setting(table, key, matches!(value, SettingValue::Number(_)));
     if matches!(value, SettingValue::Bool(_)) {
-        // Specifications leave some out that are false.
+        // Specifications omit some settings that are false.
         setting = format!("COALESCE({setting}, {FALSE})");
     }
     let or_none =
@@ -126,7 +126,7 @@ fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
     query.push(")");
 }
 
-/// A text in the name, in a tag or in the notes.
+/// Adds a condition: the name, a tag or the notes contain `text`.
 fn push_text(query: &mut QueryBuilder<Db>, text: &str) -> Result<()> {
     let contains = |query: &mut QueryBuilder<Db>, column: &str, part: &str| {
         query.push(format!("lower({column}) LIKE lower(")).push_bind(part_of(part)).push(") ESCAPE '!'");
@@ -135,10 +135,10 @@ fn push_text(query: &mut QueryBuilder<Db>, text: &str) -> Result<()> {
     contains(query, "jobs.name", text);
     query.push(" OR ");
     contains(query, "annotations.notes", text);
-    // A comma is in no tag, but between them.
+    // Tags contain no commas.
     if !text.contains(',') {
-        // As it stands in the list, whose brackets are no part of a tag: quotation marks are escaped in one, so it never
-        // reaches from one tag into the next.
+        // Searches the JSON list without its brackets. Quotation marks in the text are escaped, so a match never extends
+        // over two tags.
         let escaped = json(&text)?;
         query.push(" OR ");
         let tags = "substr(annotations.tags, 2, length(annotations.tags) - 2)";
@@ -148,14 +148,14 @@ fn push_text(query: &mut QueryBuilder<Db>, text: &str) -> Result<()> {
     Ok(())
 }
 
-/// A tag as it stands in the list of a job's: between its quotation marks, as the first one or behind a comma. Quotation marks of a tag's
-/// own are escaped there.
+/// A tag in the JSON list of a job's tags: with quotation marks, as the first tag or after a comma. Quotation marks in the tag are
+/// escaped.
 fn tag_places(tag: &str) -> Result<[String; 2]> {
     let tag = json(&tag)?;
     Ok([format!("[{tag}"), format!(",{tag}")])
 }
 
-/// A tag.
+/// Adds a condition: the job has this tag.
 fn push_tag(query: &mut QueryBuilder<Db>, tag: &str) -> Result<()> {
     let [first, later] = tag_places(tag)?;
     query.push(format!(" AND ({POSITION}(annotations.tags, ")).push_bind(first);
@@ -163,7 +163,7 @@ fn push_tag(query: &mut QueryBuilder<Db>, tag: &str) -> Result<()> {
     Ok(())
 }
 
-/// The tag that jobs are sorted by, bound once for every place where [`expression`] asks for it.
+/// Binds the tag to sort by once, for all uses in [`expression`].
 fn push_sorting(query: &mut QueryBuilder<Db>, by: &SortBy) -> Result<()> {
     if let SortBy::Tag(tag) = by {
         let [first, later] = tag_places(tag)?;
@@ -173,7 +173,7 @@ fn push_sorting(query: &mut QueryBuilder<Db>, by: &SortBy) -> Result<()> {
     Ok(())
 }
 
-/// What somebody sees: jobs that are there, without what is private to others.
+/// Adds `WHERE` for existing jobs that the person or token `seen_by` sees (`None`: all).
 pub(super) fn push_seen(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
     query.push(" WHERE jobs.deleted_at IS NULL");
     if let Some(name) = seen_by {
@@ -181,7 +181,7 @@ pub(super) fn push_seen(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
     }
 }
 
-/// The conditions of a filter but for its cursor.
+/// Adds the conditions of a filter, except its cursor.
 fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<()> {
     push_seen(query, filter.seen_by.as_deref());
     if let Some(owner) = &filter.owner {
@@ -220,7 +220,7 @@ fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<(
     Ok(())
 }
 
-/// Behind the cursor, in the order of `sort`.
+/// Adds a condition: the job comes after the cursor in the order of `sort`.
 fn push_cursor(query: &mut QueryBuilder<Db>, sort: &JobSort, cursor: &Cursor) -> Result<()> {
     let (by, holds, nullable) = expression(&sort.by);
     let than = if sort.descending { "<" } else { ">" };
@@ -234,7 +234,7 @@ fn push_cursor(query: &mut QueryBuilder<Db>, sort: &JobSort, cursor: &Cursor) ->
             (SortValue::Integer(value), Holds::Number) => query.push_bind(*value as f64),
             (SortValue::Number(value), Holds::Number) => query.push_bind(*value),
             (SortValue::Text(value), Holds::Text) => query.push_bind(value.clone()),
-            // Ours say what they are of, so this one was made up.
+            // The server writes cursors with the right type, so a client has changed this one.
             _ => return Err(StoreError::Cursor),
         };
         query.push(", ").push_bind(cursor.id.clone()).push(")");
@@ -273,7 +273,7 @@ impl SqlStore {
         }
         query.push(format!("{by} {order}, jobs.id {order} LIMIT ")).push_bind(i64::from(limit) + 1);
         let (rows, is_cut) = bounded(query.build().fetch(&self.reader), bytes).await?;
-        // Counts rows, not jobs: an unreadable one does not end the list.
+        // Counts rows, not jobs, so that an unreadable job does not end the list.
         let more = is_cut || rows.len() > limit as usize;
         let page = &rows[..rows.len().min(limit as usize)];
         let cursor = |row: &DbRow| -> Result<Cursor> {

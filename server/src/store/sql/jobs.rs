@@ -1,4 +1,4 @@
-//! Jobs: rows in and out, and changes.
+//! Jobs: reading, creating and changing rows.
 
 use super::{Connection, DbRow, SqlStore, checkpoint_copies, datasets, events, together};
 use crate::{
@@ -17,12 +17,12 @@ use lockstep_protocol::{
 };
 use sqlx::{AssertSqlSafe, Row};
 
-/// Jobs with their tags. Their notes may be long, so what reads many jobs leaves them out.
+/// Query for jobs with their tags, without notes. Notes may be long, so lists of jobs omit them.
 pub(super) const JOB: &str = "SELECT jobs.*, annotations.tags, CAST(NULL AS TEXT) AS notes FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id";
-/// Jobs with all that people wrote on them.
+/// Query for jobs with their tags and notes.
 pub(super) const JOB_AND_NOTES: &str = "SELECT jobs.*, annotations.tags, COALESCE(annotations.notes, '') AS notes FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id";
 
-/// The pattern of `LIKE ... ESCAPE '!'` for names that contain `text`.
+/// The pattern of `LIKE ... ESCAPE '!'` for texts that contain `text`.
 pub(super) fn part_of(text: &str) -> String {
     let mut pattern = String::from("%");
     for character in plain(text).chars() {
@@ -35,14 +35,14 @@ pub(super) fn part_of(text: &str) -> String {
     pattern
 }
 
-/// A row as far as it can be read: what another version wrote must not hide the other jobs, nor this one.
+/// Reads a job as far as this version understands it. Values of another version hide neither this job nor others.
 pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let id: String = row.try_get("id")?;
     let mut flaws = Vec::new();
     let (mut spec, flaw) = read_spec(row.try_get("spec")?);
     flaws.extend(flaw);
     spec.name = row.try_get("name")?;
-    // The column decides who sees it, also when the specification cannot be read.
+    // The column decides who sees the job, even if the specification cannot be read.
     spec.private = row.try_get::<i64, _>("private")? != 0;
     spec.parallel.ranks = small(row.try_get("ranks")?);
     spec.project = row.try_get("project")?;
@@ -51,7 +51,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let fencing_token = fencing_token
         .map(|number| Ok::<_, StoreError>(fencing(number, row.try_get("fencing_secret")?)))
         .transpose()?;
-    // One whose ranks may write is alive, whatever another version calls that: its slots are taken.
+    // A job with an attempt that may write is running, in whatever state of another version: its slots are in use.
     let stands_for = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
     let known = stored_state.parse::<JobState>();
     let unknown_state = known.is_err().then_some((stored_state, stands_for));
@@ -133,17 +133,17 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     })
 }
 
-/// A text that cannot be read is an order to stop nevertheless.
+/// The reason why a job's ranks are being stopped. A text that is not valid JSON becomes the reason's words.
 pub(super) fn stop_reason(text: &str) -> Reason {
     from_json(text).unwrap_or_else(|_| text.into())
 }
 
-/// None for a job that was deleted, of which there may be rows yet.
+/// Loads a job; `None` if it does not exist or was deleted.
 pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRow>> {
     Ok(load_all(db, std::slice::from_ref(id)).await?.pop())
 }
 
-/// Jobs in any order, without those that were deleted.
+/// Loads jobs, in any order. Deleted jobs are left out.
 pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<JobRow>> {
     let mut found = Vec::with_capacity(ids.len());
     for ids in together::cut(ids) {
@@ -158,7 +158,7 @@ pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<J
     Ok(found)
 }
 
-/// Columns that can change of a job.
+/// Columns of a job that [`save`] writes.
 const COLUMNS: [&str; 23] = [
     "state",
     "reason",
@@ -185,7 +185,7 @@ const COLUMNS: [&str; 23] = [
     "external",
 ];
 
-/// Writes what can change of jobs. Attempts that may no longer write are marked as ended, with how and why.
+/// Writes the columns of jobs that can change. Marks attempts that may no longer write as ended, with state and reason.
 pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -> Result<()> {
     let columns = COLUMNS.iter().zip(2..).map(|(column, n)| format!("{column} = column{n}"));
     let columns = columns.collect::<Vec<_>>().join(", ");
@@ -249,7 +249,7 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
     Ok(())
 }
 
-/// Rows of events after the job's newest, still to be stored; the table of checkpoints is in step with them.
+/// Creates the rows of new events of a job, which the caller stores. Updates the table of checkpoints accordingly.
 pub(super) async fn append(
     db: &mut Connection,
     row: &mut JobRow,
@@ -312,10 +312,10 @@ pub(super) async fn change(
     Ok(Changed { job: row.job, events: new.into_iter().map(|new| new.row).collect() })
 }
 
-/// The job that a request made which came with this key.
+/// The job that the request with this idempotency key created.
 ///
 /// # Errors
-/// It was another request.
+/// [`StoreError::KeyReused`]: the key came with another request.
 async fn made_before(db: &mut Connection, (key, request): &(String, String)) -> Result<Option<Job>> {
     let before = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = $1")
         .bind(key)

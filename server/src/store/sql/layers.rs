@@ -1,4 +1,4 @@
-//! What ranks say of the layers of their network: histograms of weights and gradients, and the description of the network.
+//! Reports of ranks about their network: histograms of weights and gradients of layers, and the description of the network.
 
 use super::{Connection, Db, DbRow, SqlStore};
 use crate::store::{
@@ -14,11 +14,11 @@ use lockstep_protocol::{
 };
 use sqlx::{AssertSqlSafe, QueryBuilder, Row};
 
-/// Rows of one statement, largest first: of each number there is one statement, which the driver keeps.
+/// Numbers of rows in a statement, the largest first. The driver caches one statement for each number.
 const TOGETHER: [usize; 3] = [64, 8, 1];
 const COLUMNS: usize = 9;
 
-/// Keeps what an event says of layers. What does not keep its limits is no correct rank's, and is left out.
+/// Stores the histograms or the network of an event. A report that exceeds the limits comes from a faulty rank and is not stored.
 pub(super) async fn keep(db: &mut Connection, job: &JobId, attempt: u32, event: &AttemptEvent) -> Result<()> {
     let flaw = match event {
         AttemptEvent::Histograms(histograms) => match histograms.check() {
@@ -31,7 +31,7 @@ pub(super) async fn keep(db: &mut Connection, job: &JobId, attempt: u32, event: 
         },
         _ => return Ok(()),
     };
-    tracing::warn!(%job, attempt, flaw, "what a rank says of its layers is not kept");
+    tracing::warn!(%job, attempt, flaw, "a rank's report about layers exceeds the limits and is not stored");
     Ok(())
 }
 
@@ -41,7 +41,7 @@ async fn keep_histograms(
     attempt: u32,
     histograms: &LayerHistograms,
 ) -> Result<()> {
-    // What an earlier attempt did after this step is no part of the run any more, and a step has one histogram of a layer.
+    // Later steps of an earlier attempt are not part of the run any more, and a step has one histogram per layer and kind.
     sqlx::query("DELETE FROM histograms WHERE job_id = $1 AND (step = $2 OR (step > $2 AND attempt < $3))")
         .bind(job.as_str())
         .bind(int(histograms.step))
@@ -88,8 +88,8 @@ async fn keep_histograms(
     Ok(())
 }
 
-/// Which of too many steps goes: the one whose neighbours are closest to each other, the oldest of several. So the steps that
-/// stay are about equally far apart. The first and the newest always stay.
+/// Index of the step to remove if there are too many: the step whose neighbours are closest to each other, the oldest if several
+/// are. So the remaining steps are about evenly spaced. The first and the newest step always stay.
 fn superfluous(steps: &[u64]) -> Option<usize> {
     if steps.len() <= HISTOGRAM_STEPS {
         return None;
@@ -98,7 +98,7 @@ fn superfluous(steps: &[u64]) -> Option<usize> {
     gaps.min_by_key(|(_, gap)| *gap).map(|(place, _)| place + 1)
 }
 
-/// A look-up in the index a step: DISTINCT would read a row for every layer of it.
+/// Query for the steps that have histograms, with one index look-up per step. DISTINCT would read a row for each layer of a step.
 const STEPS: &str = "WITH RECURSIVE found (step) AS (\
     SELECT min(step) FROM histograms WHERE job_id = $1 \
     UNION ALL SELECT (SELECT min(h.step) FROM histograms h WHERE h.job_id = $1 AND h.step > found.step) \

@@ -1,17 +1,17 @@
-//! What machines measured, a row a minute.
+//! Measurements of machines, one row per minute.
 
 use super::SqlStore;
 use crate::store::{MinuteRow, Result, values::plain};
 use sqlx::Row;
 
-/// Rows that a purge removes at a time: others hardly wait for it.
+/// Maximum number of rows that a statement of a purge removes, so that other writers hardly wait.
 const SOME: i64 = 2000;
 
 impl SqlStore {
     pub(super) async fn insert_machine_minutes(&self, minutes: &[MinuteRow]) -> Result<()> {
         let mut db = self.begin().await?;
         for row in minutes {
-            // A minute in which the server was started again has the part after that.
+            // If the server was restarted in this minute, the part after the restart replaces the part before.
             sqlx::query(
                 "INSERT INTO machine_minutes (agent_id, minute, data) VALUES ($1, $2, $3) \
                  ON CONFLICT (agent_id, minute) DO UPDATE SET data = excluded.data",

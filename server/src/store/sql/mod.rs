@@ -1,7 +1,7 @@
-//! The queries, the same for every database: this folder is compiled once for each, by `sqlite.rs` and `postgres.rs`, which say in their
-//! module `dialect` what differs (the driver's types and how transactions begin). So there is one text of every query and no second one to
-//! drift. What both understand: `$1`, `ON CONFLICT`, `RETURNING`, `FROM (VALUES ...)` with the columns `column1` and so on, 64-bit integers
-//! for whole numbers and truth values. sqlx's `Any` would hide the types, and generic code over its traits needs a page of bounds.
+//! The queries, shared by all databases. `sqlite.rs` and `postgres.rs` each compile this folder and define the differences in their module
+//! `dialect` (the driver's types, how transactions begin), so each query is written once. Both databases support `$1`, `ON CONFLICT`,
+//! `RETURNING`, `FROM (VALUES ...)` with the columns `column1` and so on, and 64-bit integers for integers and booleans. sqlx's `Any` would
+//! hide the types, and generic code over sqlx's traits needs a page of bounds.
 
 mod access;
 mod agents;
@@ -62,22 +62,22 @@ use lockstep_protocol::{
 use sqlx::{Pool, Transaction};
 use std::{collections::HashMap, sync::Arc};
 
-/// A database. One connection writes, so writers queue here and never meet each other in the database; a pool
-/// of others reads concurrently.
+/// A database. One connection writes, so writers queue for it and never conflict in the database. A pool of other connections reads
+/// concurrently.
 #[derive(Debug, Clone)]
 pub struct SqlStore {
     pub(in crate::store) writer: Pool<Db>,
     pub(in crate::store) reader: Pool<Db>,
-    /// Held while the store lives, where the database's lock is a file.
+    /// Held while the store exists, if the database's lock is a file.
     pub(in crate::store) lock: Arc<Lock>,
 }
 
 impl SqlStore {
-    /// A transaction that has the write lock from its start.
+    /// Begins a transaction that has the write lock from the start.
     async fn begin(&self) -> Result<Transaction<'static, Db>> {
         match self.writer.begin_with(BEGIN_WRITE).await {
-            // The database ended the transaction before by itself (SQLite does when its disk is full), and the driver
-            // still waits for its end. A new connection is free of it.
+            // The database itself ended the previous transaction (as SQLite does on a full disk), but the driver still considers it open. A
+            // new connection has no such state.
             Err(sqlx::Error::InvalidSavePointStatement) => {
                 self.writer.acquire().await?.close().await?;
                 Ok(self.writer.begin_with(BEGIN_WRITE).await?)
@@ -478,7 +478,7 @@ impl Store for SqlStore {
         self.count().await
     }
     async fn ready(&self) -> Result<()> {
-        // Only what is written and committed proves that something can be. It leaves nothing.
+        // Only a committed write proves that the database can be written. This one leaves no row.
         let mut db = self.begin().await?;
         for statement in
             ["INSERT INTO draining (agent_id) VALUES ('')", "DELETE FROM draining WHERE agent_id = ''"]

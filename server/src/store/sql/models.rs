@@ -1,4 +1,4 @@
-//! Registered models: versions, which are names for checkpoints, and aliases.
+//! Registered models: versions, which name checkpoints, and aliases, which name versions.
 
 use super::{Connection, DbRow, SqlStore, jobs::load};
 use crate::{
@@ -15,9 +15,9 @@ use lockstep_protocol::{
 };
 use sqlx::{AssertSqlSafe, Row};
 
-/// Versions that a refusal names.
+/// Maximum number of versions that a refusal names.
 const NAMED: usize = 10;
-/// Versions of a model and of a job, as requests read all of them.
+/// Maximum numbers of versions of a model and of a job. Requests read all versions of a model.
 const VERSIONS_OF_A_MODEL: i64 = 1000;
 const VERSIONS_OF_A_JOB: i64 = 100;
 
@@ -50,10 +50,10 @@ fn version(row: &DbRow) -> Result<VersionRow> {
     Ok(VersionRow { version, owned })
 }
 
-/// Refuses to change a job of whose checkpoints versions are registered: what they name would change.
+/// Refuses a change of a job whose checkpoints are registered as versions, because the change would affect the versions.
 ///
 /// # Errors
-/// There are such versions; they are named.
+/// [`StoreError::Refused`]: there are such versions, which the error names.
 pub(super) async fn require_unregistered(
     db: &mut Connection,
     job: &JobId,
@@ -112,7 +112,7 @@ impl SqlStore {
             );
             return Err(Refused { state, detail }.into());
         }
-        // Removed versions count.
+        // Includes removed versions, so that numbers are not reused.
         let newest: Option<i64> =
             sqlx::query_scalar("SELECT max(version) FROM model_versions WHERE model = $1")
                 .bind(&new.model)

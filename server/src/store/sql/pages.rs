@@ -1,9 +1,10 @@
-//! Pages of rows that may be long.
+//! Pages of rows of unbounded length.
 
 use crate::store::{PAGE_BYTES, Result};
 use futures_util::{Stream, TryStreamExt};
 
-/// The rows of a query until they have [`PAGE_BYTES`], and whether more follow: a page has at least one row.
+/// Reads rows of a query until their total size reaches [`PAGE_BYTES`]. Returns the rows, at least one if there are any, and whether more
+/// rows follow.
 pub(super) async fn bounded<T>(
     mut rows: impl Stream<Item = sqlx::Result<T>> + Unpin,
     size: impl Fn(&T) -> usize,

@@ -1,4 +1,4 @@
-//! Panels of jobs, and of projects for jobs that have none of their own.
+//! Panels of jobs, and panels of projects for jobs without their own.
 
 use super::SqlStore;
 use crate::store::{
@@ -8,7 +8,7 @@ use crate::store::{
 use lockstep_protocol::panels::Panel;
 use sqlx::AssertSqlSafe;
 
-/// The table, the column that names whose they are, and the name.
+/// The table of the panels, its key column, and the key.
 fn place(of: PanelsOf<'_>) -> (&'static str, &'static str, String) {
     match of {
         PanelsOf::Job(job) => ("job_panels", "job_id", job.to_string()),
@@ -22,10 +22,10 @@ impl SqlStore {
         let query = format!("SELECT panels FROM {table} WHERE {key} = $1");
         let found: Option<String> =
             sqlx::query_scalar(AssertSqlSafe(query)).bind(name).fetch_optional(&self.reader).await?;
-        // Another version's may have what this one does not know: then the page shows none.
+        // Panels of another version may be unreadable. The page then shows none.
         Ok(found.and_then(|text| {
             let panels = from_json(&text);
-            panels.inspect_err(|error| tracing::warn!(table, %error, "panels that cannot be read")).ok()
+            panels.inspect_err(|error| tracing::warn!(table, %error, "stored panels cannot be read")).ok()
         }))
     }
 

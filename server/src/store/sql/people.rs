@@ -1,4 +1,4 @@
-//! People, and whose a job or a dataset is.
+//! People, and owners of jobs and datasets.
 
 use super::{DbRow, SqlStore};
 use crate::store::{
@@ -20,7 +20,7 @@ fn person(row: &DbRow) -> Result<PersonRow> {
     let issuer: Option<String> = row.try_get("issuer")?;
     let subject: Option<String> = row.try_get("subject")?;
     let person = Person {
-        // One that another version wrote allows nothing here.
+        // A person with an unknown role, written by another version, cannot sign in.
         role: role.parse().map_err(|error| StoreError::Corrupt(format!("person {name:?}: {error}")))?,
         created_at: time(row.try_get("created_at")?)?,
         disabled_at: disabled_at.map(time).transpose()?,
@@ -78,7 +78,7 @@ impl SqlStore {
             .execute(&mut *db)
             .await?;
         }
-        // What signed in as the person was before the change.
+        // Ends all sessions that began before the change.
         sqlx::query(
             "DELETE FROM sessions WHERE token_id = $1 OR token_id IN (SELECT id FROM tokens WHERE owner = $2)",
         )

@@ -1,5 +1,5 @@
-//! What is left of deleted jobs, and points that are in chunks, removed bit by bit: a run of a week has millions of rows, and one statement that removes
-//! them all would hold up every other writer, or run into the database's time limit.
+//! Incremental removal of deleted jobs' rows, and of points that are in chunks. A run of a week has millions of rows. One statement that
+//! removes them all would delay all other writers, or exceed the database's time limit.
 
 use super::{Connection, SOME_METRIC_CHUNKS, SqlStore};
 use crate::store::{Result, StoreError, values::uint};
@@ -7,9 +7,9 @@ use jiff::Timestamp;
 use lockstep_protocol::JobId;
 use sqlx::AssertSqlSafe;
 
-/// Events removed at a time; a few milliseconds' work.
+/// Maximum number of events removed at a time, which takes a few milliseconds.
 const EVENTS: i64 = 1000;
-/// Chunks of metrics removed at a time; each holds some three kilobytes.
+/// Maximum number of chunks of metrics removed at a time. A chunk has about three kilobytes.
 const CHUNKS: i64 = 500;
 
 fn found(id: Option<String>) -> Result<Option<JobId>> {
@@ -47,7 +47,7 @@ impl SqlStore {
     pub(super) async fn remove_some_points(&self, job: &JobId) -> Result<bool> {
         let id = job.as_str();
         let mut db = self.begin().await?;
-        // Streams are notified first: what they do not show may go.
+        // `removed` moves first, so that streams begin after the points that are deleted below.
         sqlx::query(
             "UPDATE metric_compaction SET removed = watermark WHERE job_id = $1 AND removed < watermark",
         )
@@ -86,13 +86,13 @@ impl SqlStore {
                 return Ok(());
             }
         }
-        // All layers of a step.
+        // Removes the histograms of all layers of a step.
         let histograms = "DELETE FROM histograms WHERE job_id = $1 \
             AND step = (SELECT min(step) FROM histograms WHERE job_id = $1)";
         if sqlx::query(histograms).bind(id).execute(&mut *db).await?.rows_affected() > 0 {
             return Ok(db.commit().await?);
         }
-        // A row a source of an attempt.
+        // Removes the rows of all sources of an attempt.
         let sources = "DELETE FROM acknowledged WHERE job_id = $1 \
             AND attempt = (SELECT min(attempt) FROM acknowledged WHERE job_id = $1)";
         let done = sqlx::query(sources).bind(id).execute(&mut *db).await?;
@@ -105,7 +105,7 @@ impl SqlStore {
     }
 }
 
-/// Deletes what was kept of projects that are no more: a project exists while a job has its name.
+/// Deletes the panels of projects that no longer exist. A project exists while a job has its name.
 pub(super) async fn forget_projects(db: &mut Connection) -> Result<()> {
     let projects = "DELETE FROM project_panels WHERE NOT EXISTS \
         (SELECT 1 FROM jobs WHERE jobs.project = project_panels.project)";

@@ -1,4 +1,4 @@
-//! The queue: jobs that wait for slots, and who has how many.
+//! The queue: jobs that wait for slots, and the slots in use by each owner or project.
 
 use super::{
     SqlStore,
@@ -13,7 +13,7 @@ use lockstep_protocol::job::JobId;
 use sqlx::{AssertSqlSafe, Row};
 use std::collections::HashMap;
 
-/// Jobs of a page.
+/// Maximum number of jobs on a page.
 const PAGE: i64 = 1000;
 
 impl SqlStore {

@@ -1,4 +1,4 @@
-//! Events and what is read from them: metrics, logs, reports of ranks, checkpoints; jobs that are not over; and counts for monitoring.
+//! Queries for events, metrics, logs, reports of ranks, checkpoints, unfinished jobs, and counts for monitoring.
 
 use super::{
     BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DATABASE_BYTES, DbRow, LIKE, SqlStore,
@@ -33,18 +33,18 @@ fn event_row(row: &DbRow) -> Result<EventRow> {
     Ok(EventRow { seq: uint(row.try_get("seq")?), at: time(row.try_get("at")?)?, stored })
 }
 
-/// What an event holds.
+/// Parses an event's body.
 fn event<T: DeserializeOwned>(job: &JobId, seq: i64, body: &str) -> Result<T> {
     from_json(body).map_err(|error| StoreError::Corrupt(format!("event {seq} of job {job}: {error}")))
 }
 
-/// The filter's ranks as text between commas: the two databases agree on little that takes a list.
+/// The filter's ranks as text, each between commas, because the databases have no common type for lists.
 pub(super) fn ranks(filter: &MetricFilter) -> String {
     filter.ranks.iter().map(|rank| format!(",{rank},")).collect()
 }
 
-/// A pattern for bodies that may have `text` in a string; `None` where JSON may write it in another way or letters
-/// have cases that not every database knows.
+/// A pattern for bodies that may contain `text` in a string. `None` if `text` has characters that JSON may escape, or letters whose case
+/// not every database ignores.
 fn pattern(text: &str) -> Option<String> {
     let plain =
         !text.is_empty() && text.bytes().all(|b| (b' '..=b'~').contains(&b) && b != b'"' && b != b'\\');
@@ -106,7 +106,7 @@ impl SqlStore {
     }
 
     pub(super) async fn read_metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage> {
-        // Both in one snapshot, so that a stream from `as_of_seq` continues exactly where the columns end.
+        // One snapshot, so that a stream from `as_of_seq` continues exactly after the columns.
         let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
         let as_of: Option<i64> =
             sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = $1 AND deleted_at IS NULL")
@@ -118,7 +118,7 @@ impl SqlStore {
             "SELECT seq, at, attempt, rank, body, points FROM events {BY_METRICS} WHERE job_id = $1 AND kind = 'metrics' \
              AND ($2 = '' OR $2 LIKE '%,' || rank || ',%') AND seq > $3 ORDER BY seq LIMIT $4"
         );
-        // Rows that are not wanted are not sent.
+        // No page has more rows than this, so the database need not send more.
         let limit = filter.limit_cost.map_or(i64::MAX, |cost| int(cost / ROW_COST + 1));
         let mut page = MetricPage { as_of: uint(as_of), ..MetricPage::default() };
         let mut rows = sqlx::query(AssertSqlSafe(query))
@@ -136,7 +136,7 @@ impl SqlStore {
                 page.columns.extend(columns.map(|column| (rank, attempt, column)));
             }
             if filter.limit_cost.is_some_and(|limit| page.cost >= limit) {
-                // A page ends at its last row, whatever came after.
+                // The page ends at this row. The following pages have the rest.
                 (page.as_of, page.full) = (page.last, true);
                 break;
             }
@@ -179,7 +179,7 @@ impl SqlStore {
         job: &JobId,
         attempt: u32,
     ) -> Result<Vec<(u32, RankReport)>> {
-        // A run of a week has millions of them: the newest of each rank is found by an index alone.
+        // A run of a week has millions of reports. The newest of each rank is found by index look-ups only.
         let rows: Vec<(i64, i64, String)> = sqlx::query_as(
             "WITH RECURSIVE ranks (rank) AS ( \
                SELECT (SELECT max(rank) FROM events WHERE job_id = $1 AND kind = 'rank') \

@@ -1,10 +1,11 @@
-//! Statements of many rows. Each statement is a message to the database and back, in which a transaction has the writer and the next one
-//! waits: a hundred attempts that end together are a few statements, not some hundred.
+//! Statements of many rows. Each statement is a round trip to the database, during which the transaction occupies the writer. If a hundred
+//! attempts end together, they take a few statements, not hundreds.
 
-/// Rows of one statement, largest first: of each number there is one statement, which the driver keeps. Any number is then few statements.
+/// Numbers of rows in a statement, the largest first. The driver caches one statement for each number. Any number of rows takes few
+/// statements.
 const SIZES: [usize; 7] = [64, 32, 16, 8, 4, 2, 1];
 
-/// Cuts rows into those of one statement each.
+/// Cuts rows into slices, one for each statement.
 pub(super) fn cut<T>(rows: &[T]) -> impl Iterator<Item = &[T]> {
     let mut rest = rows;
     std::iter::from_fn(move || {
@@ -15,7 +16,7 @@ pub(super) fn cut<T>(rows: &[T]) -> impl Iterator<Item = &[T]> {
     })
 }
 
-/// The parameters of so many rows, as `VALUES` has them: `($1, $2), ($3, $4)`.
+/// The parameters of rows for `VALUES`: `($1, $2), ($3, $4)`.
 pub(super) fn values(rows: usize, columns: usize) -> String {
     let row = |n: usize| {
         let columns: Vec<_> = (1..=columns).map(|c| format!("${}", n * columns + c)).collect();

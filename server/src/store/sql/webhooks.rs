@@ -1,5 +1,5 @@
-//! Webhooks, and their messages, which are queued in the transaction that moves the job: no move is forgotten, and none is told that
-//! did not happen.
+//! Webhooks and their messages. A message is queued in the transaction that changes the job's state, so that a message exists exactly if
+//! the change was committed.
 
 use super::{Connection, DbRow, SqlStore, together};
 use crate::store::{
@@ -12,10 +12,10 @@ use lockstep_protocol::{JobId, stream::EventBody};
 use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, Row};
 
-/// Messages of a webhook that are kept after their last attempt.
+/// Maximum number of a webhook's messages that are kept after their last attempt.
 const KEPT: i64 = 100;
 
-/// What webhooks are told of a move of a job.
+/// A change of a job's state, to be sent to webhooks.
 pub(super) struct Notice {
     event: WebhookEvent,
     job: JobId,
@@ -24,8 +24,8 @@ pub(super) struct Notice {
     payload: String,
 }
 
-/// What webhooks are told of an event, after which the job is as in `row`. `None` of an event that moves the job to no other state. Nobody
-/// is told of private jobs: others read where the messages go.
+/// The notice for an event, after which the job is as in `row`. `None` if the event does not change the job's state. Private jobs have no
+/// notices, because others can read the receiver's messages.
 pub(super) fn notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Option<Box<Notice>> {
     let EventBody::State { state, reason, cause, attempt } = body else { return None };
     let has_moved = std::mem::replace(&mut row.announced, *state) != *state;
@@ -61,7 +61,7 @@ pub(super) fn notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Optio
     Some(Box::new(Notice { event, job, project, at, payload: payload.to_string() }))
 }
 
-/// Queues a message for each webhook that wants to be told.
+/// Queues a message for each webhook that is enabled for the notice's event and project.
 pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<()> {
     if notices.is_empty() {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Groups of jobs. The rows are put together here and not by the database: a job is in the group of each of its tags, and SQLite
+//! Groups of jobs. The groups are formed here and not by the database, because a job is in one group for each of its tags, and SQLite
 //! has no standard deviation.
 
 use super::{
@@ -15,7 +15,7 @@ use lockstep_protocol::job::JobState;
 use sqlx::{QueryBuilder, Row};
 use std::{collections::HashMap, slice};
 
-/// What jobs are grouped by as SQL; tags are read apart from it.
+/// SQL expression for a criterion. For tags, the expression is their JSON list, which the caller parses.
 fn grouped_by(by: GroupBy) -> String {
     match by {
         GroupBy::Project => "jobs.project".into(),
@@ -31,7 +31,7 @@ fn grouped_by(by: GroupBy) -> String {
     }
 }
 
-/// Jobs of one group.
+/// Adds conditions: the job is in this group.
 pub(super) fn push_group(query: &mut QueryBuilder<Db>, group: &[(GroupBy, GroupValue)]) -> Result<()> {
     for (by, value) in group {
         let column = grouped_by(*by);
@@ -57,12 +57,12 @@ pub(super) fn push_group(query: &mut QueryBuilder<Db>, group: &[(GroupBy, GroupV
     Ok(())
 }
 
-/// What a job has of one thing that jobs are grouped by: one value, or one for each of its tags.
+/// A job's values of one criterion: one value, or one for each tag.
 fn values(row: &DbRow, by: GroupBy, column: &str) -> Result<Vec<GroupValue>> {
     let text = || row.try_get::<Option<String>, _>(column);
     let one = match by {
         GroupBy::Tag => {
-            // Another version may have written what is no list of tags.
+            // Another version may have written a column that is not a list of tags.
             let tags: Vec<String> =
                 text()?.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default();
             if !tags.is_empty() {
@@ -71,7 +71,7 @@ fn values(row: &DbRow, by: GroupBy, column: &str) -> Result<Vec<GroupValue>> {
             None
         }
         GroupBy::Setting { holds: SettingKind::Number, .. } => {
-            // There is one zero.
+            // Converts -0.0 to 0.0, so that both are in the same group.
             row.try_get::<Option<f64>, _>(column)?.map(|number| GroupValue::Number(number + 0.0))
         }
         GroupBy::Setting { holds: SettingKind::Bool, .. } => {
@@ -82,7 +82,7 @@ fn values(row: &DbRow, by: GroupBy, column: &str) -> Result<Vec<GroupValue>> {
     Ok(vec![one.unwrap_or(GroupValue::Missing)])
 }
 
-/// Every choice of one value of each.
+/// The Cartesian product of lists of values.
 fn combined(each: Vec<Vec<GroupValue>>) -> Vec<Vec<GroupValue>> {
     each.into_iter().fold(vec![Vec::new()], |done, values| {
         let with =
@@ -119,7 +119,7 @@ impl SqlStore {
         let mut rows = query.fetch(&self.reader);
         let (mut found, mut places): (Vec<GroupRow>, HashMap<String, usize>) = Default::default();
         while let Some(row) = rows.try_next().await? {
-            // A state that another version knows is in no list, and in no group.
+            // Jobs in a state of another version are left out, as in lists.
             let Ok(state) = row.try_get::<String, _>("state")?.parse::<JobState>() else { continue };
             let created_at = time(row.try_get("created_at")?)?;
             let each = by.iter().enumerate().map(|(n, by)| values(&row, *by, &format!("by_{n}")));

@@ -1,5 +1,5 @@
-//! MLflow's REST interface (2.0), as far as its clients need it to log: experiments are projects, runs are runs from elsewhere, parameters
-//! are their settings. Requests, answers and errors are as in `mlflow/protos/service.proto` and `mlflow/store/tracking/rest_store.py`.
+//! MLflow's REST interface (2.0), as far as its clients need it to log. Experiments are projects, runs are runs from elsewhere, and parameters are
+//! settings. Requests, responses and errors follow `mlflow/protos/service.proto` and `mlflow/store/tracking/rest_store.py`.
 
 use super::{LAST_STEP, NAME_CHARS, NewRun, begin, columns, number};
 use crate::{
@@ -30,23 +30,23 @@ use serde_json::{Map, Value, json};
 use std::{collections::BTreeMap, sync::Arc};
 
 const PREFIX: &str = "/api/2.0/mlflow/";
-/// MLflow's first experiment, which clients use when nobody names one.
+/// MLflow's default experiment, which clients use if none is named.
 const DEFAULT_ID: &str = "0";
 const DEFAULT_NAME: &str = "Default";
 /// The tag that has a run's name.
 const RUN_NAME: &str = "mlflow.runName";
-/// As MLflow documents its limits.
+/// Limits as documented by MLflow.
 const KEY_CHARS: usize = 250;
 const PARAM_CHARS: usize = 6000;
 const TAG_CHARS: usize = 8000;
 const BATCH_METRICS: usize = 1000;
 const BATCH_PARAMS: usize = 100;
 const BATCH_TAGS: usize = 100;
-/// Runs of a page at most, and points of a page of a metric's history.
+/// Maximum number of runs on a page, and of points on a page of a metric's history.
 const PAGE_RUNS: u32 = 1000;
 const PAGE_POINTS: usize = 25_000;
 
-/// An error as MLflow's clients read it.
+/// An error in the form that MLflow's clients expect.
 struct Refusal {
     status: StatusCode,
     code: &'static str,
@@ -94,7 +94,7 @@ impl IntoResponse for Refusal {
     }
 }
 
-/// What a request asks for: the fields of its body or of its query.
+/// Parameters of a request: the fields of the body or of the query.
 struct Asked(Map<String, Value>);
 
 impl Asked {
@@ -136,14 +136,14 @@ impl Asked {
         list.map(|list| list.iter().filter_map(Value::as_str).collect()).unwrap_or_default()
     }
 
-    /// A whole number; protobuf's JSON has long ones as text.
+    /// An integer. Protobuf's JSON has 64-bit integers as text.
     fn whole(&self, key: &str) -> Option<i64> {
         let value = self.0.get(key)?;
         value.as_i64().or_else(|| value.as_str()?.parse().ok())
     }
 }
 
-/// What the calls need.
+/// State that the calls need.
 struct Parts {
     runs: Arc<Runs>,
     scheduler: Arc<Scheduler>,
@@ -153,7 +153,7 @@ struct Parts {
     caller: Caller,
 }
 
-/// Every call below [`PREFIX`].
+/// Handles all calls below [`PREFIX`].
 #[expect(clippy::too_many_arguments, reason = "what a handler needs, it extracts")]
 pub(crate) async fn call(
     State(runs): State<Arc<Runs>>,
@@ -225,7 +225,7 @@ impl Parts {
                 self.tell(asked, RunChange { values, ..RunChange::default() }).await?;
                 nothing
             }
-            // Which data a run has read is not kept.
+            // The inputs of a run are not stored.
             ("POST", "runs/log-inputs") => {
                 self.tell(asked, RunChange::default()).await?;
                 nothing
@@ -245,7 +245,7 @@ impl Parts {
         })
     }
 
-    /// Projects with a job that the caller sees, and the one that is always there.
+    /// Returns the projects with a job that the caller may see, and the default project.
     async fn projects(&self) -> Result<Vec<String>> {
         let rows = self.scheduler.store.projects(self.caller.sees_as().as_deref()).await?;
         let mut names: Vec<String> = rows.into_iter().map(|row| row.name).collect();
@@ -264,7 +264,7 @@ impl Parts {
                 format!("Experiment(name={name}) already exists."),
             ));
         }
-        // A project is there as soon as a run is in it.
+        // A project exists as soon as it has a run.
         Ok(json!({"experiment_id": id_of(&project)}))
     }
 
@@ -292,7 +292,7 @@ impl Parts {
         Ok(json!({"run": run(&job)}))
     }
 
-    /// The run that a request names.
+    /// Returns the run that a request names, if the caller may see it.
     async fn seen(&self, asked: &Asked) -> Result<Job> {
         let id = match asked.text("run_id") {
             Some(id) => id,
@@ -306,7 +306,7 @@ impl Parts {
         }
     }
 
-    /// The same, if the caller may change it.
+    /// Returns the run that a request names, if the caller may change it.
     async fn own(&self, asked: &Asked) -> Result<Job> {
         let job = self.seen(asked).await?;
         if self.auth.may_change(&self.caller, job.owner.as_deref()) {
@@ -334,7 +334,7 @@ impl Parts {
         Ok(json!({"run_info": info(&self.tell(asked, change).await?)}))
     }
 
-    /// MLflow keeps deleted runs for a while; here they are gone.
+    /// Deletes a run for good. MLflow keeps deleted runs for a while.
     async fn delete_run(&self, asked: &Asked) -> Result<()> {
         let job = self.own(asked).await?;
         if !job.state.is_final() {
@@ -370,7 +370,7 @@ impl Parts {
         let max = asked.whole("max_results").and_then(|max| u32::try_from(max).ok()).unwrap_or(PAGE_RUNS);
         let filter = JobFilter {
             seen_by: self.caller.sees_as(),
-            // Of several projects, those that were not asked for are left out below.
+            // With several projects, the others are filtered out below.
             project: if let [one] = &wanted[..] { Some(one.clone()) } else { None },
             sort: JobSort { by: SortBy::Created, descending },
             limit: max.clamp(1, PAGE_RUNS),
@@ -420,7 +420,7 @@ impl Parts {
         self.log(asked, &metrics, change).await
     }
 
-    /// Adds points behind those that are stored.
+    /// Appends points to the stored ones.
     async fn log(&self, asked: &Asked, metrics: &[Asked], change: RunChange) -> Result<()> {
         let job = self.own(asked).await?;
         let (mut points, mut newest) = (Vec::with_capacity(metrics.len()), None::<i64>);
@@ -433,7 +433,7 @@ impl Parts {
                 invalid(format!("Got invalid value for metric '{key}'. Please specify value as a valid double (64-bit floating point)"))
             })?;
             let step = metric.whole("step").unwrap_or(0);
-            // Steps below 0 are rare, and no chart has them.
+            // Negative steps are rare, and charts do not support them.
             let step = u64::try_from(step).ok().filter(|step| *step <= LAST_STEP);
             let step =
                 step.ok_or_else(|| invalid(format!("metric '{key}': a step must be 0 to {LAST_STEP}")))?;
@@ -455,7 +455,7 @@ impl Parts {
         let from = asked.text("page_token").map(str::parse::<u64>).transpose();
         let from = from.map_err(|_| invalid("page_token must be that of the page before"))?;
         let filter = MetricFilter { name: Some(key.to_owned()), from, ..MetricFilter::default() };
-        // Every point.
+        // Large enough for every point.
         let found = query::find(&self.metrics, &job, &filter, 1 << 40).await?;
         let points: Vec<_> = found.series.into_values().flatten().collect();
         let max = asked.whole("max_results").and_then(|max| usize::try_from(max).ok()).unwrap_or(PAGE_POINTS);
@@ -472,7 +472,7 @@ impl Parts {
     }
 }
 
-/// A key and its value, within MLflow's limits.
+/// Returns a key and its value, checked against MLflow's limits.
 fn pair(asked: &Asked, what: &str, limit: usize) -> Result<(String, String)> {
     let (key, value) = (asked.required("key")?, asked.text("value").unwrap_or_default());
     for (part, text, limit) in [("key", key, KEY_CHARS), ("value", value, limit)] {
@@ -487,7 +487,7 @@ fn pair(asked: &Asked, what: &str, limit: usize) -> Result<(String, String)> {
     Ok((key.to_owned(), value.to_owned()))
 }
 
-/// The project of an experiment's id or name, which are the same but for the first experiment's.
+/// Returns the project for an experiment's id or name, which are equal except for the default experiment.
 fn project(experiment: &str) -> Result<String> {
     if [DEFAULT_ID, DEFAULT_NAME].contains(&experiment) {
         return Ok(DEFAULT_PROJECT.into());
@@ -510,7 +510,7 @@ fn experiment(project: &str) -> Value {
     json!({"experiment_id": id_of(project), "name": name, "lifecycle_stage": "active", "artifact_location": "lockstep-artifacts:/"})
 }
 
-/// Where a run's artifacts would be. No client of MLflow's knows such a place, so it refuses to upload any.
+/// URI of a run's artifacts. MLflow's clients do not support this scheme, so they refuse to upload artifacts.
 fn artifacts(job: &Job) -> String {
     format!("lockstep-artifacts:/{}", job.id)
 }
@@ -534,7 +534,7 @@ fn info(job: &Job) -> Value {
     info
 }
 
-/// A point. When each was measured is not kept, so all have the run's start.
+/// Returns a point in MLflow's form. Times of points are not stored, so all points have the time of the run's start.
 fn metric(key: &str, value: &Value, step: u64, job: &Job) -> Value {
     json!({"key": key, "value": value, "step": step, "timestamp": job.created_at.as_millisecond()})
 }

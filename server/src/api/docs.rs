@@ -85,7 +85,7 @@ pub(crate) async fn index(
 pub(crate) async fn page(Extension(caller): Extension<Caller>, Path(path): Path<String>) -> Page {
     let path = path.strip_suffix(".md").unwrap_or(&path);
     let source = source(path).ok_or_else(|| {
-        PageError(Error::NotFound("The documentation has no such page; /docs lists those there are.".into()))
+        PageError(Error::NotFound("The documentation has no such page; /docs lists all pages.".into()))
     })?;
     html(DocsPage::new(path, &source, &entries(), viewer(&caller)).render())
 }

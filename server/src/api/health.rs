@@ -59,7 +59,7 @@ pub(crate) async fn readyz(
     }
     match is_ready {
         true => Ok(READY.into()),
-        false => Err(Error::Unavailable("nothing can be stored now; ask with a token for more".into())),
+        false => Err(Error::Unavailable("nothing can be stored now; send a token to see the reason".into())),
     }
 }
 

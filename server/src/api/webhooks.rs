@@ -417,7 +417,7 @@ pub(crate) async fn submit(
         "enable" => edit(&webhooks, &id, enable(true)).await.map(|_| None),
         "disable" => edit(&webhooks, &id, enable(false)).await.map(|_| None),
         "remove" => remove(&webhooks, &id).await.map(|()| None),
-        _ => Err(mistake("/action", "is none of this page's".into())),
+        _ => Err(mistake("/action", "is not an action of this page".into())),
     };
     let concerns = |id: &str| Extension(AuditSubject(format!("{action} {id:?}")));
     match done {
@@ -439,7 +439,7 @@ pub(crate) async fn submit(
 /// # Errors
 /// The kind of message or an event is unknown.
 fn new(pairs: &[(String, String)], field: &impl Fn(&str) -> String) -> Result<NewWebhook> {
-    let known = |pointer: &str| mistake(pointer, "is none of the page's".into());
+    let known = |pointer: &str| mistake(pointer, "is not a choice of this page".into());
     let form = WebhookForm::ALL.into_iter().find(|form| form.as_str() == field("form"));
     let chosen = pairs.iter().filter(|(key, _)| key == "event");
     let events = chosen.map(|(_, value)| {

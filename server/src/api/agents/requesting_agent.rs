@@ -38,7 +38,7 @@ impl RequestingAgent {
         let header = |name: &str| {
             let value = headers.get(name).and_then(|value| value.to_str().ok());
             value.ok_or_else(|| {
-                Error::BadRequest(format!("the header {name} is missing: only agents ask here"))
+                Error::BadRequest(format!("the header {name} is missing: only agents send this request"))
             })
         };
         let agent_id = header("x-lockstep-agent")?.to_owned();
@@ -62,7 +62,7 @@ impl RequestingAgent {
     /// The agent does not hold the attempt.
     pub(crate) fn holds(&self, agents: &Agents) -> Result<bool> {
         let held = agents.leases.held_by(&self.agent_id, &self.attempt);
-        held.ok_or_else(|| Error::Forbidden("this attempt is not this agent's to run".into()))
+        held.ok_or_else(|| Error::Forbidden("this agent does not hold this attempt".into()))
     }
 
     /// The agent's name from the lease: after a restart of the server the agent may not have reconnected yet.
@@ -74,7 +74,7 @@ impl RequestingAgent {
 
     /// Returns the row of a checkpoint that this agent has on its disk and may upload.
     pub(crate) async fn uploads(&self, checkpoints: &Checkpoints, name: &str) -> Result<CheckpointRow> {
-        let not_its = || Error::Forbidden("this attempt's checkpoints are not this agent's to upload".into());
+        let not_its = || Error::Forbidden("this agent may not upload this attempt's checkpoints".into());
         let place =
             checkpoints.store.given_place(&self.attempt, &self.agent_id).await?.ok_or_else(not_its)?;
         let has_rank_0 = place.has_rank_0 && place.has_own_disk;

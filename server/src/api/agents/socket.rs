@@ -257,7 +257,7 @@ async fn serve(
                         break End { why, code: CLOSE_SIGNED_OUT };
                     }
                     _ = cut_off.recv() => {
-                        break End { why: "records are missing; it is to begin again".into(), code: close_code::AGAIN };
+                        break End { why: "records are missing; the agent must reconnect".into(), code: close_code::AGAIN };
                     }
                     () = scheduler.tasks.stopping.cancelled() => {
                         break End { why: "the server is stopping".into(), code: close_code::AWAY };
@@ -410,7 +410,7 @@ impl Connection<'_> {
                 dispatch::declined(scheduler, &self.id, &attempt, reason).await;
             }
             FromAgent::Ready { attempt, port } => dispatch::ready(scheduler, attempt, &self.id, port),
-            FromAgent::Hello { .. } => return ControlFlow::Break(End::protocol("it said Hello twice")),
+            FromAgent::Hello { .. } => return ControlFlow::Break(End::protocol("it sent Hello twice")),
             // Parts are put together before this function.
             FromAgent::Part(_) => {}
         }

@@ -326,7 +326,7 @@ async fn start(
                 Ok(AgentReply::Evaluation(found)) if neighbours.is_none() => keep(&file, &found).await,
                 Ok(AgentReply::Neighbours(found)) if neighbours.is_some() => keep(&file, &found).await,
                 Ok(_) => {
-                    let detail = "the agent did not answer with the evaluation that was asked for; is it of this version?".to_owned();
+                    let detail = "the agent's response is not the requested evaluation; run the same version of lockstep on both machines".to_owned();
                     Err(Failure::Agent(RequestError::Refused(detail)))
                 }
                 Err(error) => Err(Failure::Agent(error)),
@@ -352,8 +352,8 @@ fn check_measures(spec: &JobSpec, other: &Dataset) -> Result<()> {
     }
     let names: Vec<_> = splits.iter().map(|split| split.name.as_str()).collect();
     Err(refused(format!(
-        "{} has no split to measure with: it has {}, and evaluating takes one called test, val, validation, valid, dev \
-         or eval. Call the one that is meant so, and register the dataset again",
+        "{} has no split to measure with: it has {}, and evaluating needs one called test, val, validation, valid, dev \
+         or eval. Give the split one of these names, and register the dataset again",
         other.name,
         names.join(", ")
     )))

@@ -180,8 +180,8 @@ fn schedule_change(
 fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
     let (before, now) = (Division::of(&was.data), Division::of(&is.data));
     (now.holds_out() && before.dataset == now.dataset && before != now).then(|| {
-        "data.validation, data.validation_seed or data.fold is another than the parent's: pictures that the parent trained on measure the fork, and its \
-         accuracy says less of new pictures. The job's log counts them"
+        "data.validation, data.validation_seed or data.fold differs from the parent's: the fork is validated on pictures that the parent trained on, so \
+         its accuracy says less about new pictures. The job's log has the number of these pictures"
             .to_owned()
     })
 }
@@ -322,7 +322,7 @@ fn set(document: &mut Value, key: &str, value: Value) -> Result<()> {
             table.insert(key.to_owned(), value);
             Ok(())
         }
-        None => Err(Error::Internal("a specification that is no table".into())),
+        None => Err(Error::Internal("a specification is not a table".into())),
     }
 }
 
@@ -362,7 +362,7 @@ async fn choose(store: &dyn Store, job: &Job, wanted: &Value) -> Result<Checkpoi
         Value::Null => "latest".to_owned(),
         Value::String(text) => text.clone(),
         Value::Number(step) => step.to_string(),
-        _ => return Err(Error::BadRequest("checkpoint is an id, best, latest or a step".into())),
+        _ => return Err(Error::BadRequest("checkpoint must be an id, best, latest or a step".into())),
     };
     let found = match text.as_str() {
         "latest" => all.first(),

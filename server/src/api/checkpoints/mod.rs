@@ -278,7 +278,8 @@ pub(super) async fn fetched(config: &ServeConfig, row: &CheckpointRow, fetch: Fe
 
 pub(super) fn removed() -> Error {
     Error::NotFound(
-        "this checkpoint's files are gone: it was removed to keep the newest ones, or by someone".into(),
+        "this checkpoint's files are gone: a user removed it, or it was removed to keep only the newest ones"
+            .into(),
     )
 }
 

@@ -94,7 +94,7 @@ pub(crate) async fn predict(
 
 async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
     let too_large = || {
-        let detail = format!("pictures of at most {} MiB together, please", BYTES >> 20);
+        let detail = format!("the pictures have more than {} MiB; send fewer at a time", BYTES >> 20);
         Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
     };
     let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
@@ -127,7 +127,7 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
         }
         pictures.push(named(name, &bytes));
         if pictures.len() > PICTURES {
-            return Err(Error::BadRequest(format!("at most {PICTURES} pictures at a time, please")));
+            return Err(Error::BadRequest(format!("send at most {PICTURES} pictures at a time")));
         }
     }
     if pictures.is_empty() {

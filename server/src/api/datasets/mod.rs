@@ -289,7 +289,7 @@ fn no_such_dataset() -> Error {
 fn name_mistake(name: &str) -> Option<SpecError> {
     let mistake = |detail| Some(SpecError { pointer: "/name".into(), detail });
     if ["inspect", "bundled", "uploads"].contains(&name) {
-        return mistake(format!("is taken: /api/v1/datasets/{name} is a call; choose another name"));
+        return mistake(format!("is reserved for the call /api/v1/datasets/{name}; choose another name"));
     }
     let is_good = (1..=MAX_NAME_BYTES).contains(&name.len()) && name.chars().all(is_plain);
     if is_good && !name.starts_with('.') {
@@ -317,7 +317,7 @@ fn path_mistake(path: &str) -> Option<String> {
     } else if path.len() > MAX_PATH_BYTES {
         Some(format!("has {} bytes; a path has at most {MAX_PATH_BYTES}", path.len()))
     } else if path.contains('\0') {
-        Some("is no path: it has a zero byte".into())
+        Some("is not a path: it has a zero byte".into())
     } else {
         None
     }

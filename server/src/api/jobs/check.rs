@@ -215,7 +215,7 @@ pub(super) async fn check_with(
         // The job's evaluations and page show pictures of the dataset.
         if dataset.private && !spec.private {
             let detail = format!(
-                "must be true: the dataset {} is private, and so is what shows its pictures",
+                "must be true: the dataset {} is private, and the job's page shows its pictures",
                 dataset.name
             );
             errors.push(at("/private", detail));
@@ -252,7 +252,7 @@ fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> 
         return None;
     }
     Some(format!(
-        "the network is validated every {validated} steps and written every {every}: the best one is kept only where both fall on the same \
+        "the network is validated every {validated} steps and written every {every}: the best one is kept only if both fall on the same \
          step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of {validated}"
     ))
 }
@@ -325,7 +325,7 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
             (Some(kind), _) => (
                 "/parallel/device",
                 format!(
-                    "no machine online has a {} (a {} slot); \"auto\" takes what there is",
+                    "no machine online has a {} (a {} slot); \"auto\" uses any device",
                     kind.slot_name, kind.name
                 ),
             ),

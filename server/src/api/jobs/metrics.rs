@@ -271,7 +271,7 @@ impl Csv {
         let events = self.store.events(&self.job.id, self.after, CSV_EVENTS).await?;
         // The response is aborted, so that an incomplete file is not taken for a complete one.
         if self.store.first_seq(&self.job.id).await? > self.after + 1 {
-            let why = "the job's points left its events while they were sent; ask again";
+            let why = "the job's points were removed from its events during this request; ask again";
             return Err(store::StoreError::Unavailable(why.into()));
         }
         self.after = events.last().map_or(self.job.last_seq, |row| row.seq);

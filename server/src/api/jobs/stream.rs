@@ -211,7 +211,7 @@ impl<'a> Reader<'a> {
     /// Handles the end of the reading half.
     async fn ended(&mut self, closed: std::result::Result<Closed, tokio::task::JoinError>) {
         if let Ok(Closed::Wrongly(code)) = closed {
-            self.close(code, "a reader of a stream sends nothing but pongs").await;
+            self.close(code, "a reader of a stream may send only pongs").await;
         }
     }
 

@@ -68,8 +68,8 @@ pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
     let files = plural(info.broken_count, "file");
     vec![format!(
-        "{files} of {} could not be read when it was registered, and data.broken_files = \"fail\" ends the job where one \
-         still cannot: mend them, or set data.broken_files = \"skip\" to leave them out ({named}{more})",
+        "{files} of {} could not be read when it was registered, and with data.broken_files = \"fail\" the job fails if one \
+         still cannot: repair them, or set data.broken_files = \"skip\" to leave them out ({named}{more})",
         dataset.name
     )]
 }

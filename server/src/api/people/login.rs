@@ -161,7 +161,8 @@ pub(crate) async fn submit(
 /// Makes the first person, an admin, and signs that person in.
 async fn set_up(auth: &Auth, caller: Option<&Caller>, peer: &Peer, input: LoginForm) -> Page {
     if !may_set_up(auth, caller) {
-        let detail = "only an admin's token makes the first person, and only where there is nobody yet";
+        let detail =
+            "only an admin's token can make the first person, and only if the server has no people yet";
         return Err(PageError(Error::Forbidden(detail.into())));
     }
     let name = input.name.trim().to_owned();
@@ -344,7 +345,7 @@ pub(crate) struct LoginLink {
 /// Make a link that signs a browser in
 ///
 /// The link is valid once, for ten minutes. The session that it makes has the rights of this request's token and ends when that token expires.
-/// If this request belongs to a session, the new session ends with that session.
+/// If this request belongs to a session, the new session expires no later than that session.
 #[utoipa::path(post, path = "/login-links", tag = "access",
     responses((status = 201, body = LoginLink), (status = 409, body = Problem, description = "The server runs without authentication")))]
 pub(crate) async fn link(

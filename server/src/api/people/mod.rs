@@ -155,7 +155,9 @@ pub(crate) async fn create(
 pub(super) async fn add(auth: &Auth, new: NewPerson, first: bool) -> Result<PersonRow> {
     let conflict = |detail: String| Err(Error::Conflict(detail, None));
     if !auth.access.is_required() {
-        return conflict("this server runs with --no-auth and asks nobody who they are".into());
+        return conflict(
+            "this server runs with --no-auth, without people; start it without --no-auth".into(),
+        );
     }
     if let Some(detail) = name_mistake(&new.name) {
         return Err(mistake("/name", detail));
@@ -167,7 +169,7 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, first: bool) -> Result<Pers
             Some(auth.access.hash_password(password).await?)
         }
         None if identity.is_some() => None,
-        None => return Err(mistake("/password", "is missing; without one a person has a subject".into())),
+        None => return Err(mistake("/password", "is missing; give a password or a subject".into())),
     };
     let _one_at_a_time = auth.access.changing.lock().await;
     if first && auth.access.has_people() {
@@ -225,7 +227,7 @@ pub(super) async fn insert(
 /// Returns the account with this subject at the server's OpenID provider.
 fn identity(auth: &Auth, subject: &str) -> Result<Identity> {
     let Some(oidc) = &auth.oidc else {
-        let detail = "this server signs nobody in with an OpenID provider; start it with --oidc-issuer";
+        let detail = "this server has no OpenID provider; start it with --oidc-issuer";
         return Err(Error::Conflict(detail.into(), None));
     };
     match subject_mistake(subject) {

@@ -50,7 +50,7 @@ pub(crate) struct CallbackQuery {
 }
 
 fn provider(auth: &Auth) -> std::result::Result<&Oidc, PageError> {
-    let detail = "this server signs nobody in with an OpenID provider (`lockstep serve --oidc-issuer`)";
+    let detail = "this server has no OpenID provider (`lockstep serve --oidc-issuer`)";
     auth.oidc.as_ref().ok_or_else(|| PageError(Error::NotFound(detail.into())))
 }
 
@@ -169,7 +169,7 @@ async fn person(
         }
         SignsInAs::Removed => {
             return refuse(format!(
-                "An admin removed the person that this account was. To let it in again an admin runs: \
+                "An admin removed the person of this account. To add the account again, an admin runs: \
                  lockstep user add NAME --subject {}",
                 quoted(&subject)
             ));
@@ -179,13 +179,13 @@ async fn person(
     let by_admin = |name: &str| {
         let subject = quoted(&subject);
         format!(
-            "An admin adds you with: lockstep user add {name} --subject {subject} (or, where you are somebody here already: \
+            "An admin adds you with: lockstep user add {name} --subject {subject} (or, if you already have a name here: \
              lockstep user link NAME --subject {subject})"
         )
     };
     let named = name.as_deref().unwrap_or("NAME");
     let Some(role) = role else {
-        return refuse(format!("Nobody here signs in with this account. {}", by_admin(named)));
+        return refuse(format!("No person has this account yet. {}", by_admin(named)));
     };
     let name = match name {
         Ok(name) => name,
@@ -208,7 +208,7 @@ async fn person(
 /// the jobs and datasets of removed people and of tokens with that name.
 async fn taken(auth: &Auth, name: &str) -> Result<Option<&'static str>> {
     if auth.access.person(name).is_some() {
-        return Ok(Some("somebody here has this name, and it is not taken over by signing in"));
+        return Ok(Some("another person has this name"));
     }
     let is_it = |owner: Option<&String>| owner.is_some_and(|owner| owner == name);
     let of_name = JobFilter { owner: Some(name.to_owned()), limit: 1, ..JobFilter::default() };

@@ -171,7 +171,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
         (Scope::Agent, None) => {
             return mistake("/agent", "name the agent that this token is for".into());
         }
-        (_, Some(_)) => return mistake("/agent", "only a token of the scope agent is an agent's".into()),
+        (_, Some(_)) => return mistake("/agent", "only a token of the scope agent can have an agent".into()),
         (_, None) => (None, None),
     };
     if let Some(has) = caller.scope()
@@ -184,7 +184,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     let expires_at = new.expires_in_secs.map(|secs| now + Duration::from_secs(secs));
     let with = used_by(auth, caller).filter(|token| token.owner.is_some());
     if with.as_ref().is_some_and(|token| token.scope == Scope::Read) {
-        let detail = "a token of the scope read only looks, and makes no others; sign in with your password, or use one of the scope submit";
+        let detail = "a token of the scope read cannot make others; sign in with your password, or use one of the scope submit";
         return Err(Error::Forbidden(detail.into()));
     }
     let until = caller.token().and_then(|token| token.expires_at).filter(|_| !caller.may(Scope::Admin));

@@ -236,7 +236,7 @@ impl Parts {
             }
             _ => {
                 let detail = format!(
-                    "Lockstep has no call {method} {:?} of MLflow's: it takes experiments, runs, parameters, metrics and tags, and \
+                    "Lockstep does not have MLflow's call {method} {:?}: it supports experiments, runs, parameters, metrics and tags, but \
                      no artifacts, models or traces",
                     shortened(name)
                 );

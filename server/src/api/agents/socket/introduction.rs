@@ -14,7 +14,7 @@ const NAME_BYTES: usize = 100;
 const SLOTS: usize = 1024;
 /// Maximum number of attempts of an agent: one for each slot, and those whose end is not reported yet.
 pub(super) const ATTEMPTS: usize = 4 * SLOTS;
-pub(super) const TOO_MANY_ATTEMPTS: &str = "it speaks of more than 4096 attempts";
+pub(super) const TOO_MANY_ATTEMPTS: &str = "it reports more than 4096 attempts";
 /// Maximum length of each text in a machine's description, in bytes.
 const DESCRIPTION_BYTES: usize = 500;
 
@@ -64,7 +64,7 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
     }
     if slots.len() > SLOTS {
         let count = slots.len();
-        return Err(format!("this agent has {count} slots, and {SLOTS} are the most: give it fewer"));
+        return Err(format!("this agent has {count} slots, and at most {SLOTS} are allowed: give it fewer"));
     }
     if attempts.len() > ATTEMPTS {
         return Err(TOO_MANY_ATTEMPTS.into());
@@ -177,7 +177,7 @@ mod tests {
         assert_eq!(most.row.machine.address.map(|address| address.len()), Some(100));
         for (said, words) in [
             (checked(NAME_BYTES + 1, 1, 0, 1), "1 to 100 plain characters; give one with --name"),
-            (checked(1, SLOTS + 1, 0, 1), "has 1025 slots, and 1024 are the most"),
+            (checked(1, SLOTS + 1, 0, 1), "has 1025 slots, and at most 1024 are allowed"),
             (checked(1, 1, ATTEMPTS + 1, 1), "more than 4096 attempts"),
         ] {
             let why = said.err().expect("it is one too many");

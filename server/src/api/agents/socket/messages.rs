@@ -47,7 +47,7 @@ pub(super) async fn read(
 
 async fn decoded(bytes: Bytes) -> std::result::Result<FromAgent, End> {
     let decode = |bytes: &[u8]| {
-        wire::decode(bytes).map_err(|e| End::protocol(format!("it sent what cannot be read: {e}")))
+        wire::decode(bytes).map_err(|e| End::protocol(format!("it sent a message that cannot be read: {e}")))
     };
     if bytes.len() <= DECODED_HERE_BYTES {
         return decode(&bytes);
@@ -62,7 +62,7 @@ pub(super) async fn first(
     unfinished: &mut Unfinished,
 ) -> std::result::Result<Option<FromAgent>, End> {
     if matches!(&message, Message::Binary(bytes) if bytes.len() > HELLO_BYTES) {
-        return Err(End::protocol("its first message is longer than 2 MiB, and no Hello is"));
+        return Err(End::protocol("its first message is longer than the 2 MiB of a Hello"));
     }
     Ok(read(message, unfinished).await?.map(|(message, _)| message))
 }

@@ -314,7 +314,7 @@ pub(crate) async fn test(
 
 /// List messages of a webhook, with each attempt to send them
 ///
-/// Messages are kept for a week. Of the messages that are no longer sent, only the newest 100 are kept. `sort`: `created`.
+/// Messages are kept for a week. Of the delivered and failed messages, only the newest 100 are kept. `sort`: `created`.
 #[utoipa::path(get, path = "/webhooks/{id}/deliveries", tag = "webhooks", params(("id" = String, Path), ListParams),
     responses((status = 200, body = DeliveryList), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn deliveries(

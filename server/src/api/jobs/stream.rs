@@ -43,7 +43,7 @@ const INCOMING_BYTES: usize = 4096;
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct SinceQuery {
-    /// Number of the last event that the client has; 0 for all events. A number above that of the job's last event counts as the last.
+    /// Number of the last event that the client has; 0 for all events. A number above the job's `last_seq` counts as `last_seq`.
     #[serde(default)]
     since: u64,
     /// Whether the stream stays open after the job's end, for changes of the job's tags and for the next attempt.

@@ -12,7 +12,7 @@ use std::collections::HashSet;
 const NAME_BYTES: usize = 100;
 /// Maximum number of slots of an agent.
 const SLOTS: usize = 1024;
-/// Maximum number of attempts of an agent: one for each slot, and those whose end is not reported yet.
+/// Maximum number of attempts of an agent: one for each slot, and attempts whose end is not reported yet.
 pub(super) const ATTEMPTS: usize = 4 * SLOTS;
 pub(super) const TOO_MANY_ATTEMPTS: &str = "it reports more than 4096 attempts";
 /// Maximum length of each text in a machine's description, in bytes.

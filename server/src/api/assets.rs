@@ -22,7 +22,7 @@ use std::{
 #[folder = "../static"]
 struct Assets;
 
-/// Where this build's files are served: below a name made of their content.
+/// Path below which this build's files are served. It contains a hash of their contents.
 pub(crate) fn folder() -> &'static str {
     static FOLDER: OnceLock<String> = OnceLock::new();
     FOLDER.get_or_init(|| {
@@ -38,7 +38,7 @@ pub(crate) fn folder() -> &'static str {
     })
 }
 
-/// A file; of `all/PAGE.js` every module of a page, of `app.css` every file that it imports.
+/// Returns the contents of a file. `all/PAGE.js` has all modules of a page, and `app.css` all files that it imports.
 fn content(path: &str) -> Option<Cow<'static, [u8]>> {
     let page = path.strip_prefix("all/").and_then(|name| name.strip_suffix(".js"));
     if page.is_none() && path != "app.css" {
@@ -54,14 +54,14 @@ fn content(path: &str) -> Option<Cow<'static, [u8]>> {
         Some(page) => bundle::page(page, &source),
         None => bundle::styles(&source),
     }?;
-    // A few, and for as long as the process lives.
+    // Leaked, because only few files are made and they live as long as the process.
     let text: &'static [u8] = Vec::leak(text.into_bytes());
     made.insert(path.to_owned(), text);
     Some(Cow::Borrowed(text))
 }
 
-/// `GET /static/{path}`. Below this build's own folder a browser may keep them for good. Elsewhere (a page that an
-/// older server wrote) they are asked for again each time, and answered with 304 while they are the same.
+/// `GET /static/{path}`. Below this build's folder, browsers may cache files for ever. Elsewhere (from a page that an older server wrote), browsers
+/// ask each time, and get 304 if the file is unchanged.
 pub(crate) async fn asset(Path(path): Path<String>, headers: HeaderMap) -> Result<Response> {
     let versioned = path.strip_prefix("v-").and_then(|rest| rest.split_once('/'));
     let own = versioned.is_some_and(|(version, _)| folder().ends_with(version));

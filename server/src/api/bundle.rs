@@ -1,12 +1,12 @@
-//! All modules of a page in one file, and all styles in another, so that a browser asks once instead of thirty times. Made
-//! when first asked for, from the files as they are: nothing is built beforehand, and each is also served on its own.
+//! Bundles all modules of a page into one file, and all styles into another, so that a browser sends one request instead of thirty. A bundle is
+//! made at its first request. Nothing is built beforehand, and each source file is also served.
 //!
-//! Every module becomes a function that returns what it exports. That needs modules to be written in one way, which
-//! ours are: `import { a, b as c } from "./x.js";` on a line of its own, `export` in front of a declaration, no cycles.
+//! Every module becomes a function that returns the module's exports. Modules must be written in a restricted form:
+//! `import { a, b as c } from "./x.js";` on its own line, `export` in front of a declaration, and no cycles.
 
 use std::fmt::Write as _;
 
-/// The keyboard and then the page's own script, with all that they import; `None` when a file is missing.
+/// Bundles the keyboard script and the page's own script with all imported modules; `None` if a file is missing.
 pub(crate) fn page(entry: &str, source: &impl Fn(&str) -> Option<String>) -> Option<String> {
     let mut bundle = Bundle { modules: Vec::new(), text: String::new(), source };
     bundle.add("keys.js", 0)?;
@@ -14,7 +14,7 @@ pub(crate) fn page(entry: &str, source: &impl Fn(&str) -> Option<String>) -> Opt
     Some(bundle.text)
 }
 
-/// `app.css` with the files in place of the lines that import them; `None` when one is missing.
+/// Bundles `app.css` with the imported files in place of the `@import` lines; `None` if a file is missing.
 pub(crate) fn styles(source: &impl Fn(&str) -> Option<String>) -> Option<String> {
     let mut text = String::new();
     for line in source("app.css")?.lines() {
@@ -28,17 +28,17 @@ pub(crate) fn styles(source: &impl Fn(&str) -> Option<String>) -> Option<String>
 }
 
 struct Bundle<'a, S> {
-    /// Paths in the order of `text`; a module's place is its name there.
+    /// Paths in the order of `text`. The index of a module is part of its name in `text`.
     modules: Vec<String>,
     text: String,
     source: &'a S,
 }
 
-/// Deeper than any of our imports: a cycle.
+/// Maximum depth of imports. Deeper imports are a cycle.
 const DEEPEST: u32 = 20;
 
 impl<S: Fn(&str) -> Option<String>> Bundle<'_, S> {
-    /// Adds a module behind those that it imports; answers its place.
+    /// Adds a module after its imports, and returns its index.
     fn add(&mut self, path: &str, depth: u32) -> Option<usize> {
         if let Some(place) = self.modules.iter().position(|m| m == path) {
             return Some(place);
@@ -68,12 +68,12 @@ impl<S: Fn(&str) -> Option<String>> Bundle<'_, S> {
     }
 }
 
-/// Names and path of `import { names } from "path";`.
+/// Parses `import { names } from "path";` into names and path.
 fn import(line: &str) -> Option<(&str, &str)> {
     line.strip_prefix("import {")?.strip_suffix("\";")?.split_once("} from \"")
 }
 
-/// The name in `const name`, `class name`, `function name` or `async function name`; none in a list of names.
+/// Returns the name in `const name`, `class name`, `function name` or `async function name`; `None` for a list of names.
 fn declared(declaration: &str) -> Option<&str> {
     if declaration.starts_with('{') {
         return None;
@@ -83,7 +83,7 @@ fn declared(declaration: &str) -> Option<&str> {
     rest.split(|c: char| !c.is_alphanumeric() && c != '_' && c != '$').next().filter(|name| !name.is_empty())
 }
 
-/// `../x.js` as written in `a/b.js`.
+/// Resolves a relative path such as `../x.js` in the file `a/b.js`.
 fn resolve(importer: &str, path: &str) -> String {
     let mut parts: Vec<&str> = importer.split('/').collect();
     parts.pop();

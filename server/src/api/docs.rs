@@ -1,4 +1,4 @@
-//! The documentation of this build, embedded in the binary: what `docs/` has as Markdown, as pages.
+//! The documentation of this build: pages from the Markdown files in `docs/`, which are embedded in the binary.
 
 use crate::{
     api::html::{Page, html, viewer},
@@ -16,7 +16,7 @@ use serde::Deserialize;
 #[derive(RustEmbed)]
 #[folder = "../docs"]
 #[include = "*.md"]
-// For readers of the source tree: `/docs` lists the pages itself.
+// A list of pages for readers of the source tree, which `/docs` does not need.
 #[exclude = "README.md"]
 #[exclude = "decisions/*"]
 struct Docs;
@@ -46,8 +46,8 @@ pub(crate) struct DocsQuery {
     q: String,
 }
 
-/// Pages that contain all of these words in any case, those with one of them in the title first; and the first line of each that contains
-/// one.
+/// Returns the pages that contain all words of the query, ignoring case, each with its first line that contains a word. Pages with a word in
+/// the title come first.
 fn search(query: &str) -> Vec<(DocsEntry, String)> {
     let words: Vec<_> = query.split_whitespace().map(str::to_lowercase).collect();
     let has_one = |text: &str| {
@@ -85,7 +85,7 @@ pub(crate) async fn index(
 pub(crate) async fn page(Extension(caller): Extension<Caller>, Path(path): Path<String>) -> Page {
     let path = path.strip_suffix(".md").unwrap_or(&path);
     let source = source(path).ok_or_else(|| {
-        PageError(Error::NotFound("The documentation has no such page; /docs lists those there are.".into()))
+        PageError(Error::NotFound("The documentation has no such page; /docs lists all pages.".into()))
     })?;
     html(DocsPage::new(path, &source, &entries(), viewer(&caller)).render())
 }

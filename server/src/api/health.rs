@@ -1,4 +1,4 @@
-//! For supervisors and monitoring.
+//! Health checks for supervisors, and metrics for Prometheus.
 
 use crate::{
     agents::Agents,
@@ -23,21 +23,21 @@ use std::{
 };
 
 const READY: &str = "ready\n";
-/// The response to clients without a token may be so old.
+/// Maximum age of the cached result of `/readyz` for clients without a token.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// What a job's first files take.
+/// Size of the probe file, in bytes: about the size of a job's first files.
 const PROBE_BYTES: usize = 64 << 10;
 
-/// The process answers
+/// Check that the server responds
 #[utoipa::path(get, path = "/healthz", tag = "health", responses((status = 200, body = String)))]
 pub(crate) async fn healthz() -> &'static str {
     "ok\n"
 }
 
-/// Jobs can be stored now
+/// Check that jobs can be stored
 ///
-/// Something is written to the database and to the data directory, so a disk that is full or read-only is reported. What needs
-/// attention but does not keep jobs from being stored, such as a certificate that ends soon, is on lines of its own.
+/// The check writes to the database and to the data directory, so a full or read-only disk is reported. Warnings, such as a certificate that
+/// expires soon, are further lines of the response.
 #[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String), (status = 503, body = Problem)))]
 pub(crate) async fn readyz(
     State(store): State<Arc<dyn Store>>,
@@ -48,7 +48,7 @@ pub(crate) async fn readyz(
     if caller.is_some() {
         return ready(&*store, &config, &ingress).await;
     }
-    // Clients without a token learn no details, and cause one check a second.
+    // Clients without a token get no details, and cause at most one check a second.
     let mut last = ingress.last_ready.lock().await;
     let is_ready = match *last {
         Some((at, is_ready)) if at.elapsed() < CHECK_INTERVAL => is_ready,
@@ -59,15 +59,15 @@ pub(crate) async fn readyz(
     }
     match is_ready {
         true => Ok(READY.into()),
-        false => Err(Error::Unavailable("nothing can be stored now; ask with a token for more".into())),
+        false => Err(Error::Unavailable("nothing can be stored now; send a token to see the reason".into())),
     }
 }
 
 async fn ready(store: &dyn Store, config: &ServeConfig, ingress: &Ingress) -> Result<String> {
-    // Whatever the database says of a row that is sound: nothing can be written.
+    // Any error here means that the database cannot be written.
     store.ready().await.map_err(|error| Error::Unavailable(error.to_string()))?;
     let mut folders = vec![config.data_dir.join("jobs")];
-    // The database's file may lie on another disk.
+    // The database's file may be on another disk.
     folders.extend(Location::of(config).ok().and_then(|location| location.folder_outside(&config.data_dir)));
     let folders = folders.into_iter().map(|folder| tokio::task::spawn_blocking(move || probe(&folder)));
     for probed in folders.collect::<Vec<_>>() {
@@ -82,7 +82,7 @@ fn probe(folder: &Path) -> Result<()> {
     let path: PathBuf = folder.join(format!(".ready-{}", uuid::Uuid::new_v4()));
     let written = fs::File::create_new(&path).and_then(|mut file| {
         io::Write::write_all(&mut file, &[0; PROBE_BYTES])?;
-        // Some file systems report only now that the disk is full.
+        // Some file systems report a full disk only here.
         file.sync_data()
     });
     let removed = fs::remove_file(&path);
@@ -91,7 +91,7 @@ fn probe(folder: &Path) -> Result<()> {
     })
 }
 
-/// Numbers in Prometheus' text format 0.0.4
+/// Export metrics in Prometheus' text format 0.0.4
 #[utoipa::path(get, path = "/metrics", tag = "health", responses((status = 200, body = String, content_type = "text/plain")))]
 pub(crate) async fn prometheus(
     State(store): State<Arc<dyn Store>>,
@@ -134,7 +134,7 @@ pub(crate) async fn prometheus(
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text))
 }
 
-/// Begins a family of samples.
+/// Writes the header of a metric family.
 fn begin(text: &mut String, name: &str, kind: &str, help: &str) {
     let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
 }

@@ -1,4 +1,4 @@
-//! Answers that are pages.
+//! Responses with HTML pages.
 
 use crate::{
     auth::access::Caller,
@@ -14,7 +14,7 @@ pub(crate) fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
     Ok(Html(html).into_response())
 }
 
-/// Who looks at a page.
+/// Returns the viewer of a page for its layout.
 pub(crate) fn viewer(caller: &Caller) -> Viewer {
     caller.viewer()
 }

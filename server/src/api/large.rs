@@ -1,4 +1,5 @@
-//! Answers that may have megabytes: a few are made at a time, on threads of their own, so that other requests are answered meanwhile.
+//! Responses that may have megabytes. Only a few are produced at a time, and they are serialized on blocking threads, so that other requests are
+//! not delayed.
 
 use crate::http::error::{Error, Result};
 use axum::{
@@ -9,15 +10,15 @@ use serde::Serialize;
 use std::time::Duration;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-/// Pages of more elements than this take turns.
+/// Maximum number of elements of a page that needs no permit.
 const SMALL: u32 = 100;
 static AT_ONCE: Semaphore = Semaphore::const_new(2);
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Held while a page of so many elements is read and written as JSON; a small one waits for no turn.
+/// Returns a permit to hold while a page of at most `limit` elements is read and serialized; `None` for a small page.
 ///
 /// # Errors
-/// 503: others take too long.
+/// 503: other requests hold the permits for too long.
 pub(super) async fn turn(limit: u32) -> Result<Option<SemaphorePermit<'static>>> {
     if limit <= SMALL {
         return Ok(None);
@@ -28,10 +29,10 @@ pub(super) async fn turn(limit: u32) -> Result<Option<SemaphorePermit<'static>>>
     turn.map_err(|_| busy())?.map(Some).map_err(|_| busy())
 }
 
-/// The answer with this value.
+/// Returns a response with this value as JSON.
 ///
 /// # Errors
-/// It cannot be written as JSON.
+/// The value cannot be serialized.
 pub(super) async fn json(value: impl Serialize + Send + 'static) -> Result<Response> {
     let written = tokio::task::spawn_blocking(move || serde_json::to_vec(&value)).await;
     let failed = |error: String| Error::Internal(format!("an answer: {error}"));

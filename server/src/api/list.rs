@@ -1,5 +1,5 @@
-//! What all lists have in common: `limit`, `cursor` and `next_cursor`, `sort`, `fields`, `count` and `total`, and times of creation.
-//! Lists that fit into memory are sorted and cut here ([`List`]); jobs and events are by their queries.
+//! The parameters of all lists: `limit`, `cursor` and `next_cursor`, `sort`, `fields`, `count` and `total`, and times of creation. Lists that fit
+//! into memory are sorted and paged here ([`List`]). Queries to the store sort and page jobs and events.
 
 mod cursor;
 
@@ -19,34 +19,34 @@ use serde_json::Value;
 use std::cmp::Ordering;
 use utoipa::IntoParams;
 
-/// Elements of one answer, at most; as documented at each query.
+/// Maximum page size. The documentation of each list's parameters repeats this number.
 pub(super) const MAX_LIMIT: u32 = 1000;
 
-/// Which part of a list, and what of each element.
+/// Parameters of lists that fit into memory.
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct ListParams {
-    /// At most so many: 1 to 1000; 1000 when absent.
+    /// Page size, 1 to 1000 (default 1000).
     #[param(minimum = 1, maximum = 1000)]
     limit: Option<u32>,
-    /// `next_cursor` of the page before, with the same `sort`.
+    /// `next_cursor` of the previous page, requested with the same `sort`.
     cursor: Option<String>,
-    /// The field to sort by, with `-` before it for the largest first.
+    /// Sort key, with a leading `-` for descending order.
     sort: Option<String>,
-    /// Only these fields of each element, with commas between.
+    /// Comma-separated names of the fields to return of each element.
     #[param(min_length = 1)]
     fields: Option<String>,
-    /// Also how many elements there are on all pages together, as `total`.
+    /// Whether to return the number of elements on all pages as `total`.
     count: Option<bool>,
-    /// Only what was made at this time or later (RFC 3339).
+    /// Only elements created at this time or later (RFC 3339).
     #[param(format = DateTime)]
     created_after: Option<String>,
-    /// Only what was made before this time (RFC 3339).
+    /// Only elements created before this time (RFC 3339).
     #[param(format = DateTime)]
     created_before: Option<String>,
 }
 
-/// The elements of a page, of which an answer has what is asked for.
+/// The elements of a page. Serializing them includes only the requested fields.
 #[derive(Debug)]
 pub(crate) struct Elements<T> {
     pub(super) items: Vec<T>,
@@ -61,7 +61,7 @@ impl<T: Serialize> Serialize for Elements<T> {
     }
 }
 
-/// A page of a list that fits into memory. Answers name its elements.
+/// A page of a list that fits into memory.
 #[derive(Debug)]
 pub(super) struct Page<T> {
     pub(super) elements: Elements<T>,
@@ -69,27 +69,29 @@ pub(super) struct Page<T> {
     pub(super) total: Option<u64>,
 }
 
-/// The fields that are asked for.
+/// The requested fields.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Fields(Vec<&'static str>);
 
 impl Fields {
+    /// Parses the parameter `fields`; `None` if it is absent.
+    ///
     /// # Errors
-    /// One that the elements do not have.
+    /// 400: the elements do not have a field of this name.
     pub(super) fn parse(asked: Option<&str>, known: &'static [&'static str]) -> Result<Option<Self>> {
         let Some(asked) = asked else { return Ok(None) };
         let named = asked.split(',').map(|name| known_name("field", name.trim(), known));
         Ok(Some(Self(named.collect::<Result<_>>()?)))
     }
 
-    /// Whether a field is asked for.
+    /// Whether a field is requested.
     pub(super) fn has(&self, name: &str) -> bool {
         self.0.contains(&name)
     }
 
-    /// What of an element is asked for.
+    /// Serializes the requested fields of an element.
     pub(super) fn of(&self, item: &impl Serialize) -> serde_json::Result<Value> {
-        // Through text, so that an f32 of 0.1 stays 0.1.
+        // Converts through text, so that an f32 of 0.1 stays 0.1.
         let mut item: Value = serde_json::from_str(&serde_json::to_string(item)?)?;
         if let Value::Object(fields) = &mut item {
             fields.retain(|name, _| self.0.contains(&name.as_str()));
@@ -98,8 +100,10 @@ impl Fields {
     }
 }
 
+/// Looks up a name of a request in `known`.
+///
 /// # Errors
-/// 400: it is none of `known`; with the nearest one.
+/// 400: the name is unknown. The message suggests the most similar known name.
 pub(super) fn known_name(what: &str, name: &str, known: &[&'static str]) -> Result<&'static str> {
     if let Some(found) = known.iter().find(|known| **known == name) {
         return Ok(*found);
@@ -111,15 +115,15 @@ pub(super) fn known_name(what: &str, name: &str, known: &[&'static str]) -> Resu
     Err(Error::BadRequest(format!("there is no {what} {:?} here; {names}", shortened(name))))
 }
 
-/// A sort key of a request: its name without the sign, and whether the largest comes first.
+/// Splits a sort key of a request into the name and whether the order is descending.
 pub(super) fn sort_key(sort: &str) -> (&str, bool) {
     sort.strip_prefix('-').map_or((sort, false), |name| (name, true))
 }
 
-/// A time of a request.
+/// Parses a time of a request.
 ///
 /// # Errors
-/// 400: it is none.
+/// 400: the text is not a time.
 pub(super) fn time(key: &str, text: Option<&str>) -> Result<Option<Timestamp>> {
     let Some(text) = text else { return Ok(None) };
     text.parse().map(Some).map_err(|_| {
@@ -130,14 +134,14 @@ pub(super) fn time(key: &str, text: Option<&str>) -> Result<Option<Timestamp>> {
     })
 }
 
-/// What an element is sorted by.
+/// A value by which elements are sorted.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Key {
     Number(f64),
     Text(String),
     Missing,
-    /// Of several parts, the first of which weighs most.
+    /// Several values, compared in this order.
     Each(Vec<Key>),
 }
 
@@ -149,7 +153,7 @@ impl From<&str> for Key {
 
 impl From<Option<f64>> for Key {
     fn from(number: Option<f64>) -> Self {
-        // A cursor is JSON, which has no other numbers.
+        // JSON, and so a cursor, cannot represent other numbers.
         number.filter(|number| number.is_finite()).map_or(Key::Missing, Key::Number)
     }
 }
@@ -161,7 +165,7 @@ impl From<Timestamp> for Key {
 }
 
 impl Key {
-    /// What has no value comes last in either direction.
+    /// Compares two keys. Missing values come last in both directions.
     fn order(&self, other: &Self, descending: bool) -> Ordering {
         let rank = |key: &Key| match key {
             Key::Number(_) => 0,
@@ -184,33 +188,33 @@ impl Key {
 
 /// A list that fits into memory.
 pub(super) struct List<T: 'static> {
-    /// Of the elements in the answer, for cursors.
+    /// Name of the list in responses, for cursors.
     pub(super) name: &'static str,
-    /// Of an element, as in JSON.
+    /// Names of the elements' fields in JSON.
     pub(super) fields: &'static [&'static str],
-    /// What it can be sorted by.
+    /// Sort keys.
     pub(super) sorts: &'static [(&'static str, fn(&T) -> Key)],
-    /// When `sort` is absent.
+    /// Sort key if `sort` is absent.
     pub(super) default_sort: &'static str,
-    /// Elements of the same value follow by it.
+    /// Id of an element, which orders elements with equal sort keys.
     pub(super) id: fn(&T) -> &str,
-    /// When it was made; none for what has no such time, which refuses to be asked for it.
+    /// Time of creation of an element. If `None`, the parameters for times of creation are refused.
     pub(super) created: Option<fn(&T) -> Timestamp>,
 }
 
 impl<T> List<T> {
-    /// The part that is asked for, of a list that the server has one of.
+    /// Returns the requested page of a list that exists once in the server.
     ///
     /// # Errors
-    /// 400: a limit, cursor, field, sort or time that is none.
+    /// 400: a parameter is invalid.
     pub(super) fn page(&self, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
         self.cut(items, params, Pages::new(self.name, self.sort(params)))
     }
 
-    /// The part that is asked for, of a job's list.
+    /// Returns the requested page of a list of a job.
     ///
     /// # Errors
-    /// As [`Self::page`].
+    /// 400: a parameter is invalid.
     pub(super) fn page_of_job(&self, job: &JobId, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
         self.cut(items, params, Pages::new(self.name, self.sort(params)).of_job(job.as_str()))
     }
@@ -249,10 +253,10 @@ impl<T> List<T> {
     }
 }
 
-/// Sorts `items` by `key`, those of the same by `id`, and leaves at most `limit` of them behind a cursor; answers the next cursor.
+/// Sorts `items` by `key` and then by `id`, and keeps at most `limit` items after the cursor `from`. Returns the next cursor.
 ///
 /// # Errors
-/// 400: a cursor that is none of these pages.
+/// 400: the cursor does not belong to these pages.
 pub(super) fn part<T>(
     items: &mut Vec<T>,
     pages: Pages,

@@ -1,4 +1,4 @@
-//! Handlers: a folder a resource. `router.rs` maps addresses to them.
+//! Handlers, with a folder or file for each resource. `router.rs` maps URLs to handlers.
 
 mod agents;
 mod assets;
@@ -21,15 +21,14 @@ mod webhooks;
 
 use crate::http::error::{Error, Result};
 
-/// Does work that must not be left half done, whether or not its client waits for the end: a request that is hung up on is
-/// dropped where it stands.
+/// Runs work to completion even if the client disconnects. Without this, the handler of a disconnected client is dropped at any `await`.
 async fn to_the_end<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
     tokio::spawn(work).await.map_err(|e| Error::Internal(format!("a request's work: {e}")))?
 }
 
-/// The close code for what is wrong with a websocket's frames: too large, or not as the protocol has them.
+/// Returns the close code for an error in a websocket's frames: a frame is too large, or violates the protocol.
 fn close_code_of(error: &axum::Error) -> u16 {
     use axum::extract::ws::close_code;
-    // The library keeps its kinds of errors to itself.
+    // The library does not export the kinds of its errors.
     if error.to_string().contains("too long") { close_code::SIZE } else { close_code::PROTOCOL }
 }

@@ -1,5 +1,4 @@
-//! Every URL of the server, one table. What stands under `/api/v1` is taken from the handlers' own
-//! descriptions, so `openapi.json` cannot forget one.
+//! The table of all URLs of the server. Routes under `/api/v1` come from the handlers' descriptions, so `openapi.json` has all of them.
 
 use super::{
     agents, assets, checkpoints, datasets, docs, health, jobs, models, people, runs, sweeps, webhooks,
@@ -35,19 +34,19 @@ use tower_http::{
 use utoipa::OpenApi;
 use utoipa_axum::{router::OpenApiRouter, routes};
 
-/// The largest body of a request. A specification or a form takes a few kilobytes.
+/// Maximum size of a request's body, in bytes. A specification or a form has a few kilobytes.
 const BODY_BYTES: usize = 1 << 20;
-/// Until a handler must have begun to answer. Looking at a large dataset takes longest.
+/// Time limit for a handler to begin a response. Requests for large datasets take longest.
 const PATIENCE: Duration = Duration::from_secs(150);
 
 #[derive(OpenApi)]
 #[openapi(info(
     title = "Lockstep",
-    description = "Submit training jobs, watch them, fetch what they made. Errors are RFC 9457 problems."
+    description = "Submit training jobs, monitor them, and download their results. Errors are RFC 9457 problems."
 ))]
 struct Document;
 
-/// What programs rely on.
+/// Routes of the REST interface.
 fn api() -> OpenApiRouter<App> {
     let v1 = OpenApiRouter::new()
         .routes(routes!(jobs::list::list, jobs::create::create))
@@ -150,13 +149,13 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
     document::complete(api().into_openapi())
 }
 
-/// This document
+/// Show the OpenAPI document
 #[utoipa::path(get, path = "/openapi.json", tag = "document", responses((status = 200, body = Object)))]
 async fn served_document() -> Json<utoipa::openapi::OpenApi> {
     Json(openapi())
 }
 
-/// What is not in the document: pages and what they load.
+/// Routes that are not in the OpenAPI document: pages and their files, and calls of MLflow's clients.
 fn pages() -> [(&'static str, MethodRouter<App>); 30] {
     [
         ("/", get(jobs::pages::home)),
@@ -183,7 +182,7 @@ fn pages() -> [(&'static str, MethodRouter<App>); 30] {
         ("/logout", post(people::login::sign_out)),
         ("/static/{*path}", get(assets::asset)),
         ("/api/{*path}", any(no_such_call)),
-        // As MLflow's clients call them. Those that `gate/rules.rs` tells apart have lines of their own.
+        // Calls of MLflow's clients. Those with a rule of their own in `gate/rules.rs` are listed separately.
         ("/api/2.0/mlflow/experiments/search", any(runs::mlflow::call)),
         ("/api/2.0/mlflow/runs/create", any(runs::mlflow::call)),
         ("/api/2.0/mlflow/runs/delete", any(runs::mlflow::call)),
@@ -195,7 +194,7 @@ fn pages() -> [(&'static str, MethodRouter<App>); 30] {
     ]
 }
 
-/// The paths of pages and of what they load, for whoever walks all of them.
+/// The paths of all pages and their files, for tests.
 pub fn page_paths() -> Vec<&'static str> {
     pages().into_iter().map(|(path, _)| path).collect()
 }
@@ -212,8 +211,8 @@ pub(crate) fn build_router(app: App) -> Router {
         .layer(DefaultBodyLimit::max(BODY_BYTES))
         .layer(middleware::from_fn_with_state(app.config.clone(), slow_body::refuse))
         .layer(middleware::from_fn(in_time))
-        // Weights do not compress, and ranges are of the file's own bytes.
-        // The quickest way: charts wait for their answers, and the slowest saves a tenth more.
+        // Weights do not compress, and ranges refer to the uncompressed file.
+        // The fastest level, because charts wait for responses, and the slowest level saves only a tenth more.
         .layer(CompressionLayer::new().quality(CompressionLevel::Fastest).compress_when(
             DefaultPredicate::new().and(NotForContentType::const_new("application/octet-stream")),
         ))
@@ -221,7 +220,7 @@ pub(crate) fn build_router(app: App) -> Router {
         .layer(middleware::from_fn_with_state(app.gate.clone(), gate::gate))
         .layer(middleware::from_fn_with_state(app.gate.clone(), guard::guard))
         .layer(PropagateRequestIdLayer::x_request_id())
-        // A span without events of its own: requests are in the access log.
+        // A span without events, because requests are in the access log.
         .layer(
             TraceLayer::new_for_http()
                 .make_span_with(request_id::span)
@@ -246,7 +245,7 @@ async fn in_time(request: Request, next: Next) -> Response {
     match tokio::time::timeout(PATIENCE, next.run(request)).await {
         Ok(response) => response,
         Err(_) => {
-            let detail = format!("this was not done within {} s; try again", PATIENCE.as_secs());
+            let detail = format!("the request was not completed within {} s; try again", PATIENCE.as_secs());
             Error::Refused(StatusCode::GATEWAY_TIMEOUT, detail).into_response()
         }
     }
@@ -261,7 +260,7 @@ async fn no_such_call() -> Error {
 }
 
 async fn wrong_method() -> Error {
-    let detail = "this address does not know that method; see /api/v1/openapi.json";
+    let detail = "this address does not support that method; see /api/v1/openapi.json";
     Error::Refused(StatusCode::METHOD_NOT_ALLOWED, detail.into())
 }
 

@@ -1,4 +1,4 @@
-//! This server's address as its client sees it, for commands to copy and links.
+//! The server's URL as the client sees it, for commands to copy and for links.
 
 use crate::http::ingress::{Ingress, Peer};
 use axum::{
@@ -7,7 +7,7 @@ use axum::{
 };
 use std::{convert::Infallible, sync::Arc};
 
-/// The public URL where one is set; otherwise the scheme and host of the request.
+/// The public URL if one is configured, otherwise the scheme and host of the request.
 #[derive(Debug, Clone)]
 pub(crate) struct ServerUrl(pub(crate) String);
 

@@ -1,4 +1,4 @@
-//! Webhooks, for admins: add, list, change, remove, test; their messages; the page.
+//! Webhooks, for admins: add, list, change, remove and test webhooks, list their messages, and the page.
 
 use super::{
     html::{Page as HtmlPage, html, viewer},
@@ -28,64 +28,64 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use utoipa::ToSchema;
 
-/// Webhooks of a server.
+/// Maximum number of webhooks.
 const WEBHOOKS: usize = 50;
-/// Longest address, in bytes.
+/// Maximum length of a webhook's URL, in bytes.
 const URL_BYTES: usize = 2000;
-/// Messages of a webhook that are listed: the newest.
+/// Maximum number of listed messages of a webhook (the newest ones).
 const LISTED: u32 = 1000;
-/// Messages of a webhook on the page.
+/// Number of messages of each webhook on the page.
 const SHOWN: u32 = 5;
 
-/// A webhook to be added.
+/// A webhook to add.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewWebhook {
-    /// Where messages are posted: `https://` or `http://`, at most 2000 bytes.
+    /// URL to which messages are posted, with `https://` or `http://` and at most 2000 bytes.
     url: String,
     #[serde(default)]
     form: WebhookForm,
-    /// Only jobs of this project; of all projects when absent.
+    /// Only events of jobs of this project (default: all projects).
     #[serde(default)]
     project: Option<String>,
-    /// What it is told; `job.succeeded`, `job.failed` and `job.cancelled` when absent.
+    /// Events to send (default: `job.succeeded`, `job.failed` and `job.cancelled`).
     #[serde(default)]
     events: Option<Vec<WebhookEvent>>,
-    /// Whether messages are sent; true when absent.
+    /// Whether messages are sent (default: true).
     #[serde(default)]
     enabled: Option<bool>,
 }
 
-/// What is to change; what is absent stays.
+/// Changes of a webhook. Absent fields stay unchanged.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WebhookChange {
     url: Option<String>,
     form: Option<WebhookForm>,
-    /// Empty: all projects.
+    /// Only events of jobs of this project; empty for all projects.
     project: Option<String>,
     events: Option<Vec<WebhookEvent>>,
     enabled: Option<bool>,
 }
 
-/// A webhook that was added.
+/// A new webhook.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct MadeWebhook {
-    /// What its messages are signed with. It is shown this once.
+    /// The secret with which messages are signed. It is shown only here.
     secret: String,
     #[serde(flatten)]
     webhook: Webhook,
 }
 
-/// Every webhook.
+/// A page of webhooks.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct WebhookList {
-    /// The first made first, unless `sort` says otherwise.
+    /// Oldest first, unless `sort` is given.
     #[schema(value_type = Vec<Webhook>)]
     webhooks: Elements<Webhook>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: webhooks on all pages together.
+    /// Number of webhooks on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
@@ -96,15 +96,15 @@ impl From<Page<Webhook>> for WebhookList {
     }
 }
 
-/// Messages of a webhook.
+/// A page of messages of a webhook.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct DeliveryList {
-    /// The newest first, unless `sort` says otherwise.
+    /// Newest first, unless `sort` is given.
     #[schema(value_type = Vec<Delivery>)]
     deliveries: Elements<Delivery>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: messages on all pages together.
+    /// Number of messages on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
@@ -140,17 +140,19 @@ fn mistake(pointer: &str, detail: String) -> Error {
     Error::Invalid(vec![SpecError { pointer: pointer.into(), detail }])
 }
 
+/// Returns the webhook with this id.
+///
 /// # Errors
-/// No webhook has this id, or the store's.
+/// No webhook has this id, or the store cannot be read.
 async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
     let found = webhooks.store.webhooks().await?.into_iter().find(|row| row.webhook.id == id);
     found.ok_or_else(|| Error::NotFound("no webhook has this id".into()))
 }
 
-/// Makes a change of a webhook.
+/// Applies a change to a webhook.
 ///
 /// # Errors
-/// A mistake in it.
+/// The change has a mistake.
 fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> Result<()> {
     if let Some(text) = change.url {
         let url = Url::parse(text.trim());
@@ -191,7 +193,7 @@ fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> R
 /// Adds a webhook.
 ///
 /// # Errors
-/// A mistake in it, or there are too many.
+/// The webhook has a mistake, or the maximum number of webhooks is reached.
 async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
     let mut webhook = Webhook {
         id: uuid::Uuid::now_v7().simple().to_string(),
@@ -218,20 +220,24 @@ async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
     Ok(row)
 }
 
+/// Changes a webhook.
+///
 /// # Errors
-/// No webhook has this id, or a mistake in the change.
+/// No webhook has this id, or the change has a mistake.
 async fn edit(webhooks: &Webhooks, id: &str, change: WebhookChange) -> Result<Webhook> {
     let _one_at_a_time = webhooks.changing.lock().await;
     let mut row = find(webhooks, id).await?;
     apply(webhooks, &mut row.webhook, change)?;
     webhooks.store.put_webhook(&row).await?;
-    // What waits for a webhook that is enabled again.
+    // Sends the waiting messages of a webhook that was enabled again.
     webhooks.wake();
     Ok(row.webhook)
 }
 
+/// Removes a webhook.
+///
 /// # Errors
-/// No webhook has this id.
+/// No webhook has this id, or the store cannot be written.
 async fn remove(webhooks: &Webhooks, id: &str) -> Result<()> {
     let _one_at_a_time = webhooks.changing.lock().await;
     find(webhooks, id).await?;
@@ -253,7 +259,8 @@ pub(crate) async fn list(
 
 /// Add a webhook
 ///
-/// The server posts a message to it for each event of a job that is not private, signed as Standard Webhooks has it.
+/// The server posts a message to the webhook's URL for each event of a job that is not private. Messages are signed as specified by Standard
+/// Webhooks.
 #[utoipa::path(post, path = "/webhooks", tag = "webhooks", request_body = NewWebhook,
     responses((status = 201, body = MadeWebhook), (status = 409, body = Problem, description = "There are 50 webhooks"),
         (status = 422, body = Problem)))]
@@ -268,7 +275,7 @@ pub(crate) async fn create(
 
 /// Change a webhook
 ///
-/// Enabled again, it gets the messages that still wait.
+/// A webhook that is enabled again receives the messages that still wait.
 #[utoipa::path(patch, path = "/webhooks/{id}", tag = "webhooks", params(("id" = String, Path)), request_body = WebhookChange,
     responses((status = 200, body = Webhook), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn change(
@@ -281,7 +288,7 @@ pub(crate) async fn change(
 
 /// Remove a webhook
 ///
-/// With its messages, also those that wait.
+/// The webhook's messages are removed, too, including those that wait.
 #[utoipa::path(delete, path = "/webhooks/{id}", tag = "webhooks", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn delete(
@@ -294,7 +301,7 @@ pub(crate) async fn delete(
 
 /// Send a test to a webhook
 ///
-/// At once, also to one that is disabled, and only once. Answers how that went.
+/// The message is sent at once and only once, even if the webhook is disabled. The response has the result.
 #[utoipa::path(post, path = "/webhooks/{id}/test", tag = "webhooks", params(("id" = String, Path)),
     responses((status = 200, body = Delivery), (status = 404, body = Problem)))]
 pub(crate) async fn test(
@@ -305,9 +312,9 @@ pub(crate) async fn test(
     Ok(Json(webhooks.test(&row).await?))
 }
 
-/// Messages of a webhook, with each attempt to send them
+/// List messages of a webhook, with each attempt to send them
 ///
-/// For a week; after its last attempt a message is kept among the newest 100. `sort`: `created`.
+/// Messages are kept for a week. Of the delivered and failed messages, only the newest 100 are kept. `sort`: `created`.
 #[utoipa::path(get, path = "/webhooks/{id}/deliveries", tag = "webhooks", params(("id" = String, Path), ListParams),
     responses((status = 200, body = DeliveryList), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn deliveries(
@@ -328,13 +335,13 @@ pub(crate) async fn show(
     page(&webhooks, &caller, Notice::default()).await
 }
 
-/// What the page says besides what there is.
+/// Messages on the page of webhooks.
 #[derive(Default)]
 struct Notice {
-    /// The address in the form.
+    /// The URL in the form.
     url: String,
     error: String,
-    /// Of a webhook that was added just now.
+    /// Secret of a new webhook.
     secret: String,
 }
 
@@ -386,7 +393,7 @@ fn line(delivery: Delivery) -> views::DeliveryLine {
     }
 }
 
-/// `POST /webhooks`: what the page asks for.
+/// `POST /webhooks`: handles the forms of the page.
 pub(crate) async fn submit(
     State(webhooks): State<Arc<Webhooks>>,
     Extension(caller): Extension<Caller>,
@@ -410,7 +417,7 @@ pub(crate) async fn submit(
         "enable" => edit(&webhooks, &id, enable(true)).await.map(|_| None),
         "disable" => edit(&webhooks, &id, enable(false)).await.map(|_| None),
         "remove" => remove(&webhooks, &id).await.map(|()| None),
-        _ => Err(mistake("/action", "is none of this page's".into())),
+        _ => Err(mistake("/action", "is not an action of this page".into())),
     };
     let concerns = |id: &str| Extension(AuditSubject(format!("{action} {id:?}")));
     match done {
@@ -427,12 +434,12 @@ pub(crate) async fn submit(
     }
 }
 
-/// The webhook that the form has.
+/// Reads a new webhook from the form.
 ///
 /// # Errors
-/// A form or an event that is none.
+/// The kind of message or an event is unknown.
 fn new(pairs: &[(String, String)], field: &impl Fn(&str) -> String) -> Result<NewWebhook> {
-    let known = |pointer: &str| mistake(pointer, "is none of the page's".into());
+    let known = |pointer: &str| mistake(pointer, "is not a choice of this page".into());
     let form = WebhookForm::ALL.into_iter().find(|form| form.as_str() == field("form"));
     let chosen = pairs.iter().filter(|(key, _)| key == "event");
     let events = chosen.map(|(_, value)| {

@@ -369,7 +369,10 @@ async fn a_fork_says_how_the_learning_rate_goes_on_and_that_its_pictures_were_tr
             json!({"train.epochs": 3}),
             &["the learning rate changes where the run continues: it was", "at the last one, 111"][..],
         ),
-        (json!({"data.validation_seed": 1}), &["pictures that the parent trained on measure the fork"]),
+        (
+            json!({"data.validation_seed": 1}),
+            &["the fork is validated on pictures that the parent trained on"],
+        ),
         (json!({"train.seed": 1, "train.momentum": 0.8}), &[]),
     ] {
         let (_, before) = server.get("/jobs?count=true").await;

@@ -490,7 +490,7 @@ async fn the_page_adds_tests_and_removes_webhooks() {
         ("action=add&url=nothing&form=slack&event=job.failed", 422, "must be an address"),
         ("action=add&url=https://a.example/&form=slack&project=", 422, "must name an event"),
         ("action=test&id=nothing", 404, "no webhook has this id"),
-        ("action=launch&id=nothing", 422, "is none of this page"),
+        ("action=launch&id=nothing", 422, "is not an action of this page"),
     ] {
         let (code, page) = post(body.into()).await;
         assert!(code == status && page.contains(words), "{body}: {code} {page}");

@@ -1,5 +1,5 @@
-//! A dataset's files, for agents that have not its folder: the list of them, and their bytes. An agent gets those of the dataset of an
-//! attempt that it holds, while it holds it.
+//! A dataset's files, for agents on machines without the dataset's folder: the list of files, and their bytes. An agent gets only the files of
+//! the dataset of an attempt that it holds.
 
 use super::requesting_agent::RequestingAgent;
 use crate::{
@@ -31,9 +31,10 @@ use lockstep_protocol::{
 use std::io;
 use std::sync::Arc;
 
-/// The list of a dataset's files
+/// List a dataset's files
 ///
-/// For an agent that runs an attempt on it and has it not: JSON, an entry a line, the last of which is `end` or `failed`.
+/// For an agent that runs an attempt on a machine without the dataset. The response has a JSON entry in each line; the last entry is `end` or
+/// `failed`.
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/dataset/files", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)),
     responses((status = 200, content_type = "application/x-ndjson", body = String), (status = 403, body = Problem),
@@ -54,14 +55,14 @@ pub(crate) async fn list(
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response())
 }
 
-/// Parts of a dataset's files
+/// Read parts of a dataset's files
 ///
-/// Each must be as the list had it. Several small files come in one answer; a large file comes in parts, from any byte on.
+/// Each file must be unchanged since the list. A request may name several small files, or parts of a large file from any byte on.
 #[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/dataset/files", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)), request_body = DatasetParts,
     responses((status = 200, content_type = "application/octet-stream"), (status = 400, body = Problem), (status = 403, body = Problem),
         (status = 404, body = Problem, description = "The server has no such files"),
-        (status = 422, body = Problem, description = "Not what an agent asks for, or the files cannot be copied")))]
+        (status = 422, body = Problem, description = "The request is invalid, or the files cannot be copied")))]
 pub(crate) async fn parts(
     State(auth): State<Arc<Auth>>,
     State(datasets): State<Arc<Datasets>>,
@@ -74,7 +75,7 @@ pub(crate) async fn parts(
     asking.holds(&datasets.agents)?;
     let body = body.map_err(|why| Error::Refused(why.status(), why.body_text()))?;
     let wanted: DatasetParts = serde_json::from_slice(&body)
-        .map_err(|e| Error::BadRequest(format!("parts of a dataset are asked for by JSON: {e}")))?;
+        .map_err(|e| Error::BadRequest(format!("a request for parts of a dataset must be JSON: {e}")))?;
     check(&wanted)?;
     let (dataset, tree) = tree(&datasets, &asking).await?;
     report(&datasets, &asking, &dataset, &wanted).await;
@@ -82,8 +83,10 @@ pub(crate) async fn parts(
     Ok(([(header::CONTENT_TYPE, "application/octet-stream")], body).into_response())
 }
 
+/// Checks a request for parts.
+///
 /// # Errors
-/// More than an agent asks for at once.
+/// 422: the request has too many or too large parts, or its sizes contradict each other.
 fn check(wanted: &DatasetParts) -> Result<()> {
     let wrong = |detail: String| Err(unusable(detail));
     let bytes = wanted.parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.length));
@@ -117,7 +120,7 @@ fn no_files(dataset: &Dataset) -> Error {
     Error::NotFound(format!("the server's machine has no files at {}", dataset.path))
 }
 
-/// The dataset of an attempt, and where its files are.
+/// Returns the dataset of an attempt and the tree of its files.
 async fn tree(datasets: &Datasets, asking: &RequestingAgent) -> Result<(Dataset, Tree)> {
     let gone = |what: &str| Error::NotFound(format!("{what} is not registered any more"));
     let row = datasets.store.job(&asking.attempt.job).await?.ok_or_else(|| gone("the job"))?;
@@ -126,12 +129,12 @@ async fn tree(datasets: &Datasets, asking: &RequestingAgent) -> Result<(Dataset,
     let path = dataset.path.clone();
     let found = blocking(move || Tree::open(std::path::Path::new(&path))).await?;
     let tree = found.map_err(unusable)?.ok_or_else(|| no_files(&dataset))?;
-    // The server may have other roots since it was registered. That no link leads elsewhere, the tree says.
+    // The server may have other roots than when the dataset was registered. The tree refuses links that lead out of it.
     datasets.roots.check_found(&dataset.path).map_err(unusable)?;
     Ok((dataset, tree))
 }
 
-/// The job's log says how far the copy is.
+/// Reports the progress of the copy in the job's log.
 async fn report(datasets: &Datasets, asking: &RequestingAgent, dataset: &Dataset, wanted: &DatasetParts) {
     let (job, attempt) = (&asking.attempt.job, asking.attempt.attempt);
     let (copied, total) = (wanted.copied_bytes, wanted.total_bytes);
@@ -142,7 +145,7 @@ async fn report(datasets: &Datasets, asking: &RequestingAgent, dataset: &Dataset
     let megabytes = |bytes: u64| bytes as f64 / 1e6;
     let text = match news {
         CopyNotice::Anew => format!(
-            "the dataset {name} changed while {agent} copied it ({}): it is copied anew, {:.1} MB of which {:.1} MB are there",
+            "the dataset {name} changed while {agent} copied it ({}): it is copied anew, {:.1} MB of which {:.1} MB are already copied",
             wanted.anew.as_deref().unwrap_or_default(),
             megabytes(total),
             megabytes(copied)
@@ -160,7 +163,7 @@ async fn report(datasets: &Datasets, asking: &RequestingAgent, dataset: &Dataset
     datasets.events.log(job, text).await;
 }
 
-/// A body that is made while it is sent, off the threads that serve others.
+/// Returns a body that is read while it is sent, on threads for blocking work.
 fn chunks<T: Send + 'static>(source: T, next: fn(&mut T) -> io::Result<Option<Vec<u8>>>) -> Body {
     Body::from_stream(stream::try_unfold(source, move |mut source| async move {
         let made =

@@ -1,9 +1,9 @@
-//! Files of agents that have a disk of their own: their checkpoints come here while training continues, and the machine that continues a job
-//! fetches them from here.
+//! Files of agents that have a disk of their own. Such an agent uploads its checkpoints to the server while training continues, and a machine
+//! that continues the job downloads them from the server.
 //!
-//! A request says by headers which agent it is and which fencing token its attempt has. The token of the request must be that agent's.
-//! What may be fetched is what an attempt that the agent holds now may need; what may be uploaded is what the agent of rank 0 has reported,
-//! or another one after a rank was lost, also after the attempt's end, and by whichever later attempt the agent has.
+//! Headers of a request name the agent and the fencing token of its attempt. The access token of the request must belong to that agent.
+//! An agent may download the files that its current attempt may need. It may upload the checkpoints that it has reported: as the agent of
+//! rank 0, or as another agent after a rank was lost. It may also upload them after the attempt's end, and with a later attempt.
 
 use super::requesting_agent::RequestingAgent;
 use crate::{
@@ -36,19 +36,19 @@ use std::io;
 use std::sync::Arc;
 use utoipa::IntoParams;
 
-/// The largest note about a dataset.
+/// Maximum size of a dataset's fingerprint, in bytes.
 const NOTE_BYTES: usize = 64 << 10;
 
-/// A body, or why it was not read.
+/// A request's body, or why it could not be read.
 type Read = std::result::Result<Bytes, BytesRejection>;
 
 fn unread(why: BytesRejection) -> Error {
     Error::Refused(why.status(), why.body_text())
 }
 
-/// An agent has a disk of its own
+/// Report that an agent has a disk of its own
 ///
-/// Before it starts ranks of an attempt there. From now on the server expects the attempt's checkpoints to be uploaded.
+/// The agent sends this before it starts ranks of an attempt. The server then expects the agent to upload the attempt's checkpoints.
 #[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)),
     responses((status = 204), (status = 403, body = Problem, description = "The attempt is not this agent's")))]
@@ -65,9 +65,9 @@ pub(crate) async fn begin(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// What is still needed of an attempt
+/// Check whether an attempt's files are still needed
 ///
-/// An agent that has a disk of its own asks when it has uploaded all.
+/// An agent with a disk of its own sends this when it has uploaded all checkpoints.
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)), responses((status = 200, body = WhatIsNeeded)))]
 pub(crate) async fn needed(
@@ -83,10 +83,10 @@ pub(crate) async fn needed(
     Ok(Json(WhatIsNeeded { keep }))
 }
 
-/// A file of a checkpoint, for the agent that continues from it
+/// Download a file of a checkpoint to the agent that continues from it
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("id" = String, Path), ("file" = String, Path)),
-    responses((status = 200, content_type = "application/octet-stream"), (status = 206, description = "The range that was asked for"),
+    responses((status = 200, content_type = "application/octet-stream"), (status = 206, description = "The requested range"),
         (status = 403, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn file(
     State(auth): State<Arc<Auth>>,
@@ -115,9 +115,9 @@ pub(crate) async fn file(
     checkpoint_files::file(State(checkpoints), Path((id, file)), request).await
 }
 
-/// The dataset's fingerprint at a job's first start
+/// Report the dataset's fingerprint at a job's first start
 ///
-/// The first one counts; 409 says that the dataset of this agent is another.
+/// The first reported fingerprint is stored. 409 means that the dataset on this agent's machine differs.
 #[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/dataset", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)), request_body = Object,
     responses((status = 204), (status = 403, body = Problem), (status = 409, body = Problem, description = "Another machine of the job has another dataset")))]
@@ -148,7 +148,7 @@ pub(crate) async fn dataset(
     }
 }
 
-/// How much of a checkpoint has come
+/// Show how much of a checkpoint is uploaded
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/uploads/{name}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)),
     responses((status = 200, body = UploadState), (status = 403, body = Problem), (status = 404, body = Problem)))]
@@ -166,24 +166,24 @@ pub(crate) async fn upload_state(
     Ok(Json(state.map_err(refusal)?))
 }
 
-/// Where a piece belongs.
+/// Position of a piece in its file.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct PieceQuery {
-    /// How many bytes of the file were sent before.
+    /// Number of bytes of the file before this piece.
     #[serde(default)]
     offset: u64,
 }
 
-/// A piece of a checkpoint's file
+/// Upload a piece of a checkpoint's file
 ///
-/// `MANIFEST.json` comes first and in one piece; it says how large the others may be.
+/// `MANIFEST.json` must be uploaded first, in one piece. It limits the sizes of the other files.
 #[utoipa::path(put, path = "/agent/attempts/{job}/{attempt}/uploads/{name}/{file}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path), ("file" = String, Path), PieceQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
     responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "The piece does not follow what has come"),
-        (status = 422, body = Problem, description = "Not what an agent sends"),
+        (status = 409, body = Problem, description = "The piece does not follow the uploaded bytes"),
+        (status = 422, body = Problem, description = "The manifest or the piece is invalid"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
 pub(crate) async fn upload_piece(
     State(auth): State<Arc<Auth>>,
@@ -195,7 +195,7 @@ pub(crate) async fn upload_piece(
 ) -> Result<StatusCode> {
     let asking = RequestingAgent::of(&auth, &caller, request.headers(), &job, attempt)?;
     asking.uploads(&checkpoints, &name).await?;
-    // Read when it is known whose it is: pieces are large.
+    // Read only after the check of the agent, because pieces are large.
     let body = axum::body::to_bytes(request.into_body(), PIECE_BYTES).await.map_err(|error| {
         let detail = format!("a piece of at most {PIECE_BYTES} bytes was expected: {error}");
         Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
@@ -212,13 +212,13 @@ pub(crate) async fn upload_piece(
     }
 }
 
-/// A checkpoint has come
+/// Complete the upload of a checkpoint
 ///
-/// It is checked against its manifest; only then can it be downloaded, forked or continued from.
+/// The server checks the files against the manifest. Only then can the checkpoint be downloaded, forked or continued from.
 #[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/uploads/{name}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)),
     responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
-        (status = 422, body = Problem, description = "Its files are not those that were written: send it anew"),
+        (status = 422, body = Problem, description = "The files differ from the manifest: upload the checkpoint again"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
 pub(crate) async fn upload_done(
     State(auth): State<Arc<Auth>>,
@@ -241,7 +241,7 @@ pub(crate) async fn upload_done(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// A refusal; what the job's owner should know is written into its log, once.
+/// Returns the error for a refused upload. Also reports a full disk or damaged files in the job's log, once.
 async fn complain(events: &Events, attempt: &AttemptRef, name: &str, why: Refused) -> Error {
     let (what, text) = match &why {
         Refused::Io(error) => (
@@ -253,7 +253,7 @@ async fn complain(events: &Events, attempt: &AttemptRef, name: &str, why: Refuse
         Refused::Damaged(how) => (
             "damaged",
             format!(
-                "checkpoint {name} came damaged to the server ({how}); it is sent anew, unless it is damaged on its machine, too, whose agent says so then"
+                "checkpoint {name} came damaged to the server ({how}); its agent sends it anew, or reports that it is also damaged on its machine"
             ),
         ),
         Refused::Wrong(_) | Refused::Offset(_) | Refused::Busy => return refusal(why),

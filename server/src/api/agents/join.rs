@@ -1,4 +1,4 @@
-//! What another machine needs to join this server: an address that it reaches, a token, and the server's authority.
+//! Commands with which another machine joins this server: the server's address as seen from there, a token, and the server's authority.
 
 use crate::{
     config::{ServeConfig, TlsConfig, addresses::host_and_port},
@@ -7,7 +7,7 @@ use crate::{
 use lockstep_web::machines::Join;
 use std::net::IpAddr;
 
-/// `seen` is the address by which the reader of the page sees the server.
+/// Returns the parts of the commands to join. `seen` is the server's address in the browser of the page's reader.
 pub(crate) fn commands(
     config: &ServeConfig,
     ingress: &Ingress,
@@ -17,7 +17,7 @@ pub(crate) fn commands(
 ) -> Join {
     let (ip, port) = (config.listen.ip(), config.listen.port());
     let scheme = if config.tls.is_some() { "https" } else { "http" };
-    // Where a specific address is listened on, loopback is not.
+    // If the server listens on a specific address, loopback does not work.
     let own_host = if ip.is_unspecified() || ip.is_loopback() { "127.0.0.1".into() } else { host(ip) };
     Join {
         server_url: reachable(ingress, seen, ip, scheme, port),
@@ -30,13 +30,14 @@ pub(crate) fn commands(
     }
 }
 
-/// `node-1`, or the next of them that no machine is called.
+/// `node-1`, or the first such name that no machine has.
 fn free_name(known: &[String]) -> String {
     let mut names = (1..).map(|number: usize| format!("node-{number}"));
     names.find(|name| !known.contains(name)).unwrap_or_default()
 }
 
-/// Whether the host of a URL is whatever machine it is used on: loopback, or no address at all (`0.0.0.0`), which browsers take for that.
+/// Whether the host of a URL means the machine on which the URL is used: loopback, or the unspecified address (`0.0.0.0`), which browsers treat
+/// as loopback.
 fn is_local(url: &str) -> bool {
     let authority = url.split("://").last().unwrap_or_default();
     let Some((host, _)) = host_and_port(authority) else { return false };
@@ -52,10 +53,10 @@ fn host(ip: IpAddr) -> String {
     }
 }
 
-/// The address at which another machine reaches the server: the public one, the one that the reader uses, or, where the reader is on
-/// the server's machine, one of the machine's own. None where the server listens on loopback alone.
+/// Returns the URL at which another machine reaches the server: the public URL or the one that the reader uses. If the reader is on the server's
+/// machine, one of the machine's addresses; `None` if the server listens only on loopback.
 fn reachable(ingress: &Ingress, seen: &str, ip: IpAddr, scheme: &str, port: u16) -> Option<String> {
-    // A public URL, or a tunnel or a proxy that leads there from elsewhere by a name of its own.
+    // The public URL, or that of a tunnel or proxy.
     if !is_local(seen) {
         return Some(seen.to_owned());
     }
@@ -63,7 +64,7 @@ fn reachable(ingress: &Ingress, seen: &str, ip: IpAddr, scheme: &str, port: u16)
         return None;
     }
     let own = if ip.is_unspecified() {
-        // An address that came after the server's certificate was made is refused by those who check it.
+        // Prefers addresses that the server's certificate names. Clients refuse an address that was added after the certificate was issued.
         let is_named = |ip: &IpAddr| ingress.is_named(&ip.to_string());
         addresses().into_iter().min_by_key(|ip| (!is_named(ip), ip.is_ipv6()))?
     } else {

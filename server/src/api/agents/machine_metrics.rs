@@ -1,4 +1,4 @@
-//! What a machine measured: for lines of the last hours.
+//! Measurements of a machine over the last day, for charts.
 
 use crate::{
     agents::{
@@ -20,31 +20,32 @@ use utoipa::{IntoParams, ToSchema};
 
 const MAX_POINTS: u32 = 2000;
 
-/// From when on, and how finely.
+/// Parameters of `GET /agents/{id}/metrics`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct MachineMetricsQuery {
-    /// The earliest time, such as `2026-01-02T03:04:05Z`; a day ago when absent, and at the earliest.
+    /// The earliest time, such as `2026-01-02T03:04:05Z`, at most a day ago (default: a day ago).
     #[param(format = DateTime)]
     since: Option<String>,
-    /// Means of so many stretches of time, equally long: 1 to 2000. When absent: a mean a minute, and of the last ten minutes every sample.
+    /// Number of equal intervals of which means are returned, 1 to 2000. By default, the response has a mean for each minute, and every sample
+    /// of the last ten minutes.
     #[param(minimum = 1, maximum = 2000)]
     points: Option<u32>,
 }
 
-/// What a machine measured. All lists are as long as `at_ms`; `null` stands for what was not measured.
+/// Measurements of a machine. All lists have the length of `at_ms`; `null` stands for a missing value.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct MachineMetrics {
-    /// Times by the server's clock, milliseconds since 1970; of a mean, the end of its stretch.
+    /// Times by the server's clock, in milliseconds since 1970. The time of a mean is the end of its interval.
     at_ms: Vec<i64>,
     /// `cpu_utilization`, `load`, `memory_used_bytes`, `disk_used_bytes`, `disk_read_bytes_per_second`, `disk_written_bytes_per_second`,
     /// `network_received_bytes_per_second` and `network_sent_bytes_per_second`.
     machine: BTreeMap<&'static str, Vec<Option<f32>>>,
-    /// Slots that are GPUs.
+    /// Measurements of each slot that is a GPU.
     gpus: Vec<GpuMetrics>,
 }
 
-/// What a GPU measured.
+/// Measurements of a GPU.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct GpuMetrics {
     slot: u32,
@@ -52,9 +53,9 @@ pub(crate) struct GpuMetrics {
     metrics: BTreeMap<&'static str, Vec<Option<f32>>>,
 }
 
-/// What a machine measured
+/// Show a machine's measurements
 ///
-/// Every sample of the last ten minutes, which come every five seconds, and means of minutes of the last day.
+/// Every sample of the last ten minutes, which are taken every five seconds, and a mean for each minute of the last day.
 #[utoipa::path(get, path = "/agents/{id}/metrics", tag = "agents",
     params(("id" = String, Path), MachineMetricsQuery),
     responses((status = 200, body = MachineMetrics), (status = 400, body = Problem), (status = 404, body = Problem)))]
@@ -88,9 +89,9 @@ pub(crate) async fn find(
     Ok(Json(columns(&points)))
 }
 
-/// What there is from `since` on, in order.
+/// Returns the measurements from `since` on, in order.
 async fn measured(store: &dyn Store, agents: &Agents, id: &str, since: Timestamp) -> Result<Vec<Point>> {
-    // Asked first: what is stored in between is then here twice rather than nowhere.
+    // Read before the query, so that a minute that is stored in between is read twice rather than not at all.
     let (unstored, recent) = agents.machines.since(id, since);
     let mut minutes: BTreeMap<i64, Point> = BTreeMap::new();
     for row in store.machine_minutes(id, minute_of(since)).await?.iter().chain(&unstored) {
@@ -98,7 +99,7 @@ async fn measured(store: &dyn Store, agents: &Agents, id: &str, since: Timestamp
             minutes.insert(row.minute, point);
         }
     }
-    // Samples are here in place of the minutes that they make up.
+    // The newest samples replace the means of their minutes.
     let first = recent.first().map(|point| point.at);
     let older = minutes.into_values().filter(|point| point.at >= since && first.is_none_or(|f| point.at < f));
     Ok(older.chain(recent).collect())

@@ -37,18 +37,18 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use utoipa::ToSchema;
 
-/// One that is refused tries again every few seconds.
+/// How long a warning about a second agent with the same identity is shown. A refused agent tries again every few seconds.
 const TWIN_SHOWN: SignedDuration = SignedDuration::from_secs(60);
 
-/// Machines that have introduced themselves.
+/// A page of machines.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct AgentList {
-    /// By name, unless `sort` says otherwise.
+    /// Ordered by name, unless `sort` is given.
     #[schema(value_type = Vec<Agent>)]
     agents: Elements<Agent>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: machines on all pages together.
+    /// Number of machines on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
@@ -92,23 +92,23 @@ pub(crate) struct Agent {
     pub(super) id: String,
     pub(super) name: String,
     pub(super) online: bool,
-    /// It is to take no new work.
+    /// Whether the machine takes no new work.
     pub(super) draining: bool,
     #[schema(value_type = String)]
     pub(super) last_seen_at: Timestamp,
-    /// Since when its connection is there; absent when it is not.
+    /// Start of the current connection; absent if the machine is offline.
     #[schema(value_type = Option<String>)]
     pub(super) connected_at: Option<Timestamp>,
-    /// Until the attempts here end without word from this agent, in seconds; absent when there are none.
+    /// Seconds until the machine's attempts end if its agent is not heard from; absent without attempts.
     pub(super) lease_secs_left: Option<f64>,
     pub(super) machine: Machine,
-    /// In words, how fast its ranks reach others: the network's speed, and which GPUs NVLink joins; absent where neither is known.
+    /// Connections of the machine's ranks, as text: the network's speed, and the GPUs that NVLink connects; absent if neither is known.
     pub(super) links: Option<String>,
-    /// What it measured last; absent when that was never, or in an earlier life of the server.
+    /// The newest sample since the server's start; absent if the machine has sent none.
     pub(super) sample: Option<MachineSample>,
-    /// How many seconds ago that came.
+    /// Age of the newest sample, in seconds.
     pub(super) sample_age_secs: Option<f64>,
-    /// What is not as it should be, the worst first.
+    /// Warnings about the machine, most severe first.
     pub(super) warnings: Vec<MachineWarning>,
     pub(super) slots: Vec<SlotUse>,
 }
@@ -120,16 +120,16 @@ pub(crate) struct SlotUse {
     pub(super) slot: Slot,
     #[schema(value_type = Option<String>)]
     pub(super) job: Option<lockstep_protocol::JobId>,
-    /// Which of the job's ranks holds it. The job is absent, and the rank is not, where the job is private to somebody else.
+    /// The job's rank that holds the slot. For a private job of somebody else, only the rank is given.
     pub(super) rank: Option<u32>,
-    /// The waiting job that the slot is kept for, also while another one still holds it.
+    /// The waiting job for which the slot is reserved, even while another job still holds it.
     pub(super) kept_for: Option<KeptFor>,
 }
 
-/// What a slot is kept for.
+/// The reservation of a slot for a waiting job.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub(crate) struct KeptFor {
-    /// Absent where it is private to somebody else.
+    /// The job's id; absent for a private job of somebody else.
     #[schema(value_type = Option<String>)]
     pub(super) job: Option<lockstep_protocol::JobId>,
     #[schema(value_type = String)]
@@ -138,7 +138,7 @@ pub(crate) struct KeptFor {
 
 /// List machines
 ///
-/// `sort`: `name`, `last_seen`, `slots`. They have no time of creation.
+/// `sort`: `name`, `last_seen`, `slots`. Machines have no time of creation, so `created_after` and `created_before` are refused.
 #[utoipa::path(get, path = "/agents", tag = "agents", params(ListParams),
     responses((status = 200, body = AgentList), (status = 400, body = Problem)))]
 pub(crate) async fn list(
@@ -150,9 +150,9 @@ pub(crate) async fn list(
     Ok(Json(LIST.page(all(&scheduler, &ingress, &caller).await?, &params)?.into()))
 }
 
-/// Let a machine take no new work
+/// Drain a machine
 ///
-/// Running ranks continue.
+/// The machine takes no new work. Running ranks continue.
 #[utoipa::path(post, path = "/agents/{id}/drain", tag = "agents", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn drain(
@@ -174,9 +174,9 @@ pub(crate) async fn undrain(
     set_draining(&*store, &agents, &id, false).await
 }
 
-/// Remove a machine that is away
+/// Remove a machine that is offline
 ///
-/// It is taken off the list, with what it has measured. An agent that starts there again joins again.
+/// The machine and its measurements are removed. If its agent starts again, the machine joins again.
 #[utoipa::path(delete, path = "/agents/{id}", tag = "agents", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
 pub(crate) async fn remove(
@@ -208,12 +208,12 @@ pub(crate) async fn remove(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Takes a machine that is away and holds nothing off the list.
+/// Removes a machine that is offline and holds no attempts.
 pub(super) async fn forget(store: &dyn Store, agents: &Agents, id: &str) -> crate::store::Result<()> {
     store.remove_agent(id).await?;
     agents.machines.forget(id);
     agents.drain(id, false);
-    // It is back.
+    // The machine has reconnected meanwhile.
     if let Some(online) = agents.online().into_iter().find(|online| online.row.id == id) {
         agents.rows.put(store, AgentRow::clone(&online.row)).await?;
     }
@@ -231,10 +231,10 @@ async fn set_draining(store: &dyn Store, agents: &Agents, id: &str, draining: bo
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Every machine that is known, with what is known of it now.
+/// Returns all known machines with their current state.
 ///
 /// # Errors
-/// The store's.
+/// The store cannot be read.
 pub(super) async fn all(scheduler: &Scheduler, ingress: &Ingress, caller: &Caller) -> Result<Vec<Agent>> {
     let reservations = scheduler.last_plan.reservations();
     let mut kept_slots: HashMap<(&str, u32), &Reservation> = HashMap::new();
@@ -243,13 +243,13 @@ pub(super) async fn all(scheduler: &Scheduler, ingress: &Ingress, caller: &Calle
             kept_slots.entry((&kept.agent_id, *slot)).or_insert(kept);
         }
     }
-    // After them: a job that is submitted in between is among those that are hidden.
+    // Read after the reservations, so that a private job that is submitted in between is hidden.
     let hidden = jobs::hidden_from(&*scheduler.store, caller).await?;
     let online = scheduler.agents.online();
     let online: HashMap<&str, &Online> = online.iter().map(|a| (a.row.id.as_str(), a)).collect();
     let agents = scheduler.store.agents().await?.into_iter().map(|row| {
         let now = online.get(row.id.as_str()).copied();
-        // A connected agent is heard of more often than that is stored.
+        // The row of a connected agent in memory is newer than the stored one.
         let row = now.map_or(row, |a| AgentRow::clone(&a.row));
         let mut in_use = scheduler.agents.leases.slots_in_use(&row.id);
         let seen = |job: JobId| Some(job).filter(|job| !hidden.contains(job));

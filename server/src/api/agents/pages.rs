@@ -60,7 +60,7 @@ pub(crate) async fn machines(
             last_seen_at: agent.last_seen_at,
             connected_at: agent.connected_at,
             lease_secs_left: agent.lease_secs_left,
-            // An old one is not shown as if it were now.
+            // An old sample is not shown.
             sample: agent
                 .sample
                 .filter(|_| agent.online && agent.sample_age_secs.is_some_and(|age| age < 30.0)),

@@ -24,6 +24,8 @@ pub(crate) struct RequestingAgent {
 }
 
 impl RequestingAgent {
+    /// Reads the agent and the fencing token from the headers of a request, and checks the access token.
+    ///
     /// # Errors
     /// A header is missing, or the token belongs to another agent.
     pub(crate) fn of(
@@ -36,7 +38,7 @@ impl RequestingAgent {
         let header = |name: &str| {
             let value = headers.get(name).and_then(|value| value.to_str().ok());
             value.ok_or_else(|| {
-                Error::BadRequest(format!("the header {name} is missing: only agents ask here"))
+                Error::BadRequest(format!("the header {name} is missing: only agents send this request"))
             })
         };
         let agent_id = header("x-lockstep-agent")?.to_owned();
@@ -44,7 +46,7 @@ impl RequestingAgent {
         let fencing_token: FencingToken = serde_json::from_value(token)
             .map_err(|e| Error::BadRequest(format!("x-lockstep-fencing-token: {e}")))?;
         if let Some(token) = caller.token() {
-            // Read anew: the agent may have joined after the token was made.
+            // Reads the token again, because the agent may have joined after the token was made.
             let bound = auth.access.token(&token.id).and_then(|bound| bound.token.agent_id);
             if bound.as_deref() != Some(agent_id.as_str()) {
                 return Err(Error::Forbidden("this token is another agent's".into()));
@@ -54,13 +56,13 @@ impl RequestingAgent {
         Ok(Self { agent_id, attempt: AttemptRef { job, attempt, fencing_token } })
     }
 
-    /// Whether rank 0 of the attempt is on this agent.
+    /// Returns whether rank 0 of the attempt is on this agent.
     ///
     /// # Errors
     /// The agent does not hold the attempt.
     pub(crate) fn holds(&self, agents: &Agents) -> Result<bool> {
         let held = agents.leases.held_by(&self.agent_id, &self.attempt);
-        held.ok_or_else(|| Error::Forbidden("this attempt is not this agent's to run".into()))
+        held.ok_or_else(|| Error::Forbidden("this agent does not hold this attempt".into()))
     }
 
     /// The agent's name from the lease: after a restart of the server the agent may not have reconnected yet.
@@ -70,21 +72,21 @@ impl RequestingAgent {
         place.map_or_else(|| self.agent_id.clone(), |place| place.agent)
     }
 
-    /// The row of a checkpoint that this agent has on its disk and may upload.
+    /// Returns the row of a checkpoint that this agent has on its disk and may upload.
     pub(crate) async fn uploads(&self, checkpoints: &Checkpoints, name: &str) -> Result<CheckpointRow> {
-        let not_its = || Error::Forbidden("this attempt's checkpoints are not this agent's to upload".into());
+        let not_its = || Error::Forbidden("this agent may not upload this attempt's checkpoints".into());
         let place =
             checkpoints.store.given_place(&self.attempt, &self.agent_id).await?.ok_or_else(not_its)?;
         let has_rank_0 = place.has_rank_0 && place.has_own_disk;
         let row = checkpoints.store.checkpoint(&format!("{}-{name}", self.attempt.job)).await?;
         let is_earlier = row.as_ref().is_some_and(|row| row.attempt != self.attempt.attempt);
-        // An attempt that waits for its dataset or was stopped meanwhile has not said whose its disk is; it may upload earlier checkpoints.
+        // Until an attempt has its dataset, the agent has not reported its disk. It may then upload only checkpoints of earlier attempts.
         if !place.has_own_disk && !is_earlier {
             return Err(not_its());
         }
         let holds = checkpoints.agents.leases.held_by(&self.agent_id, &self.attempt).is_some();
         let Some(row) = row else {
-            // Where it has not rank 0 it has one only if a rank was lost, and its report may be on its way.
+            // An agent without rank 0 has a checkpoint only if a rank was lost, and its report may not have arrived yet.
             return if has_rank_0 || holds { Err(self.no_such(name)) } else { Err(not_its()) };
         };
         let is_its = |holder: &Holder| holder.agent_id == self.agent_id;
@@ -92,7 +94,7 @@ impl RequestingAgent {
         let has_it = copies.holders.iter().any(is_its);
         let first = checkpoints.on_its_way(&row, Some(&copies)).into_iter().chain(copies.holders).next();
         match first.is_some_and(|first| is_its(&first)) {
-            // Whatever its own attempt does: this checkpoint may be the newest one, and no other agent has it.
+            // Allowed in any state of the agent's attempt: the checkpoint may be the newest one, and no other agent has it.
             true => Ok(row),
             // If the first agent disconnects, this one may upload.
             false if has_it && !checkpoints.folder(&row).exists() => {
@@ -100,7 +102,7 @@ impl RequestingAgent {
             }
             // The agent continued from this checkpoint, and learns that it is uploaded.
             false if is_earlier && has_it && has_rank_0 => Ok(row),
-            // Its report of this checkpoint may still be on its way.
+            // The agent's report of this checkpoint may not have arrived yet.
             false if is_earlier || holds => Err(self.no_such(name)),
             false => Err(not_its()),
         }

@@ -1,4 +1,4 @@
-//! An agent's connection: hello, heartbeats, reports in; welcome, work, acknowledgements out.
+//! An agent's connection. The agent sends a hello, heartbeats and reports; the server sends a welcome, work and acknowledgements.
 
 mod identity;
 mod introduction;
@@ -46,15 +46,15 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// Most orders to stop in answer to one heartbeat.
+/// Maximum number of orders to stop after a heartbeat.
 const STOPS: usize = 64;
 /// Time limit for `Hello`, and for sending an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// For agents
+/// Connect an agent
 ///
-/// A websocket of binary MessagePack frames; see `lockstep_protocol::agent`. The token of the request, or the certificate of its
-/// connection, says which agent may speak here: one that introduces itself under another id is refused.
+/// A websocket of binary MessagePack frames; see `lockstep_protocol::agent`. The request's token or the connection's certificate is bound to an
+/// agent; an agent with another id is refused.
 #[utoipa::path(get, path = "/agent/socket", tag = "agents", responses((status = 101), (status = 426, body = Problem)))]
 pub(crate) async fn socket(
     State(scheduler): State<Arc<Scheduler>>,
@@ -86,7 +86,7 @@ async fn send(to: &mut Sink, message: &ToAgent) -> std::result::Result<(), Strin
 async fn send_bytes(to: &mut Sink, bytes: Vec<u8>) -> std::result::Result<(), String> {
     match tokio::time::timeout(PATIENCE, to.send(Message::Binary(bytes.into()))).await {
         Ok(sent) => sent.map_err(|e| e.to_string()),
-        Err(_) => Err("it takes nothing".into()),
+        Err(_) => Err("it does not read messages".into()),
     }
 }
 
@@ -147,7 +147,7 @@ async fn serve(
             Ok(Some(message)) => break message,
             Ok(None) => {}
             Err(End { why, code }) => {
-                tracing::warn!(reason = why, "a connection that is no agent's");
+                tracing::warn!(reason = why, "a connection did not begin with an agent's Hello");
                 return close(&mut to, code, &why).await;
             }
         }
@@ -198,7 +198,7 @@ async fn serve(
     let welcomed = agent.welcome(&mut to, hello).await;
     // One future for the whole connection, because its start verifies the certificate's signatures.
     let mut no_longer_certified = std::pin::pin!(certified.ended());
-    // Parts of long messages that are still to be sent; other messages go between them.
+    // Unsent parts of long messages. Other messages are sent between the parts.
     let (mut parts, mut in_parts) = (VecDeque::new(), 0);
     let End { why, code } = match welcomed {
         Err(why) => why.into(),
@@ -257,7 +257,7 @@ async fn serve(
                         break End { why, code: CLOSE_SIGNED_OUT };
                     }
                     _ = cut_off.recv() => {
-                        break End { why: "records are missing; it is to begin again".into(), code: close_code::AGAIN };
+                        break End { why: "records are missing; the agent must reconnect".into(), code: close_code::AGAIN };
                     }
                     () = scheduler.tasks.stopping.cancelled() => {
                         break End { why: "the server is stopping".into(), code: close_code::AWAY };
@@ -271,13 +271,13 @@ async fn serve(
     if let Some(online) = scheduler.agents.leave(&id, connection) {
         // Stores when it was last seen, for a restarted server.
         if let Err(error) = scheduler.agents.rows.put(&*scheduler.store, AgentRow::clone(&online.row)).await {
-            tracing::warn!(%error, "when an agent was last seen could not be stored");
+            tracing::warn!(%error, "the time at which an agent was last seen could not be stored");
         }
         if let Some(reason) = leaving {
             dispatch::left(&scheduler, online, reason, code == close_code::AGAIN).await;
         }
-        // An agent of a single job has ended with its job, and would stay on the list for ever. An agent that is to reconnect stays on the
-        // list, and so does a drained one.
+        // Removes an agent that served a single job and ended with that job, because it would stay on the list for ever. An agent that will
+        // reconnect stays on the list, and so does a drained one.
         if let Some(job) = only_job
             && !matches!(code, close_code::AGAIN | close_code::AWAY)
             && !scheduler.agents.is_draining(&id)
@@ -300,7 +300,7 @@ struct Connection<'a> {
     number: u64,
     slots: Vec<Slot>,
     reports: ReportConnection,
-    /// The only job that it serves.
+    /// The only job that the agent serves, if any.
     only_job: Option<JobId>,
     leaving: Option<String>,
     /// How long reports have waited for inbox space since the last heartbeat.
@@ -313,7 +313,7 @@ impl Connection<'_> {
         let failed = |e: crate::store::StoreError| e.to_string();
         scheduler.agents.rows.put(&*scheduler.store, hello.row.clone()).await.map_err(failed)?;
         scheduler.agents.note_message(&self.id);
-        // Reports of an earlier connection may still wait to be stored; the agent would send them again.
+        // Stores the pending reports of an earlier connection. Otherwise the agent would send them again.
         scheduler.agents.inbox.flush().await;
         let revoked = scheduler.agents.leases.greet(&self.id, &hello.attempts);
         let mut acknowledged = Vec::new();
@@ -362,7 +362,7 @@ impl Connection<'_> {
                 if scheduler.agents.set_no_work(&self.id, no_work.map(shortened)) {
                     scheduler.agents.leases.poke();
                 }
-                // The next heartbeat names the rest again.
+                // The next heartbeat names the remaining attempts again.
                 for attempt in scheduler.agents.leases.renew(&self.id, &attempts).into_iter().take(STOPS) {
                     let reason = "it is no longer this agent's to run".into();
                     scheduler.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });
@@ -410,14 +410,14 @@ impl Connection<'_> {
                 dispatch::declined(scheduler, &self.id, &attempt, reason).await;
             }
             FromAgent::Ready { attempt, port } => dispatch::ready(scheduler, attempt, &self.id, port),
-            FromAgent::Hello { .. } => return ControlFlow::Break(End::protocol("it said Hello twice")),
-            // Joined before this.
+            FromAgent::Hello { .. } => return ControlFlow::Break(End::protocol("it sent Hello twice")),
+            // Parts are put together before this function.
             FromAgent::Part(_) => {}
         }
         ControlFlow::Continue(())
     }
 
-    /// Stops an agent that serves a single job once that job is over, because it may never have got ranks of it.
+    /// Stops an agent that serves a single job once that job is over, because the agent may never have received ranks.
     async fn release_from_final_job(&self) {
         let Some(job) = &self.only_job else { return };
         if is_over(&*self.scheduler.store, job).await {

@@ -1,5 +1,5 @@
-//! A checkpoint on its job's validation pictures. An agent computes it once; the result is stored next to the job's checkpoints
-//! and is deleted with the job.
+//! Evaluations of checkpoints on validation pictures. An agent computes an evaluation once. The result is stored in the job's folder and is
+//! deleted with the job.
 
 use crate::{
     agents::{Agents, QueuePosition, RequestError, requests},
@@ -56,17 +56,17 @@ impl From<Failure> for Error {
     }
 }
 
-/// A large validation split on a busy machine's CPU.
+/// Time limit of an evaluation. A large validation split takes long on a busy machine's CPU.
 const PATIENCE: Duration = Duration::from_secs(3600);
 
-/// Why there is no answer yet.
+/// The progress of an evaluation.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct UnderWay {
-    /// For people.
+    /// A text about the progress.
     detail: String,
-    /// The machine that computes it, once one is chosen.
+    /// The machine that computes the evaluation, after one was chosen.
     agent: Option<String>,
-    /// Evaluations that the machine has before this one; it computes two at a time.
+    /// Number of earlier evaluations in the machine's queue. A machine computes two evaluations at a time.
     ahead: usize,
 }
 
@@ -91,32 +91,32 @@ impl Running {
     }
 }
 
-/// Which checkpoint.
+/// Parameters of `GET /jobs/{id}/evaluation`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct EvaluationQuery {
-    /// Its id, `best` or `latest`; the best when absent.
+    /// Id of a checkpoint, `best` (default) or `latest`.
     checkpoint: Option<String>,
-    /// `model`, or `ema` for their running average.
+    /// `model` for the trained weights (default), `ema` for their running average.
     #[serde(default)]
     #[param(inline)]
     weights: Weights,
-    /// A registered dataset of the same classes, in place of the job's own; the split that jobs on it are measured by
-    /// unless they say which.
+    /// Name of a registered dataset with the same classes, in place of the job's dataset. The split is the one that a new job on that dataset
+    /// would use for validation.
     dataset: Option<String>,
 }
 
-/// Which checkpoint, and how many neighbours.
+/// Parameters of `GET /jobs/{id}/evaluation/neighbours`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct NeighboursQuery {
-    /// Its id, `best` or `latest`; the best when absent.
+    /// Id of a checkpoint, `best` (default) or `latest`.
     checkpoint: Option<String>,
-    /// `model`, or `ema` for their running average.
+    /// `model` for the trained weights (default), `ema` for their running average.
     #[serde(default)]
     #[param(inline)]
     weights: Weights,
-    /// A registered dataset in place of the job's own, with any classes.
+    /// Name of a registered dataset with any classes, in place of the job's dataset.
     dataset: Option<String>,
     /// Number of neighbours that vote, 1 to 1000 (default 20).
     k: Option<u32>,
@@ -124,14 +124,13 @@ pub(crate) struct NeighboursQuery {
 
 /// Evaluate a checkpoint
 ///
-/// Per-class scores, the confusion matrix and the most confident mistakes on the job's validation pictures, or on another
-/// dataset's.
-/// Computed at the first request, and again when these pictures have changed, which may take a while: 202 then says that it is
-/// under way; ask again.
+/// Per-class scores, the confusion matrix and the most confident mistakes on the validation pictures of the job's dataset or of another
+/// dataset. The evaluation is computed at the first request, and again if the pictures have changed. This may take a while: 202 means that
+/// it is in progress; send the request again.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), EvaluationQuery),
-    responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "Under way, or waiting"), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "It is still being uploaded from another machine"),
-        (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the one that computed it went away; ask again")))]
+    responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"),
+        (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the agent disconnected during the evaluation; ask again")))]
 pub(crate) async fn evaluation(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
@@ -143,14 +142,14 @@ pub(crate) async fn evaluation(
 
 /// Evaluate a checkpoint by nearest neighbours
 ///
-/// Each validation picture gets the class for which its `k` nearest training pictures vote, by the cosine similarity of
-/// embeddings: the inputs of the network's last layer. That layer is not used, so it may have any number of classes. Computed at the first
-/// request, and again when the validation pictures have changed. Every picture is embedded on an agent's CPU cores, which may take
-/// a while: 202 then says that it is under way; ask again.
+/// The `k` nearest training pictures vote on the class of each validation picture, by the cosine similarity of embeddings (the inputs of the
+/// network's last layer). The last layer is not used, so the number of its classes does not matter. The evaluation is computed at the first
+/// request, and again if the validation pictures have changed. An agent embeds every picture on its CPU cores, which may take a while: 202
+/// means that the evaluation is in progress; send the request again.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation/neighbours", tag = "checkpoints", params(("id" = String, Path), NeighboursQuery),
-    responses((status = 200, body = NearestNeighbours), (status = 202, body = UnderWay, description = "Under way, or waiting"), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "It is still being uploaded from another machine"),
-        (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the one that computed it went away; ask again")))]
+    responses((status = 200, body = NearestNeighbours), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"),
+        (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the agent disconnected during the evaluation; ask again")))]
 pub(crate) async fn neighbours(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
@@ -163,7 +162,7 @@ pub(crate) async fn neighbours(
     find(&scheduler, &caller, &id, which, Some(k)).await
 }
 
-/// An evaluation: the stored one, or a new one by the classes' scores or by this number of `neighbours`.
+/// Returns the stored evaluation, or computes one: by the network's scores, or by this number of `neighbours`.
 async fn find(
     scheduler: &Arc<Scheduler>,
     caller: &Caller,
@@ -174,7 +173,7 @@ async fn find(
     let job = jobs::find(scheduler, id).await?;
     let rows = scheduler.store.checkpoints(&job_id(id)?).await?;
     let row = checkpoints::choose(rows, which.checkpoint.as_deref().unwrap_or("best"))?;
-    // Another dataset may have the name of its own by now.
+    // Another dataset may have the name of the job's dataset now, so access is checked again.
     if let Some(owned) = scheduler.store.owned_dataset(&job.spec.data.dataset).await?
         && which.dataset.is_none()
         && !caller.sees(owned.private, owned.owner.as_deref())
@@ -184,16 +183,16 @@ async fn find(
     let of = if which.weights == Weights::Ema { "-ema" } else { "" };
     let other = match which.dataset.as_deref() {
         None => None,
-        // As a file's name it is safe: no other can be registered.
+        // The name of a registered dataset is safe in a file's name.
         Some(name) => {
             let datasets = datasets::seen_by(&*scheduler.store, caller).await?;
             let found = datasets.iter().find(|dataset| dataset.name == name).cloned();
             Some(found.ok_or_else(|| refused(jobs::no_dataset(name, &datasets)))?)
         }
     };
-    // Its own by name is its own, with the pictures that it held out.
+    // The job's own dataset keeps the job's validation pictures, even if the request names it.
     let other = other.filter(|other| other.name != job.spec.data.dataset);
-    // One that is registered anew under a name is another one.
+    // A dataset that was registered again under the same name is another dataset.
     let on =
         other.as_ref().map(|d| format!("@{}@{}", d.name, d.added_at.as_millisecond())).unwrap_or_default();
     let by = neighbours.map(|k| format!("-{k}-neighbours")).unwrap_or_default();
@@ -222,15 +221,15 @@ async fn find(
     }
 }
 
-/// The pictures of a stored evaluation, of either kind.
+/// The set of pictures of a stored evaluation.
 #[derive(Deserialize)]
 struct Measured {
     validation: Option<ValidationSet>,
     listed: Option<ValidationSet>,
 }
 
-/// Whether a stored evaluation is of the pictures that its dataset has now. Where no agent can say, it stands: it says of which pictures it
-/// is.
+/// Whether the pictures of a stored evaluation are those that the dataset has now. Also true if no agent can tell, because the evaluation names
+/// its pictures.
 async fn is_of_pictures_now(
     scheduler: &Scheduler,
     job: &Job,
@@ -252,7 +251,7 @@ async fn is_of_pictures_now(
     }
 }
 
-/// The job's dataset, or the `other` one, and the job's specification with what measures it there.
+/// Returns the job's dataset or `other`, and the job's specification with the validation split for that dataset.
 async fn measured_on(datasets: &Datasets, job: &Job, other: Option<Dataset>) -> Result<(JobSpec, Dataset)> {
     let mut spec = job.spec.clone();
     let dataset = match other {
@@ -277,7 +276,7 @@ fn stopping() -> Failure {
     Failure::Lost("the server is stopping; ask again".into())
 }
 
-/// Joins an evaluation under way, or begins one.
+/// Joins an evaluation in progress, or begins a new one.
 async fn start(
     scheduler: &Arc<Scheduler>,
     row: &CheckpointRow,
@@ -290,7 +289,7 @@ async fn start(
     let job = jobs::find(scheduler, row.job.as_str()).await?;
     jobs::check_readable(&job)?;
     let (spec, dataset) = measured_on(&scheduler.datasets, &job, other).await?;
-    // An agent would say so, too, when it comes to it. Neighbours may have classes of their own.
+    // Refuses different classes before an agent would. Nearest neighbours allow them.
     if neighbours.is_none()
         && let Some(trained) = Trained::of(&scheduler.checkpoints.folder(row)).await
         && let Some(detail) = fit::not_measurable(&trained, &dataset)
@@ -319,7 +318,7 @@ async fn start(
         let work = async {
             let answer = async {
                 let waiting = requests::send(&scheduler.agents, for_agent).await?;
-                // Set once: nobody else has this one.
+                // Cannot fail, because only this task sets it.
                 let _ = request.set(waiting.id);
                 scheduler.agents.reply(waiting, PATIENCE).await
             };
@@ -327,7 +326,7 @@ async fn start(
                 Ok(AgentReply::Evaluation(found)) if neighbours.is_none() => keep(&file, &found).await,
                 Ok(AgentReply::Neighbours(found)) if neighbours.is_some() => keep(&file, &found).await,
                 Ok(_) => {
-                    let detail = "the agent did not answer with the evaluation that was asked for; is it of this version?".to_owned();
+                    let detail = "the agent's response is not the requested evaluation; run the same version of lockstep on both machines".to_owned();
                     Err(Failure::Agent(RequestError::Refused(detail)))
                 }
                 Err(error) => Err(Failure::Agent(error)),
@@ -343,7 +342,7 @@ async fn start(
     Ok(running_evaluation)
 }
 
-/// Another dataset than the job's has a split that measures.
+/// Checks that another dataset than the job's has a split for validation.
 fn check_measures(spec: &JobSpec, other: &Dataset) -> Result<()> {
     let splits: Vec<_> = other.info.splits.iter().filter(|split| split.samples > 0).collect();
     if let Validation::Split(name) = &spec.data.validation
@@ -353,8 +352,8 @@ fn check_measures(spec: &JobSpec, other: &Dataset) -> Result<()> {
     }
     let names: Vec<_> = splits.iter().map(|split| split.name.as_str()).collect();
     Err(refused(format!(
-        "{} has no split to measure with: it has {}, and evaluating takes one called test, val, validation, valid, dev \
-         or eval. Call the one that is meant so, and register the dataset again",
+        "{} has no split to measure with: it has {}, and evaluating needs one called test, val, validation, valid, dev \
+         or eval. Give the split one of these names, and register the dataset again",
         other.name,
         names.join(", ")
     )))
@@ -364,7 +363,7 @@ fn refused(detail: String) -> Error {
     Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
 }
 
-/// Appears whole or not at all; not when the job's folder is gone, since nobody would remove it again.
+/// Stores an evaluation atomically. Does not create the job's folder, because a folder of a deleted job would never be removed.
 async fn keep(file: &std::path::Path, found: &impl Serialize) -> std::result::Result<(), Failure> {
     write(file, found)
         .await

@@ -1,4 +1,4 @@
-//! Files of checkpoints, with ranges and checksums. What is sent as good was compared with its manifest.
+//! Files of checkpoints, with ranges and checksums. Files are compared with the manifest before they are sent.
 
 use crate::{
     api::checkpoints::{check_regular, damaged, fetched, find, is_file, manifest, no_average, removed},
@@ -20,21 +20,21 @@ use lockstep_protocol::checkpoint_files::{self, AVERAGE};
 use std::{io, sync::Arc};
 use tower_http::services::ServeFile;
 
-/// How often a file is compared with its manifest before it counts as damaged: the checkpoint may be replaced meanwhile, and a better copy
-/// may be fetched.
+/// Number of times that a file is compared with the manifest before it counts as damaged. Between two checks, the checkpoint may be replaced or
+/// fetched from the object store.
 const CHECKS: u32 = 3;
 
-/// A file of a checkpoint
+/// Download a file of a checkpoint
 ///
-/// `Range`, `If-Range` and `If-None-Match` are honoured. `ETag` and `x-checksum-sha256` hold the file's checksum from the
+/// The headers `Range`, `If-Range` and `If-None-Match` are supported. `ETag` and `x-checksum-sha256` have the file's checksum from the
 /// manifest.
 #[utoipa::path(get, path = "/checkpoints/{id}/{file}", tag = "checkpoints",
     params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, ema.safetensors (of jobs with train.ema_decay), optimizer.safetensors, state.json or MANIFEST.json; of a sharded checkpoint also model.safetensors.index.json and the files that it names, such as model-00001-of-00004.safetensors")),
     responses((status = 200, content((Vec<u8> = "application/octet-stream"), (Object = "application/json"))),
-        (status = 206, content((Vec<u8> = "application/octet-stream"), (Object = "application/json")), description = "The range that was asked for"),
-        (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "It is still being uploaded from another machine"), (status = 416, description = "There is no such range"),
-        (status = 422, body = Problem, description = "Its manifest or this file is damaged, or this is no regular file")))]
+        (status = 206, content((Vec<u8> = "application/octet-stream"), (Object = "application/json")), description = "The requested range"),
+        (status = 304, description = "The file is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"), (status = 416, description = "The range is outside the file"),
+        (status = 422, body = Problem, description = "The manifest or the file is damaged, or it is not a regular file")))]
 pub(crate) async fn file(
     State(checkpoints): State<Arc<Checkpoints>>,
     Path((id, file)): Path<(String, String)>,
@@ -58,7 +58,7 @@ pub(crate) async fn file(
         if !conditional::range_counts(request.headers(), tag) {
             request.headers_mut().remove(header::RANGE);
         }
-        // A client that sends a tag means that, and not the time.
+        // An entity tag takes precedence over the time (RFC 9110, section 13.1.3).
         if request.headers().contains_key(header::IF_NONE_MATCH) {
             request.headers_mut().remove(header::IF_MODIFIED_SINCE);
         }
@@ -108,11 +108,11 @@ pub(crate) async fn file(
     Ok(response)
 }
 
-/// What the manifest says of a file, whose bytes are that: a damaged one is fetched from the object store. None where the manifest does not
-/// name it.
+/// Checks a file against the manifest and returns the file's entry there; `None` if the manifest does not name the file. A damaged file is
+/// fetched from the object store.
 ///
 /// # Errors
-/// It is damaged, and there is no better one.
+/// The file is damaged, and the object store has no better copy.
 async fn whole(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
@@ -130,11 +130,11 @@ async fn whole(
         };
         let how = match checkpoints.verified_files.check(path.clone(), &written).await {
             Err(error) if error.kind() == io::ErrorKind::InvalidData => error.to_string(),
-            // One that is missing, or cannot be read for now, is found out when it is sent.
+            // A file that is missing or cannot be read is detected when it is sent.
             _ => return Ok(Some(written)),
         };
         tries += 1;
-        // Files of two moments are no damage.
+        // The file is not damaged if the manifest was replaced meanwhile.
         if tries < CHECKS && manifest(checkpoints, row).await? != about {
             continue;
         }
@@ -142,11 +142,7 @@ async fn whole(
         match artifact_fetches::check(checkpoints, row, Some(&copies), None) {
             Some((fetch, _)) if tries < CHECKS => fetched(&checkpoints.config, row, fetch).await?,
             _ => {
-                tracing::warn!(
-                    checkpoint = row.id,
-                    how,
-                    "a checkpoint on the disk is damaged; it is not sent"
-                );
+                tracing::warn!(checkpoint = row.id, how, "a damaged checkpoint on the disk is not sent");
                 return Err(damaged(format_args!("checkpoint {}", row.id), &how));
             }
         }

@@ -1,5 +1,5 @@
-//! Fork: a new job that continues from a checkpoint of another, with changed settings. The checkpoint's files are checked
-//! against its manifest, so that a damaged one is refused here, and not by ranks that have waited for their slots.
+//! Forks: new jobs that continue from a checkpoint of another job with changed settings. The checkpoint's files are checked against the
+//! manifest, so that a damaged checkpoint is refused at once, and not after the ranks have waited for slots.
 
 use crate::{
     api::{
@@ -39,31 +39,31 @@ use serde_json::Value;
 use std::{fs, io, path::Path as FilePath, sync::Arc};
 use utoipa::ToSchema;
 
-/// From which checkpoint, and what is different.
+/// The checkpoint and the changed settings of a fork.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct ForkRequest {
-    /// A checkpoint's id, `best`, `latest` (the default), or the number of a step.
+    /// Id of a checkpoint, `best`, `latest` (default), or the number of a step.
     #[schema(value_type = Option<String>)]
     checkpoint: Value,
-    /// Keys of the specification with their new values, nested (`{"train": {"lr": 0.1}}`) or by path
-    /// (`{"train.lr": 0.1}`); null takes a key back to its default, or to that of
-    /// its recipe. With another `data.dataset`, a `data.validation` that was not given is chosen anew.
+    /// Keys of the specification with new values, nested (`{"train": {"lr": 0.1}}`) or by path (`{"train.lr": 0.1}`). null resets a key to its
+    /// default or to the value of its recipe. With another `data.dataset`, the validation split is chosen again, unless `data.validation` was
+    /// given.
     #[schema(value_type = Object)]
     set: serde_json::Map<String, Value>,
 }
 
 /// Fork a job
 ///
-/// Makes a new job that continues from a checkpoint of this one. Weights, optimizer state and the place in the data carry
-/// over, also to another number of ranks or another batch size. An optimizer that keeps something else than the
-/// checkpoint's did (`adamw` after `momentum`) begins with a state of its own; the job's log says so.
+/// Makes a new job that continues from a checkpoint of this job. Weights, optimizer state and the position in the data are preserved, even with
+/// another number of ranks or another batch size. If the new optimizer has another kind of state (`adamw` after `momentum`), it begins with
+/// a fresh state, and the job's log reports this.
 #[utoipa::path(post, path = "/jobs/{id}/fork", tag = "jobs", params(("id" = String, Path),
         ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
     request_body = ForkRequest,
     responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
-        (status = 404, body = Problem), (status = 409, body = Problem, description = "It has no such checkpoint"),
-        (status = 422, body = Problem, description = "Settings that are wrong or do not fit, or a checkpoint that is damaged")))]
+        (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has no such checkpoint"),
+        (status = 422, body = Problem, description = "Settings are invalid or do not fit the checkpoint, or the checkpoint is damaged")))]
 pub(crate) async fn fork(
     State(scheduler): State<Arc<Scheduler>>,
     State(auth): State<Arc<Auth>>,
@@ -86,17 +86,17 @@ pub(crate) async fn fork(
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
-/// A fork that can be made.
+/// A checked fork.
 struct Prepared {
     source: Job,
     from: CheckpointRow,
     checked: Checked,
 }
 
-/// Checks a request.
+/// Checks a request for a fork.
 ///
 /// # Errors
-/// All mistakes in it.
+/// The request has mistakes (all are returned), or the checkpoint is not available.
 async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: ForkRequest) -> Result<Prepared> {
     let source = jobs::find(scheduler, id).await?;
     jobs::check_readable(&source)?;
@@ -105,7 +105,7 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
     let mut document =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
     set(&mut document, "name", Value::String(fork_name(&source.name)))?;
-    // It stays in its parent's groups.
+    // The fork keeps its parent's tags, and so stays in the same groups.
     set(&mut document, "tags", source.tags.clone().into())?;
     let gives_validation = request.set.contains_key("data.validation")
         || request.set.get("data").is_some_and(|data| data.get("validation").is_some());
@@ -147,8 +147,8 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
     Ok(Prepared { source, from, checked })
 }
 
-/// Steps of an epoch and of the whole run. On the same pictures and with steps of as many, an epoch has as many steps as the source's ranks
-/// have counted.
+/// Returns the numbers of steps in an epoch and in the whole run. With the same pictures and global batch size, an epoch has the number of steps
+/// that the source's ranks have counted.
 fn steps(source: &Job, Checked { spec, dataset, .. }: &Checked) -> (u64, u64) {
     let (was, is) = (&source.spec, spec);
     let is_counted = source.steps_per_epoch > 0
@@ -161,7 +161,7 @@ fn steps(source: &Job, Checked { spec, dataset, .. }: &Checked) -> (u64, u64) {
     (steps_per_epoch, spec.train.steps.unwrap_or(steps_per_epoch * epochs))
 }
 
-/// How the learning rate goes on, where it does not go on as it was.
+/// Returns a warning if the schedule of the learning rate changes.
 fn schedule_change(
     source: &Job,
     from: &CheckpointRow,
@@ -171,27 +171,27 @@ fn schedule_change(
 ) -> Option<String> {
     let before = Schedule::new(&source.spec.train, source.steps_per_epoch, source.total_steps);
     let now = Schedule::new(&spec.train, steps_per_epoch, total);
-    // With steps of another size, the same place in the pictures.
+    // With another batch size, the same position in the epoch.
     let at = (from.info.step * steps_per_epoch).checked_div(source.steps_per_epoch)?;
     schedule::change(&before, from.info.step, &now, at)
 }
 
-/// That pictures which the source trained on measure the fork.
+/// Returns a warning if the fork's validation pictures include pictures that the source trained on.
 fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
     let (before, now) = (Division::of(&was.data), Division::of(&is.data));
     (now.holds_out() && before.dataset == now.dataset && before != now).then(|| {
-        "data.validation, data.validation_seed or data.fold is another than the parent's: pictures that the parent trained on measure the fork, and its \
-         accuracy says less of new pictures. The job's log counts them"
+        "data.validation, data.validation_seed or data.fold differs from the parent's: the fork is validated on pictures that the parent trained on, so \
+         its accuracy says less about new pictures. The job's log has the number of these pictures"
             .to_owned()
     })
 }
 
 /// Check a fork without making it
 ///
-/// What the fork would come to, and warnings that matter before it is made: how the learning rate goes on where that changes, and whether
-/// pictures that the job has trained on would measure the fork.
+/// Returns the plan of the fork with warnings: whether the schedule of the learning rate changes, and whether the fork's validation pictures
+/// include pictures that the job has trained on.
 #[utoipa::path(post, path = "/jobs/{id}/fork/check", tag = "jobs", params(("id" = String, Path)), request_body = ForkRequest,
-    responses((status = 200, body = Plan), (status = 404, body = Problem), (status = 409, body = Problem, description = "It has no such checkpoint"),
+    responses((status = 200, body = Plan), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has no such checkpoint"),
         (status = 422, body = Problem)))]
 pub(crate) async fn check(
     State(scheduler): State<Arc<Scheduler>>,
@@ -202,7 +202,7 @@ pub(crate) async fn check(
     Ok(Json(prepare(&scheduler, &caller, &id, request).await?.checked.plan()))
 }
 
-/// The new job, with the checkpoint in its folder.
+/// Stores the new job with the checkpoint in its folder.
 async fn make(
     scheduler: &Scheduler,
     caller: &Caller,
@@ -211,7 +211,7 @@ async fn make(
     mut spec: JobSpec,
     key: Option<(String, String)>,
 ) -> Result<(axum::http::StatusCode, Job)> {
-    // Others see the fork: it does not show them the name and the tags of what they do not see.
+    // Others may see the fork but not its parent, so the fork must not show the parent's name and tags.
     let hides_parent = source.spec.private && !spec.private;
     if hides_parent {
         if spec.name == fork_name(&source.name) {
@@ -220,7 +220,7 @@ async fn make(
         if spec.tags == source.tags {
             spec.tags.clear();
         }
-        // It begins with its checkpoint. These weights are a private job's as well, or were given by its owner.
+        // The fork begins with its checkpoint. A pretrained checkpoint is removed, because its job may be private, too.
         spec.model.pretrained.take_if(|given| dispatch::is_checkpoint_id(given));
     }
     let new = JobId::generate();
@@ -233,7 +233,7 @@ async fn make(
         copied.map_err(io::Error::other).flatten()
     };
     let mut done = copied().await;
-    // The object store may have it as it was written.
+    // The object store may have an undamaged copy.
     if matches!(&done, Err(error) if error.kind() == io::ErrorKind::InvalidData)
         && let copies = scheduler.checkpoints.copies_of(&from).await?
         && let Some((fetch, _)) = artifact_fetches::check(&scheduler.checkpoints, &from, Some(&copies), None)
@@ -254,7 +254,7 @@ async fn make(
         return Err(Error::Unavailable(format!("checkpoint {} cannot be copied: {error}", from.id)));
     }
     let parent = Parent { job: source.id.to_string(), checkpoint: from.id.clone() };
-    // The reason is read by whoever sees the fork.
+    // Everybody who sees the fork can read the reason.
     let shown = |text: &str| (!hides_parent).then(|| text.into());
     let reason = ReasonKind::Forked {
         step: from.info.step,
@@ -266,14 +266,14 @@ async fn make(
     let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
     let fork = Fork { reason, parent, hides_parent, checkpoint };
     let made = jobs::store(scheduler, caller, new, spec, key, Some(fork)).await?;
-    // Pages of its parent that are open name it, too. The fork is made, whether or not they hear of it.
+    // Updates open pages of the parent. A failure does not undo the fork.
     if let Err(error) = scheduler.events.hub.labelled(jobs::find(scheduler, source.id.as_str())).await {
         tracing::debug!(?error, "the pages of a fork's parent were not notified");
     }
     Ok(made)
 }
 
-/// Another recipe would change nothing but the name: every key has its value already.
+/// Refuses another recipe, which would have no effect because every key already has a value.
 fn check_recipe(source: &Job, document: &Value) -> Result<()> {
     let wanted = document.pointer("/train/recipe").and_then(Value::as_str);
     if wanted.is_none() || wanted == source.spec.train.recipe.map(Recipe::name) {
@@ -322,14 +322,14 @@ fn set(document: &mut Value, key: &str, value: Value) -> Result<()> {
             table.insert(key.to_owned(), value);
             Ok(())
         }
-        None => Err(Error::Internal("a specification that is no table".into())),
+        None => Err(Error::Internal("a specification is not a table".into())),
     }
 }
 
-/// Puts a value at a path of keys; a table is merged into the one that is there.
+/// Sets the value at a path of keys. A table is merged into the existing one.
 fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
     let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/set".into(), detail }]);
-    // Before it grows with every table inside another.
+    // Checked here, because the path grows with every nested table.
     key_parts(path).map_err(mistake)?;
     if let Value::Object(inner) = value {
         for (key, value) in inner {
@@ -337,9 +337,9 @@ fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
         }
         return Ok(());
     }
-    // One way to read paths: the command line's.
+    // Parses paths in the same way as the command line.
     set_key(document, path, value).map_err(mistake)?;
-    // One of the two says how large a step is.
+    // These keys exclude each other, so a new value removes the other key.
     let (is_one, other) = match path {
         "train.batch_size" => (true, "global_batch_size"),
         "train.global_batch_size" => (true, "batch_size"),
@@ -362,7 +362,7 @@ async fn choose(store: &dyn Store, job: &Job, wanted: &Value) -> Result<Checkpoi
         Value::Null => "latest".to_owned(),
         Value::String(text) => text.clone(),
         Value::Number(step) => step.to_string(),
-        _ => return Err(Error::BadRequest("checkpoint is an id, best, latest or a step".into())),
+        _ => return Err(Error::BadRequest("checkpoint must be an id, best, latest or a step".into())),
     };
     let found = match text.as_str() {
         "latest" => all.first(),
@@ -380,8 +380,8 @@ async fn choose(store: &dyn Store, job: &Job, wanted: &Value) -> Result<Checkpoi
     })
 }
 
-/// The files of a checkpoint under another job: links, as they never change, or copies on another disk. It
-/// appears whole or not at all, and stays when the other job's is deleted.
+/// Copies a checkpoint to another job atomically, with hard links, or with copies on another disk. Links are safe because the files never change,
+/// and they remain if the original checkpoint is deleted.
 fn copy(from: &FilePath, to: &FilePath, folder: &str) -> io::Result<()> {
     let temporary = to.join(format!(".tmp-{folder}"));
     fs::create_dir_all(&temporary)?;

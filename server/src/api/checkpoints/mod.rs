@@ -1,4 +1,4 @@
-//! Checkpoints: their list, and what they are.
+//! Checkpoints: list and show.
 
 pub(crate) mod evaluation;
 pub(crate) mod files;
@@ -34,27 +34,27 @@ use std::fmt::Display;
 use std::sync::Arc;
 use utoipa::ToSchema;
 
-/// Whether a file of a checkpoint has this name; nothing else in its folder is served.
+/// Whether this is the name of a checkpoint's file. Other files in a checkpoint's folder are not served.
 pub(super) fn is_file(name: &str) -> bool {
     [STATE, MANIFEST].contains(&name) || checkpoint_files::kind(name).is_some()
 }
 
-/// Which weights of a checkpoint.
+/// A choice of weights of a checkpoint.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Weights {
-    /// Those that training continues from.
+    /// The weights from which training continues.
     #[default]
     Model,
-    /// Their running average, of a job with `train.ema_decay`.
+    /// The running average of the weights, for jobs with `train.ema_decay`.
     Ema,
 }
 
 impl Weights {
-    /// The path by which an agent opens these weights of the checkpoint in `folder`.
+    /// Returns the path from which an agent reads these weights of the checkpoint in `folder`.
     ///
     /// # Errors
-    /// The checkpoint is gone, is no folder of files, or has no average.
+    /// The checkpoint was removed, is not a folder of files, or has no average.
     pub(super) fn path(self, folder: &std::path::Path) -> Result<std::path::PathBuf> {
         if !folder.exists() {
             return Err(removed());
@@ -64,7 +64,7 @@ impl Weights {
             return Ok(folder.into());
         }
         let path = folder.join(AVERAGE);
-        // The agent finds the parts by the index.
+        // The agent finds the parts of sharded weights with the index.
         if !path.exists() && !folder.join(checkpoint_files::index(AVERAGE)).exists() {
             return Err(no_average());
         }
@@ -82,12 +82,12 @@ pub(super) fn no_average() -> Error {
 /// A job's checkpoints.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct CheckpointList {
-    /// Newest first, unless `sort` says otherwise.
+    /// Newest first, unless `sort` is given.
     #[schema(value_type = Vec<Checkpoint>)]
     checkpoints: Elements<Checkpoint>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: checkpoints on all pages together.
+    /// Number of checkpoints on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
@@ -135,10 +135,10 @@ pub(crate) struct Checkpoint {
     info: CheckpointInfo,
     #[schema(value_type = String)]
     created_at: Timestamp,
-    /// The machine that it is still being uploaded from; until that is done its files cannot be had.
+    /// The machine from which the checkpoint is still being uploaded. Until the end of the upload, the files are not available.
     #[serde(skip_serializing_if = "Option::is_none")]
     uploading_from: Option<String>,
-    /// Where the server keeps checkpoints in an object store, too (`serve --artifacts`): whether it is there.
+    /// State of the copy in the object store; absent if the server has none (`serve --artifacts`).
     #[serde(skip_serializing_if = "Option::is_none")]
     stored: Option<StoredState>,
 }
@@ -149,7 +149,7 @@ pub(crate) struct CheckpointDetail {
     #[serde(flatten)]
     checkpoint: Checkpoint,
     job: String,
-    /// Size and sha256 of each file, from its `MANIFEST.json`.
+    /// Size and SHA-256 of each file, from `MANIFEST.json`.
     files: Value,
 }
 
@@ -163,11 +163,11 @@ impl Checkpoint {
     }
 }
 
-/// A job's checkpoints
+/// List a job's checkpoints
 ///
-/// `sort`: `step`, `created`, `val_accuracy`, `val_loss`, `size`; `-step` when absent.
+/// `sort`: `step`, `created`, `val_accuracy`, `val_loss`, `size` (default `-step`).
 #[utoipa::path(get, path = "/jobs/{id}/checkpoints", tag = "checkpoints", params(("id" = String, Path), ListParams),
-    responses((status = 200, body = CheckpointList), (status = 304, description = "What `If-None-Match` names"), (status = 400, body = Problem), (status = 404, body = Problem)))]
+    responses((status = 200, body = CheckpointList), (status = 304, description = "The list is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
     State(checkpoints): State<Arc<Checkpoints>>,
@@ -186,11 +186,11 @@ pub(crate) async fn list(
     tagged(&headers, &CheckpointList::from(LIST.page_of_job(&job.id, rows, &params)?))
 }
 
-/// One checkpoint
+/// Show a checkpoint
 #[utoipa::path(get, path = "/checkpoints/{id}", tag = "checkpoints", params(("id" = String, Path)),
     responses((status = 200, body = CheckpointDetail), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "It is still being uploaded from another machine"),
-        (status = 422, body = Problem, description = "Its manifest is damaged")))]
+        (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"),
+        (status = 422, body = Problem, description = "The checkpoint's manifest is damaged")))]
 pub(crate) async fn show(
     State(checkpoints): State<Arc<Checkpoints>>,
     Path(id): Path<String>,
@@ -209,15 +209,15 @@ pub(super) async fn find(store: &dyn Store, id: &str) -> Result<CheckpointRow> {
     store.checkpoint(id).await?.ok_or_else(|| Error::NotFound("no checkpoint has this id".into()))
 }
 
-/// The checkpoint of a job that a person names: `best`, `latest`, its id, or its number of steps.
+/// Chooses a checkpoint of a job: `best`, `latest`, a checkpoint's id, or its step.
 ///
 /// # Errors
-/// There is none, or none like that.
+/// 404: the job has no checkpoint, or none with this id or step.
 pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<CheckpointRow> {
     if rows.is_empty() {
         return Err(Error::NotFound("this job has no checkpoint yet".into()));
     }
-    // Newest first; a job without validation has no best one.
+    // Newest first. A job without validation has no best checkpoint.
     let found = match wanted {
         "latest" => rows.first(),
         "best" => rows.iter().find(|r| r.info.best).or(rows.first()),
@@ -228,11 +228,10 @@ pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<Checkpoin
     })
 }
 
-/// Refuses what needs the files of a checkpoint that is still on its way from another machine, and fetches them from the object store
-/// where this disk has them no more, or files of it are missing or cut off.
+/// Makes sure that the files of a checkpoint are on this disk. Fetches the checkpoint from the object store if files are missing or truncated.
 ///
 /// # Errors
-/// It is on its way, or cannot be fetched.
+/// The checkpoint is still being uploaded from another machine, or cannot be fetched.
 pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
     let copies = checkpoints.copies_of(row).await?;
     if let Some(holder) = checkpoints.on_its_way(row, Some(&copies)).into_iter().next() {
@@ -254,10 +253,10 @@ pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointR
     }
 }
 
-/// Waits for a checkpoint that is fetched from the object store.
+/// Waits until a checkpoint is fetched from the object store.
 ///
 /// # Errors
-/// It cannot be fetched, or takes long.
+/// The checkpoint cannot be fetched, or fetching takes too long.
 pub(super) async fn fetched(config: &ServeConfig, row: &CheckpointRow, fetch: Fetch) -> Result<()> {
     match artifact_fetches::wait(fetch, config.evaluation_wait).await {
         Some(Ok(())) => Ok(()),
@@ -279,7 +278,8 @@ pub(super) async fn fetched(config: &ServeConfig, row: &CheckpointRow, fetch: Fe
 
 pub(super) fn removed() -> Error {
     Error::NotFound(
-        "this checkpoint's files are gone: it was removed to keep the newest ones, or by someone".into(),
+        "this checkpoint's files are gone: a user removed it, or it was removed to keep only the newest ones"
+            .into(),
     )
 }
 
@@ -293,10 +293,10 @@ pub(super) async fn manifest(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow
     })
 }
 
-/// Whether a file of a checkpoint can be opened without waiting for anybody. One that is missing is found out later.
+/// Checks that a file of a checkpoint can be opened without blocking. A missing file is not an error here.
 ///
 /// # Errors
-/// It is a pipe, a socket, a device or a folder.
+/// The file is a pipe, a socket, a device or a folder.
 pub(super) fn check_regular(path: &std::path::Path) -> Result<()> {
     match path.metadata() {
         Ok(about) if !about.is_file() => {
@@ -307,7 +307,7 @@ pub(super) fn check_regular(path: &std::path::Path) -> Result<()> {
     }
 }
 
-/// `how`: what is wrong, as in `its state.json is missing`.
+/// Returns the error for a damaged checkpoint. `how` describes the damage, as in `its state.json is missing`.
 pub(super) fn damaged(which: impl Display, how: &str) -> Error {
     let detail = format!("{which} is damaged: {how}; use another one");
     Error::Of(Code::CheckpointDamaged, detail)

@@ -26,44 +26,47 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use utoipa::{IntoParams, ToSchema};
 
-/// Pictures of one request, and their bytes together.
+/// Maximum number of pictures in a request.
 const PICTURES: usize = 100;
+/// Maximum size of all pictures in a request, in bytes.
 const BYTES: usize = 24 << 20;
-/// Limit of a body: a form has some bytes around its pictures.
+/// Maximum size of a body, in bytes. A form has some bytes in addition to its pictures.
 pub(crate) const BODY_BYTES: usize = BYTES + (1 << 20);
-/// Requests whose pictures are in memory at the same time; others wait.
+/// Limits the number of requests whose pictures are in memory at the same time. Other requests wait.
 static CONCURRENT: Semaphore = Semaphore::const_new(4);
 const PATIENCE: Duration = Duration::from_secs(120);
-/// For all pictures of a request: others wait for the memory that they take. Half a megabyte a second.
+/// Time limit for reading all pictures of a request, because other requests wait meanwhile. The largest body needs about half a megabyte a
+/// second.
 const READING: Duration = Duration::from_secs(60);
 
-/// What the model says, in the order of the pictures.
+/// Predictions for uploaded pictures.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Predictions {
+    /// One prediction for each picture, in the same order.
     predictions: Vec<Prediction>,
 }
 
-/// What answers.
+/// Parameters of `POST /checkpoints/{id}/predict`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct PredictQuery {
-    /// `model`, or `ema` for their running average.
+    /// `model` for the trained weights (default), `ema` for their running average.
     #[serde(default)]
     #[param(inline)]
     weights: Weights,
-    /// `true` for embeddings in place of classes: the input of the network's last layer.
+    /// Whether to return embeddings (the inputs of the network's last layer) instead of classes.
     #[serde(default)]
     embed: bool,
 }
 
 /// Classify or embed pictures
 ///
-/// One picture (JPEG, PNG, WebP, GIF, BMP or TIFF) as the body, or several as `multipart/form-data`; prepared as for the job's validation. A picture
-/// that cannot be read says so in its own answer. Together they have at most 256 megapixels.
+/// The body is one picture (JPEG, PNG, WebP, GIF, BMP or TIFF), or several pictures as `multipart/form-data`, with at most 256 megapixels in
+/// total. Pictures are prepared in the same way as for the job's validation. If a picture cannot be read, its prediction has the error.
 #[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path), PredictQuery),
     request_body(content((Vec<u8> = "application/octet-stream"), (Object = "multipart/form-data"))),
     responses((status = 200, body = Predictions), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "It is still being uploaded from another machine"), (status = 413, body = Problem), (status = 422, body = Problem),
+        (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"), (status = 413, body = Problem), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online")))]
 pub(crate) async fn predict(
     State(checkpoints): State<Arc<Checkpoints>>,
@@ -91,7 +94,7 @@ pub(crate) async fn predict(
 
 async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
     let too_large = || {
-        let detail = format!("pictures of at most {} MiB together, please", BYTES >> 20);
+        let detail = format!("the pictures have more than {} MiB; send fewer at a time", BYTES >> 20);
         Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
     };
     let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
@@ -124,7 +127,7 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
         }
         pictures.push(named(name, &bytes));
         if pictures.len() > PICTURES {
-            return Err(Error::BadRequest(format!("at most {PICTURES} pictures at a time, please")));
+            return Err(Error::BadRequest(format!("send at most {PICTURES} pictures at a time")));
         }
     }
     if pictures.is_empty() {

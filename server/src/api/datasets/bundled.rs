@@ -1,4 +1,4 @@
-//! The pictures that come with the program: unpacked and registered in one request, so that a new server has something to train on.
+//! The pictures that are bundled with the program. A single request unpacks and registers them, so that a new server has a dataset to train on.
 
 use super::inspections::{InspectionProgress, LONGEST_WAIT};
 use crate::{
@@ -23,10 +23,10 @@ use std::{
 
 /// Register the bundled pictures
 ///
-/// Unpacks the subset of Fashion-MNIST that comes with the program into the data directory and registers it as `fashion-mnist`.
+/// Unpacks the subset of Fashion-MNIST that is bundled with the program into the data directory, and registers it as `fashion-mnist`.
 #[utoipa::path(post, path = "/datasets/bundled", tag = "datasets",
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"),
-        (status = 404, body = Problem, description = "This server has none"), (status = 409, body = Problem, description = "The name is taken"),
+        (status = 404, body = Problem, description = "This server has no bundled pictures"), (status = 409, body = Problem, description = "The name is taken"),
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
 pub(crate) async fn register(
     State(config): State<Arc<ServeConfig>>,
@@ -58,7 +58,7 @@ pub(crate) async fn register(
     }
 }
 
-/// Writes what is not there yet, or not the same.
+/// Writes the files that are missing or different.
 fn unpack(bundled: &Bundled, folder: &Path) -> io::Result<PathBuf> {
     fs::create_dir_all(folder)?;
     for (name, content) in (bundled.files)() {

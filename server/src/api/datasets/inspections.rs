@@ -1,5 +1,5 @@
-//! Inspections of datasets. The first inspection of a million pictures takes minutes, longer than browsers and proxies wait
-//! for a response. A request that does not want to wait is answered 202, and the same request again joins the inspection.
+//! Inspections of datasets. The first inspection of a million pictures takes minutes, which is longer than browsers and proxies wait for a
+//! response. After the time limit of a request, the response is 202. Repeating the request joins the inspection.
 
 use crate::{
     agents::{Online, RequestError, requests},
@@ -19,20 +19,20 @@ use std::{
 use tokio::sync::watch;
 use utoipa::{IntoParams, ToSchema};
 
-/// A folder of pictures as large as they come, on a slow disk.
+/// Time limit of an inspection. It is sufficient for very large folders on slow disks.
 const PATIENCE: Duration = Duration::from_secs(12 * 3600);
-/// A request waits so long unless it says how long, and no longer: less than any handler may take.
+/// Maximum and default of `wait_secs`. It is less than the time limit of handlers.
 const LONGEST_WAIT_SECS: u64 = 120;
-/// How long a result is kept for requests that come again.
+/// How long a result is kept for repeated requests.
 const KEPT: Duration = Duration::from_secs(10);
-/// For an agent's reply to `InspectProgress`. Older agents do not reply.
+/// Time limit for an agent's reply to `InspectProgress`. Older agents do not reply.
 const PROGRESS: Duration = Duration::from_secs(2);
 
-/// How long to wait.
+/// Time limit of a request that waits for an inspection.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct WaitQuery {
-    /// Answer 202 when the inspection has not ended after so many seconds: 0 to 120, 120 when absent.
+    /// Maximum number of seconds to wait for the end of the inspection, 0 to 120 (default 120). After that, the response is 202.
     #[param(minimum = 0, maximum = 120)]
     wait_secs: Option<u64>,
 }
@@ -48,17 +48,17 @@ impl WaitQuery {
     }
 }
 
-/// The longest wait of a request that does not say.
+/// Default and maximum time that a request waits for an inspection.
 pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(LONGEST_WAIT_SECS);
 
 /// The progress of an inspection.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct InspectionProgress {
-    /// For people.
+    /// A text about the progress.
     pub(crate) detail: String,
-    /// Pictures (or shards) inspected or unpacked so far, where that is known.
+    /// Number of pictures (or shards) inspected or unpacked so far, if known.
     pub(crate) inspected: Option<u64>,
-    /// Pictures (or shards) in all, where that is known.
+    /// Total number of pictures (or shards), if known.
     pub(crate) total: Option<u64>,
 }
 
@@ -66,17 +66,17 @@ pub(crate) struct InspectionProgress {
 #[derive(Debug)]
 pub(crate) enum Inspected {
     Done {
-        /// Without links.
+        /// The canonical path, without symbolic links.
         path: String,
         info: Box<DatasetInfo>,
     },
     UnderWay(InspectionProgress),
 }
 
-/// Has an agent inspect the files under `path`, or joins an inspection of them, and waits for at most `patience`.
+/// Lets an agent inspect the files under `path`, or joins a running inspection, and waits for at most `patience`.
 ///
 /// # Errors
-/// Nobody is online or has the files, or what is wrong with them.
+/// No agent is online or has the files, or the files are not a valid dataset.
 pub(crate) async fn inspect(datasets: &Arc<Datasets>, path: String, patience: Duration) -> Result<Inspected> {
     let Inspection { agent, mut outcome, .. } = begin(datasets, &path);
     let done = async { outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
@@ -105,14 +105,14 @@ fn begin(datasets: &Arc<Datasets>, path: &str) -> Inspection {
     all.inspections.insert(path.to_owned(), inspection.clone());
     let (datasets, path) = (Arc::clone(datasets), path.to_owned());
     let tasks = datasets.tasks.tracker.clone();
-    // Nothing of it outlives the server.
+    // The tracker ends the task with the server.
     tasks.spawn(async move {
         let work = async {
             let allowed = datasets.roots.allowed_new(&path);
             let request = AgentRequest::InspectDataset { path: path.clone(), allowed };
             let chosen = requests::choose_agent(&datasets.agents, &request).await?;
             let waiting = datasets.agents.send_request(&chosen, request);
-            // Set once: nobody else has this one.
+            // Cannot fail, because only this task sets it.
             let _ = agent.set(chosen);
             match datasets.agents.reply(waiting, PATIENCE).await? {
                 AgentReply::Dataset { path, info } => Ok((path, info)),
@@ -148,7 +148,7 @@ async fn under_way(datasets: &Datasets, agent: Option<&Online>, path: String) ->
         Some((inspected, total)) => {
             format!("{name} is inspecting {path}: {inspected} of {total} so far; ask again")
         }
-        // An agent runs so many inspections at a time.
+        // An agent runs at most this number of inspections at a time.
         None if ahead >= CONCURRENT_REQUESTS => {
             format!(
                 "the inspection of {path} waits on {name}, behind {}; ask again",

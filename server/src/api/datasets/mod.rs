@@ -1,4 +1,4 @@
-//! Registered datasets. The server opens none itself: an agent inspects the files.
+//! Registered datasets. The server does not open their files; an agent inspects them.
 
 pub(crate) mod bundled;
 pub(crate) mod inspections;
@@ -36,18 +36,18 @@ use utoipa::ToSchema;
 
 const MAX_PATH_BYTES: usize = 4096;
 const MAX_NAME_BYTES: usize = 100;
-/// Jobs that a refusal names.
+/// Maximum number of jobs that an error message names.
 const JOBS_NAMED: usize = 10;
 
-/// All registered datasets.
+/// A page of datasets.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct DatasetList {
-    /// By name, unless `sort` says otherwise.
+    /// Ordered by name, unless `sort` is given.
     #[schema(value_type = Vec<Dataset>)]
     datasets: Elements<Dataset>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: datasets on all pages together.
+    /// Number of datasets on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
@@ -74,19 +74,19 @@ const LIST: List<Dataset> = List {
 #[derive(Debug, Clone, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewDataset {
-    /// Letters, digits, `-`, `_` and `.`; what jobs give as `data.dataset`.
+    /// The name for `data.dataset` of jobs: 1 to 100 letters, digits, `-`, `_` and `.`.
     pub(crate) name: String,
-    /// Absolute, on the machines that train on it.
+    /// Absolute path on the machines that train on the dataset.
     pub(crate) path: String,
-    /// Only its owner and admins see it.
+    /// Whether only the owner and admins see the dataset.
     #[serde(default)]
     pub(crate) private: bool,
 }
 
-/// The datasets that a caller sees.
+/// Returns the datasets that a caller may see.
 ///
 /// # Errors
-/// The store's.
+/// The store cannot be read.
 pub(super) async fn seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<Dataset>> {
     let mut datasets = store.datasets().await?;
     datasets.retain(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
@@ -95,8 +95,8 @@ pub(super) async fn seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<Da
 
 /// Register a dataset
 ///
-/// An agent inspects the files; their format is found, not declared. Inspecting many pictures for the first time takes minutes:
-/// 202 has the progress; send the same request again until it is done.
+/// An agent inspects the files and detects their format. The first inspection of many pictures takes minutes: 202 has the progress; send the
+/// same request again until the response is 201.
 #[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitQuery), request_body = NewDataset,
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
@@ -122,14 +122,14 @@ pub(crate) async fn create(
 #[derive(Debug)]
 pub(crate) enum Registered {
     Done(Box<Dataset>),
-    /// To be asked again.
+    /// The inspection is in progress; the request must be sent again.
     UnderWay(InspectionProgress),
 }
 
-/// Checks a registration, has an agent inspect the files, and stores the dataset. Waits for the inspection at most `patience`.
+/// Checks a registration, lets an agent inspect the files, and stores the dataset. Waits for the inspection for at most `patience`.
 ///
 /// # Errors
-/// Every mistake, with its field.
+/// The registration has mistakes (all are returned), the name is taken, or the inspection failed.
 pub(crate) async fn register(
     datasets: &Arc<Datasets>,
     caller: &Caller,
@@ -149,6 +149,8 @@ pub(crate) async fn register(
     inspect_and_add(datasets, caller, new, patience).await
 }
 
+/// Checks that no dataset has this name.
+///
 /// # Errors
 /// The name is taken.
 async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
@@ -160,7 +162,7 @@ async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
     Err(Error::Of(Code::NameTaken, detail))
 }
 
-/// Has an agent inspect files that may be registered, and stores the dataset.
+/// Lets an agent inspect files of an allowed path, and stores the dataset.
 async fn inspect_and_add(
     datasets: &Arc<Datasets>,
     caller: &Caller,
@@ -186,8 +188,10 @@ async fn inspect_and_add(
     Ok(Registered::Done(Box::new(dataset)))
 }
 
+/// Checks the canonical path of a dataset.
+///
 /// # Errors
-/// The files are where datasets may not come from.
+/// The files are outside the folders that are allowed for datasets.
 fn found(datasets: &Datasets, path: &str) -> Result<()> {
     let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]);
     datasets.roots.check_found(path).map_err(mistake)
@@ -198,7 +202,7 @@ fn checked(info: DatasetInfo) -> Result<DatasetInfo> {
     info_mistake(&info).map_or(Ok(info), |detail| Err(mistake(detail)))
 }
 
-/// Why a dataset cannot be trained on or stored (JSON has no number for what is not finite); `None` when it can.
+/// Returns why a dataset cannot be trained on or stored, if so. JSON cannot represent numbers that are not finite.
 fn info_mistake(info: &DatasetInfo) -> Option<String> {
     if info.classes.is_empty() {
         Some("holds no classes".into())
@@ -217,21 +221,21 @@ fn info_mistake(info: &DatasetInfo) -> Option<String> {
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Folder {
-    /// Absolute, on the machines that train on it.
+    /// Absolute path on the machines that train on the folder.
     path: String,
 }
 
-/// What an inspection of a folder found.
+/// Result of inspecting a folder.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct InspectedFolder {
-    /// Without links.
+    /// The canonical path, without symbolic links.
     path: String,
     info: DatasetInfo,
 }
 
 /// Inspect a folder without registering it
 #[utoipa::path(post, path = "/datasets/inspect", tag = "datasets", params(WaitQuery), request_body = Folder,
-    responses((status = 200, body = InspectedFolder), (status = 202, body = InspectionProgress, description = "Under way; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
+    responses((status = 200, body = InspectedFolder), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn inspect(
     State(datasets): State<Arc<Datasets>>,
     Extension(caller): Extension<Caller>,
@@ -256,9 +260,9 @@ pub(crate) async fn inspect(
 
 /// Inspect a registered dataset again
 ///
-/// What its files are now takes the place of what they were when it was registered, also while jobs train on it.
+/// The result replaces the dataset's stored information, even while jobs train on the dataset.
 #[utoipa::path(post, path = "/datasets/{name}/inspect", tag = "datasets", params(("name" = String, Path), WaitQuery),
-    responses((status = 200, body = Dataset), (status = 202, body = InspectionProgress, description = "Under way; ask again"), (status = 404, body = Problem), (status = 422, body = Problem),
+    responses((status = 200, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 404, body = Problem), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
 pub(crate) async fn inspect_again(
     State(datasets): State<Arc<Datasets>>,
@@ -281,11 +285,11 @@ fn no_such_dataset() -> Error {
     Error::NotFound("no dataset has this name".into())
 }
 
-/// Why a dataset cannot be called this.
+/// Returns the mistake in a dataset's name, if any.
 fn name_mistake(name: &str) -> Option<SpecError> {
     let mistake = |detail| Some(SpecError { pointer: "/name".into(), detail });
     if ["inspect", "bundled", "uploads"].contains(&name) {
-        return mistake(format!("is taken: /api/v1/datasets/{name} is a call; choose another name"));
+        return mistake(format!("is reserved for the call /api/v1/datasets/{name}; choose another name"));
     }
     let is_good = (1..=MAX_NAME_BYTES).contains(&name.len()) && name.chars().all(is_plain);
     if is_good && !name.starts_with('.') {
@@ -302,7 +306,7 @@ fn name_mistake(name: &str) -> Option<SpecError> {
     ))
 }
 
-/// Nothing of it means something in an address or a path.
+/// Whether a character has no special meaning in URLs and paths.
 fn is_plain(c: char) -> bool {
     c.is_ascii_alphanumeric() || "-_.".contains(c)
 }
@@ -313,7 +317,7 @@ fn path_mistake(path: &str) -> Option<String> {
     } else if path.len() > MAX_PATH_BYTES {
         Some(format!("has {} bytes; a path has at most {MAX_PATH_BYTES}", path.len()))
     } else if path.contains('\0') {
-        Some("is no path: it has a zero byte".into())
+        Some("is not a path: it has a zero byte".into())
     } else {
         None
     }
@@ -321,9 +325,9 @@ fn path_mistake(path: &str) -> Option<String> {
 
 /// List datasets
 ///
-/// `sort`: `name`, `created` (when it was registered).
+/// `sort`: `name`, `created` (the time of registration).
 #[utoipa::path(get, path = "/datasets", tag = "datasets", params(ListParams),
-    responses((status = 200, body = DatasetList), (status = 304, description = "What `If-None-Match` names"), (status = 400, body = Problem)))]
+    responses((status = 200, body = DatasetList), (status = 304, description = "The list is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 400, body = Problem)))]
 pub(crate) async fn list(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
@@ -335,7 +339,7 @@ pub(crate) async fn list(
 
 /// Show a dataset
 #[utoipa::path(get, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
-    responses((status = 200, body = Dataset), (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem)))]
+    responses((status = 200, body = Dataset), (status = 304, description = "The dataset is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 404, body = Problem)))]
 pub(crate) async fn show(
     State(store): State<Arc<dyn Store>>,
     headers: HeaderMap,
@@ -346,10 +350,10 @@ pub(crate) async fn show(
 
 /// Remove a dataset
 ///
-/// Its files stay where they are, except those that were uploaded: they are removed. Jobs that are over keep its name; they are neither
-/// evaluated nor run again until a dataset is registered under it.
+/// The dataset's files are removed only if they were uploaded. Finished jobs keep the dataset's name; they cannot be evaluated or run again
+/// until a dataset is registered under this name.
 #[utoipa::path(delete, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "Jobs that are not over train on it; they are named")))]
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "Unfinished jobs train on the dataset; the problem names them")))]
 pub(crate) async fn delete(
     State(datasets): State<Arc<Datasets>>,
     Extension(caller): Extension<Caller>,
@@ -373,7 +377,7 @@ pub(crate) async fn delete(
                 return Err(Error::Of(Code::DatasetInUse, detail.into()));
             }
             Err(match jobs.first() {
-                // They may have ended since.
+                // If no job is left, the jobs have ended meanwhile.
                 Some(_) => Error::Of(Code::DatasetInUse, needed_by(&jobs)),
                 None => error.into(),
             })
@@ -382,7 +386,7 @@ pub(crate) async fn delete(
     }
 }
 
-/// `2 jobs train on it: j1 ("a", running), j2 ("b", queued); cancel them first`
+/// Formats an error message such as `2 jobs train on it: j1 ("a", running), j2 ("b", queued); cancel them first`.
 fn needed_by(jobs: &[Job]) -> String {
     let named = jobs.iter().take(JOBS_NAMED).map(|job| format!("{} ({:?}, {})", job.id, job.name, job.state));
     let named = named.collect::<Vec<_>>().join(", ");

@@ -1,4 +1,4 @@
-//! The page of datasets, and its form.
+//! The page of datasets with its form.
 
 use super::{NewDataset, Registered, inspections::LONGEST_WAIT, register, seen_by};
 use crate::{
@@ -56,7 +56,7 @@ async fn datasets_page(
     html(page.render())
 }
 
-/// `POST /datasets`: the form without scripts.
+/// `POST /datasets`: submits the form without scripts.
 pub(crate) async fn add_dataset(
     State(datasets): State<Arc<Datasets>>,
     State(auth): State<Arc<Auth>>,

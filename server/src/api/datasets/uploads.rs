@@ -1,5 +1,5 @@
-//! Uploads of zip files of pictures, by people who have no access to the machines' disks. A file comes in pieces, so that no request is
-//! long and a lost one is sent again.
+//! Uploads of zip files of pictures, for people without access to the machines' disks. A file is uploaded in pieces, so that requests are short
+//! and a failed request can be repeated.
 
 use super::{
     NewDataset, Registered, check_free, inspect_and_add,
@@ -34,35 +34,36 @@ use std::{
 use tokio::sync::Semaphore;
 use utoipa::{IntoParams, ToSchema};
 
-/// Archives that are unpacked at the same time, and how long before it is another one's turn.
+/// Limits the number of archives that are unpacked at the same time.
 static UNPACKING: Semaphore = Semaphore::const_new(1);
+/// Time for which an archive is unpacked before the next archive gets its turn.
 const TURN: Duration = Duration::from_secs(5);
 
-/// Where a piece belongs.
+/// Position of a piece in its file.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct ArchiveQuery {
-    /// How many bytes of the file were sent before; 0 begins anew.
+    /// Number of bytes of the file before this piece. 0 starts the upload again.
     #[serde(default)]
     offset: u64,
 }
 
-/// What an uploaded file becomes.
+/// The dataset to make from an uploaded file.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct UploadedDataset {
-    /// Only its owner and admins see it.
+    /// Whether only the owner and admins see the dataset.
     #[serde(default)]
     private: bool,
 }
 
 /// Upload a piece of a zip file
 ///
-/// A zip file of pictures in folders of classes (`<class>/*`, or `train/<class>/*` and `val/<class>/*`), in pieces of at most 8 MiB. The
-/// file may have 8 GiB, and 16 GiB and 200,000 files when it is unpacked. An upload that is not continued is removed after a day.
+/// The zip file must have pictures in folders of classes (`<class>/*`, or `train/<class>/*` and `val/<class>/*`). Pieces have at most 8 MiB, the
+/// file at most 8 GiB, and its contents at most 16 GiB and 200,000 files. An upload that is not continued is removed after a day.
 #[utoipa::path(put, path = "/datasets/uploads/{name}/archive", tag = "datasets", params(("name" = String, Path), ArchiveQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
-    responses((status = 204), (status = 409, body = Problem, description = "The name is taken, or the piece does not follow what has come"),
+    responses((status = 204), (status = 409, body = Problem, description = "The name is taken, or the piece does not follow the uploaded bytes"),
         (status = 422, body = Problem), (status = 507, body = Problem, description = "The server's disk is full")))]
 pub(crate) async fn upload_archive(
     State(datasets): State<Arc<Datasets>>,
@@ -90,11 +91,11 @@ pub(crate) async fn upload_archive(
 
 /// Make an uploaded zip file a dataset
 ///
-/// Its pictures are unpacked into the server's data directory and registered under this name; they are removed with the dataset. 202 has the
-/// progress; send the same request again until it is done.
+/// The pictures are unpacked into the server's data directory and registered under this name. They are removed with the dataset. 202 has the
+/// progress; send the same request again until the response is 201.
 #[utoipa::path(post, path = "/datasets/uploads/{name}", tag = "datasets", params(("name" = String, Path), WaitQuery), request_body = UploadedDataset,
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being unpacked or inspected; ask again"),
-        (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem, description = "It is no zip file of pictures"),
+        (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem, description = "The file is not a zip file of pictures"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
 pub(crate) async fn register_upload(
     State(datasets): State<Arc<Datasets>>,
@@ -134,9 +135,9 @@ pub(crate) async fn register_upload(
 /// Removes the files of a dataset that was uploaded.
 ///
 /// # Errors
-/// The disk.
+/// The files cannot be removed, or the store cannot be read.
 pub(super) async fn remove(datasets: &Datasets, folder: PathBuf) -> Result<()> {
-    // Somebody may have registered the folder under another name, too.
+    // The folder may also be registered under another name.
     let others = datasets.store.datasets().await?;
     if others.iter().any(|dataset| datasets.roots.upload(&dataset.path).as_ref() == Some(&folder)) {
         return Ok(());
@@ -144,7 +145,10 @@ pub(super) async fn remove(datasets: &Datasets, folder: PathBuf) -> Result<()> {
     blocking(move || Ok(uploads::remove(&folder)?)).await
 }
 
-/// The caller's upload of this name, which no dataset has.
+/// Returns the caller's upload of this name.
+///
+/// # Errors
+/// The name is invalid, or a dataset has it already.
 async fn upload(datasets: &Datasets, caller: &Caller, name: &str) -> Result<Upload> {
     if let Some(mistake) = name_mistake(name) {
         return Err(Error::Invalid(vec![mistake]));

@@ -21,54 +21,54 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use utoipa::{IntoParams, ToSchema};
 
-/// Notes and tags of jobs that have any, by job; a job itself has its own, too.
+/// Notes and tags of all jobs that have any. They are also fields of each job.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Annotations {
-    /// In the order of their ids.
+    /// Notes and tags by job id, in the order of ids.
     #[schema(value_type = Object)]
     jobs: BTreeMap<String, Value>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: jobs on all pages together.
+    /// Number of jobs on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
 
-/// Which of them.
+/// Parameters of `GET /annotations`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct AnnotationsQuery {
-    /// At most so many jobs: 1 to 1000; 1000 when absent. A page also ends once it has 4 MiB; it then has a `next_cursor`.
+    /// Maximum number of jobs on a page, 1 to 1000 (default 1000). A page also ends after 4 MiB; it then has a `next_cursor`.
     #[param(minimum = 1, maximum = 1000)]
     limit: Option<u32>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<String>,
-    /// Only these of `notes` and `tags`, with commas between.
+    /// Comma-separated names of the fields to return of each job: `notes`, `tags`.
     #[param(min_length = 1)]
     fields: Option<String>,
-    /// Also how many jobs there are on all pages together, as `total`.
+    /// Whether to return the number of jobs on all pages as `total`.
     count: Option<bool>,
 }
 
 const FIELDS: &[&str] = &["notes", "tags"];
-/// The only order, for cursors.
+/// Pages of annotations for cursors. The only order is by id.
 const PAGES: Pages = Pages::new("annotations", "id");
 
-/// What is to change; what is absent stays.
+/// Changes of a job. Absent fields stay unchanged.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Change {
     /// At most 20 000 bytes.
     notes: Option<String>,
-    /// At most 20, of 40 characters each.
+    /// At most 20 tags, each of at most 40 characters.
     tags: Option<Vec<String>>,
-    /// -1000 to 1000; of use while the job waits.
+    /// -1000 to 1000. Has an effect only while the job waits.
     priority: Option<i32>,
-    /// The project that it belongs to from now on.
+    /// The project to move the job to.
     project: Option<String>,
 }
 
-/// Notes and tags
+/// List notes and tags
 #[utoipa::path(get, path = "/annotations", tag = "jobs", params(AnnotationsQuery),
     responses((status = 200, body = Annotations), (status = 400, body = Problem)))]
 pub(crate) async fn list(
@@ -142,19 +142,19 @@ pub(crate) async fn change(
         scheduler.store.set_project(&id, &project).await?;
         scheduler.waiting.note(&job);
     }
-    // Pages that are open show it, too.
+    // Updates open pages.
     scheduler.events.hub.labelled(jobs::find(&scheduler, id.as_str())).await?;
     Ok(Json(annotation))
 }
 
-/// How much a job takes on disk.
+/// Disk space of a job.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Size {
-    /// Its folder: checkpoints, logs, evaluations. What the database holds comes on top.
+    /// Size of the job's folder, which has checkpoints, logs and evaluations. The job's rows in the database are not included.
     size_bytes: u64,
 }
 
-/// What deleting a job frees
+/// Show the disk space that deleting a job frees
 #[utoipa::path(get, path = "/jobs/{id}/size", tag = "jobs", params(("id" = String, Path)),
     responses((status = 200, body = Size), (status = 404, body = Problem)))]
 pub(crate) async fn size(
@@ -167,7 +167,7 @@ pub(crate) async fn size(
     Ok(Json(Size { size_bytes: size.ok().flatten().unwrap_or(0) }))
 }
 
-/// What deleting a folder frees; `None` when it cannot be read.
+/// Total size of the files in a folder, in bytes; `None` if the folder cannot be read.
 pub(crate) fn folder_bytes(folder: &std::path::Path) -> Option<u64> {
     let mut total = 0;
     for entry in std::fs::read_dir(folder).ok()? {

@@ -1,4 +1,4 @@
-//! A job's attempts: every start of its ranks, and why it ended.
+//! A job's attempts: every start of the job's ranks, and why the attempt ended.
 
 use crate::{
     api::{
@@ -21,12 +21,12 @@ use utoipa::ToSchema;
 /// A job's attempts.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct AttemptList {
-    /// In order, from the first, unless `sort` says otherwise.
+    /// Ordered by attempt, unless `sort` is given.
     #[schema(value_type = Vec<Attempt>)]
     attempts: Elements<Attempt>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: attempts on all pages together.
+    /// Number of attempts on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
@@ -42,15 +42,15 @@ const LIST: List<Attempt> = List {
     fields: &["attempt", "state", "reason", "checkpoint", "step", "agents", "started_at", "ended_at"],
     sorts: &[("attempt", |attempt| Some(f64::from(attempt.attempt)).into())],
     default_sort: "attempt",
-    // No two have the same number.
+    // Numbers of attempts are unique.
     id: |_| "",
     created: Some(|attempt| attempt.started_at),
 };
 
-/// A job's attempts
+/// List a job's attempts
 ///
-/// Each with its state, why it ended (a code, the rank and step it began with, words), and the checkpoint it began from.
-/// They are kept as long as the job. `sort`: `attempt`.
+/// Each attempt has its state, the reason for its end (a code, the rank and step that caused the end, a text), and the checkpoint that it
+/// began from. Attempts are kept as long as the job. `sort`: `attempt`.
 #[utoipa::path(get, path = "/jobs/{id}/attempts", tag = "jobs", params(("id" = String, Path), ListParams),
     responses((status = 200, body = AttemptList), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn list(

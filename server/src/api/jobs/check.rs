@@ -1,5 +1,5 @@
-//! Checks of a specification that only the server can make: whether its dataset is registered, whether it fits, and whether there
-//! are slots for its ranks.
+//! Checks of a specification that need the server's data: whether the dataset is registered and fits, and whether the machines have enough
+//! slots for the ranks.
 
 use crate::{
     agents::Agents,
@@ -32,11 +32,11 @@ use serde_json::Value;
 use std::sync::Arc;
 use utoipa::{IntoParams, ToSchema};
 
-/// Whether a job's machines are there already.
+/// Whether the job's machines are already online.
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct LaunchQuery {
-    /// Agents for it are about to be started: it may have more ranks than the machines online have slots.
+    /// Set this if agents for the job will be started afterwards. The job may then have more ranks than the online machines have slots.
     #[serde(default)]
     launched: bool,
 }
@@ -47,13 +47,13 @@ impl LaunchQuery {
     }
 }
 
-/// What a specification comes to.
+/// Result of checking a specification.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Plan {
-    /// Complete, with every default.
+    /// The complete specification, with all defaults.
     spec: JobSpec,
-    /// Training pictures. With a fraction in `data.validation` the expected number, as each picture is held out by itself; the steps follow
-    /// from it.
+    /// Number of training pictures. If `data.validation` is a fraction, this is the expected number, because each picture is held out at
+    /// random. The numbers of steps are computed from it.
     samples: u64,
     global_batch_size: u64,
     steps_per_epoch: u64,
@@ -65,28 +65,29 @@ pub(crate) struct Plan {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     sweep: Option<Value>,
-    /// Warnings that matter before the job runs, in words.
+    /// Warnings about the job, as text.
     warnings: Vec<String>,
-    /// How long training takes, by the speed of an earlier job; absent if none was measured that is comparable.
+    /// Estimated training time, from the speed of an earlier job; absent if no comparable job was measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     estimate: Option<Estimate>,
 }
 
-/// How long a job's steps take at the speed of an earlier job: of the same network on pictures of the same size, in steps of as many
-/// pictures, on as many ranks of machines that are online.
+/// Estimated time of a job's steps, from the speed of an earlier job with the same network, image size, precision, global batch size and
+/// number of ranks, whose machines are online.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Estimate {
-    /// Without waiting in the queue, evaluations and checkpoints.
+    /// Estimated seconds, without the time in the queue and the time of evaluations and checkpoints.
     secs: f64,
-    /// The earlier job.
+    /// Id of the earlier job.
     #[schema(value_type = String)]
     job: JobId,
+    /// Name of the earlier job.
     name: String,
 }
 
-/// Jobs that an estimate looks at, newest first.
+/// Number of the newest jobs that an estimate considers.
 const ESTIMATED_FROM: u32 = 100;
-/// With fewer steps the beginning counts too much.
+/// Minimum number of steps of a measured job. With fewer steps, the start-up dominates the speed.
 const MEASURED_STEPS: u64 = 20;
 
 /// Check a specification without submitting it
@@ -133,7 +134,7 @@ async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &Checked) -> 
     }))
 }
 
-/// Whether a job's speed says how fast another one trains.
+/// Whether a new job with this specification trains about as fast as an earlier job.
 fn is_as_fast(spec: &JobSpec, job: &Job) -> bool {
     let other = &job.spec;
     let has_same_size = spec.data.image_size.is_some() || spec.data.dataset == other.data.dataset;
@@ -146,12 +147,12 @@ fn is_as_fast(spec: &JobSpec, job: &Job) -> bool {
         && spec.parallel == other.parallel
 }
 
-/// A specification without a mistake.
+/// A specification that passed all checks.
 #[derive(Debug)]
 pub(in crate::api) struct Checked {
     pub(in crate::api) spec: JobSpec,
     pub(in crate::api) dataset: Dataset,
-    /// Warnings that matter before the job runs, in words.
+    /// Warnings about the job, as text.
     pub(in crate::api) warnings: Vec<String>,
 }
 
@@ -173,8 +174,11 @@ impl Checked {
     }
 }
 
-/// The document's own mistakes, and those that only this server can know; of a job that `begins` at its first step also
-/// whether the weights that it is to begin with fit.
+/// Checks a document: the specification itself, and its dataset and slots on this server. If the job `begins` at its first step, also checks
+/// whether the pretrained weights fit.
+///
+/// # Errors
+/// The document has mistakes, or the database cannot be read.
 pub(in crate::api) async fn check(
     scheduler: &Scheduler,
     caller: &Caller,
@@ -184,16 +188,16 @@ pub(in crate::api) async fn check(
     check_with(scheduler, caller, document, begins, Slots::Now).await
 }
 
-/// When there must be slots for the job's ranks.
+/// When the machines must have enough slots for the job's ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::api) enum Slots {
-    /// On machines that are online, if any are.
+    /// Now, on machines that are online. Not checked if no machine is online.
     Now,
-    /// A launcher is about to start agents for it.
+    /// Later: a launcher will start agents for the job.
     Later,
 }
 
-/// As [`check`].
+/// Same as [`check`], with a choice of `slots`.
 pub(super) async fn check_with(
     scheduler: &Scheduler,
     caller: &Caller,
@@ -202,9 +206,9 @@ pub(super) async fn check_with(
     slots: Slots,
 ) -> Result<Checked> {
     let mut not_checked = None;
-    // Also of a document with mistakes: people mend all at once.
+    // The checks below also run for a document with mistakes, so that all mistakes are reported at once.
     let (mut spec, mut errors) = spec::read(document);
-    // A mistake in parallel.mode changes nothing of what is checked below.
+    // A mistake in parallel.mode does not affect the checks below.
     let causes = errors.iter().map(|e| e.pointer.clone()).filter(|pointer| pointer != "/parallel/mode");
     let own = DocumentMistakes(causes.collect());
     let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
@@ -228,10 +232,10 @@ pub(super) async fn check_with(
         errors.extend(slots_mistake(&scheduler.agents, spec));
     }
     if let (Some(spec), Some(dataset)) = (&spec, &dataset) {
-        // Its evaluations and its page show pictures.
+        // The job's evaluations and page show pictures of the dataset.
         if dataset.private && !spec.private {
             let detail = format!(
-                "must be true: the dataset {} is private, and so is what shows its pictures",
+                "must be true: the dataset {} is private, and the job's page shows its pictures",
                 dataset.name
             );
             errors.push(at("/private", detail));
@@ -319,7 +323,7 @@ pub(in crate::api) async fn check_sweep(
     }
 }
 
-/// A warning where networks are validated for which no checkpoint is written: the best of them is not kept.
+/// Returns a warning if validations and checkpoints fall on different steps, so that the best network may not be kept.
 fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
     let every = spec.checkpoint.every_steps.filter(|every| *every > 0)?;
     let samples = training_samples(spec, dataset);
@@ -330,16 +334,16 @@ fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> 
         return None;
     }
     Some(format!(
-        "the network is validated every {validated} steps and written every {every}: the best one is kept only where both fall on the same \
+        "the network is validated every {validated} steps and written every {every}: the best one is kept only if both fall on the same \
          step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of {validated}"
     ))
 }
 
-/// Pointers of a document's own mistakes. Their keys have other values in the specification that is checked than its writer meant.
+/// Pointers of the mistakes in the document itself. For these keys, the checked specification has other values than the document.
 struct DocumentMistakes(Vec<String>);
 
 impl DocumentMistakes {
-    /// Whether one of them is at one of these places, or below it.
+    /// Whether a mistake is at one of these pointers, or below one.
     fn concern(&self, places: &[&str]) -> bool {
         let at = |pointer: &str, place: &str| {
             pointer.strip_prefix(place).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
@@ -347,19 +351,19 @@ impl DocumentMistakes {
         self.0.iter().any(|pointer| places.iter().any(|place| at(pointer, place)))
     }
 
-    /// Whether a mistake of the job as it is checked may be none of the job that was meant.
+    /// Whether `mistake` may be a consequence of the mistakes in the document.
     fn may_cause(&self, mistake: &SpecError) -> bool {
         match mistake.pointer.as_str() {
             "/train/batch_size" | "/train/global_batch_size" => {
                 self.concern(&["/train", "/parallel/ranks", "/data/validation", "/data/drop_remainder"])
             }
-            // A recipe sets sizes, means and what measures.
+            // A recipe sets image sizes, means and the validation.
             pointer => self.concern(&[pointer, "/train/recipe", "/data/image_size"]),
         }
     }
 }
 
-/// That none of `datasets` is called `name`, with the one that may be meant.
+/// Error message if none of `datasets` is called `name`, with the most similar name.
 pub(in crate::api) fn no_dataset(name: &str, datasets: &[Dataset]) -> String {
     let names: Vec<_> = datasets.iter().map(|d| d.name.as_str()).collect();
     let known = match (nearest(name, names.iter().copied()), names.is_empty()) {
@@ -403,7 +407,7 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
             (Some(kind), _) => (
                 "/parallel/device",
                 format!(
-                    "no machine online has a {} (a {} slot); \"auto\" takes what there is",
+                    "no machine online has a {} (a {} slot); \"auto\" uses any device",
                     kind.slot_name, kind.name
                 ),
             ),
@@ -414,7 +418,7 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     let unit = device.kind().map_or("slot", |kind| kind.slot_name);
     let units = if most == 1 { unit.to_owned() } else { format!("{unit}s") };
     let ranks = spec.parallel.ranks;
-    // A machine has as many CPU slots as it is told to have.
+    // The number of CPU slots of a machine is an option.
     let more_slots = match is_cpu {
         true => {
             ", or give a machine more slots: `lockstep serve --cpu-slots N` or `lockstep agent --cpu-slots N`"
@@ -435,11 +439,11 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     Some(SpecError { pointer: "/parallel/ranks".into(), detail })
 }
 
-/// Training pictures after validation has taken its part: of a fraction, the expected number.
+/// Number of training pictures without those held out for validation. If validation is a fraction, this is the expected number.
 pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
     let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
     match (&spec.data.validation, spec.data.fold.zip(spec.data.folds)) {
-        // The first folds have one picture more where not all can have equally many.
+        // The first folds have one picture more if the pictures cannot be divided evenly.
         (_, Some((fold, folds))) => {
             let (fold, folds) = (u64::from(fold), u64::from(folds.max(1)));
             train - train / folds - u64::from(fold <= train % folds)

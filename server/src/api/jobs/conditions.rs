@@ -6,11 +6,11 @@ use crate::{
 };
 use lockstep_protocol::spec::{KEYS, Kind, nearest, shortened};
 
-/// In one request.
+/// Maximum number of conditions in a request.
 const MOST: usize = 10;
-/// Characters of a value.
+/// Maximum number of characters of a value.
 const VALUE_CHARS: usize = 200;
-/// The longer ones first, of which others are the beginning.
+/// Comparison operators. Longer operators come before their prefixes.
 const COMPARISONS: [(&str, Comparison); 7] = [
     ("!=", Comparison::NotEqual),
     ("<=", Comparison::LessOrEqual),
@@ -21,10 +21,11 @@ const COMPARISONS: [(&str, Comparison); 7] = [
     (">", Comparison::Greater),
 ];
 
-/// The conditions of a request; all of them must be fulfilled.
+/// Parses the conditions of a request. A job matches if it fulfils all of them.
 ///
 /// # Errors
-/// 400: more than ten, or one that is none: its key is not a setting with one value, or the value does not fit its key.
+/// 400: the request has more than ten conditions, a condition cannot be parsed, its key is not a setting with one value, or its value does
+/// not fit the key.
 pub(super) fn parse(text: Option<&str>) -> Result<Vec<Condition>> {
     let parts = text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty());
     let parts: Vec<_> = parts.collect();
@@ -69,7 +70,7 @@ fn condition(text: &str) -> Result<Condition> {
             SettingValue::Number(number.ok_or_else(mistake)?)
         }
         _ if is_ordered => {
-            return Err(refused(format!("can compare {path} with = and != alone: it is no number")));
+            return Err(refused(format!("can compare {path} only with = and !=: it is no number")));
         }
         Kind::Bool => SettingValue::Bool(value.parse().map_err(|_| {
             refused(format!("compares {path} with {:?}; it is true or false", shortened(value)))
@@ -81,7 +82,7 @@ fn condition(text: &str) -> Result<Condition> {
                 |near| format!("did you mean {near:?}?"),
             );
             return Err(refused(format!(
-                "compares {path} with {:?}, which it never is; {words}",
+                "compares {path} with {:?}, which is not one of its values; {words}",
                 shortened(value)
             )));
         }
@@ -90,7 +91,7 @@ fn condition(text: &str) -> Result<Condition> {
     Ok(Condition { table, key, comparison, value })
 }
 
-/// Whether a setting has one value that it can be compared by.
+/// Whether a setting has a single value that can be compared.
 fn is_single(kind: &Kind) -> bool {
     matches!(
         kind,
@@ -104,8 +105,11 @@ fn is_single(kind: &Kind) -> bool {
     )
 }
 
-/// A key from the table of keys, so that nothing of the request becomes SQL; else what is wrong with it, for a sentence that names
-/// the parameter. A key that is in one table alone needs no table: `lr` is `train.lr`.
+/// Looks up a setting in the table of keys, so that no text of the request becomes SQL. A key that only one table has needs no table:
+/// `lr` is `train.lr`.
+///
+/// # Errors
+/// The key is unknown or ambiguous. The message continues a sentence that begins with the parameter's name.
 pub(super) fn setting(path: &str) -> std::result::Result<(&'static str, &'static str, Kind), String> {
     let given = path.strip_prefix("spec.").unwrap_or(path);
     let all = || {
@@ -141,7 +145,7 @@ fn dotted(table: &str, key: &str) -> String {
     if table.is_empty() { key.to_owned() } else { format!("{table}.{key}") }
 }
 
-/// The same of a setting with one value.
+/// Same as [`setting`], but refuses settings with several values.
 pub(super) fn single_setting(path: &str) -> std::result::Result<(&'static str, &'static str, Kind), String> {
     let (table, key, kind) = setting(path)?;
     match is_single(&kind) {
@@ -211,7 +215,7 @@ mod tests {
             ("train.lrr>1", "did you mean \"train.lr\"?"),
             ("every_steps>1", "checkpoint.every_steps or log.every_steps"),
             ("milestones=1", "one value"),
-            ("model.arch>resnet50", "with = and != alone"),
+            ("model.arch>resnet50", "only with = and !="),
             ("model.arch=resnet5", "did you mean \"resnet50\"?"),
             ("private=yes", "true or false"),
             ("data.mean=1", "one value"),

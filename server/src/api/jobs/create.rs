@@ -1,4 +1,4 @@
-//! Submitting a job: checked, stored with its folder, once for each `Idempotency-Key`.
+//! Submitting a job. The server checks it and stores it with its folder, once for each `Idempotency-Key`.
 
 use super::check::{Checked, LaunchQuery, Slots, check_with};
 use crate::{
@@ -27,13 +27,13 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
 
-/// The longest `Idempotency-Key`.
+/// Maximum length of an `Idempotency-Key`, in bytes.
 const MAX_KEY_BYTES: usize = 255;
 
 /// Submit a job
 ///
-/// Every mistake is answered at once. TOML is taken as well, as `application/toml`. With an `Idempotency-Key`, the same request sent again answers with
-/// the job that it made.
+/// All mistakes are reported at once. The body may also be TOML (`application/toml`). With an `Idempotency-Key`, repeating the request returns
+/// the job that the first request made.
 #[utoipa::path(post, path = "/jobs", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
     params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own"), LaunchQuery),
     responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
@@ -57,7 +57,7 @@ pub(crate) async fn create(
 /// Checks a document and stores it as a job.
 ///
 /// # Errors
-/// Every mistake in it.
+/// The document has mistakes, or the job cannot be stored.
 pub(crate) async fn submit(
     scheduler: &Scheduler,
     caller: &Caller,
@@ -83,8 +83,8 @@ async fn submit_with(
     Ok((status, job))
 }
 
-/// The job that the same request (by its `Idempotency-Key`) made before. This is checked before anything else: what has changed
-/// since, such as a file that is gone, is no reason to refuse what was accepted.
+/// Returns the job that an earlier request with the same `Idempotency-Key` made. This is checked first, so that a later change, such as
+/// a missing file, does not make the repeated request fail.
 pub(in crate::api) async fn made_before(
     store: &dyn Store,
     caller: &Caller,
@@ -99,7 +99,7 @@ pub(in crate::api) async fn made_before(
     }
 }
 
-/// Stores a specification that was checked as a job, with its folder.
+/// Stores a checked specification as a job, with its folder.
 ///
 /// # Errors
 /// The folder or the database cannot be written.
@@ -123,7 +123,7 @@ pub(in crate::api) async fn store(
     })
 }
 
-/// The client's key and what makes its request that request: where it went, and its body.
+/// Returns the client's key and a hash that identifies the request: its path and its body.
 pub(in crate::api) fn idempotency_key(
     auth: &Auth,
     caller: &Caller,
@@ -136,9 +136,9 @@ pub(in crate::api) fn idempotency_key(
     let key = key.ok_or_else(|| {
         Error::BadRequest(format!("Idempotency-Key must be 1 to {MAX_KEY_BYTES} plain characters"))
     })?;
-    // A path has no NUL, so no two requests have the same text.
+    // A path contains no NUL, so different requests have different texts.
     let request = Sha256::new().chain_update(uri.path()).chain_update([0]).chain_update(body).finalize();
-    // Where jobs have owners, two people may choose the same key. No name has the character between.
+    // If jobs have owners, two people may choose the same key. No name contains the separator.
     let key = match caller.owner().filter(|_| auth.access.has_people()) {
         Some(owner) => format!("{owner}\u{1f}{key}"),
         None => key.to_owned(),

@@ -1,4 +1,4 @@
-//! One line that says why the accuracy of a finished job is low, and what to change.
+//! A line of advice for a finished job: why its accuracy is low, and what to change.
 
 use crate::{
     http::error::Result,
@@ -12,32 +12,31 @@ use lockstep_protocol::{
 };
 use std::collections::BTreeMap;
 
-/// The largest number of buckets that are read of a metric.
+/// Maximum number of buckets to read of a metric.
 const POINTS: usize = 1000;
-/// A validation accuracy from here on needs no advice.
+/// Validation accuracy from which on no advice is needed.
 const GOOD: f64 = 0.97;
-/// A training accuracy from here on leaves nothing to learn.
+/// Training accuracy from which on more training does not help.
 const LEARNED: f64 = 0.99;
-/// A training accuracy below this is low.
+/// Training accuracy below which it counts as low.
 const LOW: f64 = 0.9;
-/// An accuracy that is less certain than this says too little.
+/// Margin of error above which a validation accuracy is too uncertain.
 const UNCERTAIN: f64 = 0.1;
-/// Smaller differences between training and validation accuracy are usual.
+/// Usual difference between training and validation accuracy.
 const USUAL_GAP: f64 = 0.08;
-/// A smaller rise is noise.
+/// Minimum rise of the accuracy that is not noise.
 const LEAST_RISE: f64 = 0.01;
 
-/// The diagnosis of a job that succeeded and was validated; `None` also if nothing seems wrong.
+/// Returns the diagnosis of a job; `None` if the job did not succeed, was not validated, or needs no advice.
 ///
 /// # Errors
-/// The store's.
+/// The store cannot be read.
 pub(super) async fn of(metrics: &Metrics, job: &Job) -> Result<Option<String>> {
     if job.state != JobState::Succeeded || job.last.val_accuracy.is_none() || job.external.is_some() {
         return Ok(None);
     }
     let (train, data) = (&job.spec.train, &job.spec.data);
-    // Of mixed or strongly augmented pictures, and of a loss with a margin, the accuracy of training is another measure than that of
-    // validation.
+    // With mixed or strongly augmented pictures, or another loss than the default, training and validation accuracy are not comparable.
     let is_comparable = train.mixup == 0.0
         && train.cutmix == 0.0
         && !data.random_resized_crop
@@ -53,14 +52,14 @@ pub(super) async fn of(metrics: &Metrics, job: &Job) -> Result<Option<String>> {
         false => None,
     };
     let found = read(metrics, job, "val_accuracy", None).await?;
-    // Of a step that several attempts have done, the last attempt's is the one that counts.
+    // If several attempts did the same step, the value of the last attempt counts.
     let by_step: BTreeMap<u64, f64> =
         found.iter().flatten().filter_map(|bucket| Some((bucket.step, mean([bucket])?))).collect();
     let validations = by_step.into_values().collect();
     Ok(Course { training, validations, pictures: job.last.val_pictures }.diagnosis())
 }
 
-/// The series of a metric, in the order of attempts and ranks.
+/// Reads the series of a metric, in the order of attempts and ranks.
 async fn read(metrics: &Metrics, job: &Job, name: &str, from: Option<u64>) -> Result<Vec<Vec<Bucket>>> {
     let filter = MetricFilter { name: Some(name.to_owned()), from, ..MetricFilter::default() };
     Ok(query::find(metrics, job, &filter, POINTS).await?.series.into_values().collect())
@@ -71,11 +70,11 @@ fn mean<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> Option<f64> {
     (count > 0).then(|| sum / count as f64)
 }
 
-/// What a run has measured.
+/// The course of a job's accuracy.
 struct Course {
-    /// Mean accuracy on the training pictures of the last epoch; `None` if it cannot be compared with validation.
+    /// Mean training accuracy of the last epoch; `None` if it cannot be compared with validation accuracy.
     training: Option<f64>,
-    /// The accuracy of each validation, in the order of steps.
+    /// Accuracies of all validations, in the order of steps.
     validations: Vec<f64>,
     /// Number of validation pictures, if known.
     pictures: Option<u64>,
@@ -121,7 +120,7 @@ impl Course {
     }
 }
 
-/// Half the width of the 95 % interval of an accuracy (Wilson 1927), which is wide for few pictures also at 0 and 1.
+/// Half the width of the 95 % confidence interval of an accuracy (Wilson 1927), which is wide for few pictures, even at 0 and 1.
 fn margin(accuracy: f64, pictures: u64) -> f64 {
     const Z: f64 = 1.96;
     let n = pictures.max(1) as f64;

@@ -1,4 +1,4 @@
-//! The stored events of a job as a list, for programs that need no stream.
+//! The stored events of a job as a list, for clients that do not need a stream.
 
 use crate::{
     api::{
@@ -22,11 +22,12 @@ use utoipa::{IntoParams, ToSchema};
 const DEFAULT_LIMIT: u32 = 100;
 /// The only order, for cursors.
 const ORDER: &str = "seq";
-/// Rows that are read in one query, and how many one request examines: of a long run nearly all are points.
+/// Number of rows in each query.
 const ROWS: u32 = 250;
+/// Maximum number of rows that a request examines. In a long run, nearly all rows are points of metrics.
 const EXAMINED: usize = 20_000;
 
-/// What events there are.
+/// Types of events.
 const TYPES: &[&str] = &[
     "state",
     "plan",
@@ -40,7 +41,7 @@ const TYPES: &[&str] = &[
     "network",
 ];
 
-/// What every event has; what else it has depends on its type.
+/// Fields of events. Which fields an event has depends on its type.
 const FIELDS: &[&str] = &[
     "seq",
     "at",
@@ -81,36 +82,35 @@ const FIELDS: &[&str] = &[
 /// A page of events.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct EventList {
-    /// In order, from the first.
+    /// Oldest first.
     #[schema(value_type = Vec<Event>)]
     events: Elements<Value>,
-    /// Give it as `cursor` to read on; null where there is no later event yet.
+    /// Value of `cursor` for the next page; null if there is no later event yet.
     next_cursor: Option<String>,
 }
 
-/// Which events.
+/// Parameters of `GET /jobs/{id}/events`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct EventsQuery {
-    /// Only of these types, with commas between: `state`, `plan`, `metrics`, `log`, `checkpoint`, `checkpoint_removed`,
+    /// Comma-separated types of events to return: `state`, `plan`, `metrics`, `log`, `checkpoint`, `checkpoint_removed`,
     /// `evaluation`, `rank`, `histograms`, `network`.
     #[serde(rename = "type")]
     types: Option<String>,
-    /// At most so many: 1 to 1000; 100 when absent.
+    /// Page size, 1 to 1000 (default 100).
     #[param(minimum = 1, maximum = 1000)]
     limit: Option<u32>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<String>,
-    /// Only these fields of each event, with commas between.
+    /// Comma-separated names of the fields to return of each event.
     #[param(min_length = 1)]
     fields: Option<String>,
 }
 
 /// List a job's events
 ///
-/// As its stream sends them, in order. Of a long run with few events of the types that are asked for, a page may have fewer
-/// events than `limit`, or none, and still a `next_cursor`. A page also ends once its events have 4 MiB; it then has a
-/// `next_cursor`.
+/// Events have the same form and order as in the job's stream. A page may have fewer events than `limit`, or none, and still have a
+/// `next_cursor`: if events of the given types are rare in a long run, or if the page reached 4 MiB.
 #[utoipa::path(get, path = "/jobs/{id}/events", tag = "jobs", params(("id" = String, Path), EventsQuery),
     responses((status = 200, body = EventList), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn list(
@@ -135,15 +135,15 @@ pub(crate) async fn list(
         let rows = store.events(&job.id, after, ROWS).await?;
         examined += rows.len();
         let last = rows.len() < ROWS as usize;
-        // One page after another must not keep others waiting.
+        // Lets other requests run between two queries.
         tokio::task::yield_now().await;
         'rows: for row in rows {
-            // Nearly all rows of a long run are points, which take the longest to write out.
+            // Nearly all rows of a long run are points, which take the longest to serialize.
             if !has_metrics && matches!(row.stored, Stored::Points { .. }) {
                 after = after.max(row.seq);
                 continue;
             }
-            // Long events: other requests run between two rows.
+            // Events may be long, so other requests may run between two rows.
             tokio::task::yield_now().await;
             for (seq, frame) in row.frames(after) {
                 if items.len() == limit || bytes >= PAGE_BYTES {

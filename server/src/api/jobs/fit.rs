@@ -1,5 +1,5 @@
-//! Whether a checkpoint fits the job that is to start from it, checked when that is submitted. What it was trained on is in the
-//! header of its file; the dataset's classes are stored since it was registered. No dataset is opened here.
+//! Checks, when a job is submitted, whether a checkpoint fits the job that is to start from it. The checkpoint's header lists the classes that
+//! it was trained on, and the database has the dataset's classes. No dataset is opened.
 
 use crate::{
     auth::access::Caller,
@@ -22,10 +22,10 @@ use std::{
     path::Path,
 };
 
-/// Headers are a few kilobytes.
+/// Maximum size of a header, in bytes. Usual headers have a few kilobytes.
 const HEADER_BYTES: u64 = 16 << 20;
 
-/// What a checkpoint was trained on.
+/// Properties of the pictures that a checkpoint was trained on.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Trained {
     classes: Vec<String>,
@@ -41,7 +41,7 @@ struct Header {
 }
 
 impl Trained {
-    /// What a checkpoint's folder says; none where it does not, and then its ranks find out.
+    /// Reads the properties from a checkpoint's folder; `None` if they cannot be read. The ranks then check the checkpoint.
     pub(crate) async fn of(folder: &Path) -> Option<Self> {
         let folder = folder.to_owned();
         let about = tokio::task::spawn_blocking(move || about(&folder)).await.ok()?.ok()?;
@@ -54,7 +54,7 @@ impl Trained {
     }
 }
 
-/// Why a checkpoint cannot be evaluated on `dataset`: its classes are not those of the pictures.
+/// Returns why a checkpoint cannot be evaluated on `dataset`, if its classes or channels differ.
 pub(crate) fn not_measurable(trained: &Trained, dataset: &Dataset) -> Option<String> {
     let (name, info) = (&dataset.name, &dataset.info);
     if let Some(difference) = classes_differ(&trained.classes, &info.classes) {
@@ -70,8 +70,8 @@ pub(crate) fn not_measurable(trained: &Trained, dataset: &Dataset) -> Option<Str
     })
 }
 
-/// What of `spec` on `dataset` does not fit a checkpoint of a job that was specified as `source`. Of a checkpoint that
-/// does not say what it was `trained` on, only the specifications are compared.
+/// Returns the mistakes if `spec` on `dataset` does not fit a checkpoint of a job with the specification `source`. If the properties of the
+/// checkpoint are unknown (`trained` is `None`), only the specifications are compared.
 pub(crate) fn mistakes(
     trained: Option<&Trained>,
     source: &JobSpec,
@@ -129,21 +129,21 @@ pub(crate) fn mistakes(
     mistakes
 }
 
-/// Refuses to continue without a dataset, or from the newest checkpoint with one that was registered anew under the same name.
+/// Checks that a job can continue: its dataset is registered, and fits the newest checkpoint even if it was registered anew.
 ///
 /// # Errors
-/// That it is not registered, or what of it does not fit.
+/// The dataset is not registered or does not fit, or the store cannot be read.
 pub(crate) async fn check_newest(checkpoints: &Checkpoints, caller: &Caller, job: &Job) -> Result<()> {
     if job.external.is_some() {
-        return Ok(()); // It has no dataset here; its state or `lifecycle` refuses the rest.
+        return Ok(()); // A run from elsewhere has no dataset here. `lifecycle` refuses to continue the run.
     }
     let name = &job.spec.data.dataset;
-    // A private one may have been registered since under this name.
+    // A private dataset may have been registered under this name since.
     let usable = |dataset: &Dataset| {
         !dataset.private || (job.spec.private && caller.sees(true, dataset.owner.as_deref()))
     };
     let Some(dataset) = checkpoints.store.dataset(name).await?.filter(usable) else {
-        // In any other state that is what forbids it, and what is said.
+        // A job in any other state cannot continue anyway; `lifecycle` reports that.
         let could = matches!(job.state, JobState::Paused | JobState::Failed | JobState::Cancelled);
         let detail = format!("the dataset {name:?} is no longer registered; add it again under this name");
         let mistake = SpecError { pointer: "/data/dataset".into(), detail };
@@ -157,7 +157,7 @@ pub(crate) async fn check_newest(checkpoints: &Checkpoints, caller: &Caller, job
     if mistakes.is_empty() { Ok(()) } else { Err(Error::Invalid(mistakes)) }
 }
 
-/// The metadata of a checkpoint's weights, or of the first part of sharded ones: each part has all of it.
+/// Reads the metadata of a checkpoint's weights. Each part of sharded weights has all metadata, so any part is sufficient.
 fn about(folder: &Path) -> io::Result<HashMap<String, String>> {
     match metadata(&folder.join(MODEL)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {

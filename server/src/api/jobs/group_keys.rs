@@ -1,4 +1,4 @@
-//! What jobs are grouped by in a request (`project,train.lr`), and which group is meant (`["vision",0.1]`).
+//! Parameters of requests for groups of jobs: the keys to group by (`project,train.lr`) and the values of a group (`["vision",0.1]`).
 
 use super::conditions::single_setting;
 use crate::{
@@ -8,21 +8,21 @@ use crate::{
 };
 use lockstep_protocol::spec::{Kind, shortened};
 
-/// Things to group by in one request.
+/// Maximum number of keys to group by.
 pub(super) const MOST: usize = 3;
-/// Bytes of a group's values as JSON: a setting that is a text may be long.
+/// Maximum size of a group's values as JSON, in bytes. Text settings may be long.
 const VALUES_BYTES: usize = 16_384;
-/// Characters of a text that groups are ordered by; cursors have them.
+/// Number of leading characters of a text by which groups are ordered. Cursors contain these characters.
 const ORDERED_CHARS: usize = 100;
 
 fn refused(detail: impl std::fmt::Display) -> Error {
     Error::BadRequest(format!("by {detail}"))
 }
 
-/// The keys of `by`, at least one.
+/// Parses the keys of `by`.
 ///
 /// # Errors
-/// 400: none, more than three, one twice, or one that is no setting with one value.
+/// 400: `by` has no key, more than three, a key twice, or a key that is not a setting with one value.
 pub(super) fn by(text: &str) -> Result<Vec<GroupBy>> {
     let parts: Vec<_> = text.split(',').map(str::trim).filter(|part| !part.is_empty()).collect();
     if !(1..=MOST).contains(&parts.len()) {
@@ -64,10 +64,10 @@ fn one(part: &str) -> Result<GroupBy> {
     })
 }
 
-/// The group of a request, if it names one.
+/// Parses the group of a request; empty if the request names no group.
 ///
 /// # Errors
-/// 400: one of the two alone, or values that do not fit what jobs are grouped by.
+/// 400: only one of `by` and `group` is given, or the values do not fit the keys.
 pub(super) fn group(by_text: Option<&str>, values: Option<&str>) -> Result<Vec<(GroupBy, GroupValue)>> {
     let given = |text: Option<&str>| text.is_some_and(|text| !text.is_empty());
     let (by, values) = match (by_text, values) {
@@ -75,8 +75,7 @@ pub(super) fn group(by_text: Option<&str>, values: Option<&str>) -> Result<Vec<(
         _ if !given(by_text) && !given(values) => return Ok(Vec::new()),
         _ => {
             return Err(Error::BadRequest(
-                "by and group belong together here: by=train.lr&group=[0.1] lists the jobs of one group"
-                    .into(),
+                "by and group belong together: by=train.lr&group=[0.1] lists the jobs of one group".into(),
             ));
         }
     };
@@ -108,7 +107,7 @@ fn fits(by: GroupBy, value: &GroupValue) -> bool {
     }
 }
 
-/// The place of a group among others by what its jobs have in common.
+/// Sort key of a group, from the values that the group's jobs have in common.
 pub(super) fn key(values: &[GroupValue]) -> Key {
     let part = |value: &GroupValue| match value {
         GroupValue::Bool(is) => Key::Number(f64::from(u8::from(*is))),

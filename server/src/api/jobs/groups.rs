@@ -1,4 +1,4 @@
-//! Groups of jobs, with mean and spread of metrics over all jobs of each.
+//! Groups of jobs, with mean and spread of metrics over the jobs of each group.
 
 use super::{group_keys, list::ListQuery, sorting::number};
 use crate::{
@@ -19,57 +19,58 @@ use tokio::sync::Semaphore;
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
-/// Groups on all pages together.
+/// Maximum number of groups on all pages.
 const MOST_GROUPS: usize = 10_000;
-/// Metrics of one request.
+/// Maximum number of metrics in a request.
 const MOST_METRICS: usize = 16;
-/// Bytes of a group's values in a cursor; longer ones are there by their hash.
+/// Maximum size of a group's values in a cursor, in bytes. Longer values are replaced by their hash.
 const ID_BYTES: usize = 600;
 
-/// Requests that are grouped at the same time: each reads all jobs that match, and readers of the database are few.
+/// Limits the number of concurrent requests, because each reads all matching jobs and the database has few readers.
 static AT_ONCE: Semaphore = Semaphore::const_new(2);
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Which groups of which jobs. What narrows the jobs is as at `GET /jobs`.
+/// Parameters of `GET /jobs/groups`. The filters are the same as in `GET /jobs`.
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct GroupsQuery {
-    /// 1 to 3 of `project`, `owner`, `tag`, `state`, `name` and settings with one value, with commas between: `model.arch,train.lr`.
+    /// 1 to 3 comma-separated keys to group by: `project`, `owner`, `tag`, `state`, `name`, or settings with one value such as
+    /// `model.arch,train.lr`.
     #[serde(default)]
     #[param(required = true)]
     by: String,
-    /// Mean and spread of these over the jobs of each group, with commas between, at most 16: numbers that jobs can be sorted by, such as
-    /// `loss,best,spec.train.lr`.
+    /// Comma-separated names of at most 16 numbers whose mean and spread over the jobs of each group are returned. All numeric sort keys of
+    /// jobs are possible, such as `loss,best,spec.train.lr`.
     metrics: Option<String>,
-    /// `group` (by what the jobs have in common), `jobs` (how many), `newest`, or one of `metrics`, which stands for its mean; `-` before it for the
-    /// largest first. `group` when absent.
+    /// Sort key: `group` (the common values), `jobs` (the number of jobs), `newest`, or one of `metrics` (its mean), with a leading `-` for
+    /// descending order (default `group`).
     sort: Option<String>,
-    /// At most so many groups: 1 to 1000; 100 when absent.
+    /// Maximum number of groups on a page, 1 to 1000 (default 100).
     #[param(minimum = 1, maximum = 1000)]
     limit: Option<u32>,
-    /// `next_cursor` of the page before, with the same `by` and `sort`.
+    /// `next_cursor` of the previous page, requested with the same `by` and `sort`.
     cursor: Option<String>,
-    /// Also how many groups there are on all pages together, as `total`.
+    /// Whether to return the number of groups on all pages as `total`.
     count: Option<bool>,
-    /// Jobs in one of these states.
+    /// Comma-separated states: only jobs in one of these states.
     state: Option<String>,
-    /// Jobs with it in their name.
+    /// Only jobs whose name contains this text.
     name: Option<String>,
-    /// Jobs with it in their name, a tag or their notes.
+    /// Only jobs whose name, tags or notes contain this text.
     q: Option<String>,
-    /// Jobs whose settings fulfil these.
+    /// Comma-separated conditions on settings: only jobs that fulfil all of them.
     #[serde(rename = "where")]
     #[param(rename = "where")]
     conditions: Option<String>,
-    /// Jobs of this person or token.
+    /// Only jobs of this person or token.
     owner: Option<String>,
-    /// Jobs of this project.
+    /// Only jobs of this project.
     project: Option<String>,
-    /// Jobs with all of these tags.
+    /// Comma-separated tags: only jobs with all of these tags.
     tag: Option<String>,
-    /// Jobs submitted at this time or later.
+    /// Only jobs submitted at this time or later (RFC 3339).
     created_after: Option<String>,
-    /// Jobs submitted before this time.
+    /// Only jobs submitted before this time (RFC 3339).
     created_before: Option<String>,
 }
 
@@ -78,40 +79,41 @@ pub(crate) struct GroupsQuery {
 pub(crate) struct GroupList {
     /// In the order of `sort`.
     groups: Vec<Group>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: groups on all pages together.
+    /// Number of groups on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
 
-/// Jobs that have something in common.
+/// Jobs with common values.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Group {
-    /// One for each of `by`; null where the jobs have none. `GET /jobs?by=...&group=` and these lists the jobs.
+    /// Common values of the jobs, one for each key of `by`; null if the jobs have no value. `GET /jobs` with the same `by` and with these
+    /// values as `group` lists the jobs.
     values: Vec<GroupValue>,
-    /// Jobs in any state.
+    /// Number of jobs in any state.
     jobs: u64,
-    /// Jobs in each state that any is in: `{"running": 2, "failed": 1}`.
+    /// Number of jobs in each state, without states that no job is in: `{"running": 2, "failed": 1}`.
     states: BTreeMap<&'static str, u64>,
-    /// When its newest job was submitted.
+    /// Submission time of the newest job.
     #[schema(value_type = String)]
     newest_at: Timestamp,
-    /// By the names of the request.
+    /// Mean and spread of each of the requested `metrics`, by name.
     metrics: BTreeMap<String, MeanAndSpread>,
-    /// For the order and for cursors.
+    /// Identifies the group in cursors, and orders groups with equal sort keys.
     #[serde(skip)]
     id: String,
 }
 
-/// A metric over the jobs of a group that have a value of it.
+/// Statistics of a metric over the jobs of a group that have a value.
 #[derive(Debug, Serialize, ToSchema)]
 struct MeanAndSpread {
-    /// Jobs with a value.
+    /// Number of jobs with a value.
     n: u64,
-    /// Null where no job has a value.
+    /// Mean of the values; null if no job has a value.
     mean: Option<f64>,
-    /// Standard deviation of a sample, divided by n - 1; null for fewer than two values.
+    /// Sample standard deviation (divisor n - 1); null for fewer than two values.
     std: Option<f64>,
     /// The lowest value.
     min: Option<f64>,
@@ -156,7 +158,7 @@ impl Group {
     }
 }
 
-/// The names of metrics in a request, each once.
+/// Parses the names of metrics in a request, without duplicates.
 fn names(text: Option<&str>) -> Result<Vec<&str>> {
     let mut names: Vec<&str> = Vec::new();
     for name in text.unwrap_or_default().split(',').map(str::trim).filter(|name| !name.is_empty()) {
@@ -175,8 +177,9 @@ fn names(text: Option<&str>) -> Result<Vec<&str>> {
 
 /// List groups of jobs
 ///
-/// Over all jobs that match, however many: how many there are, in which states, and mean and standard deviation of metrics, such as over
-/// jobs that differ in their seed alone. A job is in the group of each of its tags. Jobs that are private to others do not count.
+/// For each group: the number of jobs in each state, and mean and standard deviation of metrics, for example over jobs that differ only in
+/// their seed. All matching jobs are included. With `by=tag`, a job is in the group of each of its tags. Private jobs of others are not
+/// included.
 #[utoipa::path(get, path = "/jobs/groups", tag = "jobs", params(GroupsQuery),
     responses((status = 200, body = GroupList), (status = 400, body = Problem)))]
 pub(crate) async fn list(

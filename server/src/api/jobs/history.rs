@@ -1,4 +1,4 @@
-//! A job's history: what happened to it, why, and who asked for it.
+//! A job's history: its changes of state, with reasons and the people who requested them.
 
 use crate::{
     api::{
@@ -26,30 +26,30 @@ use serde::Deserialize;
 use std::{mem::discriminant, sync::Arc};
 use utoipa::IntoParams;
 
-/// A request is written down when it has been answered, which is at most so long after what it did.
+/// Maximum time between a change of state and the audit log's entry of the request, which is written after the response.
 const ANSWERED_WITHIN: jiff::SignedDuration = jiff::SignedDuration::from_secs(30);
 
-/// Which of its entries.
+/// Parameters of `GET /jobs/{id}/history`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct HistoryQuery {
-    /// At most so many: 1 to 1000; 1000 when absent.
+    /// Page size, 1 to 1000 (default 1000).
     #[param(minimum = 1, maximum = 1000)]
     limit: Option<u32>,
-    /// `next_cursor` of the answer before.
+    /// `next_cursor` of the previous page.
     cursor: Option<String>,
-    /// Also how many entries there are in all, as `total`.
+    /// Whether to return the number of entries on all pages as `total`.
     count: Option<bool>,
 }
 
-/// The only order, for cursors.
+/// The only order of entries, for cursors.
 const ORDER: &str = "at";
 
-/// A job's history
+/// Show a job's history
 ///
-/// Every attempt with how it began and ended, why, which rank was the cause and from which checkpoint the next one continued;
-/// pauses, retries and cancellations; the job that it was forked from and those forked from it; its place in the queue.
-/// The owner is who submitted or forked it; the owner and admins also see who asked for the rest.
+/// Entries are the start and end of each attempt, with the reason, the rank that caused the end and the checkpoint from which the next attempt
+/// continued, and all pauses, retries and cancellations. The history also has the job's parent and forks, and its place in the queue.
+/// Everybody sees who submitted or forked the job. Only the owner and admins see who requested the other changes.
 #[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path), HistoryQuery),
     responses((status = 200, body = History), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn show(
@@ -62,7 +62,7 @@ pub(crate) async fn show(
     let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
     let job = jobs::find(&scheduler, &id).await?;
     let pages = Pages::new("history", ORDER).of_job(job.id.as_str());
-    // Entries are only added behind the others, so how many were there already is a place.
+    // Entries are only appended, so a cursor is the number of entries on the previous pages.
     let from: usize = pages.read(query.cursor.as_deref())?.unwrap_or(0);
     let may_see_who = caller.sees_all() || caller.owns(job.owner.as_deref());
     if may_see_who {
@@ -73,7 +73,7 @@ pub(crate) async fn show(
     let (parent, begun) = parent(&*scheduler.store, &caller, &job, rows.parent).await?;
     let mut entries = of_states(&job, begun, &rows.states, &rows.requests);
     entries.extend(of_attempts(&attempts, &rows.states));
-    // Stable: what was asked for stands before the attempt's end that followed in the same millisecond.
+    // A stable sort: a request stays before the attempt's end that followed in the same millisecond.
     entries.sort_by_key(|entry| entry.at);
     let forks = rows.forks.into_iter().filter(|(fork, _)| sees(&caller, fork));
     let forks = forks.map(|(fork, checkpoint)| Relative {
@@ -95,8 +95,8 @@ pub(crate) async fn show(
     Ok(Json(History { parent, forks: forks.collect(), queue, entries, next_cursor, total }))
 }
 
-/// The job that a fork comes from, where the caller may see that; and the checkpoint that it began from, of a hidden job
-/// as the fork has its own of the same step.
+/// Returns the parent of a fork, if the caller may see that job, and the checkpoint that the fork began from. For a hidden parent, the
+/// checkpoint's id is that of the fork's own copy.
 async fn parent(
     store: &dyn Store,
     caller: &Caller,
@@ -109,7 +109,7 @@ async fn parent(
         Err(_) => None,
     };
     let known = known.map(|row| row.job);
-    // One that was deleted is shown as long as nobody had to be kept from seeing it.
+    // A deleted parent is shown unless it was private.
     if known.as_ref().map_or(job.parent.is_none(), |known| !sees(caller, known)) {
         let begun = checkpoint.strip_prefix(&id).map(|place| format!("{}{place}", job.id));
         return Ok((None, Some(begun.unwrap_or_default())));
@@ -129,7 +129,7 @@ fn sees(caller: &Caller, job: &Job) -> bool {
     caller.sees(job.spec.private, job.owner.as_deref())
 }
 
-/// With how many ranks an attempt began and why, where it had fewer than the job.
+/// Returns the reason if an attempt began with fewer ranks than the job has.
 fn fewer_ranks(states: &[Event], attempt: u32) -> Option<Reason> {
     states.iter().find_map(|event| match &event.body {
         EventBody::State { state: JobState::Starting, cause: Some(cause), attempt: of, .. }
@@ -165,7 +165,7 @@ fn of_attempts(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
     entries
 }
 
-/// What changes of state report that attempts do not.
+/// Returns the entries that come from the job's changes of state rather than from its attempts.
 fn of_states(job: &Job, begun: Option<String>, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
     let begin = begun.map_or(What::Submitted, |checkpoint| What::Forked { checkpoint });
     let mut entries = vec![Entry { at: job.created_at, what: begin, who: job.owner.clone() }];
@@ -176,16 +176,16 @@ fn of_states(job: &Job, begun: Option<String>, states: &[Event], requests: &[Aud
         if before.is_some_and(|(old, of)| old == *state && of.map(discriminant) == kind.map(discriminant)) {
             continue;
         }
-        // The attempt itself reports what became of a lost one. A run from elsewhere has no attempt that would.
+        // The entries of attempts report the end of an active or lost attempt. A run from elsewhere has no attempts that would.
         let was_active = job.external.is_none()
             && before.is_some_and(|(state, _)| state.is_active() || state == JobState::Lost);
-        // What somebody else's job asked for is reported by the attempt's end; a pause may come on top of it.
+        // The attempt's end reports a preemption. A user may request a pause in addition.
         let was_preempted = matches!(before, Some((_, Some(ReasonKind::Preempting { .. }))));
         let was_cancelling = matches!(before, Some((_, Some(ReasonKind::Cancelling))));
         let moved = before.is_none_or(|(old, _)| old != *state);
         before = Some((*state, kind));
         let (what, action) = match (state, kind) {
-            // Reported above: among many changes of state it may not be here.
+            // Already the first entry. If the job had many changes of state, this event may be missing.
             (JobState::Queued, _) if *seq == 1 => continue,
             (JobState::Queued, Some(ReasonKind::ResumedByUser)) if moved => (What::Resumed, Some("resume")),
             (JobState::Queued, Some(ReasonKind::RetriedByUser)) if moved => (What::Retried, Some("retry")),
@@ -206,7 +206,7 @@ fn of_states(job: &Job, begun: Option<String>, states: &[Event], requests: &[Aud
     entries
 }
 
-/// Who sent the request that was answered soonest after `at`.
+/// Returns the sender of the request with this action whose entry in the audit log is nearest to `at`.
 fn who_asked(requests: &[AuditEntry], action: &str, at: Timestamp) -> Option<String> {
     let asked = |entry: &&AuditEntry| {
         let path = entry.object.split('?').next().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! What ranks said of the layers of a job's network: how weights and gradients are distributed, and what the network looks like.
+//! Layers of a job's network, as reported by ranks: the structure of the network, and histograms of weights and gradients.
 
 use crate::{
     api::jobs,
@@ -15,38 +15,38 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use utoipa::{IntoParams, ToSchema};
 
-/// Which histograms.
+/// Parameters of `GET /jobs/{id}/histograms`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct HistogramQuery {
-    /// `weight` or `gradient`; both when absent.
+    /// `weight` or `gradient` (default: both).
     kind: Option<String>,
-    /// A layer's name, as `layers` of the answer has it.
+    /// Name of a layer, from `layers` of the response.
     layer: Option<String>,
-    /// One of `steps` of the answer.
+    /// A step, from `steps` of the response.
     step: Option<u64>,
 }
 
 /// Histograms of a job's layers.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Histograms {
-    /// Steps that there are histograms of, ascending: at most 200. Of a run with more, steps that are about equally far apart
-    /// are kept, with the first and the newest.
+    /// Steps with histograms, ascending, at most 200. In longer runs, the first and newest step and about equally spaced steps between them
+    /// are kept.
     steps: Vec<u64>,
-    /// What there are histograms of at the newest step, in the network's order.
+    /// Layers with histograms at the newest step, in the network's order.
     layers: Vec<HistogramLayer>,
-    /// By step, then in the network's order. Empty when neither `layer` nor `step` is given.
+    /// Ordered by step, then in the network's order. Empty if neither `layer` nor `step` is given.
     histograms: Vec<Histogram>,
 }
 
-/// What a histogram is of.
+/// A layer and the kind of its values.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct HistogramLayer {
     name: String,
     kind: HistogramKind,
 }
 
-/// The values of a layer at a step.
+/// Histogram of the weights or gradients of a layer at a step.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Histogram {
     step: u64,
@@ -57,7 +57,7 @@ pub(crate) struct Histogram {
     min: f32,
     /// The largest finite value.
     max: f32,
-    /// How many values lie in each of 64 bins, equal in width from `min` to `max`.
+    /// Number of values in each of 64 bins of equal width from `min` to `max`.
     counts: Vec<u32>,
 }
 
@@ -74,10 +74,10 @@ fn kind(text: &str) -> Result<HistogramKind> {
     found.ok_or_else(|| Error::BadRequest("kind must be weight or gradient".into()))
 }
 
-/// Histograms of weights and gradients
+/// Show histograms of weights and gradients
 ///
-/// A job has some when its `log.histograms` is set. First ask without parameters for the layers and steps that there are, then
-/// with a layer for its histograms at every step, or with a step for those of every layer.
+/// A job has histograms if `log.histograms` is set. Without parameters, the response lists the layers and steps with histograms. With
+/// `layer`, it has the layer's histograms at every step; with `step`, the histograms of every layer at that step.
 #[utoipa::path(get, path = "/jobs/{id}/histograms", tag = "metrics", params(("id" = String, Path), HistogramQuery),
     responses((status = 200, body = Histograms), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn histograms(
@@ -103,9 +103,9 @@ pub(crate) async fn histograms(
     }))
 }
 
-/// A job's network
+/// Show a job's network
 ///
-/// Its layers in the order in which a picture passes them; empty until an attempt has reported them.
+/// The layers are in the order in which a picture passes them; empty until an attempt has reported them.
 #[utoipa::path(get, path = "/jobs/{id}/network", tag = "metrics", params(("id" = String, Path)),
     responses((status = 200, body = NetworkDescription), (status = 404, body = Problem)))]
 pub(crate) async fn network(

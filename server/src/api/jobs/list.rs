@@ -1,4 +1,4 @@
-//! The list of jobs: which, in which order, and what of each.
+//! The list of jobs: filters, order and fields.
 
 use crate::{
     api::{
@@ -22,7 +22,7 @@ use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 50;
 
-/// Of a job, as in JSON.
+/// Names of a job's fields in JSON.
 pub(super) const FIELDS: &[&str] = &[
     "id",
     "name",
@@ -63,71 +63,73 @@ pub(super) const FIELDS: &[&str] = &[
 /// A page of jobs.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct JobList {
-    /// In the order of `sort`; with `fields`, those fields alone.
+    /// In the order of `sort`. With `fields`, each job has only those fields.
     #[schema(value_type = Vec<Job>)]
     jobs: Elements<Job>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: jobs on all pages together.
+    /// Number of jobs on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
 
-/// Which jobs.
+/// Parameters of `GET /jobs`.
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct ListQuery {
-    /// In one of these states, with commas between: `running,failed`.
+    /// Comma-separated states: only jobs in one of these states, such as `running,failed`.
     pub(super) state: Option<String>,
-    /// Part of the name, at most 200 characters.
+    /// Only jobs whose name contains this text of at most 200 characters.
     pub(super) name: Option<String>,
-    /// Part of the name, of a tag or of the notes, at most 200 characters.
+    /// Only jobs whose name, tags or notes contain this text of at most 200 characters.
     pub(super) q: Option<String>,
-    /// Whose settings fulfil all of these, with commas between: `train.lr>0.1,model.arch=resnet50`. `=`, `!=`, `<`, `<=`, `>`, `>=`;
-    /// texts and words with `=` and `!=` alone. At most 10.
+    /// At most 10 comma-separated conditions on settings: only jobs that fulfil all of them, such as `train.lr>0.1,model.arch=resnet50`.
+    /// Operators are `=`, `!=`, `<`, `<=`, `>` and `>=`; for texts and words only `=` and `!=`.
     #[serde(rename = "where")]
     #[param(rename = "where")]
     pub(super) conditions: Option<String>,
-    /// The person who submitted it, or the name of the token that did.
+    /// Only jobs submitted by this person, or with a token of this name.
     pub(super) owner: Option<String>,
-    /// Of this project.
+    /// Only jobs of this project.
     pub(super) project: Option<String>,
-    /// With all of these tags, with commas between.
+    /// Comma-separated tags: only jobs with all of these tags.
     pub(super) tag: Option<String>,
-    /// Of one group of `GET /jobs/groups`: what jobs are grouped by there, and with `group` the `values` of the group, as JSON.
+    /// With `group`: the keys of a group, as in `GET /jobs/groups`.
     pub(super) by: Option<String>,
-    /// `["resnet20",0.1]`: `values` of a group, one for each of `by`.
+    /// With `by`: only jobs of the group with these `values`, as JSON with one value for each key of `by`, such as `["resnet20",0.1]`.
     pub(super) group: Option<String>,
-    /// Submitted at this time or later (RFC 3339).
+    /// Only jobs submitted at this time or later (RFC 3339).
     #[param(format = DateTime)]
     pub(super) created_after: Option<String>,
-    /// Submitted before this time (RFC 3339).
+    /// Only jobs submitted before this time (RFC 3339).
     #[param(format = DateTime)]
     pub(super) created_before: Option<String>,
-    /// `created`, `started`, `finished`, `name`, `state`, `project`, `owner`, `priority`, `step`, `epoch`, `attempt`, `ranks`, `speed` (images per
-    /// second), `loss`, `accuracy`, `val_loss`, `val_accuracy`, `lr` and every other metric (the newest), `best`, `tag:` and a tag (those that
-    /// have it come last), or a key of the specification such as `spec.train.lr`, lists by their text; `-` before it for the largest first.
-    /// `-created` when absent.
+    /// Sort key, with a leading `-` for descending order (default `-created`): `created`, `started`, `finished`, `name`, `state`, `project`,
+    /// `owner`, `priority`, `step`, `epoch`, `attempt`, `ranks`, `speed` (images per second), `best`, the newest value of a metric (`loss`,
+    /// `accuracy`, `val_loss`, `val_accuracy`, `lr` and all others), `tag:` with a tag (jobs with the tag come last), or `spec.` with a key of
+    /// the specification such as `spec.train.lr` (lists are sorted by their text).
     pub(crate) sort: Option<String>,
-    /// At most so many: 1 to 1000; 50 when absent. A page also ends once its jobs have 4 MiB; it then has a `next_cursor`.
+    /// Page size, 1 to 1000 (default 50). A page also ends after 4 MiB; it then has a `next_cursor`.
     #[param(minimum = 1, maximum = 1000)]
     pub(crate) limit: Option<u32>,
-    /// `next_cursor` of the page before, with the same `sort`.
+    /// `next_cursor` of the previous page, requested with the same `sort`.
     pub(super) cursor: Option<String>,
-    /// Only these fields of each job, with commas between: `id,name,state`. `notes` are in a list only when they are named here.
+    /// Comma-separated names of the fields to return of each job, such as `id,name,state`. The list has `notes` only if they are named here.
     #[param(min_length = 1)]
     pub(super) fields: Option<String>,
-    /// These metrics in `last` of each job, too, with commas between: `grad_norm,step_ms`. `loss`, `accuracy`, `lr`, `val_loss` and
-    /// `val_accuracy` are always there.
+    /// Comma-separated names of further metrics to return in `last` of each job, such as `grad_norm,step_ms`. `loss`, `accuracy`, `lr`,
+    /// `val_loss` and `val_accuracy` are always included.
     #[param(min_length = 1)]
     pub(super) metrics: Option<String>,
-    /// Also how many jobs match on all pages together, as `total`.
+    /// Whether to return the number of jobs on all pages as `total`.
     pub(super) count: Option<bool>,
 }
 
 impl ListQuery {
+    /// Parses the parameters.
+    ///
     /// # Errors
-    /// A state, project, time, sort, limit or cursor that is none, or a name too long to search for.
+    /// A parameter is invalid, or a text to search for is too long.
     pub(crate) fn filter(&self, caller: &Caller) -> Result<JobFilter> {
         search_text("name", self.name.as_deref())?;
         search_text("q", self.q.as_deref())?;
@@ -174,7 +176,7 @@ impl ListQuery {
         self.sort.as_deref().filter(|sort| !sort.is_empty()).unwrap_or("-created")
     }
 
-    /// What the page with the list has no field for, as it stands in the address.
+    /// Returns the parameters for which the page of jobs has no input field, so that its form can preserve them.
     pub(crate) fn kept(&self) -> Vec<(&'static str, String)> {
         let given = [
             ("where", &self.conditions),
@@ -184,19 +186,21 @@ impl ListQuery {
         given.into_iter().filter_map(|(key, value)| Some((key, value.clone()?))).collect()
     }
 
-    /// `next_cursor` for a place in this list.
+    /// Encodes a position in this list as `next_cursor`.
     pub(crate) fn next_cursor(&self, next: Option<&crate::store::Cursor>) -> Result<Option<String>> {
         next.map(|next| self.pages().cursor(next)).transpose()
     }
 }
 
+/// Parses the names of further metrics.
+///
 /// # Errors
-/// 400: one that there is not.
+/// 400: a metric is unknown.
 fn metrics(text: Option<&str>) -> Result<Vec<&'static str>> {
     parts(text).map(|name| list::known_name("metric", name, &metric::NAMES)).collect()
 }
 
-/// What stands between commas.
+/// The non-empty parts of a comma-separated list.
 fn parts(text: Option<&str>) -> impl Iterator<Item = &str> {
     text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty())
 }
@@ -217,7 +221,7 @@ pub(crate) async fn list(
     let _turn = large::turn(filter.limit).await?;
     let mut page = store.jobs(&filter).await?;
     for job in &mut page.jobs {
-        // All of them would be most of a long list.
+        // All metrics would be most of a long list.
         job.last.others.retain(|name, _| metrics.contains(&name.as_str()));
         scheduler.last_plan.tell(job);
     }

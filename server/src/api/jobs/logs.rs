@@ -35,33 +35,34 @@ use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LINES: u32 = 1000;
 const MAX_LINES: u32 = 10_000;
-/// Events that are read in one query to the database while searching, and for how long to continue.
+/// Number of events that each query of a search covers.
 const SEARCHED: u64 = 50_000;
+/// Time after which a search returns the lines found so far.
 const SEARCH: Duration = Duration::from_millis(300);
 
-/// Which lines.
+/// Parameters of `GET /jobs/{id}/logs`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct LogsQuery {
     rank: Option<u32>,
     attempt: Option<u32>,
-    /// Only what came after this event.
+    /// Only lines after the event with this number.
     #[serde(default)]
     after: u64,
-    /// Only what came before this event.
+    /// Only lines before the event with this number.
     before: Option<u64>,
-    /// Lines of a page: 1 to 10000; 1000 when absent. Lines that a rank reported together come together: a page has more than `limit` where
-    /// its first report alone does, else fewer. A page also ends once its lines have 4 MiB.
+    /// Page size in lines, 1 to 10000 (default 1000). Lines that a rank reported together are never split, so a page may have fewer lines, or
+    /// more if a single report has more. A page also ends after 4 MiB.
     #[param(minimum = 1, maximum = 10000)]
     limit: Option<u32>,
-    /// `seq`, the oldest line first, when absent; `-seq` for the newest first.
+    /// `seq` for the oldest line first (default), `-seq` for the newest line first.
     sort: Option<String>,
-    /// `next_cursor` of the page before, with the same `sort`.
+    /// `next_cursor` of the previous page, requested with the same `sort`.
     cursor: Option<String>,
-    /// `text` for the file of all lines that match, whatever `Accept` says: for links.
+    /// `text` returns a file of all matching lines regardless of the header `Accept`, for use in links.
     format: Option<String>,
-    /// Only lines that contain this, at most 200 characters, ignoring case. A long log is searched for a third of a second at a time:
-    /// `next_cursor` continues.
+    /// Only lines that contain this text of at most 200 characters, ignoring case. Each request searches for at most about a third of a
+    /// second; `next_cursor` continues the search.
     q: Option<String>,
 }
 
@@ -69,7 +70,7 @@ impl LogsQuery {
     /// Whether the newest line comes first.
     ///
     /// # Errors
-    /// 400: a sort that is none.
+    /// 400: the sort key is unknown.
     fn newest_first(&self) -> Result<bool> {
         let Some((name, newest_first)) = self.sort.as_deref().map(list::sort_key) else { return Ok(false) };
         list::known_name("sort", name, &["seq"])?;
@@ -81,25 +82,25 @@ impl LogsQuery {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Logs {
     lines: Vec<Line>,
-    /// Give it as `cursor` to read on; null at the end.
+    /// Value of `cursor` for the next page; null at the end.
     next_cursor: Option<String>,
 }
 
-/// Lines from the oldest to the newest, and the event to read on from.
+/// Lines from the oldest to the newest, and the event from which to continue.
 struct Found {
     lines: Vec<Line>,
     next: Option<u64>,
 }
 
 impl Found {
-    /// The first lines, or the newest ones, of whole events: at most `limit`, unless one event has more.
+    /// Keeps the first or newest lines of complete events: at most `limit` lines, unless a single event has more.
     fn at_most(mut self, limit: usize, newest: bool) -> Self {
         let all = self.lines.len();
         let (Some(first), Some(last)) = (self.lines.first(), self.lines.last()) else { return self };
         if all <= limit {
             return self;
         }
-        // The event of the first line that has no room is left out as a whole.
+        // The event of the first line beyond `limit` is left out completely.
         let kept = if newest {
             (self.lines[all - limit - 1].seq + 1).min(last.seq)..=last.seq
         } else {
@@ -121,10 +122,10 @@ impl Found {
     }
 }
 
-/// A line, and where it is from.
+/// A line and its source.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Line {
-    /// The event that it came with.
+    /// Number of the event that has the line.
     seq: u64,
     attempt: u32,
     rank: u32,
@@ -132,9 +133,9 @@ pub(crate) struct Line {
     line: LogLine,
 }
 
-/// Log lines
+/// Read log lines
 ///
-/// As JSON in pages, or with `Accept: text/plain` as a file of all lines that match.
+/// The response is a page of lines as JSON, or with `Accept: text/plain` a file of all matching lines.
 #[utoipa::path(get, path = "/jobs/{id}/logs", tag = "logs", params(("id" = String, Path), LogsQuery),
     responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn query(
@@ -192,12 +193,12 @@ pub(crate) async fn query(
     found.at_most(limit as usize, newest).page(pages, newest).await
 }
 
-/// Reads on until `limit` events with such a line are found, the log ends, or a second has passed.
+/// Searches until `limit` matching lines are found, the log ends, or [`SEARCH`] has passed.
 async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Result<Found> {
     let start = Instant::now();
     let mut filter = LogFilter { containing: Some(q.to_owned()), ..filter };
     let wanted = filter.limit as usize;
-    // What has not been searched yet: `low < seq < high`.
+    // Events that are not searched yet: `low < seq < high`.
     let (mut low, mut high) =
         (filter.after.min(job.last_seq), filter.before.unwrap_or(u64::MAX).min(job.last_seq + 1));
     let mut found: Vec<Line> = Vec::new();
@@ -242,7 +243,7 @@ fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
     found
 }
 
-/// A line each: time, rank, text; with one rank chosen only the text, as in its log file.
+/// Returns a text file with time, rank and text of each line. If the request names a rank, lines have only the text, as in the rank's log file.
 fn plain(store: Arc<dyn Store>, job: lockstep_protocol::JobId, filter: LogFilter) -> Response {
     let rank = filter.rank.map(|r| format!("-rank{r}")).unwrap_or_default();
     let name = format!("attachment; filename=\"{job}{rank}.log\"");

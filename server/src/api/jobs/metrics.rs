@@ -1,4 +1,4 @@
-//! Metrics: exact points when they fit, else buckets of minimum, maximum and mean.
+//! Metrics of a job: exact points if they fit into a response, otherwise buckets with minimum, maximum and mean.
 
 use crate::{
     api::{jobs, large},
@@ -32,34 +32,36 @@ use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_POINTS: u32 = 1000;
 const MAX_POINTS: u32 = 10_000;
-/// Metric events read at a time for the CSV file.
+/// Number of events in each query for the CSV file.
 const CSV_EVENTS: u32 = 500;
 
-/// Which metrics, and how finely.
+/// Parameters of `GET /jobs/{id}/metrics`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct MetricsQuery {
-    /// A metric's name, such as `loss`; all when absent.
+    /// Name of a metric, such as `loss` (default: all metrics).
     name: Option<String>,
-    /// Such as `0,1`; all when absent.
+    /// Comma-separated ranks, such as `0,1` (default: all ranks).
     ranks: Option<String>,
     /// First step.
     from: Option<u64>,
     /// Last step.
     to: Option<u64>,
-    /// At most so many buckets a series: 1 to 10000; 1000 when absent.
+    /// Maximum number of buckets of each series, 1 to 10000 (default 1000).
     #[param(minimum = 1, maximum = 10000)]
     points: Option<u32>,
 }
 
 impl MetricsQuery {
-    /// Of one metric, by its name.
+    /// Parameters for one metric.
     pub(crate) fn of(name: String, ranks: Option<String>, from: Option<u64>, to: Option<u64>) -> Self {
         Self { name: Some(name), ranks, from, to, points: None }
     }
 
+    /// Parses the parameters.
+    ///
     /// # Errors
-    /// 400: a name or ranks that are none.
+    /// 400: the name or the ranks are invalid.
     pub(crate) fn filter(&self) -> Result<MetricFilter> {
         if let Some(mistake) = self.name.as_deref().and_then(metric::name_mistake) {
             return Err(Error::BadRequest(mistake));
@@ -84,10 +86,10 @@ impl MetricsQuery {
     }
 }
 
-/// Whether jobs have metrics of this name: runs from elsewhere choose names.
+/// Checks that at least one of the jobs can have a metric of this name. Runs from elsewhere may have metrics of any name.
 ///
 /// # Errors
-/// 400: none of these jobs can have it.
+/// 400: none of these jobs can have the metric.
 pub(crate) fn check_name<'a>(name: Option<&str>, jobs: impl IntoIterator<Item = &'a Job>) -> Result<()> {
     let Some(name) = name.filter(|name| !metric::NAMES.contains(name)) else { return Ok(()) };
     if jobs.into_iter().any(|job| job.external.is_some()) {
@@ -99,23 +101,23 @@ pub(crate) fn check_name<'a>(name: Option<&str>, jobs: impl IntoIterator<Item = 
 /// Metrics of a job.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Metrics {
-    /// Events after this one are not in the answer: continue from here on the stream.
+    /// Number of the last event that the response includes. A stream with this number as `since` continues from there.
     as_of_seq: u64,
-    /// Every point is there, and `min`, `max` and `mean` are the same.
+    /// Whether the response has every point. `min`, `max` and `mean` of each point are then equal.
     exact: bool,
-    /// Steps that a bucket covers; 1 when exact.
+    /// Number of steps in a bucket; 1 if `exact`.
     bucket_steps: u64,
     series: Vec<Series>,
 }
 
 impl Metrics {
-    /// Of all series together.
+    /// Number of buckets of all series.
     pub(crate) fn buckets(&self) -> usize {
         self.series.iter().map(|series| series.steps.len()).sum()
     }
 }
 
-/// One metric of one rank in one attempt. `null` stands for what was not finite.
+/// One metric of one rank in one attempt. `null` stands for values that are not finite.
 #[derive(Debug, PartialEq, Serialize, ToSchema)]
 pub(crate) struct Series {
     name: String,
@@ -128,10 +130,10 @@ pub(crate) struct Series {
     mean: Vec<Option<f32>>,
 }
 
-/// Metrics for a chart
+/// Show metrics for a chart
 ///
-/// Buckets are equal ranges of steps, the same for every series, so the answer is the same for the same
-/// points however they came. Those at the ends of a range are returned whole.
+/// Buckets are equal ranges of steps, the same for every series, so the response depends only on the stored points. Buckets at the ends of
+/// the requested range are returned complete.
 #[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "metrics", params(("id" = String, Path), MetricsQuery),
     responses((status = 200, body = Metrics), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn find(
@@ -148,7 +150,7 @@ pub(crate) async fn find(
     large::json(answer(found)).await
 }
 
-/// What was found, as in JSON.
+/// Converts the result of a query to the response.
 pub(crate) fn answer(found: query::Found) -> Metrics {
     Metrics {
         as_of_seq: found.as_of,
@@ -173,11 +175,10 @@ fn series(((name, attempt, rank), buckets): (query::Key, Vec<Bucket>)) -> Series
     }
 }
 
-/// Every point as CSV
+/// Export all points as CSV
 ///
-/// Columns: attempt, rank, name, step, value; in the order in which they were stored. Of a job that was over long ago, by name
-/// and rank, and of a step that a run from elsewhere logged several times the last value. `points` makes no difference: every
-/// point is in the file.
+/// Columns: attempt, rank, name, step, value. Points are in the order in which they were stored. Points of a job that ended long ago are
+/// ordered by name and rank, and of a step that a run from elsewhere logged several times, only the last value remains. `points` has no effect.
 #[utoipa::path(get, path = "/jobs/{id}/metrics.csv", tag = "metrics", params(("id" = String, Path), MetricsQuery),
     responses((status = 200, content_type = "text/csv", body = String), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn csv(
@@ -205,17 +206,17 @@ pub(crate) async fn csv(
         .into_response())
 }
 
-/// A file that is made while it is sent, a part at a time, so that no run is too long for the server's memory.
+/// A file that is produced in parts while it is sent, so that long runs fit into the server's memory.
 struct Csv {
     store: Arc<dyn Store>,
     job: Job,
     filter: MetricFilter,
     begun: bool,
-    /// Metric and rank, of whose points some are in chunks alone.
+    /// Metrics and ranks, some points of which are only in chunks.
     series: VecDeque<(String, u32)>,
-    /// Up to which event chunks had the points of each of them.
+    /// Number of the last event whose points are in chunks, by metric and rank.
     watermarks: HashMap<(String, u32), u64>,
-    /// Events up to this number are done with.
+    /// Number of the last event that was processed.
     after: u64,
 }
 
@@ -268,9 +269,9 @@ impl Csv {
             return Ok(None);
         }
         let events = self.store.events(&self.job.id, self.after, CSV_EVENTS).await?;
-        // What is sent is broken off, so that nobody takes it for all of them.
+        // The response is aborted, so that an incomplete file is not taken for a complete one.
         if self.store.first_seq(&self.job.id).await? > self.after + 1 {
-            let why = "the job's points left its events while they were sent; ask again";
+            let why = "the job's points were removed from its events during this request; ask again";
             return Err(store::StoreError::Unavailable(why.into()));
         }
         self.after = events.last().map_or(self.job.last_seq, |row| row.seq);

@@ -16,30 +16,30 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use utoipa::{IntoParams, ToSchema};
 
-/// Jobs of one answer.
+/// Maximum number of jobs in a request.
 const MAX_JOBS: usize = 50;
 const DEFAULT_POINTS: u32 = 500;
 const MAX_POINTS: u32 = 10_000;
-/// Buckets of a series, times jobs.
+/// Maximum of the number of points times the number of jobs.
 const MAX_TOTAL: usize = 100_000;
-/// Buckets of one answer: each rank and attempt of a job is a series of its own.
+/// Maximum number of buckets in a response. Each rank and attempt of a job has its own series.
 const MAX_ANSWER: usize = 1_000_000;
 
-/// Which metric of which jobs, and how finely.
+/// Parameters of `GET /metrics/query`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct JobsMetricsQuery {
-    /// Ids of 1 to 50 jobs, with commas between.
+    /// Comma-separated ids of 1 to 50 jobs.
     jobs: String,
-    /// A metric's name, such as `loss`.
+    /// Name of a metric, such as `loss`.
     name: String,
-    /// Such as `0,1`; all when absent.
+    /// Comma-separated ranks, such as `0,1` (default: all ranks).
     ranks: Option<String>,
     /// First step.
     from: Option<u64>,
     /// Last step.
     to: Option<u64>,
-    /// At most so many buckets a series: 1 to 10000, and 100000 over all jobs; 500 when absent.
+    /// Maximum number of buckets of each series, 1 to 10000 (default 500). Times the number of jobs, at most 100000.
     #[param(minimum = 1, maximum = 10000)]
     points: Option<u32>,
 }
@@ -51,20 +51,20 @@ pub(crate) struct JobsMetrics {
     jobs: Vec<JobMetrics>,
 }
 
-/// The metric of one of them.
+/// The metric of one job.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct JobMetrics {
-    /// Its id.
+    /// The job's id.
     job: String,
     #[serde(flatten)]
     metrics: Metrics,
 }
 
-/// One metric of several jobs
+/// Show a metric of several jobs
 ///
-/// Each as `GET /jobs/{id}/metrics` answers it: exact points when they fit, else buckets of equal ranges of steps.
+/// For each job, the same response as of `GET /jobs/{id}/metrics`: exact points if they fit, otherwise buckets of equal ranges of steps.
 #[utoipa::path(get, path = "/metrics/query", tag = "metrics", params(JobsMetricsQuery),
-    responses((status = 200, body = JobsMetrics), (status = 400, body = Problem), (status = 404, body = Problem, description = "No job has one of the ids; it is named")))]
+    responses((status = 200, body = JobsMetrics), (status = 400, body = Problem), (status = 404, body = Problem, description = "No job has one of the ids; the problem names the id")))]
 pub(crate) async fn find(
     State(scheduler): State<Arc<Scheduler>>,
     State(history): State<Arc<crate::metrics::Metrics>>,

@@ -58,10 +58,10 @@ use serde::Deserialize;
 use std::{collections::HashSet, sync::Arc, time::Duration};
 use utoipa::IntoParams;
 
-/// Jobs that a caller does not see.
+/// Returns the jobs that a caller may not see.
 ///
 /// # Errors
-/// The store's.
+/// The store cannot be read.
 pub(super) async fn hidden_from(store: &dyn Store, caller: &Caller) -> Result<HashSet<JobId>> {
     match caller.sees_as() {
         None => Ok(HashSet::new()),
@@ -69,28 +69,28 @@ pub(super) async fn hidden_from(store: &dyn Store, caller: &Caller) -> Result<Ha
     }
 }
 
-/// A job with what is not shown of it.
+/// Reads a job with its internal columns.
 ///
 /// # Errors
-/// 404 when there is none.
+/// 404: no job has this id.
 pub(super) async fn row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
     store.job(id).await?.ok_or_else(|| Error::NotFound("no job has this id".into()))
 }
 
-/// One job.
+/// Reads a job, with its place in the queue.
 ///
 /// # Errors
-/// 404 when there is none.
+/// 404: no job has this id.
 pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
     let mut job = row(&*scheduler.store, &job_id(id)?).await?.job;
     scheduler.last_plan.tell(&mut job);
     Ok(job)
 }
 
-/// A job with what it was forked from, where the caller sees that.
+/// Returns a job as the caller may see it: its parent is included only if the caller may see that job.
 ///
 /// # Errors
-/// The store's.
+/// The store cannot be read.
 pub(super) async fn shown_to(scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
     let mut job = row.job;
     if let Some(parent) = row.private_parent {
@@ -105,20 +105,20 @@ pub(super) async fn shown_to(scheduler: &Scheduler, caller: &Caller, row: JobRow
     Ok(job)
 }
 
-/// As [`shown_to`], with the diagnosis.
+/// Same as [`shown_to`], with the diagnosis.
 ///
 /// # Errors
-/// The store's.
+/// The store cannot be read.
 async fn diagnosed(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
     let mut job = shown_to(scheduler, caller, row).await?;
     job.diagnosis = diagnosis::of(metrics, &job).await?;
     Ok(job)
 }
 
-/// One job that is named elsewhere than in the path, where the gate sees it.
+/// Reads a job whose id is not in the request's path, so that the gate has not checked access to the job.
 ///
 /// # Errors
-/// 404 when there is none that the caller sees.
+/// 404: no job that the caller may see has this id.
 pub(super) async fn seen(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
     let job = find(scheduler, id).await?;
     match caller.sees(job.spec.private, job.owner.as_deref()) {
@@ -127,20 +127,20 @@ pub(super) async fn seen(scheduler: &Scheduler, caller: &Caller, id: &str) -> Re
     }
 }
 
-/// A request for a job waits at most so long: less than any handler may take.
+/// Maximum of `wait`, in seconds. It is less than the time limit of handlers.
 const LONGEST_WAIT_SECS: u64 = 120;
 
-/// How long to wait for a job's end.
+/// Parameters of `GET /jobs/{id}`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct EndQuery {
-    /// Answer when the job is over, or after so many seconds: 0 to 120, 0 when absent.
+    /// Maximum number of seconds to wait for the job's end, 0 to 120 (default 0).
     #[serde(default)]
     #[param(minimum = 0, maximum = 120)]
     wait: u64,
 }
 
-/// As [`row`], when the job is over or `patience` has passed.
+/// Same as [`row`], but waits until the job is over or `patience` has passed.
 async fn row_at_end(scheduler: &Scheduler, id: &JobId, patience: Duration) -> Result<JobRow> {
     let end = async {
         // Subscribed before the job is read, so that no event in between is missed.
@@ -153,7 +153,7 @@ async fn row_at_end(scheduler: &Scheduler, id: &JobId, patience: Duration) -> Re
                 Some(events) if events.iter().all(|event| event.state().is_none()) => {
                     seq = events.last().map_or(seq, |event| event.seq);
                 }
-                // It has another state, was deleted, or the hub does not have its events.
+                // The job's state changed, the job was deleted, or the hub no longer has the events.
                 _ => {
                     found = row(&*scheduler.store, id).await?;
                     seq = found.job.last_seq;
@@ -172,9 +172,9 @@ async fn row_at_end(scheduler: &Scheduler, id: &JobId, patience: Duration) -> Re
 
 /// Show a job
 ///
-/// With `wait`, its answer comes when the job is over (`succeeded`, `failed`, `cancelled`), or after that time with the job as it is then.
+/// With `wait`, the response comes when the job is over (`succeeded`, `failed`, `cancelled`) or the time has passed.
 #[utoipa::path(get, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path), EndQuery),
-    responses((status = 200, body = Job), (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem)))]
+    responses((status = 200, body = Job), (status = 304, description = "The job is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 404, body = Problem)))]
 pub(crate) async fn show(
     State(scheduler): State<Arc<Scheduler>>,
     State(metrics): State<Arc<Metrics>>,
@@ -194,9 +194,9 @@ pub(crate) async fn show(
 
 /// Cancel a job
 ///
-/// A queued one is cancelled at once; ranks that run are ended first.
+/// A queued job is cancelled at once. A running job is cancelled after its ranks have been stopped.
 #[utoipa::path(post, path = "/jobs/{id}/cancel", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is over already")))]
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job is already over")))]
 pub(crate) async fn cancel(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -207,9 +207,9 @@ pub(crate) async fn cancel(
 
 /// Pause a job
 ///
-/// Its ranks finish their step, keep a checkpoint of it and free their slots; a waiting one pauses at once.
+/// The job's ranks finish their step, write a checkpoint and free their slots. A waiting job is paused at once.
 #[utoipa::path(post, path = "/jobs/{id}/pause", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It neither waits nor runs")))]
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job neither waits nor runs")))]
 pub(crate) async fn pause(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -220,10 +220,10 @@ pub(crate) async fn pause(
 
 /// Resume a paused job
 ///
-/// As its next attempt, from its newest checkpoint: the weights are those of never having paused.
+/// The job's next attempt continues from the newest checkpoint. The resulting weights are the same as without the pause.
 #[utoipa::path(post, path = "/jobs/{id}/resume", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not paused"),
-        (status = 422, body = Problem, description = "Its dataset is not registered, or was registered anew and does not fit its newest checkpoint")))]
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job is not paused"),
+        (status = 422, body = Problem, description = "The job's dataset is not registered, or was registered anew and does not fit the newest checkpoint")))]
 pub(crate) async fn resume(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
@@ -238,10 +238,10 @@ pub(crate) async fn resume(
 
 /// Run a finished job again
 ///
-/// As its next attempt, from its newest checkpoint. One that has registered versions is refused: fork it instead.
+/// The job's next attempt continues from the newest checkpoint. A job with registered versions is refused; fork that job instead.
 #[utoipa::path(post, path = "/jobs/{id}/retry", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not over, or has registered versions"),
-        (status = 422, body = Problem, description = "Its dataset is not registered, or was registered anew and does not fit its newest checkpoint")))]
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job is not over, or has registered versions"),
+        (status = 422, body = Problem, description = "The job's dataset is not registered, or was registered anew and does not fit the newest checkpoint")))]
 pub(crate) async fn retry(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
@@ -254,16 +254,16 @@ pub(crate) async fn retry(
     Ok((StatusCode::ACCEPTED, Json(changed.job)))
 }
 
-/// Whether this version understands all of a job: what it would make of one that it does not were another job.
+/// Refuses a job that this version of Lockstep cannot read completely, because it would run a different job.
 ///
 /// # Errors
-/// What it does not understand.
+/// 409: the part of the job that cannot be read.
 pub(super) fn check_readable(job: &Job) -> Result<()> {
     match &job.unreadable {
         None => Ok(()),
         Some(flaw) => {
             let detail = format!(
-                "the job was stored by another version of lockstep ({flaw}): what this one would take it for is another job"
+                "the job was stored by another version of lockstep ({flaw}), and this version cannot read all of it; use that version"
             );
             Err(Error::Conflict(detail, Some(job.state)))
         }
@@ -272,8 +272,8 @@ pub(super) fn check_readable(job: &Job) -> Result<()> {
 
 /// Delete a job
 ///
-/// With its events and checkpoints. One that is not over is refused: cancel it first. So is one that has registered versions: remove them
-/// first.
+/// The job's events and checkpoints are deleted, too. A job that is not over is refused; cancel the job first. A job with registered versions
+/// is refused; remove the versions first.
 #[utoipa::path(delete, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
 pub(crate) async fn delete(
@@ -290,7 +290,7 @@ pub(crate) async fn delete(
 /// Deletes a job that is over.
 ///
 /// # Errors
-/// There is none, it is not over, or the store's.
+/// The job does not exist, is not over or has registered versions, or the store cannot be written.
 pub(super) async fn remove(
     scheduler: &Scheduler,
     auth: &Auth,
@@ -299,7 +299,7 @@ pub(super) async fn remove(
 ) -> Result<()> {
     let job = find(scheduler, id.as_str()).await?;
     let checkpoints = scheduler.store.checkpoints(id).await?;
-    // The files go with the rows (`store/purge.rs`).
+    // The purge of the rows also removes the files (`store/purge.rs`).
     scheduler.store.delete_job(id).await?;
     auth.job_owners.remove(id);
     deleted_jobs.note();

@@ -30,7 +30,7 @@ use lockstep_web::{compare, job as job_views, jobs as jobs_views, submit as subm
 use serde::Deserialize;
 use std::sync::Arc;
 
-/// Rows of the list as the server writes it: what fits a screen. The script reads on, or the link below them.
+/// Number of rows that the server renders, which fit on a screen. The script or a link loads further rows.
 const ROWS: u32 = 25;
 
 /// `GET /`
@@ -46,7 +46,7 @@ pub(crate) async fn jobs(
     ServerUrl(server_url): ServerUrl,
     PageQuery(query): PageQuery<ListQuery>,
 ) -> Page {
-    // An invalid filter in the address shows everything.
+    // An invalid filter in the address is ignored.
     let mut filter = query
         .filter(&caller)
         .unwrap_or_else(|_| JobFilter { seen_by: caller.sees_as(), ..JobFilter::default() });
@@ -83,7 +83,7 @@ pub(crate) async fn jobs(
     )
 }
 
-/// What stands in a new form.
+/// `GET /jobs/new`: initial values of the form.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct NewJobQuery {
     preset: Option<String>,
@@ -121,7 +121,7 @@ fn slots(agents: &Agents) -> u32 {
     agents.online().iter().map(|a| a.row.slots.len() as u32).sum()
 }
 
-/// `POST /jobs/new`: the form without scripts.
+/// `POST /jobs/new`: submits the form without scripts.
 pub(crate) async fn submit_job(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
@@ -217,7 +217,7 @@ pub(crate) async fn job(
     )
 }
 
-/// `GET /compare`: which jobs stands in the address; the script reads them.
+/// `GET /compare`: the script reads the jobs' ids from the address.
 pub(crate) async fn compare(Extension(caller): Extension<Caller>) -> Page {
     html(compare::ComparePage { viewer: viewer(&caller) }.render())
 }

@@ -1,4 +1,4 @@
-//! Panels: charts of a job's page that people put together, of one job or of a project. The last who writes them wins.
+//! Panels: user-defined charts on the pages of a job or of all jobs of a project. The last write wins.
 
 use crate::{
     api::jobs,
@@ -19,15 +19,15 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use utoipa::ToSchema;
 
-/// Where the panels of a job come from.
+/// Origin of the panels of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Origin {
-    /// They are the job's own.
+    /// The job has panels of its own.
     Job,
-    /// The job has none of its own: these are its project's.
+    /// The job has no panels of its own and shows those of its project.
     Project,
-    /// Neither has any.
+    /// Neither the job nor its project has panels.
     None,
 }
 
@@ -35,7 +35,7 @@ pub(crate) enum Origin {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct JobPanels {
     from: Origin,
-    /// As they follow each other on the page.
+    /// In the order on the page.
     panels: Vec<Panel>,
 }
 
@@ -45,11 +45,11 @@ pub(crate) struct ProjectPanels {
     panels: Vec<Panel>,
 }
 
-/// Panels in place of those that there are.
+/// Panels that replace the existing ones.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewPanels {
-    /// At most 24.
+    /// At most 24 panels.
     panels: Vec<Panel>,
 }
 
@@ -65,17 +65,17 @@ impl From<JobPanels> for lockstep_web::job::Panels {
 }
 
 impl NewPanels {
-    /// `any_name`: metrics may have names that runs from elsewhere chose.
+    /// Checks the panels. With `any_name`, metrics may have any name, as in runs from elsewhere.
     fn checked(self, any_name: bool) -> Result<Vec<Panel>> {
         let mistakes = panels::mistakes(&self.panels, any_name);
         if mistakes.is_empty() { Ok(self.panels) } else { Err(Error::Invalid(mistakes)) }
     }
 }
 
-/// What a job's page shows: its own panels, or its project's.
+/// Returns the panels of a job's page: the job's own panels, or else the project's.
 ///
 /// # Errors
-/// The store's.
+/// The store cannot be read.
 pub(crate) async fn of_job(store: &dyn Store, job: &JobId, project: &str) -> Result<JobPanels> {
     if let Some(panels) = store.panels(PanelsOf::Job(job)).await? {
         return Ok(JobPanels { from: Origin::Job, panels });
@@ -86,9 +86,9 @@ pub(crate) async fn of_job(store: &dyn Store, job: &JobId, project: &str) -> Res
     })
 }
 
-/// A job's panels
+/// Show a job's panels
 ///
-/// Its own, or else its project's.
+/// Returns the job's own panels, or else the project's.
 #[utoipa::path(get, path = "/jobs/{id}/panels", tag = "jobs", params(("id" = String, Path)),
     responses((status = 200, body = JobPanels), (status = 404, body = Problem)))]
 pub(crate) async fn show(
@@ -100,9 +100,9 @@ pub(crate) async fn show(
     Ok(Json(of_job(&*store, &job.id, &job.project).await?))
 }
 
-/// Give a job panels of its own
+/// Set a job's own panels
 ///
-/// They take the place of those that it has; of two who write at once, the last wins. Who may change the job may do this.
+/// Replaces the job's own panels; the last write wins. Everybody who may change the job may set its panels.
 #[utoipa::path(put, path = "/jobs/{id}/panels", tag = "jobs", params(("id" = String, Path)), request_body = NewPanels,
     responses((status = 200, body = JobPanels), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn put(
@@ -117,9 +117,9 @@ pub(crate) async fn put(
     Ok(Json(JobPanels { from: Origin::Job, panels }))
 }
 
-/// Take a job's own panels away
+/// Remove a job's own panels
 ///
-/// From then on it has its project's.
+/// The job then shows the panels of its project.
 #[utoipa::path(delete, path = "/jobs/{id}/panels", tag = "jobs", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn delete(
@@ -132,7 +132,7 @@ pub(crate) async fn delete(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// A project that the caller sees a job of. Others do not learn whether there is one of this name.
+/// Checks that the caller sees a job of a project, and returns the project's name. Other callers do not learn whether the project exists.
 async fn seen(store: &dyn Store, caller: &Caller, name: String) -> Result<String> {
     if let Some(mistake) = labels::project_mistake(&name) {
         return Err(Error::NotFound(format!("no project is called so: a project {mistake}")));
@@ -144,9 +144,9 @@ async fn seen(store: &dyn Store, caller: &Caller, name: String) -> Result<String
     }
 }
 
-/// A project's panels
+/// Show a project's panels
 ///
-/// Jobs of the project that have none of their own show these.
+/// Jobs of the project without panels of their own show these panels.
 #[utoipa::path(get, path = "/projects/{name}/panels", tag = "jobs", params(("name" = String, Path)),
     responses((status = 200, body = ProjectPanels), (status = 404, body = Problem)))]
 pub(crate) async fn show_project(
@@ -161,8 +161,8 @@ pub(crate) async fn show_project(
 
 /// Set a project's panels
 ///
-/// They take the place of those that it has; of two who write at once, the last wins. Every member and every admin who sees a job
-/// of the project may do this. They go with the project's last job.
+/// Replaces the project's panels; the last write wins. Every member and every admin who sees a job of the project may set the panels. They
+/// are removed with the project's last job.
 #[utoipa::path(put, path = "/projects/{name}/panels", tag = "jobs", params(("name" = String, Path)), request_body = NewPanels,
     responses((status = 200, body = ProjectPanels), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn put_project(

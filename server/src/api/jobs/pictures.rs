@@ -1,4 +1,4 @@
-//! Pictures of datasets, as stored and as jobs see them. An agent reads them.
+//! Pictures of datasets, as stored and as jobs see them. An agent reads the pictures.
 
 use crate::{
     agents::requests,
@@ -25,35 +25,35 @@ use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT: u32 = 60;
 const MOST: u32 = 200;
-/// The split when none is named.
+/// The default split.
 const TRAIN: &str = "train";
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Augmented versions of one picture.
+/// Number of augmented versions of each picture.
 const VERSIONS: u32 = 5;
 
-/// Which pictures.
+/// Parameters of `GET /datasets/{name}/samples`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct SamplesQuery {
-    /// `train` when absent.
+    /// Name of a split (default `train`).
     split: Option<String>,
-    /// A class's name; all when absent.
+    /// Name of a class (default: all classes).
     class: Option<String>,
-    /// A seed: pictures in a mixed order, which is the same for the same seed; as they are stored when absent, or with `augmented`.
+    /// Seed of a random order, which is the same for the same seed. By default, and with `augmented`, pictures are in the stored order.
     shuffle: Option<u64>,
-    /// Pictures to leave out at the start; not with `cursor`.
+    /// Number of pictures to skip at the start; not together with `cursor`.
     offset: Option<u64>,
-    /// 1 to 200; 60 when absent.
+    /// Page size, 1 to 200 (default 60).
     #[param(minimum = 1, maximum = 200)]
     limit: Option<u32>,
-    /// `next_cursor` of the page before, with the same `split`, `class`, `shuffle` and `augmented`.
+    /// `next_cursor` of the previous page, requested with the same `split`, `class`, `shuffle` and `augmented`.
     cursor: Option<String>,
-    /// A job's id: training pictures as that job's augmentation makes them in each of five epochs.
+    /// Id of a job: training pictures, each in five versions, as augmented by the job in its first five epochs.
     augmented: Option<String>,
 }
 
 impl SamplesQuery {
-    /// What the pictures are and their order, for cursors.
+    /// Describes the selected pictures and their order, for cursors.
     fn order(&self) -> String {
         let Self { split, class, shuffle, augmented, .. } = self;
         let split = split.as_deref().unwrap_or(TRAIN);
@@ -66,13 +66,13 @@ impl SamplesQuery {
         }
     }
 
-    /// Pictures that come before this page.
+    /// Returns the number of pictures before this page.
     ///
     /// # Errors
-    /// 400: a cursor that is none of these pictures, or an offset as well.
+    /// 400: the cursor belongs to another list, or is combined with an offset.
     fn begin(&self, pages: Pages) -> Result<u64> {
         if self.cursor.is_some() && self.offset.is_some() {
-            let detail = "offset and cursor both say where the page begins: leave one of them out";
+            let detail = "offset and cursor cannot be combined: leave one of them out";
             return Err(Error::BadRequest(detail.into()));
         }
         let behind = pages.read(self.cursor.as_deref())?;
@@ -80,7 +80,7 @@ impl SamplesQuery {
     }
 }
 
-/// A dataset for cursors: another one may have its name later.
+/// Identifies a dataset in cursors. The name is not sufficient, because another dataset may have it later.
 fn dataset_id(dataset: &Dataset) -> String {
     format!("{} {}", dataset.name, dataset.added_at)
 }
@@ -90,11 +90,11 @@ fn dataset_id(dataset: &Dataset) -> String {
 pub(crate) struct SamplePage {
     #[serde(flatten)]
     samples: Samples,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
 }
 
-/// Pictures of a dataset
+/// Show pictures of a dataset
 #[utoipa::path(get, path = "/datasets/{name}/samples", tag = "datasets", params(("name" = String, Path), SamplesQuery),
     responses((status = 200, body = SamplePage), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn of_dataset(
@@ -110,7 +110,7 @@ pub(crate) async fn of_dataset(
     let (order, id) = (query.order(), dataset_id(&dataset));
     let pages = Pages::new("samples", &order).of_dataset(&id);
     let begin = query.begin(pages)?;
-    // A cursor may have any number.
+    // Saturating, because a cursor may have any number.
     let end = |pictures: u64| begin.saturating_add(pictures);
     let (pick, next) = match query.augmented {
         None => {
@@ -125,7 +125,7 @@ pub(crate) async fn of_dataset(
                 data: Box::new(spec.data),
                 seed: spec.train.seed,
                 validation: false,
-                // An offset beyond the last picture is the agent's to refuse.
+                // The agent refuses an offset beyond the last picture.
                 places: (begin..next).collect(),
                 epochs: (0..VERSIONS).collect(),
             };
@@ -137,18 +137,18 @@ pub(crate) async fn of_dataset(
     Ok(Json(SamplePage { samples, next_cursor }))
 }
 
-/// Which of a job's pictures.
+/// Parameters of `GET /jobs/{id}/samples`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct IndicesQuery {
-    /// `index` of mistakes in an evaluation, with commas between: places in the split; at most 200.
+    /// At most 200 comma-separated indices of pictures in the split, such as `index` of mistakes in an evaluation.
     indices: String,
-    /// Take the training split instead of the validation one.
+    /// Whether to use the training split instead of the validation split.
     #[serde(default)]
     train: bool,
 }
 
-/// Pictures as a job sees them
+/// Show pictures as a job sees them
 #[utoipa::path(get, path = "/jobs/{id}/samples", tag = "checkpoints", params(("id" = String, Path), IndicesQuery),
     responses((status = 200, body = Samples), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn of_job(
@@ -162,7 +162,7 @@ pub(crate) async fn of_job(
     jobs::check_readable(&job)?;
     let spec = job.spec;
     let dataset = store.dataset(&spec.data.dataset).await?;
-    // Another may have its name by now.
+    // Another dataset may have this name now, so access is checked again.
     let dataset = dataset.filter(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
     let dataset =
         dataset.ok_or_else(|| Error::NotFound("the job's dataset is no longer registered".into()))?;

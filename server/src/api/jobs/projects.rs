@@ -1,4 +1,4 @@
-//! Projects: names that jobs belong to.
+//! Projects: names by which jobs are grouped.
 
 use crate::{
     api::list::{Elements, List, ListParams, Page},
@@ -19,25 +19,25 @@ use utoipa::ToSchema;
 /// A page of projects.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ProjectList {
-    /// By name, unless `sort` says otherwise.
+    /// Ordered by name, unless `sort` is given.
     #[schema(value_type = Vec<Project>)]
     projects: Elements<Project>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: projects on all pages together.
+    /// Number of projects on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
 
-/// A project: it exists while a job has its name.
+/// A project. A project exists while a job has its name.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Project {
     name: String,
-    /// Jobs in any state.
+    /// Number of jobs in any state.
     jobs: u64,
-    /// Jobs in each state that any is in: `{"running": 2, "failed": 1}`.
+    /// Number of jobs in each state, without states that no job is in: `{"running": 2, "failed": 1}`.
     states: BTreeMap<&'static str, u64>,
-    /// When its newest job was submitted.
+    /// Submission time of the newest job.
     #[schema(value_type = String)]
     newest_at: Timestamp,
 }
@@ -74,7 +74,8 @@ impl From<ProjectRow> for Project {
 
 /// List projects
 ///
-/// With how many of their jobs are in each state; jobs that are private to others do not count. `sort`: `name`, `jobs`, `newest`. They have no time of creation of their own.
+/// Each project has the number of its jobs in each state, without private jobs of others. `sort`: `name`, `jobs`, `newest`. Projects have no
+/// time of creation, so `created_after` and `created_before` are refused.
 #[utoipa::path(get, path = "/projects", tag = "jobs", params(ListParams),
     responses((status = 200, body = ProjectList), (status = 400, body = Problem)))]
 pub(crate) async fn list(

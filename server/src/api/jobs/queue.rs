@@ -1,4 +1,4 @@
-//! The queue: what waits, in the order in which dispatch looks at it, and what is kept for whom.
+//! The queue: waiting jobs in the order in which dispatch considers them, and the slots that are reserved for them.
 
 use crate::{
     agents::Agents,
@@ -25,7 +25,7 @@ use std::{
 use utoipa::IntoParams;
 
 const DEFAULT_LIMIT: u32 = 100;
-/// The only order, for cursors.
+/// Pages of the queue for cursors. The only order is by place.
 const PAGES: Pages = Pages::new("queue", "place");
 const FIELDS: &[&str] = &[
     "place",
@@ -41,41 +41,41 @@ const FIELDS: &[&str] = &[
     "kept_slots",
 ];
 
-/// Which part of the queue.
+/// Parameters of `GET /queue`.
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct QueueQuery {
-    /// At most so many jobs: 1 to 1000; 100 when absent.
+    /// Maximum number of jobs on a page, 1 to 1000 (default 100).
     #[param(minimum = 1, maximum = 1000)]
     limit: Option<u32>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<String>,
-    /// Only these fields of each job, with commas between.
+    /// Comma-separated names of the fields to return of each job.
     #[param(min_length = 1)]
     fields: Option<String>,
-    /// Also how many jobs there are on all pages together, as `total`.
+    /// Whether to return the number of jobs on all pages as `total`.
     count: Option<bool>,
-    /// Jobs of this project.
+    /// Only jobs of this project.
     pub(crate) project: Option<String>,
-    /// Jobs of this person or token; at most 200 characters.
+    /// Only jobs of this person or token; at most 200 characters.
     pub(crate) owner: Option<String>,
 }
 
 impl QueueQuery {
-    /// Whether it asks for the first page.
+    /// Whether the request is for the first page.
     pub(crate) fn is_first(&self) -> bool {
         self.cursor.is_none()
     }
 
-    /// As the page asks: its title says how many there are.
+    /// The same parameters with `count`, because the page's title shows the number of jobs.
     pub(crate) fn counted(self) -> Self {
         Self { count: Some(true), ..self }
     }
 
-    /// Project and owner, where the list is narrowed to them; an empty one is none.
+    /// Returns the project and the owner to filter by. Empty parameters are ignored.
     ///
     /// # Errors
-    /// A name that no project can have, or an owner's that is too long.
+    /// The project's name is invalid, or the owner's name is too long.
     fn filters(&self) -> Result<(Option<&str>, Option<&str>)> {
         search_text("owner", self.owner.as_deref())?;
         let project = self.project.as_deref().filter(|project| !project.is_empty());
@@ -86,7 +86,7 @@ impl QueueQuery {
     }
 }
 
-/// As [`QueueList`].
+/// The response in the form of [`QueueList`].
 #[derive(Debug, Serialize)]
 pub(crate) struct QueuePage {
     pub(crate) jobs: Elements<QueuedJob>,
@@ -96,11 +96,11 @@ pub(crate) struct QueuePage {
     pub(crate) total: Option<u64>,
 }
 
-/// The queue
+/// Show the queue
 ///
-/// Jobs that wait for slots, in the order in which they are given some: by priority, then fair share where the server has it, then age; with
-/// what each of them waits for, and what is kept for it. Jobs that are private to others have a place and no name; with `project` or
-/// `owner` they are left out. Places are counted over the whole queue, and change from one page to the next as jobs start.
+/// Jobs that wait for slots, in the order in which they get slots: by priority, then by fair share if the server is configured for it, then
+/// by age. Each job has the reason for waiting and the number of slots that are reserved for it. Private jobs of others have only a place;
+/// with `project` or `owner` they are left out. Places count over the whole queue, and may change between two pages as jobs start.
 #[utoipa::path(get, path = "/queue", tag = "jobs", params(QueueQuery),
     responses((status = 200, body = QueueList), (status = 400, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn list(
@@ -111,15 +111,17 @@ pub(crate) async fn list(
     Ok(Json(page(&scheduler, &caller, &query).await?))
 }
 
+/// Returns a page of the queue.
+///
 /// # Errors
-/// A limit, field, filter or cursor that is none, or the store's.
+/// A parameter is invalid, or the store cannot be read.
 pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQuery) -> Result<QueuePage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let (project, owner) = query.filters()?;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
     let from: Option<(u64, Option<JobId>)> = PAGES.read(query.cursor.as_deref())?;
     let mut rows = scheduler.waiting.read(&*scheduler.store).await?;
-    // As the newest round of dispatch looked at it; what has come since stays in the order of priority and age.
+    // The order of the newest round of dispatch. Jobs that were queued since stay in the order of priority and age.
     scheduler.last_plan.sort(&mut rows, |row| &row.job.id);
     let kept = scheduler.last_plan.reservations();
     let slots = kept_slots(&kept);
@@ -146,25 +148,25 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     Ok(QueuePage { jobs: Elements { items, fields }, reservations, next_cursor, total })
 }
 
-/// A job at its place; without the job, where it is private to somebody else.
+/// A job at its place; `row` is `None` for a private job of somebody else.
 struct Placed<'a> {
     place: u64,
     row: Option<&'a Arc<JobRow>>,
 }
 
-/// How many of the jobs are on pages before, the last of which ended with this job: it may stand elsewhere now.
+/// Returns the number of jobs on previous pages. The cursor has the place and id of the last job on these pages, whose place may have changed.
 fn behind(jobs: &[(u64, Option<&JobId>)], (place, last): &(u64, Option<JobId>)) -> usize {
     let at = last.as_ref().and_then(|id| jobs.iter().position(|(_, job)| *job == Some(id)));
     match (at, last) {
         (Some(at), _) => at + 1,
-        // It waits no longer, so the next one has its place or an earlier one.
+        // The job no longer waits, so the next job has the same or an earlier place.
         (None, Some(_)) => jobs.partition_point(|(of, _)| of < place),
-        // One that is private to somebody else.
+        // A private job of somebody else.
         (None, None) => jobs.partition_point(|(of, _)| of <= place),
     }
 }
 
-/// Slots that are kept for each job.
+/// Number of reserved slots by job.
 fn kept_slots(all: &[scheduler::Reservation]) -> HashMap<JobId, u32> {
     let mut slots = HashMap::new();
     for kept in all {
@@ -186,7 +188,7 @@ fn queued(scheduler: &Scheduler, slots: &HashMap<JobId, u32>, Placed { place, ro
     let job = &row.job;
     QueuedJob {
         place,
-        // One that waits before it is tried again has been looked at, and says why itself.
+        // A job that waits before its next attempt has its own reason.
         reason: scheduler
             .last_plan
             .of(&job.id)
@@ -204,7 +206,7 @@ fn queued(scheduler: &Scheduler, slots: &HashMap<JobId, u32>, Placed { place, ro
     }
 }
 
-/// What is kept for jobs that wait, in the order of the queue.
+/// Returns the reservations of waiting jobs, in the order of the queue.
 fn reservations(
     agents: &Agents,
     caller: &Caller,
@@ -216,7 +218,7 @@ fn reservations(
     let by_id: HashMap<JobId, &Arc<JobRow>> = rows.map(|row| (row.job.id.clone(), row)).collect();
     let online = agents.online();
     let shown = all.into_iter().filter_map(|kept| {
-        // One that has just started, or a machine that has just gone.
+        // Skips a job that has just started, and a machine that has just disconnected.
         let row = by_id.get(&kept.job)?;
         let agent = online.iter().find(|agent| agent.row.id == kept.agent_id)?;
         let is_seen = sees(caller, row);

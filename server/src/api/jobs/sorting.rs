@@ -1,4 +1,4 @@
-//! What jobs can be sorted by: columns, metrics, tags and keys of the specification.
+//! Sort keys of jobs: columns, metrics, tags and keys of the specification.
 
 use super::conditions;
 use crate::{
@@ -11,7 +11,7 @@ use lockstep_protocol::{
     spec::{Kind, shortened},
 };
 
-/// What jobs can be sorted by, besides other metrics, `tag:` and a tag, and `spec.` and a key of the specification.
+/// Named sort keys. Further keys are the other metrics, `tag:` with a tag, and `spec.` with a key of the specification.
 const SORTS: [(&str, SortBy); 19] = [
     ("created", SortBy::Created),
     ("started", SortBy::Started),
@@ -34,8 +34,10 @@ const SORTS: [(&str, SortBy); 19] = [
     ("best", SortBy::Best),
 ];
 
+/// Parses the parameter `sort` of a request.
+///
 /// # Errors
-/// 400: jobs cannot be sorted by it.
+/// 400: jobs cannot be sorted by this key.
 pub(super) fn sort(text: &str) -> Result<JobSort> {
     let (name, descending) = list::sort_key(text);
     let by = match (name.strip_prefix("spec."), name.strip_prefix("tag:")) {
@@ -51,12 +53,12 @@ pub(super) fn sort(text: &str) -> Result<JobSort> {
         }
         _ => {
             let mut names: Vec<_> = SORTS.iter().map(|(name, _)| *name).collect();
-            // Of some metrics a job has the newest value as its own.
+            // For some metrics, the newest value is a column of the job.
             let metrics =
                 metric::NAMES.into_iter().filter(|metric| SORTS.iter().all(|(name, _)| name != metric));
             names.extend(metrics);
             match list::known_name("sort", name, &names)? {
-                // The one speed that a job has.
+                // The newest speed is a column of the job.
                 "images_per_second" => SortBy::Speed,
                 name => {
                     let own = SORTS.into_iter().find(|(known, _)| *known == name);
@@ -68,10 +70,10 @@ pub(super) fn sort(text: &str) -> Result<JobSort> {
     Ok(JobSort { by, descending })
 }
 
-/// What jobs have a mean of: a number that they can be sorted by.
+/// Parses the name of a value that groups of jobs have a mean of: a sort key whose values are numbers.
 ///
 /// # Errors
-/// 400: there is none of this name, or it is no number.
+/// 400: the name is unknown, or its values are not numbers.
 pub(super) fn number(name: &str) -> Result<SortBy> {
     let JobSort { by, descending } = sort(name)?;
     let is_number = match by {
@@ -89,10 +91,10 @@ pub(super) fn number(name: &str) -> Result<SortBy> {
     Ok(by)
 }
 
-/// A key of the specification.
+/// Parses a key of the specification.
 ///
 /// # Errors
-/// 400: there is none of this name, or jobs have it beside their specification.
+/// 400: the key is unknown, or its values are not stored with the specification (project, tags and notes).
 fn setting(path: &str) -> Result<SortBy> {
     let refused = |detail: String| Error::BadRequest(format!("sort {detail}"));
     let (table, key, kind) = conditions::setting(path).map_err(refused)?;
@@ -101,7 +103,7 @@ fn setting(path: &str) -> Result<SortBy> {
         Kind::Project | Kind::Tags | Kind::Notes => {
             return Err(refused(format!("names spec.{key}: sort by project or by tag:NAME, not by notes")));
         }
-        // What has several values, by its text.
+        // A list is sorted by its text.
         _ => false,
     };
     Ok(SortBy::Setting { table, key, is_number })

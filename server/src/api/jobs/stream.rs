@@ -31,22 +31,22 @@ use std::{
 use tokio::{sync::broadcast::error::RecvError, time::Instant};
 use utoipa::IntoParams;
 
-/// Pings show the server that a reader is gone. Heartbeats show the reader's script that its connection is dead: scripts do not see pings,
-/// and a connection that was cut stays open until something is sent.
+/// Interval between two heartbeats. A ping that is sent with each heartbeat detects a reader that is gone. The heartbeat itself lets the
+/// reader's script detect a dead connection, because scripts do not see pings and a broken connection looks open until data is sent.
 const HEARTBEAT: Duration = Duration::from_secs(HEARTBEAT_SECS);
-/// Events read from the store at a time.
+/// Number of events in each query to the store.
 const REPLAY: u32 = 500;
-/// What a browser may send: nothing but pongs and a close.
+/// Maximum size of a message from a browser, in bytes. Browsers send only pongs and a close frame.
 const INCOMING_BYTES: usize = 4096;
 
-/// Where to continue.
+/// Parameters of `GET /jobs/{id}/stream`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct SinceQuery {
-    /// Events up to this number are known; 0 for all. A number above the job's last event counts as the last.
+    /// Number of the last event that the client has; 0 for all events. A number above the job's `last_seq` counts as `last_seq`.
     #[serde(default)]
     since: u64,
-    /// Keep the stream open after the job's end, for changes of its tags and for its next attempt.
+    /// Whether the stream stays open after the job's end, for changes of the job's tags and for the next attempt.
     #[serde(default)]
     keep_open: bool,
 }
@@ -63,16 +63,16 @@ fn accept(
     Ok(upgrade.max_message_size(INCOMING_BYTES).max_frame_size(INCOMING_BYTES))
 }
 
-/// A job's events, live
+/// Stream a job's events
 ///
-/// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events, and between them
-/// `progress` with the job's speed and time left, `changed` when somebody changes its tags, notes, priority or project, and
+/// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events. Between events come
+/// `progress` with the job's speed and remaining time, `changed` when the job's tags, notes, priority or project change, and
 /// `heartbeat` every 20 seconds. When the job is over and all its events are sent, `end` (`{"type": "end", "state": "succeeded"}`) is the
 /// last frame, and the server closes the connection with code 1000, unless `keep_open` is set.
-/// Points leave the events some time after the job is over (`lockstep serve --keep-points`): then the hello's `first_seq`
-/// says where the events begin, and earlier points are in `GET /jobs/{id}/metrics`.
-/// A `since` above the hello's `last_seq` means that the reader has events that this database does not (an older one was
-/// put back): the stream continues from `last_seq`, and the reader has to discard later events that it has.
+/// Points of metrics are removed from the events some time after the job's end (`lockstep serve --keep-points`). `first_seq` in `hello` is
+/// the first event that remains, and earlier points are in `GET /jobs/{id}/metrics`.
+/// If `since` is above `last_seq` in `hello`, an older database was restored. The stream then continues from `last_seq`, and the client
+/// must discard the later events that it has.
 #[utoipa::path(get, path = "/jobs/{id}/stream", tag = "streams", params(("id" = String, Path), SinceQuery),
     responses((status = 101, body = Frame), (status = 404, body = Problem), (status = 426, body = Problem)))]
 pub(crate) async fn job_stream(
@@ -92,14 +92,13 @@ pub(crate) async fn job_stream(
         tasks.track_future(async move {
             let reader = Reader::new(&scheduler, caller, socket);
             if let Err(Disconnected) = follow(&scheduler, reader, row, subscription, query).await {
-                tracing::debug!("a reader of a stream went away");
+                tracing::debug!("a reader of a stream disconnected");
             }
         })
     }))
 }
 
-/// How long a close frame may wait behind what was sent before. A laptop that wakes up later
-/// finds a broken connection.
+/// Time limit for sending a close frame, which waits behind earlier messages. A laptop that wakes up later finds a broken connection.
 const FAREWELL: Duration = Duration::from_secs(60);
 
 /// The connection has ended.
@@ -108,19 +107,19 @@ struct Disconnected;
 /// Why a reader's half of a connection ended.
 enum Closed {
     ByReader,
-    /// It sent a message that readers may not send; with the close code.
+    /// The reader sent a message that is not allowed; the value is the close code.
     Wrongly(u16),
 }
 
-/// The writing half of a browser's connection; its reading half is watched for the close.
+/// The writing half of a browser's connection. A task watches the reading half for the close.
 struct Reader<'a> {
     scheduler: &'a Scheduler,
     caller: Caller,
     to: SplitSink<WebSocket, Message>,
     closed: tokio::task::JoinHandle<Closed>,
-    /// The number of the last event that was handed to the connection.
+    /// Number of the last event that was written to the connection.
     sent: u64,
-    /// Given up: no longer among those that are counted.
+    /// Whether the reader was too slow and is no longer counted in `stream_clients`.
     given_up: bool,
 }
 
@@ -140,12 +139,12 @@ impl<'a> Reader<'a> {
         Self { scheduler, caller, to, closed, sent: 0, given_up: false }
     }
 
-    /// Sends a message. Closes the connection of a reader that does not read: it can reconnect with the last number that it got.
+    /// Sends a message. Closes the connection of a reader that does not read. That reader can reconnect with the last number that it received.
     async fn send(&mut self, message: Message, seq: Option<u64>) -> std::result::Result<(), Disconnected> {
         let Self { scheduler, caller, to, sent, .. } = self;
         let sending = async {
             to.feed(message).await?;
-            // The message is buffered and goes before later ones.
+            // The message is buffered and is sent before later messages.
             *sent = seq.unwrap_or(*sent);
             to.flush().await
         };
@@ -173,12 +172,12 @@ impl<'a> Reader<'a> {
         self.close_when_read(CLOSE_TOO_SLOW, &reason).await;
     }
 
-    /// Closes the connection. The close frame comes after everything that was sent before, so this waits until that is read.
+    /// Closes the connection, and waits until the reader has read the close frame and all messages before it.
     async fn close_when_read(&mut self, code: u16, reason: &str) {
         let frame = CloseFrame { code, reason: reason.into() };
         let closing = async {
             self.to.send(Message::Close(Some(frame))).await?;
-            // The system throws away what is not read when a connection ends with something unread on our side.
+            // If data from the reader is unread when a connection ends, the operating system discards what the reader has not received.
             let _ = (&mut self.closed).await;
             Ok::<_, axum::Error>(())
         };
@@ -198,21 +197,21 @@ impl<'a> Reader<'a> {
         for (seq, text) in row.frames(self.sent) {
             self.send(Message::Text(text.into()), Some(seq)).await?;
         }
-        // Also past what cannot be read.
+        // Also skips an event that this version cannot read.
         self.sent = self.sent.max(row.seq);
         Ok(())
     }
 
-    /// A ping, which the reader's system answers, and a heartbeat, which its script sees.
+    /// Sends a ping, which the reader's browser answers, and a heartbeat, which the reader's script sees.
     async fn heartbeat(&mut self) -> std::result::Result<(), Disconnected> {
         self.send(Message::Ping(bytes::Bytes::new()), None).await?;
         self.frame(&Frame::Heartbeat { at: crate::now() }).await
     }
 
-    /// Answers the end of the reader's half.
+    /// Handles the end of the reading half.
     async fn ended(&mut self, closed: std::result::Result<Closed, tokio::task::JoinError>) {
         if let Ok(Closed::Wrongly(code)) = closed {
-            self.close(code, "a reader of a stream sends nothing but pongs").await;
+            self.close(code, "a reader of a stream may send only pongs").await;
         }
     }
 
@@ -251,12 +250,12 @@ async fn follow(
     let Ok(first_seq) = scheduler.store.first_seq(&id).await else {
         return away(&mut reader).await;
     };
-    // Points of earlier events are in the metrics alone.
-    // A number above the last event is of a database that an older one has replaced; the hello's `last_seq` says so. Waiting
-    // for that number would withhold every event until it is reached.
+    // Points of events before `first_seq` are only in the metrics.
+    // A number above the last event means that an older database was restored. Waiting for that number would withhold all events
+    // until it is reached.
     reader.sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
-    // As of the last event that was sent, once these are past `last_seq`.
+    // The job's state as of the last event that was sent, once that event is past `last_seq`.
     let mut state = row.job.state;
     let pace = Pace::from(&row.job);
     let Ok(job) = jobs::shown_to(scheduler, &reader.caller, row).await else {
@@ -277,7 +276,7 @@ async fn follow(
             let events = match scheduler.store.events(&id, reader.sent, REPLAY).await {
                 Ok(events) => events,
                 Err(error) => {
-                    tracing::warn!(%error, "a stream cannot be read on");
+                    tracing::warn!(%error, "the events of a stream cannot be read");
                     return away(&mut reader).await;
                 }
             };
@@ -287,7 +286,7 @@ async fn follow(
                         return away(&mut reader).await;
                     };
                     if first_seq > reader.sent + 1 {
-                        // The next events are in the metrics alone by now: a new connection's hello says where the stream continues.
+                        // The next events are only in the metrics now. `hello` of a new connection tells where the stream continues.
                         let reason = reader.sent.to_string();
                         reader.close(CLOSE_TOO_SLOW, &reason).await;
                         return Err(Disconnected);
@@ -351,11 +350,11 @@ async fn follow(
     }
 }
 
-/// All jobs, live
+/// Stream changes of all jobs
 ///
-/// A websocket of JSON text frames: `live` once changes are being sent, then `job` with a job's newest state
-/// (at most four times a second each) and `job_deleted`, and `heartbeat` every 20 seconds. Read the list after `live`, and nothing
-/// is missed.
+/// A websocket of JSON text frames: `live` when changes begin to be sent, then `job` with a job's newest state
+/// (at most four times a second for each job) and `job_deleted`, and `heartbeat` every 20 seconds. A client that reads the list of jobs
+/// after `live` misses no change.
 #[utoipa::path(get, path = "/stream", tag = "streams", responses((status = 101, body = Frame), (status = 426, body = Problem)))]
 pub(crate) async fn list_stream(
     State(scheduler): State<Arc<Scheduler>>,
@@ -368,7 +367,7 @@ pub(crate) async fn list_stream(
         tasks.track_future(async move {
             let reader = Reader::new(&scheduler, caller, socket);
             if let Err(Disconnected) = follow_list(&scheduler, reader).await {
-                tracing::debug!("a reader of the list went away");
+                tracing::debug!("a reader of the list disconnected");
             }
         })
     }))
@@ -386,7 +385,7 @@ async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> std::resu
                     reader.send(Message::Text(Arc::<str>::as_ref(&listed.text).into()), None).await?;
                 }
                 Err(RecvError::Closed) => return Ok(()),
-                // It fell behind: jobs are sent in their current state, so the newest list replaces all that it missed.
+                // The reader fell behind. Each frame has a job's current state, so the newest list replaces all missed frames.
                 Err(RecvError::Lagged(_)) => {
                     list = list.resubscribe();
                     let filter = JobFilter { limit: REPLAY, seen_by: reader.caller.sees_as(), ..JobFilter::default() };

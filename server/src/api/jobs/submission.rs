@@ -1,5 +1,4 @@
-//! What only a server can say of a specification that has no mistake: what follows from the dataset's splits, and warnings that
-//! matter before the job runs.
+//! Checks of a valid specification that need the server's data: the default validation split, warnings, and pretrained weights.
 
 use crate::{
     agents::{RequestError, requests},
@@ -22,13 +21,13 @@ use lockstep_protocol::{
 use std::sync::Arc;
 use std::time::Duration;
 
-/// For an agent to read a file's header. One that does not answer, as those of before do not, leaves it to the ranks.
+/// Time limit for an agent to check the header of a weights file. Without an answer, the ranks check the file when the job starts.
 const HEADER: Duration = Duration::from_secs(5);
 
-/// Broken files that a warning names.
+/// Maximum number of broken files that a warning names.
 const NAMED: usize = 3;
 
-/// Fetches the checkpoint that a job begins from, where the object store alone has it. What is wrong with it, whoever reads it says.
+/// Fetches the checkpoint that a job begins from if only the object store has it. The later check of the weights reports a damaged one.
 async fn bring_back(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
     let copies = checkpoints.copies_of(row).await?;
     let Some(fetch) = artifact_fetches::fetch(checkpoints, row, Some(&copies)) else { return Ok(()) };
@@ -42,7 +41,7 @@ async fn bring_back(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Resu
     Err(Error::Unavailable(format!("checkpoint {} is to be fetched from the object store, {why}", row.id)))
 }
 
-/// Where the writer of a job did not say which split measures it (`given`), one that the dataset has.
+/// Chooses a validation split that the dataset has, unless the submitted document names one (`given`).
 pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset, given: bool) {
     let Validation::Split(usual) = &spec.data.validation else { return };
     if given || usual == "none" || spec.data.folds.is_some() {
@@ -56,8 +55,8 @@ pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset, given: bo
     }
 }
 
-/// What a job may fail of although nothing about it is wrong. No refusal: what is known of a dataset's files was seen when
-/// it was registered, and they may have been mended since.
+/// Returns warnings about broken files of the dataset, which may make the job fail. The job is not refused, because the files may have been
+/// repaired since the dataset was registered.
 pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
     let info = &dataset.info;
     if info.broken_count == 0 || spec.data.broken_files == BrokenFiles::Skip {
@@ -69,27 +68,27 @@ pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
     let files = plural(info.broken_count, "file");
     vec![format!(
-        "{files} of {} could not be read when it was registered, and data.broken_files = \"fail\" ends the job where one \
-         still cannot: mend them, or set data.broken_files = \"skip\" to leave them out ({named}{more})",
+        "{files} of {} could not be read when it was registered, and with data.broken_files = \"fail\" the job fails if one \
+         still cannot: repair them, or set data.broken_files = \"skip\" to leave them out ({named}{more})",
         dataset.name
     )]
 }
 
-/// What was found of the weights that a job is to begin with.
+/// Result of checking the pretrained weights of a job.
 #[derive(Debug)]
 pub(crate) enum Weights {
-    /// There are none, or they fit.
+    /// The job has no pretrained weights, or they fit.
     Fit,
     Mistake(SpecError),
-    /// No agent could check it; ranks will. A warning.
+    /// No agent could check the weights; the value is a warning. The ranks check them when the job starts.
     NotChecked(String),
 }
 
-/// Puts the checkpoint in the place of a version's name (`models:/shoes@champion`): the job keeps it when the alias moves. Returns what is wrong
-/// with the name.
+/// Replaces the name of a model version (`models:/shoes@champion`) with its checkpoint, so that a moved alias does not change the job. Returns
+/// the mistake in the name, if any.
 ///
 /// # Errors
-/// The database.
+/// The database cannot be read.
 pub(crate) async fn resolve_version(
     store: &dyn Store,
     caller: &Caller,
@@ -114,10 +113,10 @@ pub(crate) async fn resolve_version(
     }
 }
 
-/// Whether a job can begin with the weights that it names (`model.pretrained`), as an agent that has the file says.
+/// Checks whether a job can begin with the weights of `model.pretrained`. An agent that has the file reads its header.
 ///
 /// # Errors
-/// The database.
+/// The database cannot be read, or the checkpoint cannot be fetched from the object store now.
 pub(crate) async fn pretrained(
     scheduler: &Scheduler,
     caller: &Caller,
@@ -175,7 +174,7 @@ pub(crate) async fn pretrained(
         Ok(_) => "an agent answered something else".to_owned(),
         Err(error) => error.in_words(),
     };
-    // Its content would decide, but nobody can read it, and its name is that of a file which is never read.
+    // No agent could read the file, but its name is that of a pickle, which is never loaded.
     if pickle::is_named_like_one(given) {
         return mistake(format!("{given}: {}", pickle::convert(given)));
     }

@@ -1,26 +1,26 @@
-//! Cursors: where a page ended, and what it was a page of. A cursor is good for the next page of the same list in the same
-//! order, and for nothing else: the same place of another job's log would be a page that nobody asked for.
+//! Cursors: the end of a page, with the list and order of the page. A cursor is valid only for the same list in the same order, because the same
+//! position in another list, such as another job's log, would be meaningless.
 
 use crate::http::error::{Code, Error, Result};
 use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::Value;
 
-/// The longest cursor: a name of 200 characters is in one.
+/// Maximum length of a cursor, in bytes. A cursor may contain a name of 200 characters.
 const CURSOR_BYTES: usize = 4096;
 const BEGIN_ANEW: &str = "leave it out to begin with the first page";
 
-/// A list in one order, of which there are pages.
+/// A list in one order, which is returned in pages.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::api) struct Pages<'a> {
-    /// By its name in the answer: `jobs`.
+    /// Name of the list in responses, such as `jobs`.
     list: &'static str,
-    /// Whose list it is (`job` and its id), where each of several has one.
+    /// The owner of the list, such as `job` and the job's id, if there is a list for each owner.
     of: Option<(&'static str, &'a str)>,
     sort: &'a str,
 }
 
-/// What a cursor says. Clients hand it back as it is.
+/// Contents of a cursor. Clients must return cursors unchanged.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct CursorPosition<K> {
@@ -31,7 +31,7 @@ struct CursorPosition<K> {
 }
 
 impl<'a> Pages<'a> {
-    /// Of a list that the server has one of.
+    /// Pages of a list that exists once in the server.
     pub(in crate::api) const fn new(list: &'static str, sort: &'a str) -> Self {
         Self { list, of: None, sort }
     }
@@ -44,7 +44,7 @@ impl<'a> Pages<'a> {
         Self { of: Some(("dataset", id)), ..self }
     }
 
-    /// `by`: what the jobs of each group have in common.
+    /// Pages of groups of jobs by the keys `by`.
     pub(in crate::api) fn of_grouping(self, by: &'a str) -> Self {
         Self { of: Some(("grouping", by)), ..self }
     }
@@ -53,10 +53,10 @@ impl<'a> Pages<'a> {
         self.sort
     }
 
-    /// A cursor for the client.
+    /// Encodes a position as a cursor.
     ///
     /// # Errors
-    /// The place cannot be written as JSON.
+    /// The position cannot be serialized.
     pub(in crate::api) fn cursor<K: Serialize>(self, at: &K) -> Result<String> {
         let of = self.of.map(|(_, id)| id.to_owned());
         let place = CursorPosition { list: self.list.to_owned(), of, sort: self.sort.to_owned(), at };
@@ -64,10 +64,10 @@ impl<'a> Pages<'a> {
         Ok(BASE64_URL_SAFE_NO_PAD.encode(text))
     }
 
-    /// The place that a client's cursor names.
+    /// Decodes a client's cursor into a position; `None` without a cursor.
     ///
     /// # Errors
-    /// 400: it is no cursor, or one of another list, job, dataset or order.
+    /// 400: the text is not a cursor, or belongs to another list, job, dataset or order.
     pub(in crate::api) fn read<K: DeserializeOwned>(self, cursor: Option<&str>) -> Result<Option<K>> {
         let Some(text) = cursor else { return Ok(None) };
         let wrong = |what: &str| Error::Of(Code::WrongCursor, format!("the cursor is {what}: {BEGIN_ANEW}"));
@@ -87,7 +87,7 @@ impl<'a> Pages<'a> {
         if place.sort != self.sort {
             return Err(wrong("of another sort"));
         }
-        // No database of ours has it, and Postgres takes it for a fault.
+        // Stored texts have no NUL, and Postgres would report it as an error.
         let at = (!has_nul(&place.at)).then(|| serde_json::from_value(place.at).ok()).flatten();
         at.map(Some).ok_or_else(|| wrong("none of this list"))
     }

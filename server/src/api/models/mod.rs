@@ -34,15 +34,15 @@ use serde_json::Value;
 use std::{collections::BTreeMap, sync::Arc};
 use utoipa::ToSchema;
 
-/// Models of which the reader sees a version.
+/// A page of models with at least one version that the caller may see.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ModelList {
-    /// By name, unless `sort` says otherwise.
+    /// Ordered by name, unless `sort` is given.
     #[schema(value_type = Vec<Model>)]
     models: Elements<Model>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: models on all pages together.
+    /// Number of models on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
@@ -65,7 +65,7 @@ const LIST: List<Model> = List {
     created: Some(|model| model.newest.registered_at),
 };
 
-/// A model with all of its versions.
+/// A model with all its versions.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ModelDetail {
     name: String,
@@ -73,26 +73,26 @@ pub(crate) struct ModelDetail {
     versions: Vec<ModelVersion>,
 }
 
-/// A version of a model that may be new.
+/// A version to register. The first version makes the model.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewModel {
     /// 1 to 100 letters, digits, `-`, `_` and `.`.
     name: String,
-    /// A checkpoint's id. Its job must be over.
+    /// Id of a checkpoint, whose job must be over.
     checkpoint: Option<String>,
-    /// In place of `checkpoint`, a job's id: its best checkpoint, or its newest if none was validated.
+    /// In place of `checkpoint`, the id of a job: the job's best checkpoint, or the newest one if none was validated.
     job: Option<String>,
     /// At most 20 000 bytes.
     #[serde(default)]
     description: String,
 }
 
-/// Where an alias is to be.
+/// The version for an alias.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct AliasTarget {
-    /// A version's number.
+    /// Number of the version.
     version: u32,
 }
 
@@ -102,10 +102,10 @@ fn invalid(pointer: &str, detail: impl Into<String>) -> Error {
     Error::Invalid(vec![SpecError { pointer: pointer.into(), detail: detail.into() }])
 }
 
-/// The versions that a caller sees, of one model or of all.
+/// Returns the versions that a caller may see, of one model or of all models.
 ///
 /// # Errors
-/// The store's.
+/// The store cannot be read.
 async fn seen_by(store: &dyn Store, caller: &Caller, model: Option<&str>) -> Result<Vec<ModelVersion>> {
     let mut rows = store.model_versions(model).await?;
     rows.retain(|row| is_seen(caller, row));
@@ -116,20 +116,20 @@ fn is_seen(caller: &Caller, row: &VersionRow) -> bool {
     caller.sees(row.owned.private, row.owned.owner.as_deref())
 }
 
-/// The models that a caller sees, by name.
+/// Returns the models that a caller may see, by name.
 ///
 /// # Errors
-/// The store's.
+/// The store cannot be read.
 async fn models_seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<Model>> {
     let versions = seen_by(store, caller, None).await?;
     let of_models = versions.chunk_by(|a, b| a.model == b.model);
     Ok(of_models.filter_map(|versions| Model::of(versions.to_vec())).collect())
 }
 
-/// One version that a caller sees.
+/// Returns a version that a caller may see.
 ///
 /// # Errors
-/// 404: there is none.
+/// 404: the model has no such version that the caller may see.
 async fn find(store: &dyn Store, caller: &Caller, model: &str, which: &Which) -> Result<ModelVersion> {
     let mut versions = seen_by(store, caller, Some(model)).await?.into_iter();
     let found = versions.find(|version| which.is(version));
@@ -176,8 +176,8 @@ fn no_such_model() -> Error {
 
 /// Register a checkpoint
 ///
-/// It becomes the next version of the model; the first version makes the model. The job is neither run again nor deleted while it has
-/// versions.
+/// The checkpoint becomes the next version of the model; the first version makes the model. While a job has versions, it cannot be run again or
+/// deleted.
 #[utoipa::path(post, path = "/models", tag = "models", request_body = NewModel,
     responses((status = 201, body = ModelVersion, headers(("Location" = String))), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "The job is not over, its checkpoint is still being uploaded, or somebody else's model has the name"),
@@ -192,7 +192,7 @@ pub(crate) async fn create(
     if let Some(detail) = name_mistake(&model) {
         return Err(invalid("/name", detail));
     }
-    // The gate looks at models that the address names.
+    // The gate checks only models that are named in the URL.
     let versions = checkpoints.store.model_versions(Some(&model)).await?;
     if versions.first().is_some_and(|first| !auth.may_change(&caller, first.owned.owner.as_deref())) {
         let detail = format!("the model {model:?} is somebody else's; choose another name");
@@ -228,10 +228,10 @@ pub(crate) async fn create(
     Ok((StatusCode::CREATED, Extension(concerns), [(header::LOCATION, address)], Json(version)))
 }
 
-/// The checkpoint that a request names, of a job that the caller may change.
+/// Returns the checkpoint that a request names. The caller must be allowed to change its job.
 ///
 /// # Errors
-/// 404 for what there is not, or what the caller does not see; 403 for a job of somebody else.
+/// 404: the job or checkpoint does not exist, or the caller may not see it. 403: the job belongs to somebody else.
 async fn chosen(
     checkpoints: &Checkpoints,
     auth: &Auth,
@@ -263,7 +263,7 @@ async fn chosen(
     }
 }
 
-/// The programs that wrote a checkpoint, and the fingerprint of the dataset at its job's first start.
+/// Returns the versions of the programs that wrote a checkpoint, and the dataset's fingerprint at the job's first start.
 async fn lineage(
     checkpoints: &Checkpoints,
     row: &CheckpointRow,
@@ -273,7 +273,7 @@ async fn lineage(
         #[serde(default)]
         versions: BTreeMap<String, String>,
     }
-    // What a checkpoint of another version does not say, its registered version does not say either.
+    // Fields that the checkpoint does not have are empty in the registered version, too.
     let state = regular::read(&checkpoints.folder(row).join(STATE)).await.unwrap_or_default();
     let State { versions } = serde_json::from_slice(&state).unwrap_or_default();
     let job_dir = checkpoints.config.job_dir(&row.job);
@@ -294,9 +294,9 @@ pub(crate) async fn show_version(
 
 /// Remove a version
 ///
-/// Its number is not given again. Its checkpoint stays with the job.
+/// The version's number is not used again. The job keeps the checkpoint.
 #[utoipa::path(delete, path = "/models/{name}/versions/{version}", tag = "models", params(("name" = String, Path), ("version" = u32, Path)),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "An alias is at the version")))]
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "An alias names the version")))]
 pub(crate) async fn remove_version(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
@@ -324,7 +324,7 @@ pub(crate) async fn show_alias(
 
 /// Move an alias to a version
 ///
-/// An alias that there is not yet is made.
+/// Makes the alias if it does not exist.
 #[utoipa::path(put, path = "/models/{name}/aliases/{alias}", tag = "models", params(("name" = String, Path), ("alias" = String, Path)), request_body = AliasTarget,
     responses((status = 200, body = ModelVersion), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn put_alias(

@@ -20,7 +20,7 @@ use std::{collections::HashMap, sync::Arc};
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
-/// The only order.
+/// Pages of the audit log for cursors. The only order is newest first.
 const PAGES: Pages = Pages::new("audit", "-id");
 
 /// A page of the audit log.
@@ -29,31 +29,31 @@ pub(crate) struct AuditPage {
     /// Newest first.
     #[schema(value_type = Vec<AuditEntry>)]
     pub(crate) entries: Elements<AuditEntry>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     pub(crate) next_cursor: Option<String>,
 }
 
-/// Which entries.
+/// Parameters of `GET /audit`.
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct AuditQuery {
-    /// At most so many: 1 to 1000; 100 when absent.
+    /// Page size, 1 to 1000 (default 100).
     #[param(minimum = 1, maximum = 1000)]
     limit: Option<u32>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<String>,
-    /// Only these fields of each entry, with commas between.
+    /// Comma-separated names of the fields to return of each entry.
     #[param(min_length = 1)]
     fields: Option<String>,
-    /// Only what was done at this time or later (RFC 3339).
+    /// Only entries at this time or later (RFC 3339).
     #[param(format = DateTime)]
     created_after: Option<String>,
-    /// Only what was done before this time (RFC 3339).
+    /// Only entries before this time (RFC 3339).
     #[param(format = DateTime)]
     created_before: Option<String>,
-    /// Only what this person or token did; a person's tokens count.
+    /// Only entries of this person (including the person's tokens) or token.
     who: Option<String>,
-    /// Only entries with this text in `action` or `object`; case does not matter.
+    /// Only entries with this text in `action` or `object`, ignoring case.
     q: Option<String>,
 }
 
@@ -62,8 +62,8 @@ const FIELDS: &[&str] =
 
 /// Read the audit log
 ///
-/// Every request that may have changed something, and every attempt to sign in: who, from where, what, and how it was answered.
-/// The newest 100 000 of the last year are kept.
+/// The log has every request that may have changed something and every attempt to sign in, with the sender, the sender's address, the action
+/// and the response's status. The newest 100 000 entries of the last year are kept.
 #[utoipa::path(get, path = "/audit", tag = "access", params(AuditQuery), responses((status = 200, body = AuditPage), (status = 400, body = crate::http::error::Problem)))]
 pub(crate) async fn list(
     State(auth): State<Arc<Auth>>,
@@ -72,15 +72,17 @@ pub(crate) async fn list(
     Ok(Json(page(&auth, &query).await?))
 }
 
+/// Returns a page of the audit log.
+///
 /// # Errors
-/// A limit, field or cursor that is none, or the store's.
+/// A parameter is invalid, or the store cannot be read.
 pub(crate) async fn page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
     let cursor: Option<String> = PAGES.read(query.cursor.as_deref())?;
     let after = list::time("created_after", query.created_after.as_deref())?;
     let before = list::time("created_before", query.created_before.as_deref())?;
-    // Ids begin with their time in milliseconds, as twelve hexadecimal digits.
+    // Ids begin with the entry's time in milliseconds, as twelve hexadecimal digits.
     let first_id = before.map(|before| format!("{:012x}", before.as_millisecond().max(0)));
     let behind = match (cursor.as_deref(), first_id.as_deref()) {
         (Some(cursor), Some(first)) => Some(cursor.min(first)),

@@ -1,4 +1,4 @@
-//! Signing in and out in a browser: with a name and a password, with a link's code, or with a token that is pasted.
+//! Signing in and out in a browser: with a name and a password, with a login link, or with a token.
 
 use crate::{
     api::{
@@ -31,7 +31,7 @@ use serde::{Deserialize, Serialize};
 use std::{net::IpAddr, sync::Arc, time::Duration};
 use utoipa::ToSchema;
 
-/// Longest address to return to, in bytes.
+/// Maximum length of the path to return to, in bytes.
 const NEXT_BYTES: usize = 2000;
 const LINK_LIFE: Duration = Duration::from_secs(600);
 
@@ -53,14 +53,14 @@ pub(crate) struct LoginForm {
     name: String,
     #[serde(default)]
     password: Password,
-    /// Makes the first person, as an admin.
+    /// Whether the form makes the first person, an admin.
     #[serde(default)]
     setup: bool,
     #[serde(default)]
     next: Option<String>,
 }
 
-/// A page of this server, whatever the address says: nobody is sent elsewhere after signing in.
+/// Returns the path to go to after signing in, which is always on this server (no open redirect).
 pub(crate) fn return_path(next: Option<&str>) -> &str {
     let is_ours = |next: &&str| {
         let plain = next.bytes().all(|byte| (0x21..0x7f).contains(&byte) && byte != b'\\');
@@ -69,13 +69,13 @@ pub(crate) fn return_path(next: Option<&str>) -> &str {
     next.filter(is_ours).unwrap_or("/jobs")
 }
 
-/// Whether this is an admin where there is nobody yet: one who may make the first person.
+/// Whether the caller may make the first person: the caller is an admin, and the server has no people yet.
 fn may_set_up(auth: &Auth, caller: Option<&Caller>) -> bool {
     let is_admin = caller.is_some_and(|caller| caller.may(Scope::Admin));
     is_admin && auth.access.is_required() && !auth.access.has_people()
 }
 
-/// `GET /login`: with a code, signs in; else the form, or the one for the first person.
+/// `GET /login`: signs in with the code of a login link, or shows the form to sign in or to make the first person.
 pub(crate) async fn show(
     State(auth): State<Arc<Auth>>,
     State(ingress): State<Arc<Ingress>>,
@@ -85,7 +85,7 @@ pub(crate) async fn show(
     PageQuery(query): PageQuery<LoginQuery>,
 ) -> Page {
     let next = return_path(query.next.as_deref());
-    // HEAD, by which links are looked at before a person opens them, signs nobody in: a code is good once.
+    // HEAD must not use the code, which is valid once: link previews send HEAD before a person opens the link.
     let Some(code) = query.code.as_ref().filter(|_| method != Method::HEAD) else {
         return match caller {
             Some(Extension(caller)) if query.next.is_none() && may_set_up(&auth, Some(&caller)) => {
@@ -102,7 +102,7 @@ pub(crate) async fn show(
             let life = left.map_or(SESSION_LIFE, |left| left.min(SESSION_LIFE));
             Ok(sign_in(&auth, &peer, &token_id, next, life).await?)
         }
-        // Opened again, in a browser that is signed in.
+        // The link was opened again in a browser that is already signed in.
         None if caller.is_some() => Ok(Redirect::to(next).into_response()),
         None => failed(
             &auth,
@@ -158,10 +158,11 @@ pub(crate) async fn submit(
     }
 }
 
-/// Makes the first person, an admin, and signs it in.
+/// Makes the first person, an admin, and signs that person in.
 async fn set_up(auth: &Auth, caller: Option<&Caller>, peer: &Peer, input: LoginForm) -> Page {
     if !may_set_up(auth, caller) {
-        let detail = "only an admin's token makes the first person, and only where there is nobody yet";
+        let detail =
+            "only an admin's token can make the first person, and only if the server has no people yet";
         return Err(PageError(Error::Forbidden(detail.into())));
     }
     let name = input.name.trim().to_owned();
@@ -205,7 +206,7 @@ fn form(auth: &Auth, ingress: &Ingress, next: &str, name: &str, error: Option<&s
     Ok((status, Html(html)).into_response())
 }
 
-/// The way to the OpenID provider, where there is one. It begins at the address that people use, to which the provider sends them back.
+/// Returns the button to sign in with the OpenID provider, if one is configured. The link uses the public URL, to which the provider redirects.
 fn button(auth: &Auth, ingress: &Ingress, error: &str) -> Option<ProviderButton> {
     let server = ingress.public_url.as_ref().map(ToString::to_string).unwrap_or_default();
     auth.oidc.as_ref().map(|oidc| ProviderButton {
@@ -215,26 +216,26 @@ fn button(auth: &Auth, ingress: &Ingress, error: &str) -> Option<ProviderButton>
     })
 }
 
-/// Why nobody was signed in with the OpenID provider.
+/// Why a sign-in with the OpenID provider failed.
 pub(crate) struct Refused {
     status: StatusCode,
     detail: String,
-    /// For the audit log.
+    /// Subject of the entry in the audit log.
     about: Option<String>,
 }
 
 impl Refused {
-    /// What the browser brings is not to be believed.
+    /// The provider's response failed a check.
     pub(crate) fn unknown(detail: String) -> Self {
         Self { status: StatusCode::UNAUTHORIZED, detail, about: None }
     }
 
-    /// Nothing that somebody could guess with: a sign-in that was not begun in this browser, or that the provider did not make.
+    /// The sign-in was not begun in this browser, or the provider declined it. Does not count as an attempt to guess.
     pub(crate) fn not_begun(detail: String) -> Self {
         Self { status: StatusCode::BAD_REQUEST, detail, about: None }
     }
 
-    /// The account is real, and may not come in.
+    /// The account is valid, but may not use this server.
     pub(crate) fn not_let_in(detail: String, about: String) -> Self {
         Self { status: StatusCode::FORBIDDEN, detail, about: Some(about) }
     }
@@ -243,13 +244,13 @@ impl Refused {
         Self { status: StatusCode::SERVICE_UNAVAILABLE, detail, about: None }
     }
 
-    /// Whether it counts as an attempt that failed.
+    /// Whether the failure counts towards the limit of attempts to sign in.
     pub(crate) fn is_failure(&self) -> bool {
         matches!(self.status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
     }
 }
 
-/// The form, which says why nobody was signed in with the OpenID provider.
+/// Returns the form to sign in, with the reason why the sign-in with the OpenID provider failed.
 pub(crate) fn refused(auth: &Auth, ingress: &Ingress, next: &str, why: Refused) -> Page {
     let page = LoginPage {
         next: next.to_owned(),
@@ -274,10 +275,10 @@ fn failed(auth: &Auth, ingress: &Ingress, from: IpAddr, next: &str, why: &str) -
     }
 }
 
-/// Signs a person in who has shown a moment ago who it is, for so long.
+/// Makes a session of duration `life` for a person who has just been authenticated.
 ///
 /// # Errors
-/// The person has changed since, or the store's.
+/// The person was changed since the authentication, or the store cannot be written.
 pub(crate) async fn sign_in_person(
     auth: &Auth,
     peer: &Peer,
@@ -285,7 +286,7 @@ pub(crate) async fn sign_in_person(
     next: &str,
     life: Duration,
 ) -> Result<Response> {
-    // Nobody changes the password, or disables the person, between this check and the session.
+    // The lock prevents changes of the person between this check and the session.
     let _one_at_a_time = auth.access.changing.lock().await;
     if auth.access.person(&row.person.name).as_ref() != Some(row) {
         return Err(Error::Unauthorized("this person was changed a moment ago; sign in again".into()));
@@ -335,7 +336,7 @@ pub(crate) async fn sign_out(
 /// A link that signs a browser in.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct LoginLink {
-    /// Good once.
+    /// The link's URL, which is valid once.
     url: String,
     #[schema(value_type = String)]
     expires_at: Timestamp,
@@ -343,10 +344,10 @@ pub(crate) struct LoginLink {
 
 /// Make a link that signs a browser in
 ///
-/// Once, within ten minutes, with what the token of this request may do, and until it expires: a session that is made by a link of another
-/// session ends with that one.
+/// The link is valid once, for ten minutes. The session that it makes has the rights of this request's token and ends when that token expires.
+/// If this request belongs to a session, the new session expires no later than that session.
 #[utoipa::path(post, path = "/login-links", tag = "access",
-    responses((status = 201, body = LoginLink), (status = 409, body = Problem, description = "This server asks nobody who they are")))]
+    responses((status = 201, body = LoginLink), (status = 409, body = Problem, description = "The server runs without authentication")))]
 pub(crate) async fn link(
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,

@@ -1,4 +1,4 @@
-//! People: add, list, change, remove; and the own password.
+//! People: add, list, change and remove people, and change one's own password.
 
 pub(crate) mod audit;
 pub(crate) mod login;
@@ -30,45 +30,45 @@ use serde::{Deserialize, Serialize};
 use std::{net::IpAddr, sync::Arc, time::Duration};
 use utoipa::ToSchema;
 
-/// A person to be added.
+/// A person to add.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewPerson {
     /// 1 to 64 characters: a to z, digits, `.`, `-`, `_` and `@`.
     pub(super) name: String,
     pub(super) role: Role,
-    /// 10 to 1024 characters. May be absent with `subject`.
+    /// 10 to 1024 characters. Optional with `subject`.
     #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub(super) password: Option<Password>,
-    /// The account at the OpenID provider (`serve --oidc-issuer`) that signs in as the person: its claim `sub`.
+    /// Claim `sub` of the person's account at the OpenID provider (`serve --oidc-issuer`).
     #[serde(default)]
     pub(super) subject: Option<String>,
 }
 
-/// What is to change; what is absent stays. Any change ends the person's sessions.
+/// Changes of a person. Absent fields stay unchanged. Any change ends the person's sessions.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct PersonChange {
     pub(super) role: Option<Role>,
-    /// Whether the person may no longer sign in, nor its tokens be used.
+    /// Whether the person is disabled and can neither sign in nor use tokens.
     pub(super) disabled: Option<bool>,
     /// 10 to 1024 characters.
     #[schema(value_type = Option<String>)]
     pub(super) password: Option<Password>,
-    /// The account at the OpenID provider that signs in as the person from now on: its claim `sub`. Empty: none.
+    /// Claim `sub` of the person's new account at the OpenID provider; empty for no account.
     pub(super) subject: Option<String>,
 }
 
-/// Everybody.
+/// A page of people.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct PersonList {
-    /// By name, unless `sort` says otherwise.
+    /// Ordered by name, unless `sort` is given.
     #[schema(value_type = Vec<Person>)]
     people: Elements<Person>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: people on all pages together.
+    /// Number of people on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
@@ -92,7 +92,7 @@ const LIST: List<Person> = List {
     created: Some(|person| person.created_at),
 };
 
-/// A password of one's own.
+/// A change of one's own password.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct OwnPassword {
@@ -136,9 +136,9 @@ pub(crate) async fn list(
 
 /// Add a person
 ///
-/// The person signs in at `/login`. With the first one, jobs and datasets become their owners': see `owner`.
+/// The person signs in at `/login`. Once the server has people, only their owners and admins may change jobs and datasets; see `owner`.
 #[utoipa::path(post, path = "/people", tag = "access", request_body = NewPerson,
-    responses((status = 201, body = Person), (status = 409, body = Problem, description = "The name is taken, there are 1000 people, or this server asks nobody who they are"),
+    responses((status = 201, body = Person), (status = 409, body = Problem, description = "The name is taken, there are 1000 people, or the server runs without authentication"),
         (status = 422, body = Problem)))]
 pub(crate) async fn create(
     State(auth): State<Arc<Auth>>,
@@ -148,14 +148,16 @@ pub(crate) async fn create(
     Ok((StatusCode::CREATED, Extension(AuditSubject(person.name.clone())), Json(person)))
 }
 
-/// Adds a person; with `first` only where there is nobody yet.
+/// Adds a person; with `first`, only if the server has no people yet.
 ///
 /// # Errors
-/// A name or a password that is none, or a name that is taken.
+/// The name or password is invalid, the name is taken, or the server cannot have further people.
 pub(super) async fn add(auth: &Auth, new: NewPerson, first: bool) -> Result<PersonRow> {
     let conflict = |detail: String| Err(Error::Conflict(detail, None));
     if !auth.access.is_required() {
-        return conflict("this server runs with --no-auth and asks nobody who they are".into());
+        return conflict(
+            "this server runs with --no-auth, without people; start it without --no-auth".into(),
+        );
     }
     if let Some(detail) = name_mistake(&new.name) {
         return Err(mistake("/name", detail));
@@ -167,7 +169,7 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, first: bool) -> Result<Pers
             Some(auth.access.hash_password(password).await?)
         }
         None if identity.is_some() => None,
-        None => return Err(mistake("/password", "is missing; without one a person has a subject".into())),
+        None => return Err(mistake("/password", "is missing; give a password or a subject".into())),
     };
     let _one_at_a_time = auth.access.changing.lock().await;
     if first && auth.access.has_people() {
@@ -177,7 +179,7 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, first: bool) -> Result<Pers
     insert(auth, new.name, new.role, hash, identity).await
 }
 
-/// Whether a name is nobody's, an account signs nobody else in, and there is room for one more person.
+/// Checks that a name is not taken, that an account is not bound to another person, and that the maximum number of people is not reached.
 pub(super) fn room_for(auth: &Auth, name: &str, identity: Option<&Identity>) -> Result<()> {
     let conflict = |detail: String| Err(Error::Conflict(detail, None));
     let there = auth.access.people();
@@ -190,8 +192,10 @@ pub(super) fn room_for(auth: &Auth, name: &str, identity: Option<&Identity>) -> 
     identity.map_or(Ok(()), |identity| free(auth, name, identity))
 }
 
+/// Checks that an account is not bound to another person.
+///
 /// # Errors
-/// An account signs somebody else in already.
+/// The account is bound to another person.
 fn free(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
     match auth.access.by_identity(identity) {
         SignsInAs::Person(row) if row.person.name != name => {
@@ -205,7 +209,7 @@ fn free(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
     }
 }
 
-/// Stores somebody new, whom there is room for. Held meanwhile: `changing`.
+/// Stores a new person after [`room_for`]. The caller must hold the lock `changing`.
 pub(super) async fn insert(
     auth: &Auth,
     name: String,
@@ -220,10 +224,10 @@ pub(super) async fn insert(
     Ok(row)
 }
 
-/// The account at this server's OpenID provider that has a subject.
+/// Returns the account with this subject at the server's OpenID provider.
 fn identity(auth: &Auth, subject: &str) -> Result<Identity> {
     let Some(oidc) = &auth.oidc else {
-        let detail = "this server signs nobody in with an OpenID provider; start it with --oidc-issuer";
+        let detail = "this server has no OpenID provider; start it with --oidc-issuer";
         return Err(Error::Conflict(detail.into(), None));
     };
     match subject_mistake(subject) {
@@ -232,9 +236,9 @@ fn identity(auth: &Auth, subject: &str) -> Result<Identity> {
     }
 }
 
-/// Change a person's role, password or account at the OpenID provider, or whether it may sign in
+/// Change a person's role, password or account at the OpenID provider, or disable a person
 ///
-/// Ends the person's sessions at once; and, where it lowers what the person may do, what the person's tokens have open.
+/// The person's sessions end at once. If the change reduces the person's rights, open connections of the person's tokens end, too.
 #[utoipa::path(patch, path = "/people/{name}", tag = "access", params(("name" = String, Path)), request_body = PersonChange,
     responses((status = 200, body = Person), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn change(
@@ -245,8 +249,10 @@ pub(crate) async fn change(
     Ok(Json(edit(&auth, &name, change).await?.person))
 }
 
+/// Changes a person.
+///
 /// # Errors
-/// Nobody has the name, or the password is none.
+/// No person has this name, the password is invalid, or the account is bound to another person.
 pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Result<PersonRow> {
     if let Some(password) = &change.password {
         checked("/password", password)?;
@@ -285,9 +291,9 @@ pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Resul
 
 /// Remove a person
 ///
-/// Its sessions end and its tokens are revoked. Its account at an OpenID provider signs nobody in until an admin binds it to
-/// somebody. Its jobs and datasets keep its name: they are those of whoever gets this name next,
-/// so disable people who leave rather than remove them.
+/// The person's sessions end, and the person's tokens are revoked. The account at an OpenID provider cannot sign in until an admin binds it to
+/// a person. Jobs and datasets keep the person's name, so they will belong to the next person with this name. Therefore disable people who
+/// leave rather than remove them.
 #[utoipa::path(delete, path = "/people/{name}", tag = "access", params(("name" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn delete(State(auth): State<Arc<Auth>>, Path(name): Path<String>) -> Result<StatusCode> {
@@ -295,8 +301,10 @@ pub(crate) async fn delete(State(auth): State<Arc<Auth>>, Path(name): Path<Strin
     Ok(StatusCode::NO_CONTENT)
 }
 
+/// Removes a person.
+///
 /// # Errors
-/// Nobody has the name.
+/// No person has this name, or the store cannot be written.
 pub(super) async fn remove(auth: &Auth, name: &str) -> Result<()> {
     let _one_at_a_time = auth.access.changing.lock().await;
     let row = auth.access.person(name).ok_or_else(|| Error::NotFound("nobody has this name".into()))?;
@@ -305,11 +313,11 @@ pub(super) async fn remove(auth: &Auth, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Change the own password
+/// Change one's own password
 ///
-/// Ends all sessions of the person, also the one of this request.
+/// All sessions of the person end, including the session of this request.
 #[utoipa::path(post, path = "/password", tag = "access", request_body = OwnPassword,
-    responses((status = 204), (status = 409, body = Problem, description = "Not a person's session or token"), (status = 422, body = Problem),
+    responses((status = 204), (status = 409, body = Problem, description = "The request does not come from a person with a password"), (status = 422, body = Problem),
         (status = 429, body = Problem, description = "Too many wrong passwords")))]
 pub(crate) async fn change_own(
     State(auth): State<Arc<Auth>>,
@@ -321,10 +329,10 @@ pub(crate) async fn change_own(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Gives a person another password, if it knows the one that it has.
+/// Changes the caller's password.
 ///
 /// # Errors
-/// It does not, or the new one is none.
+/// The current password is wrong, the new one is invalid, or the caller has no password.
 pub(super) async fn set_own(
     auth: &Auth,
     caller: &Caller,
@@ -362,7 +370,7 @@ pub(super) async fn set_own(
     Ok(row)
 }
 
-/// Why nobody is signed in, where it is not a wrong name or password.
+/// Converts a failed sign-in to an error.
 pub(super) fn refusal(why: NotSignedIn, from: IpAddr) -> Error {
     match why {
         NotSignedIn::Wrong => Error::Unauthorized("the name or the password is wrong".into()),
@@ -371,7 +379,7 @@ pub(super) fn refusal(why: NotSignedIn, from: IpAddr) -> Error {
     }
 }
 
-/// The answer to one attempt too many.
+/// Returns the error for too many attempts to sign in.
 pub(super) fn too_often(from: IpAddr, wait: Duration) -> Error {
     let secs = wait.as_secs() + 1;
     Error::TooMany(format!("too many attempts to sign in from {from}; try again in {secs} s"), secs)

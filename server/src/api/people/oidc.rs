@@ -1,4 +1,5 @@
-//! Signing in with the OpenID provider: away to it, and back. `crate::oidc` has the protocol; here it is decided who an account is.
+//! Signing in with the OpenID provider: the redirect to the provider, and the return. `auth::oidc` has the protocol. This module maps accounts
+//! to people.
 
 use super::login::{self, Refused};
 use crate::{
@@ -26,7 +27,8 @@ use serde::Deserialize;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The provider is asked again after this, so that whom it has locked out does not stay for long. A password's session lasts longer.
+/// Duration of a session. It is shorter than that of a session with a password, so that people who are locked out at the provider lose access
+/// soon.
 const SESSION_LIFE: Duration = Duration::from_secs(24 * 3600);
 
 /// `GET /login/oidc`
@@ -36,7 +38,7 @@ pub(crate) struct BeginQuery {
     next: Option<String>,
 }
 
-/// `GET /login/oidc/callback`, as the provider writes it.
+/// `GET /login/oidc/callback`: parameters from the provider.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct CallbackQuery {
@@ -48,11 +50,11 @@ pub(crate) struct CallbackQuery {
 }
 
 fn provider(auth: &Auth) -> std::result::Result<&Oidc, PageError> {
-    let detail = "this server signs nobody in with an OpenID provider (`lockstep serve --oidc-issuer`)";
+    let detail = "this server has no OpenID provider (`lockstep serve --oidc-issuer`)";
     auth.oidc.as_ref().ok_or_else(|| PageError(Error::NotFound(detail.into())))
 }
 
-/// `GET /login/oidc`: to the provider.
+/// `GET /login/oidc`: redirects to the provider.
 pub(crate) async fn begin(
     State(auth): State<Arc<Auth>>,
     State(ingress): State<Arc<Ingress>>,
@@ -72,7 +74,7 @@ pub(crate) async fn begin(
     }
 }
 
-/// `GET /login/oidc/callback`: back from the provider.
+/// `GET /login/oidc/callback`: handles the return from the provider.
 pub(crate) async fn finish(
     State(auth): State<Arc<Auth>>,
     State(ingress): State<Arc<Ingress>>,
@@ -85,7 +87,7 @@ pub(crate) async fn finish(
         let detail = "This sign-in was begun in another browser, is finished already, or is older than ten minutes. Begin again.";
         return login::refused(&auth, &ingress, "/jobs", Refused::not_begun(detail.into()));
     };
-    // Counted before the provider is asked, also of whoever does not wait for the answer.
+    // Counts the attempt before the request to the provider, so that aborted requests count, too.
     let too_often = |wait| PageError(people::too_often(peer.address, wait));
     auth.access.try_sign_in(peer.address).map_err(too_often)?;
     let next = request.next.clone();
@@ -133,7 +135,8 @@ async fn sign_in(
     Ok(Ok(response))
 }
 
-/// As whom an account signs in, who is added where everybody may come; and what was changed for it.
+/// Returns the person for an account, and a text for the audit log if the person was added or changed. New people are added if the
+/// configuration allows it.
 async fn person(
     auth: &Auth,
     oidc: &Oidc,
@@ -166,7 +169,7 @@ async fn person(
         }
         SignsInAs::Removed => {
             return refuse(format!(
-                "An admin removed the person that this account was. To let it in again an admin runs: \
+                "An admin removed the person of this account. To add the account again, an admin runs: \
                  lockstep user add NAME --subject {}",
                 quoted(&subject)
             ));
@@ -176,13 +179,13 @@ async fn person(
     let by_admin = |name: &str| {
         let subject = quoted(&subject);
         format!(
-            "An admin adds you with: lockstep user add {name} --subject {subject} (or, where you are somebody here already: \
+            "An admin adds you with: lockstep user add {name} --subject {subject} (or, if you already have a name here: \
              lockstep user link NAME --subject {subject})"
         )
     };
     let named = name.as_deref().unwrap_or("NAME");
     let Some(role) = role else {
-        return refuse(format!("Nobody here signs in with this account. {}", by_admin(named)));
+        return refuse(format!("No person has this account yet. {}", by_admin(named)));
     };
     let name = match name {
         Ok(name) => name,
@@ -201,11 +204,11 @@ async fn person(
     Ok(Ok((row, Some(done))))
 }
 
-/// Why nobody becomes a person of this name by signing in. Names are chosen at the provider, and whoever has one here has what belongs
-/// to it: jobs and datasets of removed people and of tokens, too.
+/// Returns why a sign-in cannot add a person with this name, if so. Names are chosen at the provider, and a new person with the name would own
+/// the jobs and datasets of removed people and of tokens with that name.
 async fn taken(auth: &Auth, name: &str) -> Result<Option<&'static str>> {
     if auth.access.person(name).is_some() {
-        return Ok(Some("somebody here has this name, and it is not taken over by signing in"));
+        return Ok(Some("another person has this name"));
     }
     let is_it = |owner: Option<&String>| owner.is_some_and(|owner| owner == name);
     let of_name = JobFilter { owner: Some(name.to_owned()), limit: 1, ..JobFilter::default() };
@@ -219,7 +222,7 @@ async fn taken(auth: &Auth, name: &str) -> Result<Option<&'static str>> {
     Ok(owns.then_some("there are tokens, jobs or datasets of this name, which would become yours"))
 }
 
-/// As a word of a shell. Subjects are ASCII that can be seen.
+/// Quotes a subject for a shell. Subjects consist of visible ASCII characters.
 fn quoted(subject: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.:@/".contains(c);
     match subject.chars().all(is_plain) && !subject.starts_with('-') {
@@ -238,12 +241,12 @@ impl From<OidcError> for Refused {
     }
 }
 
-/// The name of the cookie that a browser has while it is away.
+/// Name of the cookie that a browser keeps while it is at the provider.
 fn own_cookie(auth: &Auth) -> String {
     format!("{}_oidc", auth.cookie_name)
 }
 
-/// `Lax`: the browser comes back by a link of the provider's, and sends it along.
+/// Sets the cookie. It must be `SameSite=Lax`, because the browser returns through a link from the provider's site.
 fn set_cookie(auth: &Auth, peer: &Peer, value: &str, seconds: u64, response: &mut Response) {
     let secure = if peer.https { "; Secure" } else { "" };
     let name = own_cookie(auth);

@@ -1,4 +1,4 @@
-//! Pages about people: all of them, for admins, and one's own.
+//! The page of all people, for admins, and the page of one's own account.
 
 use super::{
     login,
@@ -49,7 +49,7 @@ fn people_page(auth: &Auth, caller: &Caller, name: &str, error: &str) -> Page {
     )
 }
 
-/// What the page of people asks for.
+/// Actions of the form on the page of people.
 #[derive(Debug, Clone, Copy, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Action {
@@ -111,10 +111,10 @@ async fn done(auth: &Auth, name: &str, form: PeopleForm) -> Result<()> {
     }
 }
 
-/// What is said on the form again, and with which status.
+/// Returns the status and the text with which a form is shown again.
 ///
 /// # Errors
-/// What the form cannot mend.
+/// Returns the error itself if the user cannot correct it in the form.
 pub(crate) fn in_words(error: Error) -> Result<(StatusCode, String)> {
     match error {
         Error::Invalid(mistakes) => {
@@ -130,7 +130,7 @@ pub(crate) fn in_words(error: Error) -> Result<(StatusCode, String)> {
 /// `GET /account`
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct AccountQuery {
-    /// Something was changed.
+    /// Whether a change was made.
     #[serde(default)]
     done: bool,
 }
@@ -144,12 +144,12 @@ pub(crate) async fn account(
     account_page(&auth, &caller, AccountNotice { done: query.done, ..AccountNotice::default() })
 }
 
-/// What the page of an account says besides what there is.
+/// Messages on the page of an account.
 #[derive(Default)]
 struct AccountNotice {
     done: bool,
     error: String,
-    /// A token that was made just now.
+    /// Secret of a new token.
     secret: String,
 }
 
@@ -188,7 +188,7 @@ pub(crate) enum AccountForm {
     Token {
         name: String,
         scope: Scope,
-        /// Days until it expires; empty for never.
+        /// Number of days until the token expires; empty for never.
         #[serde(default)]
         days: String,
     },
@@ -197,7 +197,7 @@ pub(crate) enum AccountForm {
     },
 }
 
-/// `POST /account`: another password, and a new session in place of all that there were; a token that is made or revoked.
+/// `POST /account`: changes the password, and replaces all sessions with a new one; or makes or revokes a token.
 pub(crate) async fn change_account(
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,

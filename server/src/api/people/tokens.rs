@@ -25,43 +25,42 @@ use std::sync::Arc;
 use std::time::Duration;
 use utoipa::ToSchema;
 
-/// Valid tokens of one person: nobody uses up those of all.
+/// Maximum number of valid tokens of a person, so that nobody uses up the server's maximum.
 const TOKENS_OF_A_PERSON: usize = 50;
 
-/// A token to be made.
+/// A token to make.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewToken {
-    /// What people call it: 1 to 100 characters.
+    /// 1 to 100 characters.
     pub(crate) name: String,
     pub(crate) scope: Scope,
-    /// For the scope `agent`: the agent's name, or its id. A name that no agent has had yet is bound to the first new agent that
-    /// joins under it.
+    /// For the scope `agent`: the agent's name or id. A token for a new name is bound to the first new agent that joins with this name.
     #[serde(default)]
     pub(crate) agent: Option<String>,
-    /// Seconds until it expires; never when absent.
+    /// Number of seconds until the token expires (default: never).
     #[serde(default)]
     pub(crate) expires_in_secs: Option<u64>,
 }
 
-/// A token that was made.
+/// A new token.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct MadeToken {
-    /// The token itself. It is shown this once: the server keeps only its hash.
+    /// The token itself. It is shown only here, because the server stores only a hash.
     pub(crate) secret: String,
     #[serde(flatten)]
     token: Token,
 }
 
-/// Every token.
+/// A page of tokens.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct TokenList {
-    /// The first made first, unless `sort` says otherwise. Those that are no longer valid are listed for 90 days.
+    /// Oldest first, unless `sort` is given. Tokens that are no longer valid are listed for 90 days.
     #[schema(value_type = Vec<Token>)]
     tokens: Elements<Token>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: tokens on all pages together.
+    /// Number of tokens on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
@@ -100,7 +99,7 @@ const LIST: List<Token> = List {
 
 /// List tokens
 ///
-/// Admins see every token, other people their own. `sort`: `created`, `name`, `last_used`, `expires`.
+/// Admins see all tokens, other people their own. `sort`: `created`, `name`, `last_used`, `expires`.
 #[utoipa::path(get, path = "/tokens", tag = "access", params(ListParams),
     responses((status = 200, body = TokenList), (status = 400, body = Problem)))]
 pub(crate) async fn list(
@@ -111,7 +110,7 @@ pub(crate) async fn list(
     Ok(Json(LIST.page(seen_by(&auth, &caller), &params)?.into()))
 }
 
-/// The tokens that a caller may see and revoke.
+/// Returns the tokens that a caller may see and revoke.
 pub(crate) fn seen_by(auth: &Auth, caller: &Caller) -> Vec<Token> {
     let mut tokens = auth.access.tokens();
     tokens.retain(|token| is_seen(token, caller));
@@ -122,18 +121,18 @@ fn is_seen(token: &Token, caller: &Caller) -> bool {
     caller.may(Scope::Admin) || (token.owner.is_some() && token.owner.as_deref() == caller.person())
 }
 
-/// The token of a request, also of a session that a link of it has begun. None of a person who has signed in.
+/// Returns the token of a request, or of the session's login link; `None` for a session with a password or an OpenID provider.
 fn used_by(auth: &Auth, caller: &Caller) -> Option<Token> {
     auth.access.token(&caller.token()?.id).map(|row| row.token)
 }
 
 /// Make a token
 ///
-/// A person's token is its own: it allows at most what the request that made it may do, and for no longer, and ends with the person, and
-/// with the token that it was made with. One of the scope `read` makes none.
-/// Other tokens, for programs and machines, are an admin's to make.
+/// A person makes tokens for their own use. Such a token has at most the rights and lifetime of the request that makes it. It ends with the
+/// person, and with the token of that request. A token with the scope `read` cannot make tokens. Only admins make other tokens, for programs
+/// and machines.
 #[utoipa::path(post, path = "/tokens", tag = "access", request_body = NewToken,
-    responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 5000 valid ones, or a person has the name"),
+    responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 5000 valid tokens, or a person has the name"),
         (status = 422, body = Problem)))]
 pub(crate) async fn create(
     State(auth): State<Arc<Auth>>,
@@ -146,8 +145,10 @@ pub(crate) async fn create(
     Ok((StatusCode::CREATED, Extension(concerns), Json(made)))
 }
 
+/// Makes a token.
+///
 /// # Errors
-/// A mistake in it, or more than the caller may give.
+/// The request has a mistake or exceeds the caller's rights, or the maximum number of tokens is reached.
 pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<MadeToken> {
     let mistake = |pointer: &str, detail: String| {
         Err(Error::Invalid(vec![SpecError { pointer: pointer.into(), detail }]))
@@ -170,7 +171,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
         (Scope::Agent, None) => {
             return mistake("/agent", "name the agent that this token is for".into());
         }
-        (_, Some(_)) => return mistake("/agent", "only a token of the scope agent is an agent's".into()),
+        (_, Some(_)) => return mistake("/agent", "only a token of the scope agent can have an agent".into()),
         (_, None) => (None, None),
     };
     if let Some(has) = caller.scope()
@@ -183,7 +184,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     let expires_at = new.expires_in_secs.map(|secs| now + Duration::from_secs(secs));
     let with = used_by(auth, caller).filter(|token| token.owner.is_some());
     if with.as_ref().is_some_and(|token| token.scope == Scope::Read) {
-        let detail = "a token of the scope read only looks, and makes no others; sign in with your password, or use one of the scope submit";
+        let detail = "a token of the scope read cannot make others; sign in with your password, or use one of the scope submit";
         return Err(Error::Forbidden(detail.into()));
     }
     let until = caller.token().and_then(|token| token.expires_at).filter(|_| !caller.may(Scope::Admin));
@@ -191,7 +192,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
         let detail = "must end no later than the token that you make it with; sign in with your password to make others";
         return mistake("/expires_in_secs", detail.into());
     }
-    // A machine's is nobody's: it stays valid when a person leaves.
+    // A machine's token has no owner, so that it stays valid when a person leaves.
     let owner = caller.person().filter(|_| new.scope != Scope::Agent).map(str::to_owned);
     let _one_at_a_time = auth.access.changing.lock().await;
     if let Some(owner) = &owner
@@ -238,7 +239,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
 
 type AgentNames = (Option<String>, Option<String>);
 
-/// Name and id of the agent that somebody means; the id only of one that is known, or when it is an id.
+/// Returns the name and id of the agent with a given name or id; `None` if the text cannot be either. The id is absent for an unknown name.
 async fn agent_named(auth: &Auth, agent: &str) -> Result<Option<AgentNames>> {
     if agent.trim().is_empty() || agent.len() > 100 || first_unseen(agent).is_some() {
         return Ok(None);
@@ -247,7 +248,7 @@ async fn agent_named(auth: &Auth, agent: &str) -> Result<Option<AgentNames>> {
     let found = known.iter().find(|a| a.id == agent).or_else(|| known.iter().find(|a| a.name == agent));
     Ok(Some(match found {
         Some(row) => (Some(row.name.clone()), Some(row.id.clone())),
-        // As agents make their ids.
+        // Agents use UUIDs as ids.
         None if uuid::Uuid::try_parse(agent).is_ok() => (Some(agent.to_owned()), Some(agent.to_owned())),
         None => (Some(agent.to_owned()), None),
     }))
@@ -255,8 +256,8 @@ async fn agent_named(auth: &Auth, agent: &str) -> Result<Option<AgentNames>> {
 
 /// Revoke a token
 ///
-/// At once: requests with it are refused, its websockets, sessions and links end, and so do the tokens that were made with it. A token
-/// revokes itself and those that allow no more than it does.
+/// At once, requests with the token are refused, and its websockets, sessions and login links end. Tokens that were made with the token are
+/// revoked, too. A token can revoke itself, and other tokens with at most the same rights.
 #[utoipa::path(delete, path = "/tokens/{id}", tag = "access", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn revoke(
@@ -268,8 +269,10 @@ pub(crate) async fn revoke(
     Ok(StatusCode::NO_CONTENT)
 }
 
+/// Revokes a token.
+///
 /// # Errors
-/// There is no such token that the caller sees.
+/// 404: no token that the caller may see has this id. 403: the token allows more than the caller's token.
 pub(crate) async fn end(auth: &Auth, caller: &Caller, id: &str) -> Result<()> {
     let _one_at_a_time = auth.access.changing.lock().await;
     let found = auth.access.token(id).filter(|row| is_seen(&row.token, caller));
@@ -279,7 +282,7 @@ pub(crate) async fn end(auth: &Auth, caller: &Caller, id: &str) -> Result<()> {
         let detail = "this token allows more than the one that you use, which cannot revoke it; sign in with your password, or ask an admin";
         return Err(Error::Forbidden(detail.into()));
     }
-    // Those that it was used to make end first: a failure between two leaves none that outlives it.
+    // Tokens that were made with this one are revoked first, so that none stays valid if a write fails.
     let mut ending = vec![row];
     let all = auth.access.tokens();
     let mut next = 0;

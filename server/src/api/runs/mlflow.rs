@@ -1,5 +1,5 @@
-//! MLflow's REST interface (2.0), as far as its clients need it to log: experiments are projects, runs are runs from elsewhere, parameters
-//! are their settings. Requests, answers and errors are as in `mlflow/protos/service.proto` and `mlflow/store/tracking/rest_store.py`.
+//! MLflow's REST interface (2.0), as far as its clients need it to log. Experiments are projects, runs are runs from elsewhere, and parameters are
+//! settings. Requests, responses and errors follow `mlflow/protos/service.proto` and `mlflow/store/tracking/rest_store.py`.
 
 pub(crate) mod artifacts;
 
@@ -34,13 +34,13 @@ use serde_json::{Map, Value, json};
 use std::{collections::BTreeMap, sync::Arc};
 
 const PREFIX: &str = "/api/2.0/mlflow/";
-/// MLflow's first experiment, which clients use when nobody names one.
+/// MLflow's default experiment, which clients use if none is named.
 const DEFAULT_ID: &str = "0";
 const DEFAULT_NAME: &str = "Default";
 /// The tags that have a run's name, and the user whose program it is.
 const RUN_NAME: &str = "mlflow.runName";
 const USER: &str = "mlflow.user";
-/// As MLflow documents its limits.
+/// Limits as documented by MLflow.
 const KEY_CHARS: usize = 250;
 const PARAM_CHARS: usize = 6000;
 const TAG_CHARS: usize = 8000;
@@ -52,7 +52,7 @@ const PAGE_RUNS: u32 = 1000;
 const PAGE_POINTS: u32 = 25_000;
 const PAGE_LIMIT: u32 = 50_000;
 
-/// An error as MLflow's clients read it.
+/// An error in the form that MLflow's clients expect.
 struct Refusal {
     status: StatusCode,
     code: &'static str,
@@ -119,7 +119,7 @@ impl IntoResponse for Refusal {
     }
 }
 
-/// What a request asks for: the fields of its body or of its query.
+/// Parameters of a request: the fields of the body or of the query.
 struct Asked(Map<String, Value>);
 
 impl Asked {
@@ -161,7 +161,7 @@ impl Asked {
         list.map(|list| list.iter().filter_map(Value::as_str).collect()).unwrap_or_default()
     }
 
-    /// A whole number; protobuf's JSON has long ones as text.
+    /// An integer. Protobuf's JSON has 64-bit integers as text.
     fn whole(&self, key: &str) -> Result<Option<i64>> {
         let Some(value) = self.0.get(key).filter(|value| !value.is_null()) else { return Ok(None) };
         let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
@@ -187,7 +187,7 @@ impl Asked {
     }
 }
 
-/// What the calls need.
+/// State that the calls need.
 struct Parts {
     config: Arc<ServeConfig>,
     runs: Arc<Runs>,
@@ -198,7 +198,7 @@ struct Parts {
     caller: Caller,
 }
 
-/// Every call below [`PREFIX`].
+/// Handles all calls below [`PREFIX`].
 #[expect(clippy::too_many_arguments, reason = "what a handler needs, it extracts")]
 pub(crate) async fn call(
     State(config): State<Arc<ServeConfig>>,
@@ -275,7 +275,7 @@ impl Parts {
                 self.tell(asked, RunChange { values, ..RunChange::default() }).await?;
                 nothing
             }
-            // Which data a run has read is not kept.
+            // The inputs of a run are not stored.
             ("POST", "runs/log-inputs") => {
                 self.tell(asked, RunChange::default()).await?;
                 nothing
@@ -291,7 +291,7 @@ impl Parts {
         })
     }
 
-    /// Projects with a job that the caller sees, and the one that is always there.
+    /// Returns the projects with a job that the caller may see, and the default project.
     async fn projects(&self) -> Result<Vec<String>> {
         let rows = self.scheduler.store.projects(self.caller.sees_as().as_deref()).await?;
         let mut names: Vec<String> = rows.into_iter().map(|row| row.name).collect();
@@ -331,7 +331,7 @@ impl Parts {
                 format!("Experiment(name={name}) already exists."),
             ));
         }
-        // A project is there as soon as a run is in it.
+        // A project exists as soon as it has a run.
         Ok(json!({"experiment_id": id_of(&project)}))
     }
 
@@ -360,12 +360,12 @@ impl Parts {
         Ok(json!({"run": run(&job)}))
     }
 
-    /// The run that a request names.
+    /// Returns the run that a request names, if the caller may see it.
     async fn seen(&self, asked: &Asked) -> Result<Job> {
         seen_run(&self.scheduler, &self.caller, asked.required("run_id")?).await
     }
 
-    /// The same, if the caller may change it.
+    /// Returns the run that a request names, if the caller may change it.
     async fn own(&self, asked: &Asked) -> Result<Job> {
         let job = self.seen(asked).await?;
         check_own(&self.auth, &self.caller, &job)?;
@@ -393,7 +393,7 @@ impl Parts {
         Ok(json!({"run_info": info(&self.tell(asked, change).await?)}))
     }
 
-    /// MLflow keeps deleted runs for a while; here they are gone.
+    /// Deletes a run for good. MLflow keeps deleted runs for a while.
     async fn delete_run(&self, asked: &Asked) -> Result<()> {
         let job = self.own(asked).await?;
         if !job.state.is_final() {
@@ -428,7 +428,7 @@ impl Parts {
         let pages = Pages::new("mlflow runs", sort);
         let filter = JobFilter {
             seen_by: self.caller.sees_as(),
-            // Of several projects, those that were not asked for are left out below.
+            // With several projects, the others are filtered out below.
             project: if let [one] = &wanted[..] { Some(one.clone()) } else { None },
             sort: JobSort { by: SortBy::Created, descending },
             limit: asked.page(PAGE_RUNS)?,
@@ -478,7 +478,7 @@ impl Parts {
         self.log(asked, &metrics, change).await
     }
 
-    /// Adds points behind those that are stored.
+    /// Appends points to the stored ones.
     async fn log(&self, asked: &Asked, metrics: &[Asked], change: RunChange) -> Result<()> {
         let job = self.own(asked).await?;
         let (mut points, mut newest) = (Vec::with_capacity(metrics.len()), None::<Timestamp>);
@@ -491,7 +491,7 @@ impl Parts {
                 invalid(format!("Got invalid value for metric '{key}'. Please specify value as a valid double (64-bit floating point)"))
             })?;
             let step = metric.whole("step")?.unwrap_or(0);
-            // Steps below 0 are rare, and no chart has them.
+            // Negative steps are rare, and charts do not support them.
             let step = u64::try_from(step).ok().filter(|step| *step <= LAST_STEP);
             let step =
                 step.ok_or_else(|| invalid(format!("metric '{key}': a step must be 0 to {LAST_STEP}")))?;
@@ -570,7 +570,7 @@ fn check_own(auth: &Auth, caller: &Caller, job: &Job) -> Result<()> {
     }
 }
 
-/// A key and its value, within MLflow's limits.
+/// Returns a key and its value, checked against MLflow's limits.
 fn pair(asked: &Asked, what: &str, limit: usize) -> Result<(String, String)> {
     let (key, value) = (asked.required("key")?, asked.text("value")?.unwrap_or_default());
     for (part, text, limit) in [("key", key, KEY_CHARS), ("value", value, limit)] {
@@ -585,7 +585,7 @@ fn pair(asked: &Asked, what: &str, limit: usize) -> Result<(String, String)> {
     Ok((key.to_owned(), value.to_owned()))
 }
 
-/// The project of an experiment's id or name, which are the same but for the first experiment's.
+/// Returns the project for an experiment's id or name, which are equal except for the default experiment.
 fn project(experiment: &str) -> String {
     match experiment {
         DEFAULT_ID | DEFAULT_NAME => DEFAULT_PROJECT.into(),
@@ -622,7 +622,7 @@ fn info(job: &Job) -> Value {
     info
 }
 
-/// A point. When each was measured is not kept, so all have the run's start.
+/// Returns a point in MLflow's form. Times of points are not stored, so all points have the time of the run's start.
 fn metric(key: &str, value: &Value, step: u64, job: &Job) -> Value {
     json!({"key": key, "value": value, "step": step, "timestamp": job.created_at.as_millisecond()})
 }

@@ -1,4 +1,5 @@
-//! Runs from elsewhere: jobs that other programs train, made, told of and logged by those. Everything else about them is a job's.
+//! Runs from elsewhere: jobs that other programs train. The programs create, update and log them with these calls. Everything else works as for
+//! other jobs.
 
 pub(crate) mod files;
 pub(crate) mod mlflow;
@@ -34,30 +35,30 @@ use serde_json::{Map, Value};
 use std::{collections::BTreeMap, sync::Arc};
 use utoipa::ToSchema;
 
-/// Length of a run's name, in characters, as of a job's.
+/// Maximum length of a run's name, in characters; the same as for a job.
 const NAME_CHARS: usize = 200;
-/// The largest step: 2^53 - 1, what programs that read JSON count exactly.
+/// Maximum step: 2^53 - 1, the largest integer that all JSON parsers represent exactly.
 const LAST_STEP: u64 = (1 << 53) - 1;
 
-/// A run that a program trains.
+/// A run that another program trains.
 #[derive(Debug, Clone, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewRun {
-    /// An id that the program chooses: 1 to 64 characters, each a letter, a digit, `-` or `_`. A run with this id continues. Where
-    /// people sign in, everybody has ids of their own.
+    /// An id that the program chooses: 1 to 64 characters, each a letter, a digit, `-` or `_`. An existing run with this id continues. With
+    /// authentication, each owner has separate ids.
     id: Option<String>,
     /// 1 to 200 characters.
     name: String,
-    /// `default` when absent.
+    /// Name of a project (default `default`).
     project: Option<String>,
-    /// Settings: at most 64 kB of JSON.
+    /// Settings, at most 64 kB of JSON.
     #[schema(value_type = Option<Object>)]
     config: Option<Map<String, Value>>,
-    /// As of a job.
+    /// At most 20 tags, each of at most 40 characters.
     tags: Option<Vec<String>>,
-    /// As of a job.
+    /// At most 20 000 bytes.
     notes: Option<String>,
-    /// Only the owner and admins see the run.
+    /// Whether only the owner and admins see the run.
     private: Option<bool>,
     /// When it began, in milliseconds since 1970; now when absent.
     started_at: Option<i64>,
@@ -110,9 +111,9 @@ impl NewRun {
 
 /// Start a run that another program trains
 ///
-/// The run is a job that takes no slots and is shown like others. With the id of a run that there is, that run continues.
+/// The run is a job that uses no slots and is shown like other jobs. If a run with this id exists, that run continues.
 #[utoipa::path(post, path = "/runs", tag = "runs", request_body = NewRun,
-    responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The run was there, and continues"),
+    responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The run existed and continues"),
         (status = 404, body = Problem), (status = 409, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn create(
     State(runs): State<Arc<Runs>>,
@@ -167,7 +168,7 @@ async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result
     if let Some(job) = runs.create(job).await? {
         return Ok((StatusCode::CREATED, job));
     }
-    // Another request with the id was quicker.
+    // Another request with this id was faster.
     match continued(runs, auth, caller, &id, is_own, &config).await? {
         Some(job) => Ok((StatusCode::OK, job)),
         None => {
@@ -176,7 +177,7 @@ async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result
     }
 }
 
-/// Continues a run, if there is one of this id. `is_own`: the request names it by the job's own id.
+/// Continues the run with this id, if it exists. `is_own` means that the request has the job's own id.
 async fn continued(
     runs: &Runs,
     auth: &Auth,
@@ -200,7 +201,7 @@ async fn continued(
     Ok(Some(runs.tell(id, change).await?))
 }
 
-/// A number, or one that JSON does not have.
+/// A number, including those that JSON cannot represent.
 #[derive(Debug, Clone, Copy)]
 struct Number(f64);
 
@@ -212,7 +213,7 @@ impl<'de> Deserialize<'de> for Number {
     }
 }
 
-/// A number as it is in JSON, as text where JSON does not have it.
+/// Reads a number from JSON. Numbers that are not finite are texts.
 fn number(value: &Value) -> Option<f64> {
     match value {
         Value::Number(number) => number.as_f64(),
@@ -226,34 +227,34 @@ fn number(value: &Value) -> Option<f64> {
     }
 }
 
-/// What was measured at one step.
+/// The values of metrics at a step.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Record {
-    /// From 0. Steps may repeat and go back.
+    /// Number of the step, from 0. Steps may repeat and decrease.
     step: u64,
-    /// When it was measured, in milliseconds since 1970; now when absent.
+    /// Time of the measurement, in milliseconds since 1970 (default: now).
     at: Option<i64>,
-    /// Numbers by the names of metrics. `"NaN"`, `"Infinity"` and `"-Infinity"` stand for what is not finite.
+    /// Values by the names of metrics. The texts `"NaN"`, `"Infinity"` and `"-Infinity"` stand for values that are not finite.
     #[schema(value_type = Object)]
     values: BTreeMap<String, Number>,
 }
 
-/// Records of a run, numbered without a gap.
+/// Records of a run, numbered without gaps.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewRecords {
-    /// The number of the first. The run's first record has number 1.
+    /// Number of the first of these records. The run's first record has number 1.
     #[schema(minimum = 1)]
     first: u64,
-    /// With at most 10000 values together.
+    /// Records with at most 10000 values in total.
     records: Vec<Record>,
 }
 
-/// How far a run is stored.
+/// The number of stored records of a run.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct RecordsStored {
-    /// The number of the last record that is stored; 0 for none.
+    /// Number of the last stored record; 0 if no record is stored.
     acknowledged: u64,
 }
 
@@ -284,7 +285,7 @@ impl NewRecords {
         all
     }
 
-    /// When the last was measured, as far as that may be.
+    /// Returns the time of the newest record, but not a time in the future.
     fn at(&self) -> Timestamp {
         let now = crate::now();
         let at = self.records.iter().filter_map(|record| record.at).max();
@@ -292,7 +293,7 @@ impl NewRecords {
     }
 }
 
-/// The points of records as columns, each in the order of the records.
+/// Converts points of records to columns, each in the order of the records.
 fn columns<'a>(points: impl Iterator<Item = (&'a str, u64, f64)>) -> Vec<MetricColumn> {
     let mut columns: BTreeMap<&str, (Vec<u64>, Vec<f32>)> = BTreeMap::new();
     for (name, step, value) in points {
@@ -304,13 +305,13 @@ fn columns<'a>(points: impl Iterator<Item = (&'a str, u64, f64)>) -> Vec<MetricC
     columns.into_iter().map(column).collect()
 }
 
-/// Log what a run has measured
+/// Log the metrics of a run
 ///
-/// A record that is stored already is passed over, so the same request may be sent again. Of values that are logged for the same step
-/// of a metric, charts show the last.
+/// Records that are already stored are skipped, so a request may be repeated. If a metric has several values for the same step, charts show the
+/// last one.
 #[utoipa::path(post, path = "/runs/{id}/records", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose")),
     request_body = NewRecords, responses((status = 200, body = RecordsStored), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "Records before these are missing; `expected` has the number of the next. Or the job is none of a program's"),
+        (status = 409, body = Problem, description = "Earlier records are missing; `expected` has the number of the next record. Or no other program trains the job"),
         (status = 422, body = Problem)))]
 pub(crate) async fn log(
     State(runs): State<Arc<Runs>>,
@@ -343,7 +344,7 @@ pub(crate) async fn log(
     }
 }
 
-/// The states that a program gives its run.
+/// State of a run, as set by the program that trains it.
 #[derive(Debug, Clone, Copy, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum RunState {
@@ -364,29 +365,30 @@ impl From<RunState> for JobState {
     }
 }
 
-/// What is new of a run; what is absent stays.
+/// Changes of a run. Absent fields stay unchanged.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RunNews {
-    /// Settings, which take the place of those with the same names.
+    /// Settings, which replace those with the same names. At most 64 kB of JSON in total.
     #[schema(value_type = Option<Object>)]
     config: Option<Map<String, Value>>,
-    /// Results, likewise; at most 64 kB of JSON.
+    /// Results, which replace those with the same names. At most 64 kB of JSON in total.
     #[schema(value_type = Option<Object>)]
     summary: Option<Map<String, Value>>,
     state: Option<RunState>,
-    /// Why it failed or was cancelled, for people.
+    /// Text that explains why the run failed or was cancelled.
     reason: Option<String>,
     /// When it ended, in milliseconds since 1970; now when absent.
     ended_at: Option<i64>,
 }
 
-/// Tell how a run goes
+/// Update a run
 ///
-/// Also with nothing new: a run that is silent for ten minutes (`lockstep serve --run-silence`) counts as failed, until it sends again.
+/// A program should also send updates without changes: a run without requests for ten minutes (`lockstep serve --run-silence`) counts as failed
+/// until the next request.
 #[utoipa::path(patch, path = "/runs/{id}", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose")),
     request_body = RunNews, responses((status = 200, body = Job), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "It is none of a program's, or its settings or results are too long")))]
+        (status = 409, body = Problem, description = "No other program trains the job, or the settings or results are too long")))]
 pub(crate) async fn change(
     State(runs): State<Arc<Runs>>,
     State(auth): State<Arc<Auth>>,

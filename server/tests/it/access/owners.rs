@@ -274,7 +274,7 @@ async fn a_person_makes_tokens_of_its_own_within_its_role() {
     let (reader, worker) = [&looks, &works].map(|made| client(made["secret"].as_str().unwrap())).into();
     let (is, problem) =
         server.as_who(&reader, "POST", "/tokens", Some(json!({"name": "x", "scope": "read"}))).await;
-    assert!(is == 403 && problem["detail"].as_str().unwrap().contains("only looks"), "{problem}");
+    assert!(is == 403 && problem["detail"].as_str().unwrap().contains("cannot make others"), "{problem}");
     let id_of = |made: &Value| format!("/tokens/{}", made["id"].as_str().unwrap());
     let (is, problem) = server.as_who(&reader, "DELETE", &id_of(&works), None).await;
     assert!(is == 403 && problem["detail"].as_str().unwrap().contains("allows more"), "{problem}");

@@ -155,7 +155,7 @@ async fn groups_decide_about_the_role_at_every_sign_in() {
         (browser, answer.text().await.unwrap())
     };
     let page = sign_in(json!(["others"]), 403).await.1;
-    assert!(page.contains("Nobody here signs in with this account"), "{page}");
+    assert!(page.contains("No person has this account yet"), "{page}");
     let mut first = sign_in(json!(["x", "ml"]), 303).await.0;
     assert_eq!(people(&server).await, ["ada member sub-1"]);
     assert!(first.is_in().await);

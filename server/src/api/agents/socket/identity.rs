@@ -1,4 +1,4 @@
-//! Whether the agent that introduces itself is the one whose token or certificate it has.
+//! Checks whether an agent is the one to which its token or certificate belongs.
 
 use crate::{
     auth::{
@@ -30,7 +30,7 @@ impl Certified {
         Self(both)
     }
 
-    /// Returns, with the reason, when the certificate is revoked or over.
+    /// Waits until the certificate is revoked or expires, and returns the reason.
     pub(super) async fn ended(&self) -> String {
         match &self.0 {
             Some((trust, certificate)) => trust.ended(certificate).await,
@@ -39,23 +39,23 @@ impl Certified {
     }
 }
 
-/// Checks an agent's id against its token. The first new agent that joins under the name of a token without an id becomes that
-/// token's agent for good. New it must be: a token cannot be used to take over an agent that the server knows. A certificate is
-/// bound in the same way; as its authority has issued it for that name, it may also be bound to the agent that has the name already.
+/// Checks an agent's id against its token. A token without an id is bound to the first new agent that joins with the token's name. It cannot be
+/// bound to a known agent, so a token cannot be used to take over an agent. A certificate is bound in the same way, but may also be bound to
+/// the known agent of its name, because the authority has issued it for that name.
 ///
 /// # Errors
-/// Why it is refused, for the agent's user.
+/// Why the agent is refused, for the agent's user.
 pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Result<(), String> {
     let Some(token) = caller.token() else { return Ok(()) };
     let _one_at_a_time = auth.access.changing.lock().await;
-    // As it is now: an earlier connection may have bound it.
+    // Reads the token again, because an earlier connection may have bound it.
     let bound = auth.access.token(&token.id).ok_or("its token is no longer known")?;
     let failed = |error: crate::store::StoreError| error.to_string();
     let others = auth.store.agents_called(&agent.name, &agent.id).await.map_err(failed)?;
     match &bound.token.agent_id {
         Some(id) if *id == agent.id => {
             let has_name = |row: &AgentRow| row.name == agent.name && row.id != agent.id;
-            // An admin gave the token for this name, or nobody else has it.
+            // An admin made the token for this name, or no other agent has the name.
             let is_free = bound.token.agent.as_deref() == Some(&agent.name) || !others.iter().any(has_name);
             return is_free.then_some(()).ok_or_else(|| {
                 format!(

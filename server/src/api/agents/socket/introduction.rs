@@ -8,27 +8,28 @@ use lockstep_protocol::{
 };
 use std::collections::HashSet;
 
-/// Longest name of an agent, in bytes; its id alike.
+/// Maximum length of an agent's name and of its id, in bytes.
 const NAME_BYTES: usize = 100;
+/// Maximum number of slots of an agent.
 const SLOTS: usize = 1024;
-/// Attempts that an agent may hold: one per slot, and those whose end it has not reported.
+/// Maximum number of attempts of an agent: one for each slot, and attempts whose end is not reported yet.
 pub(super) const ATTEMPTS: usize = 4 * SLOTS;
-pub(super) const TOO_MANY_ATTEMPTS: &str = "it speaks of more than 4096 attempts";
-/// What a machine says of itself, in bytes each.
+pub(super) const TOO_MANY_ATTEMPTS: &str = "it reports more than 4096 attempts";
+/// Maximum length of each text in a machine's description, in bytes.
 const DESCRIPTION_BYTES: usize = 500;
 
-/// What it said, checked.
+/// The checked contents of `Hello`.
 pub(super) struct Hello {
     pub(super) row: AgentRow,
     pub(super) attempts: Vec<AttemptRef>,
     pub(super) only_job: Option<JobId>,
     pub(super) no_work: Option<String>,
     pub(super) process: String,
-    /// Whether it puts the parts of a long message together: from version 2 of the protocol.
+    /// Whether the agent can put the parts of a long message together (protocol version 2 and later).
     pub(super) takes_parts: bool,
 }
 
-/// An agent's words for people, as far as there is room for them.
+/// Truncates a text of an agent to the maximum length.
 pub(super) fn shortened(mut words: String) -> String {
     words.truncate(words.floor_char_boundary(DESCRIPTION_BYTES));
     words
@@ -54,7 +55,7 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
             "an agent's name must have 1 to {NAME_BYTES} plain characters; give one with --name"
         ));
     }
-    // It is a part of addresses.
+    // The id is a part of URLs.
     let in_id = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
     if !agent_id.bytes().all(in_id) {
         return Err(
@@ -63,7 +64,7 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
     }
     if slots.len() > SLOTS {
         let count = slots.len();
-        return Err(format!("this agent has {count} slots, and {SLOTS} are the most: give it fewer"));
+        return Err(format!("this agent has {count} slots, and at most {SLOTS} are allowed: give it fewer"));
     }
     if attempts.len() > ATTEMPTS {
         return Err(TOO_MANY_ATTEMPTS.into());
@@ -73,7 +74,7 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
         text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
     }
     for text in [&mut machine.address, &mut machine.interface, &mut machine.network_id] {
-        // Cut to length they would be another machine's.
+        // Truncated, these would belong to another machine.
         *text = text.take().filter(|text| text.len() <= NAME_BYTES && first_unseen(text).is_none());
     }
     for slot in &mut slots {
@@ -81,7 +82,7 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
             text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
         }
     }
-    // Each slot in one group at most, and no others.
+    // Each slot may be in at most one group, and groups may have only known slots.
     let mut unseen: HashSet<u32> = slots.iter().map(|slot| slot.index).collect();
     if unseen.len() < slots.len() {
         return Err("this agent names a slot twice, so that two ranks would share it".into());
@@ -176,7 +177,7 @@ mod tests {
         assert_eq!(most.row.machine.address.map(|address| address.len()), Some(100));
         for (said, words) in [
             (checked(NAME_BYTES + 1, 1, 0, 1), "1 to 100 plain characters; give one with --name"),
-            (checked(1, SLOTS + 1, 0, 1), "has 1025 slots, and 1024 are the most"),
+            (checked(1, SLOTS + 1, 0, 1), "has 1025 slots, and at most 1024 are allowed"),
             (checked(1, 1, ATTEMPTS + 1, 1), "more than 4096 attempts"),
         ] {
             let why = said.err().expect("it is one too many");

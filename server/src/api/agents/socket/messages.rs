@@ -1,4 +1,4 @@
-//! Messages of an agent, as they come: whole or in parts, and how long.
+//! Reading the messages of an agent, which may come in parts.
 
 use super::End;
 use axum::{
@@ -11,16 +11,16 @@ use lockstep_protocol::{
 };
 use tokio::sync::Semaphore;
 
-/// A report holds about a mebibyte at most; a long tail of log lines may make it somewhat more.
+/// Maximum size of a message, in bytes. A report has at most about a mebibyte, or somewhat more with many log lines.
 pub(super) const MESSAGE_BYTES: usize = 16 << 20;
-/// The largest `Hello`, with every slot, attempt and description at its limit, is smaller.
+/// Maximum size of `Hello`, in bytes. The largest valid one, with all slots, attempts and descriptions at their limits, is smaller.
 pub(super) const HELLO_BYTES: usize = 2 << 20;
-/// Longer messages are decoded one at a time, apart from the threads that serve connections: what decodes for a second would keep all
-/// heartbeats waiting, and takes up to forty times its bytes.
+/// Maximum size of a message that is decoded on the connection's thread, in bytes. Longer messages are decoded one at a time on a blocking
+/// thread: decoding may take a second, which would delay all heartbeats, and memory of up to forty times the message's size.
 const DECODED_HERE_BYTES: usize = 2 << 20;
 static DECODING: Semaphore = Semaphore::const_new(1);
 
-/// The message that has come and its length; none before the last of its parts.
+/// Returns a message and its length; `None` until the last part of a message has come.
 pub(super) async fn read(
     message: Message,
     unfinished: &mut Unfinished,
@@ -47,7 +47,7 @@ pub(super) async fn read(
 
 async fn decoded(bytes: Bytes) -> std::result::Result<FromAgent, End> {
     let decode = |bytes: &[u8]| {
-        wire::decode(bytes).map_err(|e| End::protocol(format!("it sent what cannot be read: {e}")))
+        wire::decode(bytes).map_err(|e| End::protocol(format!("it sent a message that cannot be read: {e}")))
     };
     if bytes.len() <= DECODED_HERE_BYTES {
         return decode(&bytes);
@@ -56,13 +56,13 @@ async fn decoded(bytes: Bytes) -> std::result::Result<FromAgent, End> {
     tokio::task::spawn_blocking(move || decode(&bytes)).await.map_err(|e| e.to_string())?
 }
 
-/// The first message, which is `Hello` from an agent.
+/// Reads the first message, which must be `Hello`.
 pub(super) async fn first(
     message: Message,
     unfinished: &mut Unfinished,
 ) -> std::result::Result<Option<FromAgent>, End> {
     if matches!(&message, Message::Binary(bytes) if bytes.len() > HELLO_BYTES) {
-        return Err(End::protocol("its first message is longer than 2 MiB, and no Hello is"));
+        return Err(End::protocol("its first message is longer than the 2 MiB of a Hello"));
     }
     Ok(read(message, unfinished).await?.map(|(message, _)| message))
 }

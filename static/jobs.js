@@ -164,8 +164,10 @@ function hear(job) {
   readSoon();
 }
 
-/** Shows how many of the jobs that match the other filters are in each state. The server reads all of them for that, so a slow server is asked less
- * often. */
+/**
+ * Shows how many of the jobs that match the other filters are in each state. The server reads all of these jobs, so the pause between
+ * requests grows with its response time.
+ */
 let counting = 0, countPause = 0;
 function countSoon() {
   counting ||= setTimeout(async () => {

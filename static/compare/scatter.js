@@ -38,7 +38,7 @@ export class Scatter {
     root.append(this.canvas, this.tip, this.status);
     root.tabIndex = 0;
     root.setAttribute("role", "group");
-    root.setAttribute("aria-label", "Scatter of the jobs. Left and right arrow keys go from job to job, Enter selects those like it on both axes, Escape clears the selection.");
+    root.setAttribute("aria-label", "Scatter of the jobs. Left and right arrow keys go from job to job, Enter selects the jobs at the same position, Escape clears the selection.");
     for (const which of ["x", "y"]) byId(`scatter-${which}`).addEventListener("change", ({ target }) => { write({ [`scatter-${which}`]: target.value }); this.draw(); });
     selection.addEventListener("change", () => this.invalidate());
     new ResizeObserver(() => this.invalidate()).observe(root);

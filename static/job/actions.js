@@ -78,9 +78,9 @@ export class Actions {
 
   #cancel() {
     const job = this.page.job(), { checkpoints } = this.page, newest = checkpoints.newest;
-    const kept = newest ? `Its ${plural(checkpoints.size, "checkpoint")} stay, the newest ${newest.epoch}-${newest.step}.` : "It has no checkpoint yet: what it learned is lost.";
+    const kept = newest ? `Its ${plural(checkpoints.size, "checkpoint")} stay, the newest ${newest.epoch}-${newest.step}.` : "It has no checkpoint yet, so its training is lost.";
     const at = job.total_steps ? `Training stops at step ${byId("step").textContent} of ${count(job.total_steps)}.` : "It will not start.";
-    confirmThen({ title: `Cancel ${job.name}?`, detail: job.external ? "It counts as cancelled. Its program trains on, unless it looks at the answers that it gets." : `${at} ${kept}`, yes: "Cancel the job", act: () => this.#post("cancel") });
+    confirmThen({ title: `Cancel ${job.name}?`, detail: job.external ? "The run counts as cancelled. Its program continues to train, unless it checks the server's responses." : `${at} ${kept}`, yes: "Cancel the job", act: () => this.#post("cancel") });
   }
 
   async #delete() {
@@ -154,7 +154,7 @@ export class Actions {
     for (const field of fields) field.addEventListener("input", () => this.#touched.add(field));
     if (document.querySelector(".title .actions").dataset.others !== undefined) {
       for (const field of fields) field.readOnly = true;
-      text(status, "Only its owner and admins change these.");
+      text(status, "Only the job's owner and admins can change these.");
     }
     this.#opened = true;
     await this.annotated();

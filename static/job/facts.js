@@ -169,7 +169,7 @@ export class Facts {
 
   #refused() {
     if (this.#refusal?.state !== this.job.state) return null;
-    return { tone: "bad", what: "That was not done.", why: this.#refusal.why };
+    return { tone: "bad", what: "The action failed.", why: this.#refusal.why };
   }
 
   #banner(now, step) {
@@ -230,7 +230,7 @@ function unreadable({ unreadable: flaw, state, finished_at }, reason) {
   const shown = `Another version of lockstep stored this job, and this version does not understand: ${flaw}. The page shows what it can read, with defaults for the rest.`;
   // The state of another version counts as failed, but has no end.
   if (waits({ state }) || state === "paused" || (state === "failed" && !finished_at)) {
-    return `${shown} This version does not start it: run the one that stored it, or submit the job anew and delete this one.`;
+    return `${shown} This version does not start it: use the version that stored it, or submit the job again and delete this one.`;
   }
   return state === "failed" ? `${shown} The job failed: ${reason}` : shown;
 }

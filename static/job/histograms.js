@@ -105,7 +105,7 @@ export class Histograms {
 
   /** Shows the step to which the reader has moved in the heat map. */
   #at(histogram) {
-    if (!histogram) return text(byId("histogram-at"), "Move over the picture, or use the arrow keys in it, to read a step and to have it in the table below.");
+    if (!histogram) return text(byId("histogram-at"), "Move over the picture, or use the arrow keys in it, to read a step and show it in the table below.");
     const { step, attempt, min, max, counts } = histogram, all = counts.reduce((a, b) => a + b, 0);
     text(byId("histogram-at"), `step ${count(step)}, attempt ${attempt}: ${plural(all, "value")} from ${number(min)} to ${number(max)}, median ${number(quantile(histogram, 0.5))}, nine of ten from ${number(quantile(histogram, 0.05))} to ${number(quantile(histogram, 0.95))}`);
     // The newest step is not announced to readers whose focus is elsewhere.

@@ -289,7 +289,7 @@ fn unreadable(flaw: &str, job: &Job, reason: &str) -> String {
         || (job.state == JobState::Failed && job.finished_at.is_none());
     match job.state {
         _ if waits => format!(
-            "{shown} This version does not start it: run the one that stored it, or submit the job anew and delete this one."
+            "{shown} This version does not start it: use the version that stored it, or submit the job again and delete this one."
         ),
         JobState::Failed => format!("{shown} The job failed: {reason}"),
         _ => shown,

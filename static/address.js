@@ -1,11 +1,11 @@
-// The page's address has the whole view: choices are written into it, and a link shows the same view.
+// The page's address contains the whole view: choices are written into it, so a link shows the same view.
 
 const now = () => new URL(location.href);
 
-/** A value in the address, or `otherwise`. */
+/** Returns a value of the address, or `otherwise`. */
 export const read = (key, otherwise = "") => now().searchParams.get(key) ?? otherwise;
 
-/** Writes values into the address without a new history entry; empty values are removed. */
+/** Writes values into the address without a new history entry. Empty values are removed. */
 export function write(values) {
   const url = now();
   for (const [key, value] of Object.entries(values)) {

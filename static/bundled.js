@@ -1,4 +1,4 @@
-// A new server offers the program's bundled pictures: one click registers them.
+// On a new server, registers the program's bundled pictures with one click.
 
 import { ask, Problem, sentence, text } from "./page.js";
 
@@ -12,7 +12,7 @@ export function offerBundled() {
       while (!(await ask("/api/v1/datasets/bundled", { method: "POST" })).name) text(button, "Inspecting …");
       location.href = button.dataset.bundled;
     } catch (error) {
-      // Somebody else has just registered them.
+      // The pictures have just been registered by another user.
       if (error instanceof Problem && error.status === 409) { location.href = button.dataset.bundled; return; }
       button.disabled = false;
       text(button, label);

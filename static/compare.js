@@ -1,5 +1,5 @@
-// Comparison of jobs: curves on common axes, settings with the differences marked, a table of results to sort, and
-// parallel coordinates of everything that differs. The address has the jobs and the view.
+// Comparison of jobs: curves on common axes, settings with marked differences, a sortable table of results, and parallel coordinates of all
+// values that differ. The address contains the jobs and the view.
 
 import { ask, byId, press, sentence, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
@@ -16,7 +16,7 @@ import { Tables } from "./compare/tables.js";
 import { ALL, named, ownMetrics } from "./job/names.js";
 import { plural } from "./numbers.js";
 
-/** The largest number of charts. */
+/** Maximum number of charts. */
 const CHARTS = 8;
 const jobs = new Map();
 const ids = () => read("jobs").split(",").filter(Boolean);
@@ -52,7 +52,7 @@ async function show() {
   await curves.draw();
 }
 
-/** Draws everything that depends only on the jobs: tables, axes and points. */
+/** Draws everything that depends on the jobs only: tables, axes and points. */
 function again() {
   grouping();
   tables.draw();
@@ -63,7 +63,7 @@ function again() {
 
 // --- groups -------------------------------------------------------------------------------------------
 
-/** Offers keys by which these jobs can be grouped, and groups them by the key in the address. */
+/** Offers the keys by which these jobs can be grouped, and groups the jobs by the key in the address. */
 function grouping() {
   const select = byId("group-by"), wanted = read("group"), keys = [...new Set([...choices(list()), ...(wanted ? [wanted] : [])])];
   if ([...select.options].slice(1).map((option) => option.value).join() !== keys.join()) select.replaceChildren(new Option("nothing", ""), ...keys.map((key) => new Option(key, key)));
@@ -73,7 +73,8 @@ function grouping() {
   press([...byId("bands").children], byId("bands").querySelector(`[data-band=${band}]`));
   if (wanted) {
     const lines = groups(list(), wanted).map(({ id }) => id), all = [...ids(), ...lines];
-    // If there are colours for all, groups do not reuse colours of jobs in the scatter plot. Otherwise solid lines come before dashed lines.
+    // If there are enough colours, groups do not reuse the colours of jobs in the scatter plot. Otherwise solid lines are assigned before
+    // dashed lines.
     assign(all.length <= COLOURS ? all : lines);
   }
   if (curves.groupBy !== wanted || curves.band !== band) curves.setGroups(wanted, band);
@@ -106,10 +107,10 @@ const group = (key, usual, apply) => {
   if (wanted) set(wanted);
 };
 
-/** What the page opens on: the validation accuracy, or the loss of jobs of which none has one. */
+/** Default metric: the validation accuracy, or the loss if no job has a validation accuracy. */
 const usual = () => (!list().length || list().some((job) => job.last.val_accuracy != null) ? "val_accuracy" : "loss");
 
-/** Metrics in the address, a chart for each. */
+/** Returns the metrics in the address. Each metric has a chart. */
 function metrics() {
   const wanted = [...new Set(read("metric").split(","))].filter(Boolean).slice(0, CHARTS);
   return wanted.length ? wanted : [usual()];
@@ -124,7 +125,7 @@ function charts() {
   curves.setMetrics(now);
 }
 
-/** Adds or removes a chart; at least one stays. */
+/** Adds or removes a chart. At least one chart stays. */
 function toggle(name) {
   const now = metrics(), wanted = now.includes(name) ? now.filter((other) => other !== name) : [...now, name].slice(-CHARTS);
   write({ metric: wanted.join() === usual() ? "" : wanted.join(",") });
@@ -158,7 +159,7 @@ new Stream({
     frame ||= setTimeout(() => { frame = 0; if (list().length) again(); }, 500);
   },
 });
-/** Reads jobs after a time without the stream, which does not repeat missed frames. */
+/** Reads the jobs again after an interruption of the stream, which does not repeat missed frames. */
 async function missed() {
   await Promise.all(list().filter((job) => !isOver(job)).map(async ({ id }) => {
     const now = await ask(`/api/v1/jobs/${encodeURIComponent(id)}`).catch(() => null), known = jobs.get(id);

@@ -1,22 +1,22 @@
-// Shortens long names in the middle, because they often differ at their end. The tooltip has the whole name. Paths and
-// sentences are cut between two words if possible.
+// Shortens long names in the middle, because names often differ at their end. The tooltip has the whole name. Paths and sentences are cut
+// between two words if possible.
 
 /**
- * `long`: texts up to this length are left to the layout, which cuts their end. `tail`: characters of the end that
- * stay, from `least` to `most` if the end then begins with a word.
+ * `long`: texts up to this length are left to the layout, which cuts their end. `tail`: number of characters of the end that stay; from
+ * `least` to `most` if the end then begins with a word.
  */
 const USUAL = { long: 24, tail: 12, least: 5, most: 20 };
-/** For a column of a hundred pixels. */
+/** For a column with a width of a hundred pixels. */
 export const NARROW = { long: 13, tail: 6, least: 3, most: 10 };
-/** For a list at the side, of two hundred pixels. */
+/** For a list at the side with a width of two hundred pixels. */
 export const SIDE = { long: 16, tail: 10, least: 5, most: 14 };
-/** The largest number of characters that fit on a line. */
+/** Maximum number of characters that fit on a line. */
 const LINE = 300;
-/** Separators: a word begins with one of these, or after a space. */
+/** Separators. A word begins with a separator, or after a space. */
 const BETWEEN = new Set("/-_");
 const begins = (all, at) => (BETWEEN.has(all[at]) && !BETWEEN.has(all[at - 1])) || (all[at - 1] === " " && all[at] !== " ");
 
-/** The number of characters of the end that stay: about `wanted`, at most `most`, from the nearest beginning of a word on. */
+/** Returns the number of characters of the end that stay: about `wanted`, at most `most`, starting at the nearest beginning of a word. */
 function tail(all, { tail: wanted, least, most }) {
   let best = 0;
   for (let n = least; n <= most && n < all.length; n++) {
@@ -26,8 +26,9 @@ function tail(all, { tail: wanted, least, most }) {
 }
 
 /**
- * The beginning, in boxes of one word each: if a box does not fit, the layout leaves it out whole. The rest of a word that is longer than
- * twice the text before it is plain text, which may be cut anywhere; otherwise less than half of the space would be used.
+ * Returns the beginning of a text in boxes of one word each: the layout leaves out a box that does not fit. The rest of a word that is
+ * longer than twice the text before it is plain text, which the layout may cut anywhere. Otherwise less than half of the space would be
+ * used.
  */
 function head(all) {
   const node = Object.assign(document.createElement("span"), { className: "cut-head" }), line = all.slice(0, LINE);
@@ -41,29 +42,29 @@ function head(all) {
   return node;
 }
 
-/** Writes `words` into a node of one line: the end, and as much of the beginning as fits. */
+/** Writes `words` into a node of one line: the end of the text, and as much of the beginning as fits. */
 export function cut(node, words, room = USUAL) {
   if (node.dataset.whole === words) return;
   node.dataset.whole = words;
   const all = [...words], isLong = all.length > room.long;
-  // A short text has a tooltip, too, because only the layout knows the space.
+  // A short text has a tooltip, too, because only the layout knows the available space.
   node.title = words;
   node.classList.toggle("cut", isLong);
-  // For screen readers, the parts are one word.
+  // For screen readers, the parts form one word.
   if (node.tagName === "A") { if (isLong) node.setAttribute("aria-label", words); else node.removeAttribute("aria-label"); }
   if (!isLong) { node.textContent = words; return; }
   const end = tail(all, room);
   node.replaceChildren(head(all.slice(0, -end)), Object.assign(document.createElement("span"), { className: "cut-tail", textContent: all.slice(-end).join("") }));
 }
 
-/** The beginning of a word between `low` and `high` that is nearest to `wanted`; `wanted` if there is none. */
+/** Returns the beginning of a word between `low` and `high` that is nearest to `wanted`, or `wanted` if no word begins there. */
 function between(all, wanted, low, high) {
   let best = -1;
   for (let at = low; at <= high && at < all.length; at++) if (begins(all, at) && (best < 0 || Math.abs(at - wanted) < Math.abs(best - wanted))) best = at;
   return best < 0 ? wanted : best;
 }
 
-/** At most `most` characters: the beginning and the end, both cut between two words if possible. The same as protocol/src/cut.rs. */
+/** Returns at most `most` characters: the beginning and the end, both cut between two words if possible. The same as protocol/src/cut.rs. */
 export function middle(words, most) {
   const all = [...words];
   if (all.length <= most) return words;
@@ -71,10 +72,10 @@ export function middle(words, most) {
   return `${all.slice(0, between(all, room, Math.max(1, Math.floor(room * 2 / 3)), room)).join("")}…${all.slice(end).join("")}`;
 }
 
-/** The default for the longest path or name in a sentence. */
+/** Default for the maximum length of a path or name in a sentence. */
 const WORD = 48;
 
-/** Writes a sentence with its long words (paths, names) shortened in the middle; the tooltip has the whole sentence. */
+/** Writes a sentence whose long words (paths, names) are shortened in the middle. The tooltip has the whole sentence. */
 export function sentenceOf(node, words, most = WORD) {
   const shown = words.split(" ").map((word) => middle(word, most)).join(" ");
   if (node.textContent !== shown) node.textContent = shown;
@@ -82,7 +83,7 @@ export function sentenceOf(node, words, most = WORD) {
   if (node.title !== title) node.title = title;
 }
 
-/** Writes a text that may wrap between its words, like paths. */
+/** Writes a text that may wrap between its words, such as a path. */
 export function wrap(node, words) {
   if (node.dataset.wrapped === words) return;
   node.dataset.wrapped = words;

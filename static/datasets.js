@@ -1,4 +1,4 @@
-// The page Datasets: registering without leaving the page, and the pictures.
+// The page Datasets: registers datasets without leaving the page, and shows pictures.
 
 import { offerBundled } from "./bundled.js";
 import { ask, byId, confirmThen, sentence, text } from "./page.js";

@@ -1,4 +1,4 @@
-// The job's page: history over REST, then the stream from the end of the history.
+// The job's page: reads the history over REST, then the stream from the end of the history.
 
 import { ask, byId, drawn, get, notify, Problem, sentence, serverNow, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
@@ -19,7 +19,7 @@ import { register } from "./job/register.js";
 import { Tabs } from "./job/tabs.js";
 import { waits } from "./jobs/queue.js";
 
-/** If the page is further behind than this, it reads history over REST again instead of event by event. */
+/** Number of events that the page may lag behind. If it lags further, it reads the history over REST again instead of each event. */
 const FAR_BEHIND = 20_000;
 const FACTS_EVERY_MS = 200;
 
@@ -48,7 +48,7 @@ const actions = new Actions({
   quiet: () => { asked?.abort(); clearTimeout(refreshing); stream?.close(); }, loud: () => follow(stream?.seq ?? 0),
 });
 const histograms = new Histograms(job.id), network = new Network(job.id, (plan) => { ranks.plan = plan; factsSoon(); });
-/** Whether ranks choose the plan, which the network's description then has. */
+/** Whether the ranks choose the plan, which is then part of the network's description. */
 const isPlanned = () => job.spec.parallel.mode === "auto";
 const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.annotations(), histograms: () => histograms.open(), network: () => network.load() }, { histograms: () => histograms.again() });
 checkpoints.changed.add(() => actions.show());
@@ -76,9 +76,9 @@ function drawFacts() {
 function factsSoon() {
   factsTimer ||= setTimeout(drawFacts, Math.max(0, FACTS_EVERY_MS - (performance.now() - drawnAt)));
 }
-// The displayed times advance without events, and silence can only be noticed by a timer.
+// The displayed times advance without events, and only a timer can detect a silent connection.
 setInterval(() => { if (!isFinal(job.state)) factsSoon(); }, 1000);
-// The job's place in the queue changes with other jobs.
+// The job's place in the queue changes when other jobs do.
 setInterval(() => { if (waits(job) && !document.hidden) past.load().catch(() => {}); }, 5000);
 
 function setJob(next) {
@@ -127,7 +127,7 @@ function apply(event) {
   factsSoon();
 }
 
-/** Reads what a `state` event lacks: machines, start and end. */
+/** Reads what a `state` event lacks: the machines, the start and the end. */
 let refreshing = 0, asked = null;
 function refresh() {
   clearTimeout(refreshing);
@@ -147,7 +147,7 @@ function onFrame(frame) {
     actions.annotated();
     // The request for an earlier state may have failed while the server was unreachable.
     past.load().catch(() => {});
-    // After the server has lost events, or the page has slept for long, history is read again.
+    // If the server has lost events, or the page has slept for long, reads the history again.
     if (frame.last_seq < stream.seq || frame.last_seq - stream.seq > FAR_BEHIND) return void reload();
     behindAt = null;
     factsSoon();
@@ -173,10 +173,10 @@ function onFrame(frame) {
   apply(frame);
 }
 
-/** `40 s`, `3 min`. */
+/** Formats a duration: `40 s`, `3 min`. */
 const clockWords = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
 
-/** Reads everything that events contain from the store: events up to `seq` will not come. */
+/** Reads from the store everything that events contain. Events up to `seq` will not arrive. */
 let reloading = 0;
 async function reload() {
   const mine = ++reloading;
@@ -197,7 +197,10 @@ async function reload() {
   }
 }
 
-/** The page as the server renders it now, and its data; null if it is another page, such as the sign-in form, to which the next request leads. */
+/**
+ * Returns the page as the server renders it now, and its data. Returns null if the response is another page, such as the sign-in form, to
+ * which the next request leads.
+ */
 async function pageNow() {
   const [answer, html] = await get(`/jobs/${job.id}`, {}, async (answer) => [answer, await answer.text()]);
   if (!answer.ok) throw new Problem(answer.status, null);
@@ -216,7 +219,7 @@ async function seatsAgain() {
   factsSoon();
 }
 
-/** Reads again what came with the page: the ranks' reports and machines, and the panels that not every job has. */
+/** Reads again what the page contained when it was loaded: the ranks' reports and machines, and the panels that not every job has. */
 async function pageAgain() {
   const found = await pageNow();
   if (!found) return;
@@ -255,7 +258,7 @@ async function start() {
   }
   charts.release();
   charts.detail();
-  // Checkpoints between the page and the number from which its stream continues.
+  // Reads checkpoints that were written between the rendering of the page and the event from which the stream continues.
   const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`).catch(() => null);
   if (stored) checkpoints.replace(stored.checkpoints);
   drawFacts();

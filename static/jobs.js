@@ -1,4 +1,4 @@
-// The list of jobs: rows change in place as the stream reports changes; the address has the filter.
+// The list of jobs: rows change in place when the stream reports changes. The address contains the filter.
 
 import { ask, byId, drawn, notify, Problem, sentence, showLive, text } from "./page.js";
 import { write } from "./address.js";
@@ -16,27 +16,28 @@ import { arrange, drawHeads, key, order, USUAL, usual } from "./jobs/sort.js";
 import { Views } from "./jobs/views.js";
 import { Window } from "./jobs/window.js";
 
-/** Jobs per request; older jobs are read when the reader scrolls to them, with larger requests further down. */
+/** Number of jobs per request. Older jobs are read when the reader scrolls to them, with larger requests further down. */
 const PART = 50, LARGEST_PART = 250;
-/** The number of jobs that are read again when order or search results may have changed, and the shortest and the longest pause between these
- * requests. */
+/** Number of jobs that are read again when the order or search results may have changed, and the minimum and maximum pause between these requests. */
 const AGAIN = 200, AGAIN_MS = 3000, LONGEST_AGAIN_MS = 30_000;
 const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
-/** Sort values of jobs from the stream at the time when the list was read again for them: only the server knows places and searches notes. */
+/** For jobs from the stream, the sort values at the time when the list was read again for them: only the server knows places and searches notes. */
 const asked = new Map();
 /** The last known state of every job, including jobs outside the list: a job may leave the list before the stream reports its end. */
 const stateOf = new Map([...rowOf].map(([id, row]) => [id, row.dataset.state]));
-/** Ends that were notified: each comes with the stream, and again with a request after a time without the stream. */
+/** Ends of jobs that were notified: the stream reports an end, and a request after an interruption of the stream reports it again. */
 const told = new Set();
-/** `anew`: the filter or the order has changed since the list was read. `missed`: there was a time without the stream; `catching`: the load that reads
- * what was missed. */
+/**
+ * `anew`: the filter or the order has changed since the list was read. `missed`: the stream was interrupted. `catching`: the load that
+ * reads what was missed.
+ */
 let loads = 0, next = null, reading = false, again = 0, anew = true, missed = false, catching = 0, pause = AGAIN_MS;
-/** The first rows are painted before any row is changed. */
+/** Resolves after the first rows are painted. No row is changed before. */
 const shown = drawn();
 let groups = null;
 const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups.jobs.get(id), listed: () => (groups?.on ? groups.listed : rows.childElementCount) });
-/** When a row was last written: rows that are not laid out are written when they come into view. */
+/** When a row was last written. Rows that are not laid out are written when they come into view. */
 let round = 0;
 const written = new WeakMap();
 const viewed = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
@@ -54,13 +55,13 @@ const narrow = new Narrow((values) => change(values), () => columns.settings());
 const grouping = new Grouping((values) => change(values), () => columns.settings());
 new Views(() => columns.words());
 
-/** Reads the list again, after a change of the filter or the order, and after a time without the stream. */
+/** Reads the list again, after a change of the filter or the order, or after an interruption of the stream. */
 async function load() {
   if (groups.on) {
     loads++;
     next = null;
     await Promise.all([groups.load(), shown]);
-    // Groups replace the jobs.
+    // Groups replace the list of jobs.
     if (groups.on) for (const id of [...rowOf.keys()]) remove(id);
     return empty();
   }
@@ -72,7 +73,7 @@ async function load() {
   if (mine !== loads) return;
   anew = missed = false;
   const listed = new Set(answer.jobs.map((j) => j.id)), last = answer.jobs.at(-1)?.created_at ?? "";
-  // Rows further down that the reader has reached stay; jobs missing from this part of the list are removed.
+  // Rows further down that the reader has reached stay. Jobs that are missing from this part of the list are removed.
   const stays = (id, row) => !whole && answer.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
   for (const [id, row] of rowOf) if (!listed.has(id) && !stays(id, row)) remove(id);
   for (const job of answer.jobs) show(job);
@@ -83,7 +84,7 @@ async function load() {
   bulk.forgetUnshown();
 }
 
-/** Reads all visible rows, in parts: the stream does not repeat what happened to jobs while it was closed. */
+/** Reads all visible rows, in parts: the stream does not repeat the events during an interruption. */
 async function loadShown(mine) {
   const before = new Map(jobs), shownBefore = [...rowOf.keys()], listed = [];
   let cursor = null;
@@ -98,7 +99,7 @@ async function loadShown(mine) {
     } while (cursor && listed.length < shownBefore.length);
   } finally { if (catching === mine) catching = 0; }
   const there = new Set(listed);
-  // Jobs that the stream reported in the meantime stay; other jobs come again with later parts.
+  // Jobs that the stream reported in the meantime stay. Later parts contain other jobs.
   for (const id of shownBefore) if (!there.has(id) && jobs.get(id) === before.get(id)) remove(id);
   if (isSorted()) arrange(rows, listed.map((id) => rowOf.get(id)).filter(Boolean));
   next = cursor;
@@ -110,7 +111,7 @@ async function loadShown(mine) {
 
 const read = () => load().then(() => narrow.refused(""), (error) => {
   if (!(error instanceof Problem) || error.status >= 500) return showLive("reconnecting");
-  // Nothing is listed for an invalid filter or order.
+  // For an invalid filter or order, no jobs are listed.
   next = null;
   for (const id of [...rowOf.keys()]) remove(id);
   groups.clear();
@@ -120,14 +121,14 @@ const read = () => load().then(() => narrow.refused(""), (error) => {
   narrow.refused(sentence(error));
 });
 
-/** Reads the list soon, and not for every frame: the places of jobs may have changed. */
+/** Reads the list soon, but not for every frame: the places of jobs may have changed. */
 function readSoon() {
   again ||= setTimeout(async () => {
     again = 0;
-    // Rows that the reader scrolls to come first.
+    // Rows to which the reader scrolls come first.
     if (catching || reading) return readSoon();
     const began = performance.now();
-    // A slow server is asked less often; a server without an answer does not change the pause.
+    // The pause grows with the response time of the server. A failed request does not change it.
     await load().then(() => { pause = Math.min(LONGEST_AGAIN_MS, Math.max(AGAIN_MS, 4 * (performance.now() - began))); }, () => {});
   }, pause);
 }
@@ -138,7 +139,7 @@ async function more() {
   const mine = loads, answer = await part(filter(), next, Math.max(PART, Math.min(LARGEST_PART, rowOf.size))).catch(() => null);
   reading = false;
   if (!answer) return;
-  // The list was read again in the meantime, so other jobs may be next.
+  // The list was read again in the meantime, so other jobs may follow.
   if (mine !== loads) return nearEnd() ? more() : undefined;
   next = answer.next_cursor;
   for (const job of answer.jobs) show(job);
@@ -148,7 +149,7 @@ async function more() {
 
 const nearEnd = () => !byId("older").hidden && byId("older").getBoundingClientRect().top < innerHeight + 600;
 
-/** Handles a job from the stream: new jobs are inserted at their place in the order, which only the server knows. */
+/** Handles a job from the stream. A new job is inserted at its place in the order, which only the server knows. */
 function hear(job) {
   if (groups.on) return groups.hear(job);
   const known = jobs.get(job.id), { text: words } = filter();
@@ -163,8 +164,10 @@ function hear(job) {
   readSoon();
 }
 
-/** Shows how many of the jobs that match the other filters are in each state. The server reads all of them for that, so a slow server is asked less
- * often. */
+/**
+ * Shows how many of the jobs that match the other filters are in each state. The server reads all of these jobs, so the pause between
+ * requests grows with its response time.
+ */
 let counting = 0, countPause = 0;
 function countSoon() {
   counting ||= setTimeout(async () => {
@@ -191,7 +194,7 @@ function tellEnd(job) {
   notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
 }
 
-/** Keeps a job from the stream for the next frame; a hidden page has no frames. If the job belongs into the list, its end is notified at once. */
+/** Keeps a job from the stream for the next frame. A hidden page has no frames, so the end of a job in the list is notified at once. */
 function receive(job) {
   const before = { ...job, state: stateOf.get(job.id) };
   if (before.state !== job.state) countSoon();
@@ -211,7 +214,7 @@ function show(job) {
   if (!row) {
     row = blank(job);
     rowOf.set(job.id, row);
-    // Most new rows belong at one of the ends.
+    // Most new rows belong at the start or at the end.
     if (isSorted() || !rows.lastElementChild || rows.lastElementChild.dataset.created >= job.created_at) rows.append(row);
     else rows.insertBefore(row, [...rows.children].find((r) => r.dataset.created < job.created_at) ?? null);
   }
@@ -227,7 +230,7 @@ function remove(id) {
 
 function empty() {
   const now = filter(), { states, text: words, owner, tags, project, conditions, after, before } = now, state = states.join(" or "), tag = tags.join(", ");
-  // All visible jobs are gone, but there are older ones, which take their place.
+  // If all visible jobs are removed, older jobs take their place.
   const none = groups.on ? groups.none : !rows.childElementCount && !next;
   if (!rows.childElementCount && next) more();
   byId("jobs").hidden = none;
@@ -245,7 +248,7 @@ function empty() {
 function change(values) {
   write({ ...values, cursor: "" });
   marked();
-  // Jobs that no longer match are removed at once; the answer adds others.
+  // Jobs that no longer match are removed at once. The response adds other jobs.
   for (const job of [...jobs.values()]) if (!fits(job, filter())) remove(job.id);
   next = null;
   anew = true;
@@ -264,7 +267,7 @@ function marked() {
   heads();
 }
 
-/** The chosen states after a click on this state: the click adds or removes it. */
+/** Returns the chosen states after a click on this state, which adds or removes the state. */
 const toggled = (states, state) => (!state ? [] : states.includes(state) ? states.filter((s) => s !== state) : [...states, state]);
 
 function mark() {
@@ -287,7 +290,7 @@ for (const a of document.querySelectorAll("#filters [data-state]")) {
 let typing = 0;
 search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => searchFor(search.value.trim()), 150); });
 byId("filters").addEventListener("submit", (event) => { event.preventDefault(); clearTimeout(typing); searchFor(search.value.trim()); });
-// A click on a row's tag adds it to the filter; other filters stay. In a new tab, the link leads to all jobs with the tag.
+// A click on a row's tag adds the tag to the filter, and other filters stay. In a new tab, the link leads to all jobs with the tag.
 byId("jobs").addEventListener("click", (event) => {
   const tag = event.target.closest("a.tag");
   if (!tag || event.ctrlKey || event.metaKey || event.shiftKey) return;
@@ -300,7 +303,7 @@ setInterval(fillAll, 15_000);
 addEventListener("scroll", () => { if (nearEnd()) more(); }, { passive: true });
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) more(); }, { rootMargin: "600px" }).observe(byId("older"));
 search.value = filter().text;
-// These filters are chips here.
+// On this page these filters are chips.
 for (const id of ["tag-filter", "project-filter"]) byId(id).hidden = true;
 mark();
 
@@ -312,7 +315,7 @@ new Stream({
   onFrame(message) {
     if (message.type === "job") receive(message.job);
     else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); countSoon(); if (groups.on) groups.readSoon(); empty(); }
-    // The list is read after the stream has opened, so that no change falls between the two.
+    // The list is read after the stream has opened, so that no change is lost between the two.
     else if (message.type === "hello" || message.type === "live") { missed = true; read(); countSoon(); }
     frame ||= requestAnimationFrame(() => {
       frame = 0;

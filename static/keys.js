@@ -1,4 +1,4 @@
-// Keyboard shortcuts of every page: `?` lists them.
+// Keyboard shortcuts of every page. `?` lists them.
 
 import { ask, byId } from "./page.js";
 import { wrap } from "./cut.js";
@@ -9,16 +9,16 @@ const HELP = [
   ["/", "search"], ["g then j, q, c, d, m", "Jobs, Queue, Compare, Datasets, Machines"], ["n", "new job"],
   ["] and [", "next and previous job"], ["1 to 8", "panels of a job"], ["← →", "in a chart: move the crosshair; Shift for larger steps"],
   ["+ − 0", "in a chart: zoom in, out, show all"],
-  ["fingers", "on a chart: two of them zoom, one that rests and then moves zooms to what it passes, two taps show all"], ["t", "light or dark"], ["?", "this list"], ["Esc", "close"],
+  ["fingers", "on a chart: two fingers zoom, a finger that rests and then moves selects a range to zoom to, two taps show all"], ["t", "light or dark"], ["?", "this list"], ["Esc", "close"],
 ];
 
-/** Keys without Ctrl or Alt disturb people who use speech input (WCAG 2.1.4), so they can be switched off. */
+/** Shortcuts without Ctrl or Alt disturb users of speech input (WCAG 2.1.4), so they can be switched off. */
 const off = () => { try { return localStorage.getItem("shortcuts") === "off"; } catch { return false; } };
 
 const typing = (target) => target.matches?.("input, textarea, select, [contenteditable]");
 let going = 0;
 
-/** The job after (or before) the present job in the list. */
+/** Opens the next (or previous) job of the list. */
 async function neighbour(hop) {
   const id = location.pathname.match(/^\/jobs\/(j\w{26})$/)?.[1];
   const { jobs } = await ask("/api/v1/jobs?limit=500");
@@ -26,7 +26,7 @@ async function neighbour(hop) {
   if (next) location.href = `/jobs/${next.id}`;
 }
 
-/** Right after a dialog has closed, elements behind it may get the focus only in the next frame. */
+/** Focuses the search. Directly after a dialog has closed, elements behind it may only get the focus in the next frame. */
 function toSearch(search, again = true) {
   search?.focus();
   search?.select();
@@ -80,16 +80,16 @@ document.addEventListener("keydown", (event) => {
     g: () => { going = Date.now(); }, "]": () => neighbour(1), "[": () => neighbour(-1),
   }[event.key] ?? (/^[1-9]$/.test(event.key) && (() => openPanel(Number(event.key))));
   if (Date.now() - going < 1500 && PAGES[event.key]) { event.preventDefault(); location.href = PAGES[event.key]; return; }
-  // A chart has keys of its own.
+  // A chart has its own keys.
   if (!act || event.target.closest?.(".chart")) return;
   event.preventDefault();
   act();
 });
 
 notifications();
-// Paths and long names wrap between two of their words.
+// Lets paths and long names wrap between two words.
 for (const node of document.querySelectorAll("h1, .path code")) if (!node.firstElementChild) wrap(node, node.textContent);
-// On a phone the pages are one row that scrolls.
+// On a phone, the links to pages are one row that scrolls.
 document.querySelector(".bar nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
 
 const button = byId("keys");

@@ -1,4 +1,4 @@
-// The page Machines: reads the machines again every few seconds and when jobs come and go, and drains machines.
+// The page Machines: reads the machines again every few seconds and when jobs start and end, and drains machines.
 
 import { read, write } from "./address.js";
 import { ask, byId, confirmThen, pageNow, press, sentence, showLive, text } from "./page.js";
@@ -10,7 +10,7 @@ const EVERY_MS = 5000;
 const lines = new Lines(byId("machines"));
 let asking = false, changing = false, soon = 0;
 
-/** Takes the cards from a new version of the page: only the server renders cards. */
+/** Takes the cards from a new version of the page, because only the server renders cards. */
 async function refresh() {
   if (asking || document.hidden) return;
   asking = true;
@@ -29,7 +29,7 @@ async function refresh() {
 
 byId("machines").addEventListener("click", async (event) => {
   const button = event.target.closest("[data-drain]");
-  // The button is not disabled meanwhile, because it would lose the focus.
+  // The button is not disabled during the request, because it would lose the focus.
   if (!button || changing) return;
   changing = true;
   try {
@@ -60,7 +60,7 @@ document.addEventListener("visibilitychange", refresh);
 const ranges = [...document.querySelectorAll("#range button")], usual = "1h";
 function show(range) {
   press(ranges, ranges.find((button) => button.dataset.range === range));
-  // Without an answer, the next round reads the lines.
+  // If the request fails, the next round reads the lines.
   lines.show(range).catch(() => {});
 }
 for (const button of ranges) button.addEventListener("click", () => { show(button.dataset.range); write({ range: button.dataset.range === usual ? "" : button.dataset.range }); });

@@ -1,11 +1,11 @@
-// The page of a model: aliases move, versions without an alias can be removed.
+// The page of a model: moves aliases, and removes versions without an alias.
 
 import { ask, byId, confirmThen, sentence, text } from "./page.js";
 
 const name = byId("model").textContent, at = `/api/v1/models/${encodeURIComponent(name)}`;
 const alias = (alias) => `${at}/aliases/${encodeURIComponent(alias)}`;
 
-/** Sends a change and shows the page as it is then, or why the change was refused. */
+/** Sends a change and shows the page after it, or the reason why the change was refused. */
 async function change(path, request) {
   text(byId("model-error"), "");
   try {

@@ -1,11 +1,11 @@
-// The switch for notifications, in the bar of every page: whether the browser reports the end of a job while the page is hidden.
+// The switch for notifications in the bar of every page: whether the browser reports the end of a job while the page is hidden.
 
 import { byId, text } from "./page.js";
 
 const kept = () => { try { return localStorage.getItem("notify") === "yes"; } catch { return false; } };
 const isOn = () => "Notification" in window && kept() && Notification.permission === "granted";
 
-/** Why notifications are impossible, and what would change that; undefined if they are possible. */
+/** Returns why notifications are impossible, with advice; undefined if they are possible. */
 function hindrance() {
   if (!isSecureContext) return "Browsers allow notifications only on pages that come over HTTPS or from this machine. This page came over plain HTTP: start the server with --tls-own-ca, or open it as http://127.0.0.1 through a tunnel.";
   if (!("Notification" in window)) return "This browser has no notifications.";
@@ -35,7 +35,7 @@ function draw(button) {
   button.title = on ? "You are notified when a job ends while this page is hidden" : hindrance() ? "Notifications are not possible here: press to see why" : words;
 }
 
-/** Makes the switch work on pages that have it. */
+/** Sets up the switch on pages that have it. */
 export function notifications() {
   const button = byId("notify");
   if (!button) return;
@@ -45,7 +45,7 @@ export function notifications() {
     const on = isOn();
     let why = on ? "" : hindrance();
     if (!on && !why) {
-      // If the reader closes the question, there is no answer yet.
+      // If the reader closes the browser's question, the permission stays undecided.
       if ((await Notification.requestPermission()) === "denied") why = hindrance();
     }
     try { localStorage.setItem("notify", !on && !why && Notification.permission === "granted" ? "yes" : "no"); } catch { why ||= "This browser stores nothing for this page, so the choice would be lost on the next page."; }

@@ -4,13 +4,16 @@ export const count = (n) => String(Math.round(n)).replace(/\B(?=(\d{3})+$)/g, ",
 
 export const percent = (share, digits = 1) => `${(share * 100).toFixed(digits)} %`;
 
-/** ` ± 2.6`: the standard error of an accuracy in percent; empty for many pictures. The same as `standard_error` in protocol/src/numbers.rs. */
+/**
+ * Formats the standard error of an accuracy in percent: ` ± 2.6`. Empty for many pictures. The same as `standard_error` in
+ * protocol/src/numbers.rs.
+ */
 export const standardError = (share, pictures) => (pictures > 0 && pictures < 1e4 ? ` ± ${(100 * Math.sqrt(Math.max(0, share * (1 - share)) / pictures)).toFixed(1)}` : "");
 
-/** An accuracy, its standard error, and its number of pictures. The same as `accuracy_of` in protocol/src/numbers.rs. */
+/** Formats an accuracy, its standard error, and its number of pictures. The same as `accuracy_of` in protocol/src/numbers.rs. */
 export const accuracyOf = (share, pictures, digits = 1) => `${percent(share, digits)}${standardError(share, pictures)} of ${count(pictures)}`;
 
-/** A loss or a learning rate. */
+/** Formats a loss or a learning rate. */
 export function value(v) {
   if (!Number.isFinite(v)) return "not finite";
   const size = Math.abs(v);
@@ -49,10 +52,10 @@ const nouns = (n, noun) => (n === 1 ? noun : /(s|x|ch|sh)$/.test(noun) ? `${noun
 
 export const plural = (n, noun) => `${count(n)} ${nouns(n, noun)}`;
 
-/** `24.9 ms`, `1.52 s`. */
+/** Formats a time: `24.9 ms`, `1.52 s`. */
 export const millis = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(2)} s` : `${ms.toFixed(ms < 100 ? 1 : 0)} ms`);
 
-/** `14:03:41.208` in the reader's time zone. */
+/** Formats a time of day in the reader's time zone: `14:03:41.208`. */
 export function timeOfDay(at) {
   const d = new Date(at), two = (n) => String(n).padStart(2, "0");
   return `${two(d.getHours())}:${two(d.getMinutes())}:${two(d.getSeconds())}.${String(d.getMilliseconds()).padStart(3, "0")}`;

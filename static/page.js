@@ -1,19 +1,19 @@
-// What every page's script shares: requests to the server, copying, and the live indicator.
+// Functions that the scripts of all pages share: requests to the server, copying, and the live indicator.
 
 export const byId = (id) => document.getElementById(id);
 
-/** The difference between the server's clock and this machine's, when the page was made. */
+/** Difference between the server's clock and this machine's clock at the time when the page was rendered. */
 const skew = Date.parse(document.documentElement.dataset.now) - Date.now() || 0;
 
 /** The server's time, in milliseconds, for ages and remaining times. */
 export const serverNow = () => Date.now() + skew;
 
-/** Sets a text only if it differs, so that a live value never disturbs a selection or the layout. */
+/** Sets a text only if it differs, so that a live value does not disturb a selection or the layout. */
 export function text(node, value) {
   if (node && node.textContent !== value) node.textContent = value;
 }
 
-/** The same for a short note, with the whole text as its tooltip. */
+/** Sets a short note, with the whole text as its tooltip. */
 export function note(node, value) {
   text(node, value);
   if (node && node.title !== value) node.title = value;
@@ -28,17 +28,19 @@ export class Problem extends Error {
   }
 }
 
-/** Opens the sign-in page, which then leads back to this page. */
+/** Opens the sign-in page, which leads back to this page after sign-in. */
 export function signIn() {
   location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
 }
 
-/** After a silence, open connections may be dead without the browser knowing it: how long they are suspected, and how long a request waits before it
- * is repeated. */
+/**
+ * Time for which open connections are suspect after a silence: they may be lost without the browser's knowledge. And the time after which a
+ * request on a suspect connection is repeated.
+ */
 const DOUBTFUL_MS = 60_000, FIRST_WAIT_MS = 4000;
 let doubtfulUntil = 0, doubted = new AbortController();
 
-/** The server was silent for longer than usual: pending requests may never be answered. */
+/** Called when the server was silent for too long: pending requests may never get a response. */
 export function doubt() {
   doubtfulUntil = performance.now() + DOUBTFUL_MS;
   doubted.abort();
@@ -46,8 +48,8 @@ export function doubt() {
 }
 
 /**
- * Like `fetch`, for requests that may be repeated. A request from before connections became suspect is repeated; while they are
- * suspect, a request without an answer is replaced by another one. `take(answer)`: reads the body, which may also fail to arrive.
+ * Like `fetch`, for requests that may be repeated. Requests that were sent before connections became suspect are repeated. While
+ * connections are suspect, a request without a response is sent again. `take(answer)`: reads the body, which may also fail to arrive.
  */
 export async function get(path, options = {}, take = (answer) => answer) {
   for (let wait = FIRST_WAIT_MS; ;) {
@@ -59,14 +61,17 @@ export async function get(path, options = {}, take = (answer) => answer) {
   }
 }
 
-/** A page as the server renders it now; null if it cannot, or if it asks to sign in first. */
+/** Returns a page as the server renders it now; null if the server cannot render it, or asks the reader to sign in first. */
 export async function pageNow(path) {
   const [answer, html] = await get(path, { headers: { accept: "text/html" } }, async (answer) => [answer, await answer.text()]);
   if (answer.redirected) signIn();
   return answer.ok && !answer.redirected ? new DOMParser().parseFromString(html, "text/html") : null;
 }
 
-/** JSON from the server. `body`: an object, or a Blob as it is. Throws a Problem for an error status, a TypeError if the server is unreachable. */
+/**
+ * Returns JSON from the server. `body`: an object, or a Blob, which is sent unchanged. Throws a Problem for an error status, and a
+ * TypeError if the server is unreachable.
+ */
 export async function ask(path, { method = "GET", body, headers = {}, signal } = {}) {
   const isBlob = body instanceof Blob;
   const request = {
@@ -81,10 +86,10 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
   return content;
 }
 
-/** Resolves after the next frame, or at once on a hidden page, which has no frames. */
+/** Resolves after the next frame. On a hidden page, which has no frames, resolves after a short time. */
 export const drawn = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 200); });
 
-/** Says `words` to a screen reader, but not again if only numbers have changed, such as seconds and counts. */
+/** Announces `words` to a screen reader, unless only numbers such as seconds and counts have changed. */
 export function say(node, words) {
   const steady = words.replace(/\d[\d:,.]*/g, "");
   if (node.dataset.steady === steady) return;
@@ -92,19 +97,19 @@ export function say(node, words) {
   node.textContent = words;
 }
 
-/** A sentence for a person about a failed request. */
+/** Returns a sentence about a failed request. */
 export function sentence(error) {
   if (error instanceof Problem) return error.errors.length ? error.errors.map((e) => e.detail).join(" ") : error.message;
   return "The server does not answer. It may be restarting: try again in a moment.";
 }
 
-/** Like `sentence`, but each mistake names the key of its setting. For places without a field beside the mistake. */
+/** Like `sentence`, but each mistake names the key of its setting, for places without a field beside the mistake. */
 export function sentences(error) {
   if (!(error instanceof Problem) || !error.errors.length) return sentence(error);
   return error.errors.map(({ pointer = "", detail }) => `${pointer ? `${pointer.slice(1).replaceAll("/", ".")}: ` : ""}${detail}`).join("\n");
 }
 
-/** Shows `live`, `reconnecting` or `40 s behind`. Screen readers hear the kind of status, and not every second. */
+/** Shows `live`, `reconnecting` or `40 s behind`. Screen readers announce the kind of status, and not every second. */
 export function showLive(status) {
   const node = byId("live"), kind = status === "live" ? "live" : status === "reconnecting" ? "away" : "behind";
   node.hidden = false;
@@ -114,7 +119,7 @@ export function showLive(status) {
   text(byId("live-status"), kind === "behind" ? "behind, catching up" : status);
 }
 
-/** Asks for confirmation before something is lost. Resolves after `act` has succeeded or the person has declined. */
+/** Asks for confirmation before something is lost. Resolves after `act` has succeeded, or the reader has declined. */
 export function confirmThen({ title, detail, yes, act }) {
   const dialog = byId("confirm"), button = byId("confirm-yes"), error = byId("confirm-error");
   text(byId("confirm-title"), title);
@@ -133,7 +138,7 @@ async function copy(value, button) {
   try {
     await navigator.clipboard.writeText(value);
   } catch {
-    // Without a secure context there is no clipboard, so the text is selected for a keyboard shortcut.
+    // Without a secure context there is no clipboard. The text is selected instead, for a keyboard shortcut.
     const target = button.parentElement.querySelector("code, pre, textarea");
     if (target) getSelection().selectAllChildren(target);
     return text(button, "Selected");
@@ -155,10 +160,10 @@ export function press(group, chosen) {
   for (const button of group) button.setAttribute("aria-pressed", String(button === chosen));
 }
 
-/** The choice that notify.js has stored; a browser may refuse to read it. */
+/** Returns the choice that notify.js has stored. A browser may refuse to read it. */
 const wanted = () => { try { return localStorage.getItem("notify") === "yes"; } catch { return false; } };
 
-/** Tells the system that a job has ended, if the reader asked for that and the page is hidden. */
+/** Shows a notification that a job has ended, if the reader has asked for notifications and the page is hidden. */
 export function notify(title, body, path) {
   if (!wanted() || !document.hidden || !("Notification" in window) || Notification.permission !== "granted") return;
   const note = new Notification(title, { body, tag: path, icon: "/static/icon.svg" });

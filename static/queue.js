@@ -1,5 +1,5 @@
-// The page Queue, read again every few seconds and when jobs come and go. The server renders the rows, and the script exchanges them. Jobs get
-// another priority or are cancelled where they wait.
+// The page Queue, which is read again every few seconds and when jobs start and end. The server renders the rows, and the script replaces
+// them. The reader can change the priority of waiting jobs, or cancel them.
 
 import { ask, byId, confirmThen, pageNow, sentence, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
@@ -37,7 +37,7 @@ byId("queue").addEventListener("click", (event) => {
 new Stream({
   path: () => "/api/v1/stream",
   onStatus: showLive,
-  // The scheduler considers the queue a moment after a job has come or gone.
+  // The scheduler considers the queue shortly after a job has been added or removed.
   onFrame: () => { clearTimeout(soon); soon = setTimeout(refresh, 600); },
 });
 setInterval(refresh, EVERY_MS);

@@ -1,15 +1,18 @@
 // A websocket that reconnects and never shows an event twice.
 //
-// Every event of a job has a sequence number. A reconnection requests events after the last one received, so none is
-// missing or duplicated, however often the connection breaks.
+// Every event of a job has a sequence number. A new connection requests the events after the last received event, so no event is missing or
+// duplicated, however often the connection breaks.
 
 import { doubt, signIn } from "./page.js";
 
 const FIRST_DELAY_MS = 250;
 const LONGEST_DELAY_MS = 10_000;
-/** The server sends a heartbeat every 20 s: after two missing heartbeats the connection is dead, even if the browser does not know it. */
+/**
+ * Time without a frame after which a connection counts as lost, even if the browser does not report it: two heartbeats, which the server
+ * sends every 20 s, are missing.
+ */
 const SILENT_MS = 45_000;
-/** A timer that is this late means that the machine slept or the page is in the background: then one missing heartbeat is enough. */
+/** A timer that fires this late means that the machine slept or the page is in the background. Then one missing heartbeat is enough. */
 const LATE_MS = 15_000, SILENT_AND_LATE_MS = 25_000;
 
 export class Stream {
@@ -66,7 +69,7 @@ export class Stream {
       // 4401: the session has ended.
       if (event.code === 4401) { this.close(); return signIn(); }
       this.onStatus("reconnecting");
-      // 4008: this reader fell behind. The store has the missing events, so reconnect at once.
+      // 4008: this reader was too slow. The store has the missing events, so the connection is opened again at once.
       if (event.code === 4008) this.#delay = FIRST_DELAY_MS;
       else if (!opened && await this.onGone?.()) return this.close();
       if (socket !== this.#socket) return;
@@ -75,7 +78,7 @@ export class Stream {
     };
   }
 
-  /** Reconnects now, from `seq`. */
+  /** Opens a new connection now, with events after `seq`. */
   reconnect(seq = this.seq) {
     if (this.#closed) return;
     this.seq = seq;
@@ -87,7 +90,7 @@ export class Stream {
     this.#open();
   }
 
-  /** Stops reading until `reconnect`. */
+  /** Stops the connection until `reconnect`. */
   hold() {
     const old = this.#socket;
     this.#socket = null;

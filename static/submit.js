@@ -1,5 +1,5 @@
-// The form for a new job: checks while typing, shows every mistake next to its field, and shows the job as a file to
-// copy. Without this script the form posts itself, and the server answers with the mistakes.
+// The form for a new job: checks the job while the reader types, shows every mistake next to its field, and shows the job as a file to
+// copy. Without this script, the form posts itself, and the server responds with the mistakes.
 
 import { offerBundled } from "./bundled.js";
 import { ask, byId, copyFrom, press, Problem, sentence, text } from "./page.js";
@@ -13,15 +13,15 @@ offerBundled();
 const CHECK_AFTER_MS = 250;
 const form = byId("job-form"), fields = [...form.querySelectorAll("[data-kind]")];
 const touched = new Set();
-/** The values of each recipe; `filled` has the name of the recipe from which the fields were filled. */
+/** The values of each recipe. `filled` contains the name of the recipe with which the fields were filled. */
 const recipes = JSON.parse(form.dataset.recipes), filled = byId("filled");
-/** Sizes of one recipe that belong together: sent even if they have the recipe's values. */
+/** Sizes that belong together in a recipe: they are sent even if they have the recipe's values. */
 const TOGETHER = ["data.validation_size", "data.resize_size"];
-// Keys that a recipe scales with the job's epochs: sent only if the user has changed them.
+// Keys that a recipe scales with the job's epochs: they are sent only if the user has changed them.
 const IN_PROPORTION = ["train.milestones", "train.warmup_epochs", "data.image_size"];
-// Keys whose default follows from the dataset: sent only if the user has changed them.
+// Keys whose default depends on the dataset: they are sent only if the user has changed them.
 const LEFT_TO_SERVER = ["data.validation"];
-/** Whether all mistakes are shown, or only those of fields that the reader has left. */
+/** Whether all mistakes are shown. Otherwise only mistakes of fields that the reader has left are shown. */
 let sent = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
 
@@ -29,15 +29,21 @@ let notation = "toml";
 
 const valueOf = (field) => (field.type === "checkbox" ? String(field.checked) : field.value.trim());
 
-/** The value that counts for a field: an empty field has its default, unless the recipe sets the key. */
+/** Returns the effective value of a field: an empty field has its default, unless the recipe sets the key. */
 const effective = (field, recipe) => valueOf(field) || (field.name in (recipes[recipe] ?? {}) ? "" : field.dataset.default);
 
-/** Writes a value into a text field. Defaults are its placeholder; an empty field of a key that the recipe sets would mean the recipe's value. */
+/**
+ * Writes a value into a text field. Defaults are shown as the placeholder. If the recipe sets the key, the default is written out, because
+ * an empty field means the recipe's value.
+ */
 function put(field, value, recipe) {
   field.value = field.type === "text" && value === field.dataset.default && !(field.name in (recipes[recipe] ?? {})) ? "" : value;
 }
 
-/** The same as `Kind::json` in web/src/submit/fields.rs: text of the wrong type stays text, so that the check reports it. */
+/**
+ * Converts a field's text to JSON. Text of the wrong type stays text, so that the check reports it. The same as `Kind::json` in
+ * web/src/submit/fields.rs.
+ */
 function typed(field) {
   const words = valueOf(field);
   const whole = (t) => (/^[+-]?\d+$/.test(t) && Number.isSafeInteger(Number(t)) ? Number(t) : undefined);
@@ -67,7 +73,7 @@ function typed(field) {
   }
 }
 
-/** The value of an untouched field. */
+/** Returns the value of an untouched field. */
 const untouched = (field, recipe) => recipes[recipe]?.[field.name] ?? (field.dataset.default || (field.type === "checkbox" ? "false" : ""));
 
 function specification({ defaults }) {
@@ -96,7 +102,7 @@ function toml({ sweep, ...spec }) {
 function showSpec() {
   const spec = specification({ defaults: false });
   const area = byId("spec-text");
-  // Do not change the text while somebody writes in it.
+  // The text must not change while the reader edits it.
   if (document.activeElement === area) return;
   area.value = notation === "toml" ? toml(spec) : `${JSON.stringify(spec, null, 2)}\n`;
   text(byId("spec-error"), "");
@@ -108,7 +114,7 @@ function showSpec() {
 /** Whether the text has mistakes that the form does not show. */
 let written = false, writing = 0;
 
-/** Lets the server read the text, in either notation, and puts the result into the form. */
+/** Sends the text, in either notation, to the server, which parses it, and puts the result into the form. */
 async function readText() {
   if (readsOnly) return;
   const area = byId("spec-text"), words = area.value, json = words.trimStart().startsWith("{");
@@ -121,7 +127,7 @@ async function readText() {
     written = !answer.ok;
     if (!answer.ok) {
       const errors = content.errors ?? [];
-      // Earlier mistakes of the fields belong to another text.
+      // Earlier mistakes belong to another text.
       showMistakes([]);
       text(byId("spec-error"), errors.length ? errors.map((e) => `${e.pointer.slice(1).replaceAll("/", ".")}${e.pointer ? ": " : ""}${e.detail}`).join("\n") : content.detail);
       return showPlan(null);
@@ -148,7 +154,7 @@ function fillForm(spec) {
   unmarkPresets();
 }
 
-/** Puts a recipe's values into fields that still have values of the previous recipe, of the defaults or of a preset. */
+/** Writes a recipe's values into fields that still have values of the previous recipe, of the defaults or of a preset. */
 function fillRecipe(name) {
   const own = recipes[name] ?? {};
   for (const field of fields) {
@@ -166,7 +172,7 @@ byId("spec-text").addEventListener("blur", () => { if (!written) showSpec(); });
 
 // --- mistakes ---------------------------------------------------------------------------------------
 
-/** Shows each mistake next to its field, and all of them above with the names of their fields. */
+/** Shows each mistake next to its field, and a list of all mistakes above the form. */
 function showMistakes(errors) {
   const of = new Map(fields.map((f) => [f, []])), listed = [];
   for (const error of errors) {
@@ -199,7 +205,7 @@ function showMistakes(errors) {
   }
 }
 
-/** `30 s`, `12 min`, `1.5 h`, as `lockstep init` writes it. */
+/** Formats a duration like `lockstep init`: `30 s`, `12 min`, `1.5 h`. */
 const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : secs < 7200 ? `${Math.round(secs / 60)} min` : `${(secs / 3600).toFixed(1)} h`);
 
 function showPlan(answer) {
@@ -211,7 +217,7 @@ function showPlan(answer) {
   if (steps_per_epoch) parts.push(`${plural(steps_per_epoch, "step")} an epoch`);
   if (total_steps) parts.push(`${count(total_steps)} in all`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
-  // The server chose another split, because the dataset lacks the field's split and the user has not chosen it.
+  // The server chose another split, because the dataset lacks the split in the field, which the user has not chosen.
   const split = answer?.spec.data.validation, field = fields.find((f) => f.name === "data.validation");
   if (split && String(split) !== effective(field, filled.value)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
@@ -230,7 +236,7 @@ function checkSoon() {
 }
 
 async function check() {
-  // Readers who may start no job do not see mistakes, either.
+  // Mistakes are not shown to readers who may not start jobs.
   if (readsOnly) return text(byId("plan"), "Starting jobs needs another role. The file beside can be copied.");
   checking?.abort();
   const mine = checking = new AbortController();
@@ -241,7 +247,7 @@ async function check() {
   } catch (error) {
     if (mine.signal.aborted) return;
     if (error instanceof Problem && error.status === 422) { showMistakes(error.errors); showPlan(null); }
-    // Any other error appears when the job is submitted.
+    // Other errors appear when the job is submitted.
   }
 }
 
@@ -250,7 +256,10 @@ async function check() {
 form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "train.recipe") fillRecipe(event.target.value); unmarkPresets(); checkSoon(); });
 form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
 
-/** Shows the settings under "More settings" whose key, name, hint or choices contain the words; without words all. */
+/**
+ * The search field for settings. Shows the settings under "More settings" whose key, name, hint or choices contain the words; without
+ * words, all settings.
+ */
 const find = byId("find-setting");
 function findSettings(words) {
   if (find.value !== words) find.value = words;
@@ -286,7 +295,7 @@ for (const preset of presets) {
     preset.setAttribute("aria-current", "true");
     sent = false;
     touched.clear();
-    // A preset's dataset or ranks may not fit this machine, so their mistakes are shown at once.
+    // A preset's dataset or ranks may not fit this machine, so mistakes in these fields are shown at once.
     for (const name of ["data.dataset", "parallel.ranks"]) touched.add(fields.find((f) => f.name === name));
     checkSoon();
   });
@@ -304,7 +313,7 @@ form.addEventListener("submit", async (event) => {
   button.disabled = true;
   text(byId("plan"), "");
   try {
-    // A repeated press sends the same key, so that a lost answer does not make two jobs.
+    // A repeated press sends the same key, so that a lost response does not lead to two jobs.
     form.dataset.key ??= crypto.randomUUID?.() ?? String(Math.random());
     const body = specification({ defaults: true }), kind = body.sweep ? "sweeps" : "jobs";
     const made = await ask(`/api/v1/${kind}`, { method: "POST", body, headers: { "idempotency-key": form.dataset.key } });

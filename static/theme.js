@@ -1,5 +1,5 @@
-// Sets the theme before the first paint: the system's theme unless the reader chose one. A classic script, so that it
-// runs before the body is drawn.
+// Sets the theme before the first paint: the system's theme, unless the reader chose a theme. This is a classic script, so that it runs
+// before the body is drawn.
 (() => {
   const root = document.documentElement;
   const system = matchMedia("(prefers-color-scheme: dark)");
@@ -16,7 +16,7 @@
     system.addEventListener("change", name);
     button.addEventListener("click", () => {
       const next = dark() ? "light" : "dark";
-      // Choosing the system's theme means following the system again.
+      // If the chosen theme is the system's theme, the page follows the system again.
       const follow = (next === "dark") === system.matches;
       if (follow) delete root.dataset.theme; else root.dataset.theme = next;
       try { if (follow) localStorage.removeItem("theme"); else localStorage.setItem("theme", next); } catch { /* not kept */ }

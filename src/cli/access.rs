@@ -9,17 +9,17 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Where `lockstep serve` listens by default.
+/// Default address of `lockstep serve`.
 pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 
-/// The hint after status 401.
+/// Hint for the error message after status 401.
 pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file, in LOCKSTEP_TOKEN and, on the server's own machine, in \
     the server's data directory (lockstep-data here, or the one named with --data-dir)";
 
-/// The largest token file that is read: a token has about fifty bytes.
+/// Maximum size of a token file. A token has about 50 bytes.
 const TOKEN_FILE_BYTES: u64 = 4 << 10;
 
-/// Where a command looks for its token.
+/// Options that say where a command finds its access token.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct AccessArgs {
     /// File that holds the access token [default: LOCKSTEP_TOKEN, or `token` in the data directory of a server on this machine]
@@ -30,7 +30,7 @@ pub(crate) struct AccessArgs {
     data_dir: PathBuf,
 }
 
-/// The file of a data directory with the address for programs of this machine, as long as the server runs.
+/// File in the data directory with the server's address for programs of this machine. Exists while the server runs.
 const ADDRESS: &str = "address";
 
 /// Records the address for programs of this machine in a server's data directory.
@@ -41,14 +41,14 @@ pub(crate) fn record_address(data_dir: &Path, url: &str) -> io::Result<()> {
     lockstep_host::write_private(&data_dir.join(ADDRESS), url.as_bytes())
 }
 
-/// Removes the record of a server that ends.
+/// Removes the recorded address when the server ends.
 pub(crate) fn forget_address(data_dir: &Path) {
-    // It is written again at the next start.
+    // The next start writes the file again.
     let _ = fs::remove_file(data_dir.join(ADDRESS));
 }
 
-/// The address that the server of a data directory has recorded. It leads to this machine only, and a record of another
-/// account is ignored: that account would get the tokens of whoever runs a command in its folder.
+/// Returns the address that the server of a data directory has recorded. Only an address of this machine counts, in a file of this account
+/// or of root: otherwise another account could receive the tokens of users who run commands in its folder.
 fn recorded_address(data_dir: &Path) -> Option<String> {
     const ROOT: u32 = 0;
     let path = data_dir.join(ADDRESS);
@@ -59,13 +59,12 @@ fn recorded_address(data_dir: &Path) -> Option<String> {
 }
 
 impl AccessArgs {
-    /// The address of the server: the given one, or the one that the server of the data directory has recorded, or the
-    /// default of `lockstep serve`.
+    /// Returns the server's address: `given`, or the recorded address of the server of the data directory, or the default of `lockstep serve`.
     pub(crate) fn server(&self, given: Option<&str>) -> String {
         given.map(str::to_owned).or_else(|| recorded_address(&self.data_dir)).unwrap_or(DEFAULT_SERVER.into())
     }
 
-    /// The token for this server: from the named file, from `LOCKSTEP_TOKEN`, or from the data directory of a server on this machine.
+    /// Returns the token for this server: from the named file, from `LOCKSTEP_TOKEN`, or from the data directory of a server on this machine.
     ///
     /// # Errors
     /// The named file, or the server's own token file, cannot be read.
@@ -95,7 +94,7 @@ impl AccessArgs {
 /// another account may have taken the port of a stopped server, and must not get the token.
 ///
 /// # Errors
-/// Another account listens there.
+/// Another account listens at `server`.
 fn listens_for(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
     const ROOT: u32 = 0;
     let Some((addresses, port)) = url(server).as_ref().and_then(addresses_of) else { return Ok(()) };
@@ -112,9 +111,9 @@ fn listens_for(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// A warning about a token file that other users can read. Only a file of root may be readable for its group, as systemd
-/// and pods mount secrets for a process of another user. The file is used nevertheless, because Kubernetes mounts
-/// secrets with mode 0644 by default.
+/// Returns a warning if other users can read a token file. Only a file of root may be readable for its group, because systemd and pods
+/// mount secrets in this way for a process of another user. The file is used in any case, because Kubernetes mounts secrets with mode 0644
+/// by default.
 pub(crate) fn is_open(path: &Path) -> Option<String> {
     const ROOT: u32 = 0;
     let about = fs::metadata(path).ok()?;
@@ -129,7 +128,7 @@ pub(crate) fn is_open(path: &Path) -> Option<String> {
     })
 }
 
-/// The token in a file.
+/// Reads the token in a file.
 ///
 /// # Errors
 /// The file cannot be read, or is empty.
@@ -161,7 +160,7 @@ pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
     }
 }
 
-/// Whether an address is this machine's loopback. A token from a data directory is sent nowhere else.
+/// Whether an address is this machine's loopback. A token from a data directory is sent only to such an address.
 fn is_this_machine(server: &str) -> bool {
     url(server).as_ref().is_some_and(|url| addresses_of(url).is_some())
 }
@@ -171,11 +170,11 @@ fn url(server: &str) -> Option<reqwest::Url> {
     reqwest::Url::parse(&with_scheme).ok()
 }
 
-/// Addresses and port of a URL whose host is this machine's loopback.
+/// Returns the IP addresses and the port of a URL whose host is this machine's loopback.
 fn addresses_of(url: &reqwest::Url) -> Option<(Vec<IpAddr>, u16)> {
     let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
     let addresses = if host.eq_ignore_ascii_case("localhost") {
-        // Both addresses may be used for the connection.
+        // The client may connect to either address.
         vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
     } else {
         vec![host.parse().ok().filter(IpAddr::is_loopback)?]

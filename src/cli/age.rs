@@ -1,4 +1,4 @@
-//! Times as people read them in a terminal.
+//! Ages and durations, rounded for people who read them in a terminal.
 
 use jiff::Timestamp;
 
@@ -7,13 +7,13 @@ const HOUR: i64 = 60 * MINUTE;
 const DAY: i64 = 24 * HOUR;
 const TWO_DAYS: i64 = 2 * DAY;
 
-/// The time since `then`, rounded down: `40 s`, `12 min`, `3 h`, `5 d`. Days begin at 48 hours.
+/// Formats the time since `then`, rounded down: `40 s`, `12 min`, `3 h`, `5 d`. Days begin at 48 hours.
 pub(crate) fn age(then: Timestamp) -> String {
-    // Clocks of two machines may differ, so the difference may be negative.
+    // Clocks of two machines may differ, so `then` may be in the future.
     span(Timestamp::now().as_second().saturating_sub(then.as_second()).max(0))
 }
 
-/// As [`age`], for a number of seconds.
+/// Formats a number of seconds like [`age`].
 pub(crate) fn span(secs: i64) -> String {
     match secs {
         ..MINUTE => format!("{secs} s"),

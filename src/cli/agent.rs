@@ -15,7 +15,7 @@ use lockstep_worker::{
 };
 use std::path::PathBuf;
 
-/// Join a server: run the ranks it sends to this machine
+/// Join a server and run the ranks that it assigns to this machine
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Address of the server
@@ -46,17 +46,17 @@ pub(crate) struct Args {
     /// Name on the dashboard [default: the name in the certificate, or this machine's name]
     #[arg(long)]
     name: Option<String>,
-    /// The agent's state directory: its identity and the attempts that it runs. Each agent needs a directory of its own
+    /// State directory of the agent, with its identity and running attempts. Each agent needs its own directory
     #[arg(long, value_name = "DIR", default_value = "lockstep-data/agent")]
     data_dir: PathBuf,
-    /// CPU slots: how many ranks may run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
+    /// Number of CPU slots: ranks that may run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CPU_SLOTS)))]
     cpu_slots: Option<u32>,
     /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
     #[arg(long, value_name = "LIST", conflicts_with = "cpu_slots")]
     gpus: Option<String>,
-    /// Disk space for the ranks' records while the server is unreachable, in MiB; when it is full, the ranks write a
-    /// checkpoint and end
+    /// Maximum disk space for the ranks' records while the server is unreachable, in MiB; when it is full, the ranks write a checkpoint and
+    /// end
     #[arg(long, value_name = "MIB", default_value = "4096")]
     spool_mib: f64,
     /// Address or name by which ranks on other machines reach this machine, for jobs over several machines [default:
@@ -74,39 +74,39 @@ pub(crate) struct Args {
     /// Path on this machine of a dataset that has another path on the server (may be repeated)
     #[arg(long, value_name = "NAME=PATH", value_parser = pair)]
     dataset: Vec<(String, PathBuf)>,
-    /// A folder of datasets on the server, and the folder with the same content on this machine (may be repeated)
+    /// Folder of datasets on the server, and the folder on this machine with the same content (may be repeated)
     #[arg(long, value_name = "SERVER=HERE", value_parser = pair)]
     path_map: Vec<(String, PathBuf)>,
     /// Folder for copies of datasets that this machine lacks and downloads from the server [default: `datasets` in the
     /// data directory]
     #[arg(long, value_name = "DIR")]
     dataset_cache: Option<PathBuf>,
-    /// Disk space for these copies, such as 500GB or 2TiB; the least recently used copies are removed first. 0: nothing
-    /// is copied
+    /// Maximum disk space for copies of datasets, such as 500GB or 2TiB; the least recently used copies are removed first. 0: no dataset is
+    /// copied
     #[arg(long, value_name = "SIZE", default_value = "100GB", value_parser = size)]
     dataset_cache_limit: u64,
-    /// Seconds between the request to end (SIGTERM) and SIGKILL, as the launcher of this agent has them: Slurm's KillWait, or a
-    /// pod's terminationGracePeriodSeconds. Ranks have 10 s less to finish their step and write a checkpoint
+    /// Seconds between SIGTERM and SIGKILL when this agent's launcher ends it: Slurm's KillWait, or a pod's terminationGracePeriodSeconds.
+    /// Ranks have 10 s less to finish their step and write a checkpoint
     #[arg(long, value_name = "SECS", default_value_t = KILLED_AFTER_SECS, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     killed_after: u32,
-    /// With --job: stay until the job is over, even if it pauses, and exit with a status that a Job of Kubernetes understands
+    /// With --job: run until the job is over, even if it pauses, and exit with a status for a Job of Kubernetes
     #[arg(long, hide = true, requires = "job")]
     in_pod: bool,
-    /// Exit with the parent process, once no rank runs
+    /// Exit after the parent process has exited and no rank runs
     #[arg(long, hide = true)]
     follow_parent: bool,
 }
 
-/// Exit status in a pod when a signal came before the job was over: the status that a shell has after SIGTERM. With 0 the Job would count
-/// this pod's index as completed. With 143, the Job's rules (`launch/kubernetes/objects.rs`) start another pod and do not count a failure.
+/// Exit status in a pod if a signal arrives before the job is over: a shell's status after SIGTERM. With 0, the Job would count this pod's
+/// index as completed. With 143, the Job's rules (`launch/kubernetes/objects.rs`) start another pod and count no failure.
 pub(crate) const IN_POD_SIGNALLED: i32 = 143;
-/// Exit status in a pod when the job has failed, where another pod would change nothing.
+/// Exit status in a pod if the job has failed, so that no other pod is started.
 pub(crate) const IN_POD_JOB_FAILED: i32 = 3;
 
-/// Runs until a signal ends it (SIGTERM, Ctrl-C).
+/// Runs the agent until a signal (SIGTERM, Ctrl-C) ends it.
 ///
 /// # Errors
-/// Exit status 2 when the folder or the address cannot be used, 1 when the server refuses.
+/// Exit status 2 if the folder or the address cannot be used, 1 if the server refuses the agent.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     init_tracing("info");
@@ -146,7 +146,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let result = runtime.block_on(agent::run(options));
-    // The end does not wait for a request that is still being handled.
+    // Does not wait for a request that is still being handled.
     runtime.shutdown_background();
     if args.in_pod {
         match result {
@@ -161,7 +161,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// `NAME=/a/path`. The path must be absolute, because readers of error messages do not know the agent's working folder.
+/// Parses `NAME=/a/path`. The path must be absolute, because readers of error messages do not know the agent's working directory.
 fn pair(text: &str) -> Result<(String, PathBuf), String> {
     match text.split_once('=') {
         Some((name, path)) if !name.is_empty() && path.starts_with('/') => Ok((name.into(), path.into())),

@@ -1,4 +1,4 @@
-//! The server's REST interface and its streams, for the client commands.
+//! A client for the server's REST interface and its streams.
 
 mod away;
 mod named;
@@ -26,12 +26,12 @@ use std::{
     time::Duration,
 };
 
-/// How long a command waits for an unreachable server before it gives up.
+/// Time limit for an unreachable server, after which a command gives up.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
-/// Elements of a list per request.
+/// Number of elements that one request for a list returns.
 const PAGE: usize = 200;
 
-/// The server that a command talks to, and how it prints.
+/// Options for the server that a command talks to, and for the output.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct ServerArgs {
     /// Address of the server [default: the address in the data directory of a server that runs on this machine, or
@@ -49,7 +49,7 @@ pub(crate) struct ServerArgs {
 }
 
 impl ServerArgs {
-    /// A client for this server, with the token that [`AccessArgs`] finds. Sends nothing yet.
+    /// Returns a client for this server, with the token that [`AccessArgs`] finds. Sends no request.
     ///
     /// # Errors
     /// The address is invalid, or the token cannot be read.
@@ -58,7 +58,7 @@ impl ServerArgs {
         Api::at(&server, self.ca_file.as_deref(), self.access.token(&server)?)
     }
 
-    /// The server's address.
+    /// Returns the server's address.
     pub(crate) fn address(&self) -> String {
         self.access.server(self.server.as_deref())
     }
@@ -69,12 +69,12 @@ impl ServerArgs {
 pub(crate) struct Api {
     base: String,
     client: Client,
-    /// The variable that names the proxy for requests.
+    /// Environment variable that names the proxy for requests, if they use a proxy.
     proxy: Option<&'static str>,
 }
 
 impl Api {
-    /// A client for `server` with this token, which trusts `ca_file` in addition to the system's authorities. Sends nothing yet.
+    /// Returns a client for `server` with this token, which trusts `ca_file` in addition to the system's authorities. Sends no request.
     ///
     /// # Errors
     /// The address, the CA file or the token is invalid.
@@ -94,21 +94,21 @@ impl Api {
             .connect_timeout(Duration::from_secs(5))
             .tls_backend_preconfigured((*tls).clone());
         let proxy = proxy_of(&url);
-        // Tokens must not go through a proxy in clear.
+        // A proxy must not see a token in plain text.
         let client = if proxy.is_none() { client.no_proxy() } else { client };
         Ok(Self { base, client: client.build()?, proxy })
     }
 
-    /// The server's address.
+    /// Returns the server's address.
     pub(crate) fn base(&self) -> &str {
         &self.base
     }
 
-    /// The job that `id` names: an id, a name, or the start of an id. Of several jobs with this name it is the newest, and
-    /// standard error says so.
+    /// Returns the job with this id, name or start of an id. If several jobs have the name, returns the newest of them and prints a note to
+    /// standard error.
     ///
     /// # Errors
-    /// No such job, or several ids begin so. An empty `id` (an unset variable of a script) is an error.
+    /// No job matches, or several ids begin with `id`. An empty `id` (an unset variable of a script) is an error.
     pub(crate) async fn find_job(&self, id: &str) -> anyhow::Result<Job> {
         let (job, note) = self.named(id, |_| true).await?;
         if let Some(note) = note {
@@ -117,11 +117,11 @@ impl Api {
         Ok(job)
     }
 
-    /// As [`Api::find_job`], for what loses something: of several jobs with this name those are meant that are in one of these states,
-    /// and that there are several of them is an error.
+    /// Like [`Api::find_job`], for commands that cannot be undone. If several jobs have the name, only jobs in a state that `is_meant`
+    /// accepts count, and it is an error if several jobs remain.
     ///
     /// # Errors
-    /// As [`Api::find_job`], or several jobs are meant.
+    /// See [`Api::find_job`]. Also if several jobs remain.
     pub(crate) async fn find_only_job(
         &self,
         id: &str,
@@ -135,7 +135,8 @@ impl Api {
         }
     }
 
-    /// The job that `id` names, and a note if several jobs have the name; of these, those in other states count only if all are.
+    /// Returns the job that `id` names, with a note if several jobs have the name. Jobs whose state `is_meant` rejects count only if it
+    /// rejects all of them.
     async fn named(
         &self,
         id: &str,
@@ -149,7 +150,7 @@ impl Api {
         if id.parse::<lockstep_protocol::JobId>().is_ok() {
             return Ok((self.get(&format!("/jobs/{id}")).await?, None));
         }
-        // Jobs that this version cannot read count, too: the name may be theirs.
+        // Includes jobs that this version cannot read: the name may be the name of such a job.
         let mut all = self.all_jobs().await?;
         let called = |job: &Value| named::text(job, "name") == id;
         let is_other = |job: &Value| !named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant);
@@ -160,10 +161,10 @@ impl Api {
         Ok((self.get(&format!("/jobs/{}", named::text(job, "id"))).await?, note))
     }
 
-    /// Every job, newest first.
+    /// Returns all jobs, newest first.
     ///
     /// # Errors
-    /// As [`Api::get`].
+    /// See [`Api::get`].
     pub(crate) async fn jobs(&self) -> anyhow::Result<Vec<Job>> {
         list(&Value::Array(self.all_jobs().await?), "jobs")
     }
@@ -172,10 +173,10 @@ impl Api {
         self.all("/jobs", "jobs", &[], None).await
     }
 
-    /// The elements of a list, page by page: all, or the first `most`. `key` is the list's name in the answer.
+    /// Reads a list page by page: all elements, or the first `most`. `key` is the list's key in the response.
     ///
     /// # Errors
-    /// As [`Api::get`].
+    /// See [`Api::get`].
     pub(crate) async fn all(
         &self,
         path: &str,
@@ -200,24 +201,24 @@ impl Api {
         }
     }
 
-    /// Whether a server answers.
+    /// Whether the server responds.
     pub(crate) async fn answers(&self) -> bool {
         let asked = self.client.get(format!("{}/healthz", self.base)).timeout(Duration::from_secs(5));
         asked.send().await.is_ok()
     }
 
-    /// GETs a path under `/api/v1`.
+    /// Sends GET for a path under `/api/v1`.
     ///
     /// # Errors
-    /// The server is unreachable, or it answers with a problem; the error has the problem's text.
+    /// The server is unreachable, or responds with a problem, whose text is the error.
     pub(crate) async fn get<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<T> {
         self.read(self.request(Method::GET, path, None::<&()>).await?).await
     }
 
-    /// Sends a value and reads the answer.
+    /// Sends a value and reads the response.
     ///
     /// # Errors
-    /// As [`Api::get`].
+    /// See [`Api::get`].
     pub(crate) async fn post<T: DeserializeOwned>(
         &self,
         path: &str,
@@ -226,10 +227,10 @@ impl Api {
         self.read(self.request(Method::POST, path, Some(body)).await?).await
     }
 
-    /// Sends a request whose response the caller handles. A problem in the response is already an error.
+    /// Sends a request and returns the response. A problem in the response is an error.
     ///
     /// # Errors
-    /// As [`Api::get`].
+    /// See [`Api::get`].
     pub(crate) async fn request(
         &self,
         method: Method,
@@ -244,8 +245,8 @@ impl Api {
         if answer.status().is_success() { Ok(answer) } else { Err(problem(answer).await) }
     }
 
-    /// The server's mistakes in a job, as pointers and details. `launched`: agents for the job are about to be started.
-    /// Empty if the server finds no mistake, is unreachable or does not let this caller ask.
+    /// Returns the mistakes that the server finds in a job, as pointers and details. `launched`: agents for the job are about to be
+    /// started. Empty if the server finds no mistake, is unreachable or does not allow this request.
     pub(crate) async fn mistakes(&self, document: &Value, launched: bool) -> Vec<(String, String)> {
         let url = format!("{}/api/v1/jobs/validate?launched={launched}", self.base);
         let asked = self.client.post(url).json(document).send().await;
@@ -260,10 +261,10 @@ impl Api {
         errors.map(|error| (part(error, "pointer"), part(error, "detail"))).collect()
     }
 
-    /// Sends bytes unchanged and reads the answer.
+    /// Sends bytes unchanged and reads the response.
     ///
     /// # Errors
-    /// As [`Api::get`].
+    /// See [`Api::get`].
     pub(crate) async fn send_bytes<T: DeserializeOwned>(
         &self,
         path: &str,
@@ -275,13 +276,13 @@ impl Api {
         if answer.status().is_success() { self.read(answer).await } else { Err(problem(answer).await) }
     }
 
-    /// An answer's body.
+    /// Parses the body of a response.
     ///
     /// # Errors
-    /// The connection broke, or the response is not a Lockstep server's.
+    /// The connection broke, or the response does not come from a Lockstep server.
     pub(crate) async fn read<T: DeserializeOwned>(&self, answer: Response) -> anyhow::Result<T> {
         let bytes = answer.bytes().await.map_err(|error| self.unreachable(&error))?;
-        // An answer without a body reads as null.
+        // A response without a body reads as null.
         let text: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };
         serde_json::from_slice(text)
             .with_context(|| format!("{} answered in a way that no lockstep server does", self.base))
@@ -306,7 +307,7 @@ impl Api {
     }
 }
 
-/// The variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.
+/// Returns the variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.
 fn proxy_of(server: &reqwest::Url) -> Option<&'static str> {
     let host = server.host_str()?.trim_matches(['[', ']']);
     let is_here = host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
@@ -315,19 +316,19 @@ fn proxy_of(server: &reqwest::Url) -> Option<&'static str> {
     names.into_iter().find(is_set).filter(|_| server.scheme() == "https" && !is_here)
 }
 
-/// The given parameters of a request.
+/// Returns the request parameters that have a value.
 pub(crate) fn given<const N: usize>(
     parameters: [(&'static str, Option<String>); N],
 ) -> Vec<(&'static str, String)> {
     parameters.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
-/// The elements under `key` of an answer, or the answer itself when it is a list.
+/// Parses the elements under `key` of a response, or the response itself if it is a list.
 ///
 /// An element that this version cannot read (the server may be newer) is reported and left out.
 ///
 /// # Errors
-/// The answer has no such list.
+/// The response has no such list.
 pub(crate) fn list<T: DeserializeOwned>(answer: &Value, key: &str) -> anyhow::Result<Vec<T>> {
     let elements = if answer.is_array() { answer } else { answer.get(key).unwrap_or(&Value::Null) };
     let elements = elements.as_array().with_context(|| format!("the server has no list of {key}"))?;
@@ -343,16 +344,16 @@ pub(crate) fn list<T: DeserializeOwned>(answer: &Value, key: &str) -> anyhow::Re
     Ok(elements.iter().filter_map(read).collect())
 }
 
-/// A path with query parameters.
+/// Appends query parameters to a path.
 ///
 /// # Errors
-/// None in practice.
+/// No input causes an error in practice.
 pub(crate) fn with_query(path: &str, pairs: &[(&str, String)]) -> anyhow::Result<String> {
     let url = reqwest::Url::parse_with_params("http://host/", pairs)?;
     Ok(format!("{path}?{}", url.query().unwrap_or_default()))
 }
 
-/// The text of a problem (RFC 9457): its title or detail, then each mistake on a line of its own.
+/// Formats a problem (RFC 9457): its title or detail, then each mistake on a line of its own.
 async fn problem(answer: Response) -> anyhow::Error {
     let status = answer.status();
     let body: Value = answer.json().await.unwrap_or_default();
@@ -361,7 +362,7 @@ async fn problem(answer: Response) -> anyhow::Error {
         .or(text("title"))
         .map_or_else(|| format!("the server answered {status}"), str::to_owned);
     if let Some(errors) = body.get("errors").and_then(Value::as_array).filter(|errors| !errors.is_empty()) {
-        // Each error says more than the detail, which repeats the first error.
+        // Each error is more specific than the detail, which repeats the first error.
         message = match errors.len() {
             1 => "the server found a mistake:".to_owned(),
             n => format!("the server found {n} mistakes:"),
@@ -380,7 +381,7 @@ async fn problem(answer: Response) -> anyhow::Error {
     }
 }
 
-/// The authorization header.
+/// Builds the authorization header.
 fn bearer(token: &str) -> anyhow::Result<HeaderValue> {
     let value = HeaderValue::from_str(&format!("Bearer {token}"));
     let mut value = value.map_err(|_| wrong("the token has characters that are not allowed in a token"))?;
@@ -388,7 +389,7 @@ fn bearer(token: &str) -> anyhow::Result<HeaderValue> {
     Ok(value)
 }
 
-/// A mistake in a specification as a line, with the pointer `/train/lr` written as the key `train.lr`.
+/// Formats a mistake in a specification as a line, with the pointer `/train/lr` written as the key `train.lr`.
 pub(crate) fn mistake(pointer: &str, detail: &str) -> String {
     let key = pointer.trim_start_matches('/').replace('/', ".");
     if key.is_empty() { detail.to_owned() } else { format!("{key}: {detail}") }

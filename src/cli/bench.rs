@@ -1,4 +1,4 @@
-//! `lockstep bench`: training throughput of named cases, or how fast pictures are prepared.
+//! `lockstep bench`: training throughput of named cases, or preparation speed of pictures.
 
 mod pictures;
 
@@ -15,9 +15,9 @@ use lockstep_worker::local_group::{self, JoinedGroup, Member};
 use serde_json::Value;
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
-/// Time limit of a case from the start of its processes: cuDNN may have to tune plans first, and millions of classes have to be initialised.
+/// Time limit of a case from the start of its processes: cuDNN may tune plans first, and millions of classes may have to be initialised.
 const LIMIT: Duration = Duration::from_secs(600);
-/// Time limit for ranks to meet, and for answers during a step.
+/// Time limit for ranks to connect, and for responses during a step.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Measure training throughput on synthetic pictures
@@ -28,7 +28,7 @@ pub(crate) struct Args {
     /// resnet50:224:256 resnet50:224:32 resnet50:32:32 resnet18c:32:512]
     #[arg(long = "case", value_name = "CASE")]
     cases: Vec<Case>,
-    /// Device to train on; auto: GPUs if there are any
+    /// Device to train on; auto: GPUs if the machine has GPUs
     #[arg(long, value_name = "DEVICE", value_parser = device_parser(), default_value = "auto")]
     device: Device,
     /// Precision of the convolutions on GPUs
@@ -46,16 +46,16 @@ pub(crate) struct Args {
     /// Number of ranks that share a copy of the network: a divisor of --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_model: u32,
-    /// A strategy of operators, such as layer4.*=out (may be repeated) [default: the last layer is split over its classes]
+    /// Split of operators, such as layer4.*=out (may be repeated) [default: the last layer is split over its classes]
     #[arg(long = "parallel-shard", value_name = "MATCH=SPLIT", value_parser = shard)]
     shards: Vec<ShardSpec>,
-    /// Divide optimizer state over the ranks (ZeRO-1)
+    /// Shard the optimizer state over the ranks (ZeRO-1)
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     optimizer_sharding: bool,
-    /// Share of its classes that a rank samples in each step, above 0 and at most 1, as loss.sample_share
+    /// Fraction of its classes that a rank samples in each step, above 0 and at most 1, like loss.sample_share
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = share)]
     sample_share: f64,
-    /// Number of ranks that share the rows of pictures; --parallel-model times this is a divisor of --ranks
+    /// Number of ranks that share the rows of pictures; the product with --parallel-model must be a divisor of --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_height: u32,
     /// Number of pipeline stages: a divisor of --ranks
@@ -70,10 +70,10 @@ pub(crate) struct Args {
     /// Threads per rank [default: the number of cores divided by the ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
-    /// Instead of training, measure how many of this dataset's pictures the threads read, decode, crop at random and flip per second
+    /// Instead of training, measure how many pictures of this dataset are read, decoded, randomly cropped and flipped per second
     #[arg(long, value_name = "PATH", conflicts_with_all = ["cases", "device", "precision", "ranks"])]
     pictures: Option<PathBuf>,
-    /// The side to which --pictures are cropped
+    /// Side length to which --pictures are cropped
     #[arg(long, value_name = "PIXELS", default_value_t = 224, requires = "pictures", value_parser = clap::value_parser!(u32).range(1..=1024))]
     image_size: u32,
     /// Print one line of JSON per case
@@ -96,7 +96,7 @@ fn shard(text: &str) -> Result<ShardSpec, String> {
         .ok_or_else(|| format!("not MATCH=SPLIT with {}", Split::NAMES.join(" or ")))
 }
 
-/// The kinds of devices, and `auto`.
+/// Parses the name of a kind of device, or `auto`.
 fn device_parser() -> impl TypedValueParser<Value = Device> {
     let device = |name: String| Device::named(&name).ok_or("no kind of device");
     PossibleValuesParser::new(DEVICE_NAMES).try_map(device)
@@ -124,7 +124,7 @@ impl Number {
 /// Runs the cases one after the other.
 ///
 /// # Errors
-/// A case cannot be divided over the ranks or does not fit its network, or a device does not exist.
+/// A case cannot be divided over the ranks or does not fit its network, or the device does not exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(member) = Member::of_this_process().map_err(wrong)? {
         return be_a_rank(&args, &member);
@@ -197,7 +197,7 @@ fn defaults(on_devices: bool) -> anyhow::Result<Vec<Case>> {
     names.iter().map(|name| name.parse().map_err(|e: String| wrong(e))).collect()
 }
 
-/// The devices to use, one a rank; empty if ranks share the CPU's cores.
+/// Returns the devices to use, one per rank. Empty if ranks share the CPU's cores.
 fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
     let selection = Selection { device: args.device, ..Selection::default() };
     let Devices { slots, hindrance } = registry::offer(selection).map_err(wrong)?;
@@ -244,7 +244,7 @@ fn division(args: &Args) -> Division {
     }
 }
 
-/// Threads of a rank.
+/// Returns the number of threads per rank.
 fn threads(args: &Args) -> u32 {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
     args.threads.unwrap_or((cores / args.ranks).max(1))

@@ -1,6 +1,6 @@
-//! Opens the dashboard in a browser when `serve` and `demo` start on a terminal. Other accounts of the machine can see
-//! the arguments of a process. So the browser does not get the sign-in link, but a file in the data directory that
-//! redirects to the link and that only this account can read.
+//! Opens the dashboard in a browser when `serve` and `demo` start on a terminal. Other accounts of the machine can see the arguments of a
+//! process. So the browser's argument is not the sign-in link, but a file in the data directory that redirects to the link and that only
+//! this account can read.
 
 use lockstep_server::Running;
 use std::{
@@ -13,25 +13,25 @@ use std::{
 };
 use tokio::task::JoinHandle;
 
-/// The file in the data directory.
+/// Name of the file in the data directory.
 const FILE: &str = "sign-in.html";
-/// How often to check whether the link has been used.
+/// Interval between two checks of whether the link has been used.
 const LOOK: Duration = Duration::from_millis(500);
 
 /// The program that opens a browser.
 const OPENER: &str = if cfg!(target_os = "macos") { "open" } else { "xdg-open" };
 
-/// The file. It exists until its link has been used or this value is dropped.
+/// The file that redirects to the link. Exists until the link has been used or this value is dropped.
 pub(crate) struct Opened {
     path: PathBuf,
     watch: Option<JoinHandle<()>>,
 }
 
 impl Opened {
-    /// Opens a page of a server's dashboard, unless opening is switched off or there is no screen. Errors are only logged,
-    /// because the server works without a browser.
+    /// Opens a page of a server's dashboard, unless `wanted` is false or the machine has no screen. Errors are only logged, because the
+    /// server works without a browser.
     pub(crate) fn of(server: &Running, page: &str, data_dir: &Path, wanted: bool) -> Self {
-        // A killed server may have left its file. Nobody else uses this folder.
+        // A killed server may have left its file. No other server uses this folder.
         let path = data_dir.join(FILE);
         let _ = fs::remove_file(&path);
         let mut opened = Self { path, watch: None };
@@ -45,7 +45,7 @@ impl Opened {
     }
 
     fn open(&mut self, server: &Running, page: &str) -> io::Result<()> {
-        // A second link: the printed link works once, in any browser that the user chooses.
+        // This link differs from the printed link, which works once in a browser of the user's choice.
         let link = server.login_link(page)?;
         write(&self.path, &link)?;
         start(&self.path.canonicalize()?)?;
@@ -91,7 +91,7 @@ fn start(page: &Path) -> io::Result<()> {
     command.arg(page).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
     let mut browser =
         command.spawn().map_err(|error| io::Error::new(error.kind(), format!("{OPENER}: {error}")))?;
-    // The process may run as long as the browser. Nothing waits for this thread.
+    // The process may run as long as the browser. Nothing joins this thread.
     std::thread::Builder::new().name("browser".into()).spawn(move || match browser.wait() {
         Ok(status) if !status.success() => tracing::info!(%status, "{OPENER} opened no browser"),
         _ => {}

@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Manage the certificate authority (CA) of a server: make it, show it, issue and revoke certificates
+/// Manage the certificate authority (CA) of a server: create and show it, issue and revoke certificates
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -19,28 +19,28 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum Action {
-    /// Make the authority; `serve --tls-own-ca` makes it at its first start
+    /// Create the authority; `serve --tls-own-ca` creates it at its first start
     Init(AuthorityArgs),
     /// Print the authority's certificate, which browsers and clients have to trust
     Show(AuthorityArgs),
     /// Issue a certificate for another server or a proxy, or with --agent for an agent: NAME.crt and NAME.key
     Issue {
-        /// DNS names and addresses for which the certificate is valid, or the agent's name; the first gives the files their name
+        /// DNS names and addresses for which the certificate is valid, or the agent's name. The files are named after the first
         #[arg(required = true, value_name = "NAME")]
         names: Vec<String>,
         /// Issue a certificate that identifies an agent (`lockstep agent --cert-file --key-file`)
         #[arg(long)]
         agent: bool,
-        /// Write NAME.p12 instead: certificate and key in one file (PKCS#12) with a password; only for agents
+        /// Write NAME.p12 instead: certificate and key in one file (PKCS#12) with a password; for agents only
         #[arg(long, requires = "agent")]
         pkcs12: bool,
-        /// File whose first line is that password [default: ask at the terminal]
+        /// File whose first line is the password of NAME.p12 [default: ask at the terminal]
         #[arg(long, value_name = "FILE", requires = "pkcs12")]
         pkcs12_password_file: Option<PathBuf>,
         /// Days for which the certificate is valid
         #[arg(long, default_value_t = DAYS, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_DAYS)))]
         days: u32,
-        /// Folder for the two files
+        /// Folder for the files
         #[arg(long, short, value_name = "DIR", default_value = ".")]
         output: PathBuf,
         #[command(flatten)]
@@ -54,7 +54,7 @@ enum Action {
         #[command(flatten)]
         which: AuthorityArgs,
     },
-    /// Revoke the certificates of a name, or the one with a serial number; a running server refuses them within seconds
+    /// Revoke all certificates of a name, or the certificate with a serial number; a running server refuses them within seconds
     Revoke {
         /// Name or serial number, as `lockstep ca list` prints it
         #[arg(value_name = "NAME|SERIAL")]
@@ -74,7 +74,7 @@ struct AuthorityArgs {
 /// Runs the chosen command.
 ///
 /// # Errors
-/// Exit status 2: the authority exists already or does not exist, or a name is invalid.
+/// Exit status 2 if the authority exists already or does not exist, or a name is invalid.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     match args.action {
@@ -95,7 +95,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             let endings: &[&str] = if pkcs12 { &["p12"] } else { &["crt", "key"] };
             let paths: Vec<_> =
                 endings.iter().map(|ending| output.join(format!("{stem}.{ending}"))).collect();
-            // Checked before anything is issued: a certificate that cannot be written would be valid nevertheless.
+            // Checked before the certificate is issued: a certificate that cannot be written would be valid even so.
             if let Some(path) = paths.iter().find(|path| path.exists()) {
                 return Err(wrong(format!(
                     "{} is there already; move it away, or choose another --output",
@@ -136,7 +136,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-/// The password for a PKCS#12 file.
+/// Reads the password for a PKCS#12 file.
 fn password(file: Option<&Path>) -> anyhow::Result<String> {
     if let Some(path) = file {
         return password_of(path).map_err(wrong);
@@ -186,7 +186,7 @@ fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Explanation for people, on standard error; the certificate goes to standard output.
+/// Prints an explanation for people to standard error. Standard output has only the certificate.
 fn about(authority: &Authority) {
     let until = authority.facts().not_after.to_string();
     output::warn(format_args!(
@@ -200,6 +200,6 @@ fn about(authority: &Authority) {
 fn write(path: &Path, mode: u32, content: &[u8]) -> std::io::Result<()> {
     let mut file = File::options().write(true).create_new(true).mode(mode).open(path)?;
     file.write_all(content)?;
-    // Everybody can read the file, whatever the umask is.
+    // Sets the mode even if the umask is stricter.
     fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))
 }

@@ -1,4 +1,4 @@
-//! Which checkpoint of which job a command uses.
+//! Options that choose a job's checkpoint.
 
 use super::{
     api::{Api, list},
@@ -12,17 +12,17 @@ use lockstep_protocol::{
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// Which of a checkpoint's weights a command uses.
+/// The weights of a checkpoint that a command uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Weights {
     /// The weights from which training continues
     Model,
-    /// The moving average of the weights, for a job with train.ema_decay
+    /// The moving average of the weights, for jobs with train.ema_decay
     Ema,
 }
 
 impl Weights {
-    /// The checkpoint's file with these weights.
+    /// Returns the name of the checkpoint's file with these weights.
     pub(crate) fn file(self) -> &'static str {
         match self {
             Weights::Model => "model.safetensors",
@@ -34,10 +34,10 @@ impl Weights {
 /// The default of `--checkpoint`.
 const BEST: &str = "best";
 
-/// A job's checkpoint.
+/// Options that choose a checkpoint.
 #[derive(clap::Args)]
 pub(crate) struct CheckpointArgs {
-    /// The job's id, the start of its id, or its name; or a model's version (`models:/shoes@champion`, `models:/shoes/3`)
+    /// The job's id, the start of its id, or its name; or a version of a model (`models:/shoes@champion`, `models:/shoes/3`)
     job: String,
     /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = BEST)]
@@ -48,19 +48,20 @@ pub(crate) struct CheckpointArgs {
 }
 
 impl CheckpointArgs {
-    /// The job and the checkpoint, as the server has them.
+    /// Reads the job and the checkpoint from the server.
     ///
     /// # Errors
-    /// Exit status 2 when there is no such job or checkpoint.
+    /// Exit status 2 if the job or the checkpoint does not exist.
     pub(crate) async fn find(&self, api: &Api) -> anyhow::Result<(Job, Listed)> {
         find(api, &self.job, &self.checkpoint).await
     }
 }
 
-/// The job that `named` names and its checkpoint `wanted`, as in [`choose`]; or those of a model's version, which is a checkpoint already.
+/// Returns the job `named` and its checkpoint `wanted`, as in [`choose`]. If `named` is a version of a model, returns that version's job
+/// and checkpoint.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job, checkpoint or version.
+/// Exit status 2 if the job, checkpoint or version does not exist.
 pub(crate) async fn find(api: &Api, named: &str, wanted: &str) -> anyhow::Result<(Job, Listed)> {
     if !named.starts_with(SCHEME) {
         let job = api.find_job(named).await?;
@@ -88,7 +89,7 @@ pub(crate) struct Listed {
 }
 
 impl Listed {
-    /// Epoch and step, as every command prints them.
+    /// Formats epoch and step, in the form that all commands print.
     pub(crate) fn name(&self) -> String {
         format!("{}-{}", self.info.epoch, self.info.step)
     }
@@ -102,17 +103,17 @@ fn parse(name: &str) -> Option<(Option<u32>, u64)> {
     }
 }
 
-/// The checkpoint of `job` that `wanted` names: best, latest, a step, epoch and step in the printed form, or an id.
+/// Chooses the checkpoint of `job` that `wanted` names: best, latest, a step, epoch and step in the printed form, or an id.
 ///
 /// # Errors
-/// Exit status 2 when there is no such checkpoint.
+/// Exit status 2 if the checkpoint does not exist.
 pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result<Listed> {
     let all = api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await?;
     let all: Vec<Listed> = list(&Value::Array(all), "checkpoints")?;
     let newest = || all.iter().max_by_key(|c| c.info.step);
     let found = match wanted {
         "latest" => newest(),
-        // A job without validation has no best checkpoint: take the newest.
+        // A job without validation has no best checkpoint: use the newest.
         "best" => all.iter().filter(|c| c.info.best).max_by_key(|c| c.info.step).or_else(newest),
         id if all.iter().any(|c| c.id == id) => all.iter().find(|c| c.id == id),
         name => {

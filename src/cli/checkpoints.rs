@@ -16,7 +16,7 @@ pub(crate) struct Args {
 /// Prints the checkpoints.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job.
+/// Exit status 2 if the job does not exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let all = block_on(async {

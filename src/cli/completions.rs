@@ -26,7 +26,7 @@ enum ShellName {
 /// Prints the completions.
 ///
 /// # Errors
-/// When standard output is closed or full.
+/// Standard output is closed or full.
 pub(crate) fn run(args: &Args, mut program: Command) -> anyhow::Result<()> {
     let shell = match args.shell {
         ShellName::Bash => Shell::Bash,

@@ -1,4 +1,4 @@
-//! Asks for confirmation before something is lost. Without a terminal, the command line has to contain `--yes`.
+//! Asks for confirmation before something is lost. Without a terminal, the command needs `--yes`.
 
 use super::{output, wrong};
 use std::{
@@ -9,7 +9,7 @@ use std::{
 /// Continues if `yes` is given or a person answers `question` with yes.
 ///
 /// # Errors
-/// Exit status 2: the answer is not yes (`kept` names what stays unchanged), or there is no terminal; then the error names `--yes`.
+/// Exit status 2: the answer is not yes (the message says that `kept` stays unchanged), or there is no terminal (the message names `--yes`).
 pub(crate) fn confirmed(yes: bool, question: impl Display, kept: impl Display) -> anyhow::Result<()> {
     if yes {
         return Ok(());
@@ -23,7 +23,7 @@ pub(crate) fn confirmed(yes: bool, question: impl Display, kept: impl Display) -
     if says_yes(&mut io::stdin().lock())? { Ok(()) } else { Err(wrong(format!("{kept} stays as it is"))) }
 }
 
-/// Whether a person says yes; an empty or missing answer counts as no.
+/// Reads whether a person answers yes. An empty or missing answer counts as no.
 fn says_yes(answers: &mut impl BufRead) -> io::Result<bool> {
     let mut answer = String::new();
     answers.read_line(&mut answer)?;

@@ -1,4 +1,4 @@
-//! `lockstep migrate`, `backup` and `restore`: operations on a database without its server.
+//! `lockstep migrate`, `backup` and `restore`: operations on a database that need no running server.
 
 use super::{block_on, file, output, wrong};
 use lockstep_protocol::numbers::plural;
@@ -15,7 +15,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Which database.
+/// Options that name the database.
 #[derive(clap::Args)]
 pub(crate) struct DatabaseArgs {
     /// The server's data directory
@@ -46,8 +46,8 @@ pub(crate) struct MigrateArgs {
 
 /// Back up a database into one file; the server may be running
 ///
-/// Checkpoints are not included: they are folders below the data directory's `jobs` that never change once written.
-/// Copy them with any tool, at any time.
+/// Checkpoints are not included. They are folders below the data directory's `jobs` that never change once written: copy them with any
+/// tool, at any time.
 #[derive(clap::Args)]
 pub(crate) struct BackupArgs {
     /// File for the backup
@@ -60,10 +60,10 @@ pub(crate) struct BackupArgs {
     which: DatabaseArgs,
 }
 
-/// Restore a backup into a new, empty database, SQLite or Postgres
+/// Restore a backup into a new, empty database (SQLite or Postgres)
 #[derive(clap::Args)]
 pub(crate) struct RestoreArgs {
-    /// A file that `lockstep backup` wrote
+    /// File that `lockstep backup` wrote
     file: PathBuf,
     #[command(flatten)]
     which: DatabaseArgs,
@@ -72,7 +72,7 @@ pub(crate) struct RestoreArgs {
 /// Opens the database, which applies migrations, and closes it.
 ///
 /// # Errors
-/// Exit status 2 when the database cannot be opened or a server uses it.
+/// Exit status 2 if the database cannot be opened or a server uses it.
 pub(crate) fn migrate(args: MigrateArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
@@ -89,7 +89,7 @@ pub(crate) fn migrate(args: MigrateArgs) -> anyhow::Result<()> {
 /// Writes a backup.
 ///
 /// # Errors
-/// Exit status 2 when there is no such database, 1 when the database cannot be read or the file cannot be written.
+/// Exit status 2 if the database does not exist, 1 if it cannot be read or the file cannot be written.
 pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
@@ -116,7 +116,7 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
 /// Reads a backup into an empty database.
 ///
 /// # Errors
-/// Exit status 2 when the file is no backup or the database is not empty, 1 when writing fails; nothing is changed then.
+/// Exit status 2 if the file is not a backup or the database is not empty, 1 if a write fails. An error changes nothing.
 pub(crate) fn bring_back(args: RestoreArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
@@ -125,7 +125,7 @@ pub(crate) fn bring_back(args: RestoreArgs) -> anyhow::Result<()> {
     report("restored", &location, &args.file, &done, args.which.json)
 }
 
-/// Whether a path is the file of an SQLite database, or one of the files that SQLite keeps next to it, under any name.
+/// Whether a path is the file of an SQLite database, or one of the files that SQLite keeps next to the database, under any name.
 fn is_of(database: &Path, path: &Path) -> bool {
     ["", "-wal", "-shm", "-journal", ".lock"].iter().any(|suffix| {
         let mut part = database.as_os_str().to_owned();

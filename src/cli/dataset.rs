@@ -1,4 +1,4 @@
-//! `lockstep dataset`: registers, fetches, lists and prepares datasets.
+//! `lockstep dataset`: downloads, prepares, registers and lists datasets.
 
 pub(super) mod download;
 pub(super) mod get;
@@ -24,10 +24,10 @@ use std::{
     time::Duration,
 };
 
-/// How often the progress of an inspection on this machine is shown.
+/// Interval between two updates of the progress of an inspection on this machine.
 const SHOW_EVERY: Duration = Duration::from_millis(200);
 
-/// Register, fetch, prepare, list, inspect and remove datasets
+/// Download, prepare, register, list, inspect and remove datasets
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -43,14 +43,14 @@ enum Action {
         /// A folder: CIFAR binary files, IDX files, train/<class>/* or <class>/* with pictures, WebDataset shards (*.tar)
         /// or Parquet files; or a pattern of such files ('/data/train-{000..127}.tar')
         path: PathBuf,
-        /// First write a copy that is faster to train from, as `dataset prepare` does, and register the copy. Larger
-        /// pictures are resized to a short side of this many pixels
+        /// First write a copy that is faster to train from, like `dataset prepare`, and register the copy. Larger pictures are resized to a
+        /// short side of this many pixels
         #[arg(long, value_name = "SIDE", value_parser = prepare::side())]
         prepare: Option<u32>,
-        /// Folder for the copy [default: PATH-SIDE, next to the folder PATH]
+        /// Folder for the copy [default: PATH-SIDE, next to PATH]
         #[arg(long, value_name = "DIR", requires = "prepare")]
         to: Option<PathBuf>,
-        /// Only you and admins see the dataset
+        /// Show the dataset only to you and to admins
         #[arg(long)]
         private: bool,
         #[command(flatten)]
@@ -58,7 +58,7 @@ enum Action {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Download a public dataset, check it and register it
+    /// Download, check and register a public dataset
     Get(get::Args),
     /// Write a copy that is faster to train from: shards of small pictures (no server needed; register the copy with `dataset add`)
     Prepare(prepare::Args),
@@ -67,7 +67,7 @@ enum Action {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Show what a dataset contains, by its registered name or its path on this machine (no server needed for a path)
+    /// Show what a dataset contains: a registered dataset, or a path on this machine (a path needs no server)
     Inspect {
         /// A registered name, or a path
         #[arg(value_name = "NAME-or-PATH")]
@@ -75,7 +75,7 @@ enum Action {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Remove a dataset's registration; the files stay, except those that were uploaded
+    /// Remove a dataset's registration; the files stay, unless they were uploaded
     Remove {
         /// Name of the dataset
         name: String,
@@ -90,7 +90,7 @@ enum Action {
 /// Runs the action.
 ///
 /// # Errors
-/// Exit status 2 when the files are no dataset, no dataset has the name, or jobs need the dataset.
+/// Exit status 2 if the files are not a dataset, no dataset has the name, or jobs need the dataset.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
         Action::Add { name, path, prepare, to, pictures, server, private } => {
@@ -131,7 +131,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-/// Writes the copy that is registered as `name`, and returns its path.
+/// Writes the copy that is to be registered as `name`, and returns its path.
 fn prepared(
     api: &Api,
     name: &str,
@@ -140,7 +140,7 @@ fn prepared(
     to: Option<PathBuf>,
     quiet: bool,
 ) -> anyhow::Result<PathBuf> {
-    // A copy takes hours, so an error of the registration is reported before it.
+    // Writing a copy takes hours, so this error is reported first.
     if let Some(taken) = block_on(find(api, name))? {
         return Err(wrong(format!(
             "a dataset is already called {name} ({}); choose another name, or remove that dataset first",
@@ -160,7 +160,7 @@ fn prepared(
     Ok(lockstep_data::canonical(&to)?)
 }
 
-/// The dataset with this registered name.
+/// Returns the dataset that is registered under this name.
 async fn find(api: &Api, name: &str) -> anyhow::Result<Option<Dataset>> {
     let all = api.all("/datasets", "datasets", &[], None).await?;
     Ok(list::<Dataset>(&Value::Array(all), "datasets")?.into_iter().find(|d| d.name == name))
@@ -173,7 +173,7 @@ fn unknown(name: &str) -> anyhow::Error {
 fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
     let api = server.api()?;
     block_on(async {
-        // Registered names have no characters with a meaning in URLs.
+        // Registered names have no characters with a special meaning in URLs.
         let dataset = find(&api, name).await?.ok_or_else(|| unknown(name))?;
         let kept = match dataset.is_uploaded() {
             true => "its uploaded files are removed, too".to_owned(),
@@ -192,10 +192,10 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
     })
 }
 
-/// Registers `path` as `name`, unless it is already registered so.
+/// Registers `path` as `name`, unless this registration exists already.
 ///
 /// # Errors
-/// Exit status 2 when another dataset has the name.
+/// Exit status 2 if another dataset has the name.
 pub(super) async fn register_as(
     api: &Api,
     name: &str,
@@ -213,13 +213,13 @@ pub(super) async fn register_as(
     }
 }
 
-/// The registered dataset with this path.
+/// Returns the registered dataset with this path.
 pub(super) async fn at(api: &Api, path: &Path) -> anyhow::Result<Option<Dataset>> {
     let answer: Value = api.get("/datasets").await?;
     Ok(list::<Dataset>(&answer, "datasets")?.into_iter().find(|d| Path::new(&d.path) == path))
 }
 
-/// Polls until the server has inspected the files, which takes minutes for many files.
+/// Registers a dataset, and polls until the server has inspected the files, which takes minutes if there are many.
 async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
     let bar = inspection_bar();
     loop {
@@ -234,7 +234,7 @@ async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
     }
 }
 
-/// A progress bar, hidden if standard error is not a terminal.
+/// Returns a progress bar, which is hidden if standard error is not a terminal.
 fn inspection_bar() -> ProgressBar {
     let style = ProgressStyle::with_template("inspecting {pos} of {len} [{bar:30}] {eta} left");
     ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
@@ -247,16 +247,16 @@ fn show(bar: &ProgressBar, inspected: Option<(u64, u64)>) {
     }
 }
 
-/// Inspects files on this machine and shows the progress.
+/// Inspects files on this machine, with a progress bar.
 pub(super) fn inspect_files(path: &Path) -> anyhow::Result<DatasetInfo> {
-    // The index is looked up by the canonical path.
+    // The index is stored under the canonical path.
     let path = lockstep_data::canonical(path).unwrap_or_else(|_| path.to_owned());
     let bar = inspection_bar();
     let (done, is_done) = mpsc::channel::<()>();
     thread::scope(|scope| {
         let (bar, path) = (&bar, &path);
         scope.spawn(move || {
-            // Ends when the sender is dropped.
+            // The loop ends when the sender is dropped.
             while is_done.recv_timeout(SHOW_EVERY) == Err(RecvTimeoutError::Timeout) {
                 let progress = lockstep_data::index_progress(path);
                 show(bar, progress.map(|progress| (progress.done, progress.total)));
@@ -269,7 +269,7 @@ pub(super) fn inspect_files(path: &Path) -> anyhow::Result<DatasetInfo> {
     })
 }
 
-/// Whether the argument is a path or a pattern of shards. Names of datasets have no braces.
+/// Whether an argument is a path or a pattern of shards. Names of datasets have no braces.
 fn is_path(name: &str) -> bool {
     name.contains(std::path::is_separator) || lockstep_data::canonical(Path::new(name)).is_ok()
 }

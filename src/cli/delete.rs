@@ -1,7 +1,7 @@
 //! `lockstep delete`: deletes a job and everything that belongs to it.
 //!
-//! The command asks for confirmation, because a deleted checkpoint is lost; without a terminal it needs `--yes`.
-//! `cancel` does not ask: `retry` continues a cancelled job.
+//! The command asks for confirmation, because a deleted checkpoint cannot be restored. Without a terminal it needs `--yes`. `cancel` does
+//! not ask, because `retry` continues a cancelled job.
 
 use super::{api::ServerArgs, block_on, confirm::confirmed, output};
 use reqwest::Method;
@@ -18,10 +18,10 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// Asks for confirmation, then sends the request.
+/// Asks for confirmation, then deletes the job.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job, it still runs, or the deletion is not confirmed.
+/// Exit status 2 if the job does not exist or still runs, or if the deletion is not confirmed.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {

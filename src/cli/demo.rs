@@ -33,7 +33,7 @@ pub(crate) struct Args {
     /// Address and port to listen on; port 0 chooses a free port
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:0")]
     listen: String,
-    /// Listen although other machines can reach the address, without TLS. Others on the network can then read tokens and weights
+    /// Listen without TLS even if other machines can reach the address. Others on the network can then read tokens and weights
     #[arg(long)]
     insecure_http: bool,
     /// Exit when the job ends, with status 0 if it succeeded
@@ -47,7 +47,7 @@ pub(crate) struct Args {
     data_dir: Option<PathBuf>,
 }
 
-/// Serves, submits the job and shows the job's progress.
+/// Starts the server, submits the job and shows the job's progress.
 ///
 /// # Errors
 /// The job did not succeed, or the server could not start.
@@ -74,7 +74,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     result
 }
 
-/// Everything after the server is up. The result is how the demo ends.
+/// Runs the demo on a running server. Returns the demo's result.
 async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
     let api = Api::at(&server.url(), None, Some(server.token()?))?;
     let dataset = unpack(data_dir)?;
@@ -84,7 +84,7 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
     register(&api, &dataset, data_dir).await?;
     let job: Job = api.post("/jobs", &specification(args.ranks)).await?;
     let page = format!("/jobs/{}", job.id);
-    // The link signs one browser in, once; `lockstep login-link` prints another.
+    // The link signs in one browser, once. `lockstep login-link` prints another link.
     output::line(format_args!("dashboard: {}", server.login_link(&page)?))?;
     let _opened = Opened::of(server.running(), &page, data_dir, !args.no_open);
     output::line(format_args!(
@@ -108,7 +108,7 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
     }
 }
 
-/// Serves from the given data directory, or from the first demo folder in the working directory that no other demo uses.
+/// Starts a server in the given data directory, or in the first demo folder in the working directory that no other demo uses.
 async fn start(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
     let listen = resolve(&args.listen)?;
     let candidates: Vec<PathBuf> = match &args.data_dir {
@@ -131,7 +131,7 @@ async fn start(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
     Err(wrong("every demo folder is in use; name another with --data-dir"))
 }
 
-/// Writes the bundled pictures to a place where the agent finds them; correct files are not written again.
+/// Writes the bundled pictures to a folder that the agent can read. Correct files are not written again.
 fn unpack(data_dir: &Path) -> anyhow::Result<PathBuf> {
     let dir = data_dir.join("datasets").join(DATASET);
     fs::create_dir_all(&dir).with_context(|| dir.display().to_string())?;
@@ -145,7 +145,7 @@ fn unpack(data_dir: &Path) -> anyhow::Result<PathBuf> {
     Ok(dir.canonicalize()?)
 }
 
-/// Cancels jobs of an earlier, interrupted demo in this folder: they would take the slots of this demo's job.
+/// Cancels jobs of an earlier, interrupted demo in this folder: they would occupy the slots of this demo's job.
 async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
     for job in api.jobs().await? {
         if !job.state.is_final() {
@@ -155,7 +155,7 @@ async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Registers the pictures once the agent, which inspects them, has joined.
+/// Registers the pictures after the agent has joined, because the agent inspects them.
 async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     loop {
@@ -169,7 +169,7 @@ async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()>
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    // An earlier demo in the same folder may have registered them.
+    // An earlier demo in the same folder may have registered the pictures.
     let known: Value = api.get("/datasets").await?;
     if super::api::list::<Value>(&known, "datasets")?.iter().any(|d| d["name"] == DATASET) {
         return Ok(());
@@ -178,7 +178,7 @@ async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()>
     Ok(())
 }
 
-/// A CIFAR-family ResNet that passes 85 % within a minute on two cores.
+/// Returns the specification: a ResNet for CIFAR that passes 85 % accuracy within a minute on two cores.
 fn specification(ranks: u32) -> Value {
     json!({
         "name": "demo",
@@ -186,7 +186,7 @@ fn specification(ranks: u32) -> Value {
         "data": { "dataset": DATASET, "validation": "test", "crop_padding": 2, "horizontal_flip": true },
         "train": {
             "epochs": 6,
-            // As close to 64 as the ranks can share equally.
+            // The largest multiple of `ranks` up to 64, or `ranks` itself.
             "global_batch_size": ranks * (64 / ranks).max(1),
             "optimizer": "nesterov",
             "lr": 0.1,

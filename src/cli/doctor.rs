@@ -1,4 +1,4 @@
-//! `lockstep doctor`: examines this machine, and runs a real all-gather over rank processes.
+//! `lockstep doctor`: checks this machine, and runs an all-gather over rank processes.
 
 mod assessment;
 mod examined;
@@ -22,33 +22,32 @@ use std::{path::PathBuf, time::Duration};
 /// Check this machine: GPUs, libraries, memory, disk, and communication between ranks
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Number of ranks in the all-gather, one process each: on GPUs if there are enough [default: all GPUs, or 2 on the
-    /// CPU]
+    /// Number of ranks in the all-gather, one process each; on GPUs if there are enough [default: one per GPU, or 2 on the CPU]
     #[arg(long, value_name = "N")]
     ranks: Option<u32>,
-    /// The data directory whose disk is checked
+    /// Data directory whose disk is checked
     #[arg(long, value_name = "DIR", default_value = ".")]
     data_dir: PathBuf,
-    /// A certificate to check (may be repeated): of `serve --tls-cert`, `serve --agent-ca` or `agent --cert-file`. The
-    /// certificate of `--tls-own-ca` is found in the data directory
+    /// Certificate to check (may be repeated), as in `serve --tls-cert`, `serve --agent-ca` or `agent --cert-file`. The certificate of
+    /// `--tls-own-ca` is found in the data directory
     #[arg(long, value_name = "FILE")]
     tls_cert: Vec<PathBuf>,
-    /// Print only the environment variables of GPU ranks, for a shell to evaluate
+    /// Print only the environment variables for GPU ranks, which a shell can evaluate
     #[arg(long)]
     environment: bool,
     /// Only read information: open nothing on GPUs, which jobs may be using, and start no ranks
     #[arg(long, conflicts_with = "ranks")]
     quick: bool,
-    /// Instead, examine several machines and the network between them over SSH: node1,node2,node3. Each needs lockstep
+    /// Check several machines and the network between them over SSH instead: node1,node2,node3. Each machine needs lockstep
     #[arg(long, value_name = "HOST,...", conflicts_with_all = ["ranks", "tls_cert", "environment", "quick"])]
     hosts: Option<String>,
-    /// The same for the machines in a hostfile, in the format of `lockstep launch`
+    /// Like --hosts, for the machines in a hostfile in the format of `lockstep launch`
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hosts", "ranks", "tls_cert", "environment", "quick"])]
     hostfile: Option<PathBuf>,
     /// The lockstep program on these machines: a path, or a name on the PATH there
     #[arg(long, value_name = "PATH", default_value = "lockstep")]
     program: String,
-    /// What --hosts starts on each machine
+    /// Started by --hosts on each machine
     #[arg(long, hide = true, exclusive = true)]
     peer: bool,
     /// Print JSON
@@ -59,7 +58,7 @@ pub(crate) struct Args {
     options: Vec<String>,
 }
 
-/// Time limit of the all-gather: NCCL's first start on a large machine takes a while.
+/// Time limit of the all-gather: NCCL's first start on a large machine may take a minute or more.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 #[derive(Serialize)]
@@ -68,10 +67,10 @@ struct Report {
     all_gather: Option<Gathered>,
 }
 
-/// Examines the machine, runs the all-gather, and prints findings with advice.
+/// Checks the machine, runs the all-gather, and prints findings with advice.
 ///
 /// # Errors
-/// Exit status 1 when a finding would keep jobs from training.
+/// Exit status 1 if a finding would prevent training.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     if let Some(member) = Member::of_this_process().map_err(wrong)? {
@@ -153,7 +152,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-/// Starts ranks that run the all-gather; adds to the findings if they fail.
+/// Starts ranks that run the all-gather. Adds findings if they fail.
 fn meet(args: &Args, findings: &mut Vec<Finding>) -> Option<Gathered> {
     // The findings already say why ranks cannot use GPUs.
     let mut gpus = devices::usable(None).map(|usable| usable.gpus).unwrap_or_default();
@@ -185,7 +184,7 @@ fn meet(args: &Args, findings: &mut Vec<Finding>) -> Option<Gathered> {
     }
 }
 
-/// Checks the certificates of the server's TLS.
+/// Checks the certificates in the data directory and in `--tls-cert`.
 fn certificates(args: &Args) -> Vec<Finding> {
     let own = ca::folder(&args.data_dir);
     let files = [own.join("ca.crt"), own.join("server.pem")].into_iter().filter(|path| path.exists());
@@ -212,7 +211,7 @@ fn certificates(args: &Args) -> Vec<Finding> {
     files.chain(args.tls_cert.clone()).map(finding).collect()
 }
 
-/// Starts the ranks and returns what rank 0 found.
+/// Starts the ranks and returns rank 0's result.
 fn all_gather(world_size: u32, gpus: &[Gpu]) -> Result<Gathered, String> {
     let members = local_group::members(world_size, gpus).map_err(|e| e.to_string())?;
     let printed = local_group::run(&["doctor".into()], &members, PATIENCE)?;

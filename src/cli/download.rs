@@ -1,4 +1,4 @@
-//! `lockstep download`: a checkpoint's weights.
+//! `lockstep download`: downloads a checkpoint's weights.
 
 use super::{
     api::ServerArgs,
@@ -20,10 +20,10 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// Downloads, compares the checksum, and only then gives the file its name.
+/// Downloads the weights, compares the checksum, and only then gives the file its name.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job or checkpoint, 1 when the download is damaged.
+/// Exit status 2 if the job or the checkpoint does not exist, 1 if the download is damaged.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     file::check_output(&args.output)?;
     let api = args.server.api()?;
@@ -32,7 +32,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let files = weight_files::files(&api, &chosen, args.which.weights).await?;
         let (size_bytes, sha256) = match &files[..] {
             [file] => (weight_files::fetch(&api, &chosen, file, &args.output).await?, file.sha256.clone()),
-            // The parts of a sharded checkpoint become one file.
+            // The parts of a sharded checkpoint are joined in one file.
             parts => {
                 let folder = weight_files::fetch_beside(&args.output, &api, &chosen, parts).await?;
                 let joined = weight_files::join(folder.path(), args.which.weights, &args.output)?;
@@ -48,7 +48,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let accuracy = chosen
             .info
             .accuracy_in_words()
-            // The accuracy was measured with the model's own weights.
+            // The accuracy was measured with the model's weights, not with the averaged weights.
             .filter(|_| args.which.weights == Weights::Model)
             .map(|accuracy| format!(", validation accuracy {accuracy}"))
             .unwrap_or_default();

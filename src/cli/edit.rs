@@ -15,23 +15,23 @@ use serde::Serialize;
 pub(crate) struct Args {
     /// The job's id, the start of its id, or its name
     job: String,
-    /// Priority from -1000 to 1000: waiting jobs with a higher one start first. No effect while the job runs
+    /// Priority from -1000 to 1000: waiting jobs with a higher priority start first. No effect while the job runs
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     priority: Option<i32>,
     /// The project to which the job belongs
     #[arg(long)]
     project: Option<String>,
-    /// Notes in place of the job's notes
+    /// Notes that replace the job's notes
     #[arg(long)]
     notes: Option<String>,
-    /// A tag (may be repeated); together they replace the job's tags
+    /// Tag (may be repeated); these tags replace the job's tags
     #[arg(long = "tag", value_name = "TAG")]
     tags: Option<Vec<String>>,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// The request: what is absent stays.
+/// The body of the request. Absent fields stay unchanged.
 #[derive(Serialize)]
 struct Change {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -44,10 +44,10 @@ struct Change {
     tags: Option<Vec<String>>,
 }
 
-/// Sends the request and prints what the job has now.
+/// Sends the change and prints the job's new properties.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job, or a value is invalid.
+/// Exit status 2 if the job does not exist or a value is invalid.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let change =

@@ -16,9 +16,9 @@ use serde::Serialize;
 use serde_json::Value;
 use std::time::Duration;
 
-/// The server itself waits before it answers. This pause limits the requests if it answers sooner.
+/// Pause between two requests. The server itself waits before it responds, so this matters only if it responds sooner.
 const PAUSE: Duration = Duration::from_millis(500);
-/// Number of pairs of classes to print: the most frequent confusions.
+/// Number of pairs of classes that are printed: the most frequent confusions.
 const PAIRS: usize = 5;
 
 /// Evaluate a job's checkpoint on validation pictures: accuracy, loss and each class
@@ -26,11 +26,10 @@ const PAIRS: usize = 5;
 pub(crate) struct Args {
     #[command(flatten)]
     which: CheckpointArgs,
-    /// Another registered dataset, with the same classes unless --knn is given [default: the job's own]
+    /// Another registered dataset, which must have the same classes unless --knn is given [default: the job's own]
     #[arg(long, value_name = "NAME")]
     dataset: Option<String>,
-    /// Evaluate embeddings by this many nearest training pictures (20 is usual) in place of the classes' scores; the dataset may have
-    /// other classes
+    /// Classify by this many nearest training embeddings (usually 20) instead of by the network's scores; the dataset may have other classes
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_NEIGHBOURS)))]
     knn: Option<u32>,
     #[command(flatten)]
@@ -48,10 +47,10 @@ struct Evaluated {
     found: Value,
 }
 
-/// Asks until the server has the result. The first time, an agent computes it on CPU cores.
+/// Polls until the server has the result. For a new evaluation, an agent computes it on CPU cores.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job, checkpoint or dataset, or the dataset does not fit the checkpoint.
+/// Exit status 2 if the job, checkpoint or dataset does not exist, or the dataset does not fit the checkpoint.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
@@ -78,7 +77,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Waits, and shows on a terminal what for.
+/// Polls the server for the result. On a terminal, also shows what the server is waiting for.
 async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
     let bar = ProgressBar::new_spinner();
     bar.set_style(
@@ -140,7 +139,7 @@ fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The numbers of pictures of one class that were taken for another class, the largest first.
+/// Returns how many pictures of one class were classified as another class, the largest number first.
 fn confused(found: &ModelEvaluation) -> Vec<(u64, usize, usize)> {
     let row = |(of, row): (usize, &Vec<u64>)| {
         row.iter().enumerate().map(move |(taken_for, count)| (*count, of, taken_for)).collect::<Vec<_>>()

@@ -146,14 +146,14 @@ pub(super) struct Hparam {
 }
 
 impl Event {
-    /// The start of a run with these settings.
+    /// Returns the event that starts a run with these settings.
     pub(super) fn start(wall_time: f64, hparams: BTreeMap<String, Hparam>) -> Self {
         let start = SessionStart { hparams, start_time_secs: wall_time };
         let data = HparamsData { session_start_info: Some(start), session_end_info: None };
         Self::of_hparams(wall_time, "_hparams_/session_start_info", &data)
     }
 
-    /// The end of a run.
+    /// Returns the event that ends a run.
     pub(super) fn end(wall_time: f64, succeeded: bool) -> Self {
         let end = SessionEnd { status: if succeeded { 1 } else { 2 }, end_time_secs: wall_time };
         let data = HparamsData { session_start_info: None, session_end_info: Some(end) };
@@ -170,7 +170,7 @@ impl Event {
     /// Appends the event as a record: length, its checksum, message, its checksum.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// Writing to `out` fails.
     pub(super) fn write(&self, out: &mut impl Write) -> io::Result<()> {
         let data = self.encode_to_vec();
         let length = (data.len() as u64).to_le_bytes();

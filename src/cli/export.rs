@@ -10,15 +10,15 @@ use std::path::PathBuf;
 
 /// Write files for other programs: ONNX, TensorBoard, Parquet, or a checkpoint's weights as one file (safetensors)
 ///
-/// Without a format, the command joins the weights of a checkpoint's folder, sharded or not, in one file with torchvision's names. This
-/// needs no server.
+/// Without a format, the command joins the weights in a checkpoint's folder, sharded or not, in one file with torchvision's names. No
+/// server is needed.
 #[derive(clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct Args {
     /// The checkpoint's folder, such as lockstep-run/checkpoints/2-54
     #[arg(value_name = "FOLDER", required = true)]
     checkpoint: Option<PathBuf>,
-    /// Which of the checkpoint's weights to use
+    /// The weights of the checkpoint to use
     #[arg(long, value_enum, default_value_t = Weights::Model)]
     weights: Weights,
     /// File for the weights
@@ -38,7 +38,7 @@ enum Format {
 /// Writes files for other programs.
 ///
 /// # Errors
-/// Exit status 2 when there is no such checkpoint or job, or the checkpoint is damaged.
+/// Exit status 2 if the checkpoint or the job does not exist, or the checkpoint is damaged.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     match args {
         Args { format: Some(Format::Onnx(args)), .. } => onnx::run(args),

@@ -1,5 +1,5 @@
-//! Files named on the command line. Opening a named pipe blocks until somebody writes into it, and a device may never
-//! end. So only regular files are read, and pipes that the caller's shell has connected to this process.
+//! Files named on the command line. Opening a named pipe blocks until another process writes into it, and a device may never end. So only
+//! regular files are read, and pipes that the caller's shell has connected to this process.
 
 use super::wrong;
 use anyhow::Context;
@@ -11,14 +11,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Paths of files that this process was started with: `lockstep submit <(make-job)`, `... | lockstep submit /dev/stdin`.
+/// Prefixes of paths of files that this process inherited: `lockstep submit <(make-job)`, `... | lockstep submit /dev/stdin`.
 const OWN: [&str; 3] = ["/dev/stdin", "/dev/fd/", "/proc/self/fd/"];
 
-/// Reads all of a file, or of a pipe that the shell has connected.
+/// Reads a whole file, or a whole pipe that the shell has connected.
 ///
 /// # Errors
-/// What is wrong, to be appended to the file's name: it is not a regular file, it has more than `most` bytes (then the
-/// text is `larger`), or it cannot be read.
+/// The file is not a regular file, has more than `most` bytes (then the error is `larger`), or cannot be read. The error continues a
+/// sentence that starts with the file's name.
 pub(crate) fn read(path: &Path, most: u64, larger: &str) -> Result<Vec<u8>, String> {
     let own = OWN.iter().any(|own| path.to_string_lossy().starts_with(own));
     let is_pipe = || fs::metadata(path).is_ok_and(|found| found.file_type().is_fifo());
@@ -36,8 +36,7 @@ pub(crate) fn read(path: &Path, most: u64, larger: &str) -> Result<Vec<u8>, Stri
     if bytes.len() as u64 > most { Err(larger.to_owned()) } else { Ok(bytes) }
 }
 
-/// Checks that a file may be written as `path`. The file is written next to `path` and renamed, which would replace a
-/// device or a pipe.
+/// Checks that a file may be written as `path`. Commands write next to `path` and rename, which would replace a device or a pipe.
 ///
 /// # Errors
 /// Exit status 2: `path` exists and is not a regular file.
@@ -51,10 +50,10 @@ pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Calls `write` with a path next to `place` and renames the file, so a failed write leaves nothing under that name.
+/// Calls `write` with a path next to `place`, then renames the file to `place`. A failed write leaves no file named `place`.
 ///
 /// # Errors
-/// Those of `write`; the file cannot be renamed.
+/// `write` fails, or the file cannot be renamed.
 pub(crate) fn replace<T>(place: &Path, write: impl FnOnce(&Path) -> anyhow::Result<T>) -> anyhow::Result<T> {
     let partial = partial(place);
     // An earlier run may have left its partial file.
@@ -69,7 +68,7 @@ pub(crate) fn replace<T>(place: &Path, write: impl FnOnce(&Path) -> anyhow::Resu
     written
 }
 
-/// The path of the unfinished file that becomes `place`.
+/// Returns the path of the unfinished file that becomes `place`.
 pub(crate) fn partial(place: &Path) -> PathBuf {
     let mut partial = place.as_os_str().to_owned();
     partial.push(".part");

@@ -29,7 +29,7 @@ pub(crate) struct Args {
 /// Sends the request and prints the new job.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job or checkpoint, or the changed settings have mistakes.
+/// Exit status 2 if the job or the checkpoint does not exist, or the changed settings have mistakes.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut set = Value::Object(serde_json::Map::new());
     for one in &args.sets {

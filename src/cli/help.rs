@@ -1,4 +1,4 @@
-//! `lockstep help`: the usage of a command, and the keys of a job file.
+//! `lockstep help`: prints the usage of a command, or the keys of a job file.
 
 use super::{mistyped, output, reference::job_file, wrong};
 use clap::{Command, error::ErrorKind};
@@ -16,7 +16,7 @@ pub(crate) struct Args {
 /// Prints the requested help.
 ///
 /// # Errors
-/// Exit status 2: there is no such command, section or key.
+/// Exit status 2 if the command, section or key does not exist.
 pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
     match &args.topic[..] {
         [job] if job == "job" => output::line(job_file::text(None).map_err(wrong)?.trim_end()),
@@ -34,7 +34,7 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
                     None => return Err(wrong(unknown(name, &known))),
                 };
             }
-            // The output of `COMMAND --help`: clap chooses the short or the long text.
+            // Prints the output of `COMMAND --help`: clap chooses the short or the long text.
             let asked = ["lockstep"].into_iter().chain(names.iter().map(String::as_str)).chain(["--help"]);
             match program.try_get_matches_from(asked) {
                 Err(help) if help.kind() == ErrorKind::DisplayHelp => {

@@ -1,4 +1,4 @@
-//! Every point of a job's metrics.
+//! Reads every point of a job's metrics.
 
 use super::api::Api;
 use anyhow::Context;
@@ -12,14 +12,14 @@ use std::{borrow::Cow, collections::BTreeMap};
 pub(super) struct Point {
     pub(super) attempt: u32,
     pub(super) step: u64,
-    /// NaN stands for all values that are not finite.
+    /// NaN if the recorded value was not finite.
     pub(super) value: f32,
 }
 
-/// The points of a rank, in the order of attempts and steps, by the names of metrics.
+/// Returns all points of a rank by the name of the metric, in the order of attempts and steps.
 ///
 /// # Errors
-/// As [`Api::get`], or the connection broke.
+/// See [`Api::get`]. Also if the connection breaks.
 pub(super) async fn of_rank(
     api: &Api,
     job: &JobId,
@@ -48,7 +48,7 @@ pub(super) async fn of_rank(
 
 const HEADER: &str = "attempt,rank,name,step,value";
 
-/// A name may have quotation marks, as in RFC 4180.
+/// Parses a line of CSV. A name may be quoted as in RFC 4180.
 fn parse(line: &str) -> Option<(Cow<'_, str>, Point)> {
     let (attempt, rest) = line.split_once(',')?;
     let (_rank, rest) = rest.split_once(',')?;
@@ -60,8 +60,7 @@ fn parse(line: &str) -> Option<(Cow<'_, str>, Point)> {
     Some((quoted.map_or(Cow::Borrowed(name), |name| Cow::Owned(name.replace("\"\"", "\""))), point))
 }
 
-/// One point a step: points that a later attempt has computed again are left out. `points` are in the order of attempts and
-/// steps.
+/// Keeps one point per step: leaves out points that a later attempt computed again. `points` must be in the order of attempts and steps.
 pub(super) fn without_repeated(points: &[Point]) -> Vec<Point> {
     let mut kept: Vec<Point> = Vec::with_capacity(points.len());
     for point in points {

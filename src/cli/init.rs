@@ -1,4 +1,4 @@
-//! `lockstep init`: writes a job file for a folder of pictures, with comments that give reasons for the chosen values.
+//! `lockstep init`: writes a job file for a folder of pictures, with comments that explain the chosen values.
 
 use super::{api::mistake, dataset, output, wrong};
 use lockstep_host::own_program;
@@ -16,18 +16,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of classes that a comment lists.
+/// Maximum number of classes that a comment lists.
 const NAMED: usize = 12;
 
-/// Steps of a measurement. The first one is left out, because it also prepares what the others use again.
+/// Number of steps of a measurement. The first step is left out, because it includes preparations that later steps reuse.
 const STEPS: u64 = 5;
-/// The largest number of pictures of a measured step.
+/// Maximum number of pictures in a measured step.
 const BATCH: u64 = 32;
 /// Time limit for the measurement.
 const LIMIT: Duration = Duration::from_secs(60);
-/// How often to check whether the measurement has ended.
+/// Interval between two checks of whether the measurement has ended.
 const LOOK: Duration = Duration::from_millis(50);
-/// Pictures are validated about this many times as fast as they are trained on: without the backward pass.
+/// Estimated ratio of the speeds of validation and training. Validation has no backward pass.
 const VALIDATION_SPEED: f64 = 3.0;
 
 /// Write a job file for a folder of pictures
@@ -37,26 +37,26 @@ const VALIDATION_SPEED: f64 = 3.0;
 /// the job takes on this machine.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The dataset: a folder or a pattern of shards, as for `dataset add`
+    /// The dataset: a folder or a pattern of shards, in a form that `dataset add` accepts
     #[arg(default_value = ".")]
     folder: PathBuf,
-    /// The file to write; an existing file is not replaced
+    /// File to write; an existing file is not replaced
     #[arg(short, long, value_name = "FILE", default_value = "lockstep.toml")]
     output: PathBuf,
-    /// Suggest a short run for a first impression: smaller pictures and fewer epochs
+    /// Suggest a shorter run for a first try: smaller pictures and fewer epochs
     #[arg(long)]
     quick: bool,
 }
 
-/// Inspects the folder, writes the file and measures the job.
+/// Inspects the folder, writes the job file and measures the job.
 ///
 /// # Errors
-/// Exit status 2: the file exists already, or the folder is no dataset.
+/// Exit status 2 if the file exists already, or the folder is not a dataset.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let shown = args.output.display();
     let there =
         || wrong(format!("{shown} is there already: give another name with --output, or move it away"));
-    // The inspection takes minutes for many pictures, so this comes first.
+    // Checked before the inspection, which takes minutes if there are many pictures.
     if args.output.symlink_metadata().is_ok() {
         return Err(there());
     }
@@ -93,7 +93,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     ))
 }
 
-/// How long the suggested run takes if a picture takes so many seconds, and how long the quick one.
+/// Formats the duration of the suggested run, and of the quick run if given. `secs`: seconds per picture.
 fn estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -> String {
     let whole = |of: &Suggestion| {
         let pixels = f64::from(of.side).powi(2) / f64::from(choice.side).powi(2);
@@ -111,10 +111,10 @@ fn estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -> Strin
     said
 }
 
-/// Seconds that a picture takes in training: the job in this file is trained for a few steps.
+/// Trains the job in this file for a few steps and returns the training time per picture, in seconds.
 ///
 /// # Errors
-/// The job cannot be trained on this machine, or takes too long; a sentence.
+/// The job cannot be trained on this machine, or takes too long. The error is a sentence.
 fn secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
     let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
     let batch = batch.min(BATCH);
@@ -159,7 +159,7 @@ fn secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
     Ok(times.iter().sum::<f64>() / times.len() as f64 / 1e3 / batch as f64)
 }
 
-/// Waits for the end of the process; `None` if it took too long and was ended.
+/// Waits for the process to exit. Returns `None` if the time limit ended it.
 fn ended(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
     let began = Instant::now();
     let mut is_late = false;
@@ -170,7 +170,7 @@ fn ended(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
         thread::sleep(LOOK);
         if began.elapsed() > LIMIT {
             is_late = true;
-            // The first signal ends training after a checkpoint, each further one at once. Its ranks end with it.
+            // The first signal ends training after a checkpoint, and further signals end it at once. The process ends its ranks.
             if let Some(pid) = Pid::from_raw(child.id().cast_signed()) {
                 let _ = kill_process(pid, Signal::TERM);
             }
@@ -179,7 +179,7 @@ fn ended(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
     }
 }
 
-/// The text of the job file.
+/// Returns the text of the job file.
 fn job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let name: String = name.chars().filter(|c| c.is_ascii_graphic()).take(100).collect();
@@ -221,7 +221,7 @@ fn job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
     text
 }
 
-/// Names of the classes with their numbers of training pictures.
+/// Lists the classes with their numbers of training pictures.
 fn classes(info: &DatasetInfo) -> String {
     let train = info.splits.iter().find(|split| split.name == "train");
     let count = |index: usize| train.and_then(|split| split.per_class.get(index)).copied().unwrap_or(0);
@@ -249,7 +249,7 @@ fn comment(text: &mut String, words: &str) {
     let _ = writeln!(text, "{line}");
 }
 
-/// A TOML string: JSON's escapes are valid in TOML.
+/// Formats a TOML string. JSON's escapes are valid in TOML.
 fn toml_text(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }

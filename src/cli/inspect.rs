@@ -7,7 +7,7 @@ pub(crate) struct Args {}
 /// Reads the request from standard input and writes the reply to standard output.
 ///
 /// # Errors
-/// A pipe is broken.
+/// Standard input or output is closed.
 pub(crate) fn run(_: Args) -> anyhow::Result<()> {
     Ok(lockstep_worker::inspect::run()?)
 }

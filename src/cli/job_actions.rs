@@ -3,10 +3,10 @@
 use super::{api::ServerArgs, block_on, output, watch};
 use lockstep_protocol::{Job, JobState};
 
-/// The jobs that a command acts on.
+/// The jobs to which a command applies.
 #[derive(clap::Args)]
 pub(crate) struct JobSelector {
-    /// A job's id, the start of its id, or its name; several may be given
+    /// A job's id, the start of its id, or its name (may be repeated)
     #[arg(required = true, value_name = "JOB")]
     jobs: Vec<String>,
     #[command(flatten)]
@@ -41,48 +41,48 @@ pub(crate) struct RetryArgs {
     selector: JobSelector,
 }
 
-/// Sends the request, and waits until the job is paused.
+/// Pauses jobs, and waits until they are paused.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job or it neither waits nor runs.
+/// Exit status 2 if a job does not exist, or neither waits nor runs.
 pub(crate) fn pause(args: PauseArgs) -> anyhow::Result<()> {
     let still = |job: &Job| job.state == JobState::Paused || job.state.is_final();
     ask(&args.selector, "pause", still)
 }
 
-/// Sends the request.
+/// Resumes jobs.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job or it is not paused.
+/// Exit status 2 if a job does not exist or is not paused.
 pub(crate) fn resume(args: ResumeArgs) -> anyhow::Result<()> {
     ask(&args.selector, "resume", |_| true)
 }
 
-/// Sends the request, and waits until the job's ranks have ended.
+/// Cancels jobs, and waits until their ranks have ended.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job or it is over.
+/// Exit status 2 if a job does not exist or is over.
 pub(crate) fn cancel(args: CancelArgs) -> anyhow::Result<()> {
     ask(&args.selector, "cancel", |job| job.state.is_final())
 }
 
-/// Sends the request.
+/// Queues jobs again.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job or it is not over.
+/// Exit status 2 if a job does not exist or is not over.
 pub(crate) fn retry(args: RetryArgs) -> anyhow::Result<()> {
     ask(&args.selector, "retry", |_| true)
 }
 
-/// Sends the request for each job, and waits until `done` is true for each. If a name belongs to no job, nothing is
-/// sent. A job that the server refuses does not stop the others.
+/// Sends a request for each job, and waits until `done` is true for each job. If a name matches no job, no request is sent. If the server
+/// refuses the request for a job, the others are still sent.
 fn ask(selector: &JobSelector, wish: &str, done: impl Fn(&Job) -> bool) -> anyhow::Result<()> {
     let api = selector.server.api()?;
     block_on(async {
         let mut found = Vec::<Job>::new();
         for name in &selector.jobs {
             let job = match wish {
-                // Of several jobs with the name those that are over are not meant.
+                // Jobs that are over are ignored if another job has the same name and is not over.
                 "cancel" => api.find_only_job(name, |state| !state.is_final()).await?,
                 _ => api.find_job(name).await?,
             };

@@ -1,4 +1,4 @@
-//! A job's TOML file: reads it, applies `--set`, checks it, and replaces paths and datasets by names that the server knows.
+//! A job's TOML file: reads the file, applies `--set`, checks the job, and replaces paths of datasets by names that the server knows.
 
 use super::{
     api::{Api, mistake},
@@ -15,11 +15,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The largest job file; the server has the same limit for a specification.
+/// Maximum size of a job file. The server has the same limit for a specification.
 const JOB_FILE_BYTES: u64 = 1 << 20;
 
-/// Replaces a dataset's path by its registered name. If `may`, an unregistered path is registered under its folder's
-/// name: the file that `lockstep init` writes works with `train` and with `submit`.
+/// Replaces a dataset's path by its registered name. If `may`, registers an unregistered path under its folder's name, so that the file
+/// that `lockstep init` writes works with `train` and with `submit`.
 pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> anyhow::Result<()> {
     let private = document.get("private").and_then(Value::as_bool).unwrap_or(false);
     let Some(given) = document.pointer_mut("/data/dataset") else { return Ok(()) };
@@ -40,7 +40,7 @@ pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> 
     Ok(())
 }
 
-/// The name under which a folder is registered: its own name, with invalid characters replaced.
+/// Returns the name under which a folder is registered: the folder's name, with invalid characters replaced.
 fn dataset_name(path: &Path) -> String {
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let plain = name.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' });
@@ -51,7 +51,7 @@ fn dataset_name(path: &Path) -> String {
 /// Reads a TOML file and applies `sets`.
 ///
 /// # Errors
-/// Exit status 2: the file cannot be read, or a change is invalid.
+/// Exit status 2 if the file cannot be read, or a change is invalid.
 pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     let shown = path.display();
     let text = job_file(path)?;
@@ -64,10 +64,10 @@ pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     Ok(document)
 }
 
-/// Replaces the name of known weights in `model.pretrained` by their file on this machine.
+/// Replaces the name of weights in `model.pretrained` by the path of their file on this machine.
 ///
 /// # Errors
-/// Exit status 2: the weights have not been downloaded.
+/// Exit status 2 if the weights have not been downloaded.
 pub(super) fn find_weights(document: &mut Value) -> anyhow::Result<()> {
     let Some(given) = document.pointer_mut("/model/pretrained") else { return Ok(()) };
     let Some(place) = given.as_str().filter(|name| !Path::new(name).exists()).and_then(weights::place_of)
@@ -84,10 +84,10 @@ pub(super) fn find_weights(document: &mut Value) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Resolves datasets for the jobs of a sweep, whose swept values may be paths. A dataset that many jobs share is looked up once.
+/// Like [`name_dataset`], for the jobs of a sweep, in which values may be paths of datasets. A dataset of several jobs is looked up once.
 ///
 /// # Errors
-/// As [`name_dataset`].
+/// See [`name_dataset`].
 pub(super) async fn resolve_all(api: &Api, documents: &mut [Value]) -> anyhow::Result<()> {
     let mut known: HashMap<String, Value> = HashMap::new();
     for document in documents {
@@ -103,10 +103,10 @@ pub(super) async fn resolve_all(api: &Api, documents: &mut [Value]) -> anyhow::R
     Ok(())
 }
 
-/// Checks a job's document.
+/// Parses and checks a job's document.
 ///
 /// # Errors
-/// Exit status 2, with every mistake in it.
+/// Exit status 2. The message lists every mistake in the document.
 pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
     read(document).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
@@ -114,10 +114,10 @@ pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
     })
 }
 
-/// Reads a job's document, and checks that its strategies fit its network.
+/// Parses a job's document, and checks that its strategies fit its network.
 ///
 /// # Errors
-/// Every mistake in it.
+/// Returns every mistake in the document.
 pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let spec = from_json(document)?;
     let mistaken = |detail| vec![SpecError { pointer: "/parallel".into(), detail }];
@@ -125,15 +125,15 @@ pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     Ok(spec)
 }
 
-/// The mistakes in a job file, each on a line of its own.
+/// Formats the mistakes in a job file, one per line.
 pub(super) fn mistaken(path: &Path, lines: &[String]) -> String {
     format!("{} has {}:\n  {}", path.display(), count(lines.len(), "mistake"), lines.join("\n  "))
 }
 
-/// The text of a job file, or of a pipe that the shell has connected.
+/// Reads the text of a job file, or of a pipe that the shell has connected.
 ///
 /// # Errors
-/// Exit status 2: it is not a regular file, is too large for a specification, is not text, or cannot be read.
+/// Exit status 2 if the file is not a regular file, is too large, is not text, or cannot be read.
 pub(crate) fn job_file(path: &Path) -> anyhow::Result<String> {
     let failed = |detail: &str| wrong(format!("{}: {detail}", path.display()));
     if path.is_dir() {
@@ -144,7 +144,7 @@ pub(crate) fn job_file(path: &Path) -> anyhow::Result<String> {
     String::from_utf8(bytes).map_err(|_| failed("is not text (UTF-8)"))
 }
 
-/// Makes paths absolute: the server's working directory is another one.
+/// Makes paths absolute, because the server has another working directory.
 fn make_paths_absolute(document: &mut Value) {
     let mut absolute = |pointer: &str, is_path: fn(&str) -> bool| {
         let Some(value) = document.pointer_mut(pointer) else { return };
@@ -156,7 +156,7 @@ fn make_paths_absolute(document: &mut Value) {
         }
     };
     absolute("/data/dataset", |text| text.contains(std::path::is_separator));
-    // Otherwise the value is a checkpoint's id, or a path on the machine that trains.
+    // Other values are ids of checkpoints, or paths on the machine that trains.
     absolute("/model/pretrained", |text| Path::new(text).exists());
 }
 

@@ -1,31 +1,31 @@
-//! The loss of a job's steps, as commands print it: the mean over its ranks.
+//! Computes the mean loss of a step over the job's ranks, for commands that print it.
 
 use std::collections::BTreeMap;
 
-/// Losses that ranks report; each rank reports in the order of its steps.
+/// Collects losses from ranks. Each rank reports in the order of steps.
 #[derive(Debug, Default)]
 pub(crate) struct JobLoss {
     ranks: usize,
-    /// Losses of steps that not all ranks have reported.
+    /// Losses of steps for which some ranks have not reported yet.
     open: BTreeMap<u64, Vec<f32>>,
-    /// The mean of the newest step that all ranks have reported.
+    /// The mean loss of the newest step that all ranks have reported.
     pub(crate) newest: Option<f32>,
 }
 
 impl JobLoss {
-    /// For an attempt with this many ranks.
+    /// Creates a collection for an attempt with this many ranks.
     pub(crate) fn of(ranks: usize) -> Self {
         Self { ranks, ..Self::default() }
     }
 
-    /// Adds a rank's losses. Returns the steps that all ranks have reported by now, each with the mean.
+    /// Adds a rank's losses. Returns the steps that are complete, each with its mean loss.
     pub(crate) fn add(&mut self, losses: impl IntoIterator<Item = (u64, f32)>) -> Vec<(u64, f32)> {
         for (step, loss) in losses {
             self.open.entry(step).or_default().push(loss);
         }
         let complete = self.open.iter().rev().find(|(_, losses)| losses.len() >= self.ranks);
         let Some(last) = complete.map(|(step, _)| *step) else { return Vec::new() };
-        // Ranks report in order, so an earlier step that still lacks losses had no pictures for some ranks.
+        // Ranks report in order. So if a step before a complete step lacks losses, some ranks had no pictures in it.
         let later = self.open.split_off(&(last + 1));
         let steps = std::mem::replace(&mut self.open, later);
         let mean = |losses: &[f32]| losses.iter().sum::<f32>() / losses.len() as f32;

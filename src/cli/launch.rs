@@ -1,5 +1,5 @@
-//! `lockstep launch`: starts an agent for one job on each of several machines, by SSH, Open MPI, Slurm or Kubernetes.
-//! The launcher places the agents; the server gives them the job's ranks, as it does for any agent.
+//! `lockstep launch`: starts an agent for one job on each of several machines, by SSH, Open MPI, Slurm or Kubernetes. The launcher starts
+//! the agents, and the server assigns the job's ranks to them, as for any agent.
 
 mod array;
 mod bundle;
@@ -31,18 +31,18 @@ use std::{
 };
 use uploads::UploadStatus;
 
-/// The largest number of machines in a launch.
+/// Maximum number of machines in a launch.
 pub(crate) const MOST_HOSTS: usize = 256;
-/// The largest number of slots on a machine, as on the server.
+/// Maximum number of slots on a machine, as on the server.
 pub(crate) const MOST_SLOTS: u32 = 1024;
-/// Default of `--dir`, relative to the home directory.
+/// Default of `--dir`. Relative to the home directory.
 const DEFAULT_DIR: &str = ".lockstep/launch";
 
 /// Start agents for one job by SSH, mpirun, Slurm or Kubernetes
 ///
-/// Each machine gets an agent that runs only this job and ends with it. Each machine needs `lockstep`, and must reach
-/// the server at --agent-server. The agents' tokens are sent over standard input or in files that only you can read.
-/// Making these tokens needs the scope admin. Ctrl-C ends the display, not the job.
+/// Each machine gets an agent that runs only this job and exits when the job ends. Each machine needs `lockstep`, and must reach the server
+/// at --agent-server. The agents' tokens are sent over standard input or in files that only you can read. Creating the tokens needs the
+/// scope admin. Ctrl-C ends the display, not the job.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job: its id, the start of its id, its name, or a TOML file to submit
@@ -54,33 +54,33 @@ pub(crate) struct Args {
     /// Change a key of the TOML file, such as train.lr=0.1 (may be repeated); an empty value, as in train.epochs=, removes the key
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// Submit a job for each of these values of a key of the TOML file, as an array of Slurm (may be repeated: a job for each combination)
+    /// Submit a job for each of these values of a key of the TOML file, as a Slurm job array (may be repeated: a job for each combination)
     #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...")]
     sweeps: Vec<String>,
-    /// Jobs of a sweep that Slurm may run at the same time [default: as many as fit]
+    /// Maximum number of a sweep's jobs that Slurm runs at the same time [default: as many as fit]
     #[arg(long, value_name = "N", requires = "sweeps", value_parser = clap::value_parser!(u32).range(1..))]
     at_once: Option<u32>,
-    /// File that lists the machines, one a line: HOST slots=4 env:NAME=VALUE
+    /// File that lists the machines, one per line: HOST slots=4 env:NAME=VALUE
     #[arg(long, value_name = "FILE")]
     hostfile: Option<PathBuf>,
     /// The machines and their slots, such as node1:4,node2:4
     #[arg(short = 'H', long = "host", value_name = "HOST:N,...", conflicts_with = "hostfile")]
     hosts: Option<String>,
-    /// A rank table of MindSpore or HCCL (JSON), whose machines and devices are used in the table's order
+    /// Rank table of MindSpore or HCCL (JSON). Its machines and devices are used in the table's order
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hostfile", "hosts"])]
     rank_table: Option<PathBuf>,
-    /// Number of machines to ask Slurm for, or of pods to ask Kubernetes for [default: 1, or as many as the job's ranks need with the template's
-    /// GPUs]
+    /// Number of machines to request from Slurm, or of pods from Kubernetes [default: 1, or as many as the job's ranks need with the
+    /// template's GPUs]
     #[arg(long, value_name = "N", conflicts_with_all = ["hostfile", "hosts", "rank_table"],
         value_parser = clap::value_parser!(u32).range(1..=MOST_HOSTS as i64))]
     nodes: Option<u32>,
-    /// Ranks on each machine to which no list gives slots [default: the job's ranks, divided evenly]
+    /// Number of ranks on each machine whose slots are not given by a list [default: the job's ranks, divided evenly]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_SLOTS)))]
     slots: Option<u32>,
-    /// The pods' template (YAML): a Pod, a PodTemplate, or the part of a Job under `template:`
+    /// Template of the pods (YAML): a Pod, a PodTemplate, or the part of a Job under `template:`
     #[arg(long, value_name = "FILE")]
     template: Option<PathBuf>,
-    /// Kubernetes' namespace [default: the context's namespace]
+    /// Namespace in Kubernetes [default: the context's namespace]
     #[arg(long, value_name = "NAME", requires = "template")]
     namespace: Option<String>,
     /// Context of the kubeconfig file [default: its current context, or the service account of the pod in which this command runs]
@@ -89,17 +89,17 @@ pub(crate) struct Args {
     /// The server's address for the machines [default: --server]
     #[arg(long, value_name = "URL")]
     agent_server: Option<String>,
-    /// The lockstep program on the machines: a path, or a name on the PATH there
+    /// The lockstep program on the machines: a path, or a name on their PATH
     #[arg(long, value_name = "PATH", default_value = "lockstep")]
     program: String,
-    /// Folder for the agents' state on the machines, relative to the home directory there; with Slurm on a file system
-    /// that all machines share, with Kubernetes in the pods [default there: /var/lib/lockstep]
+    /// Folder for the agents' state on the machines, relative to the home directory there. With Slurm, on a file system that all machines
+    /// share; with Kubernetes, a path in the pods [default with Kubernetes: /var/lib/lockstep]
     #[arg(long, value_name = "DIR", default_value = DEFAULT_DIR)]
     dir: PathBuf,
-    /// Print the commands and scripts that would run; submit and start nothing
+    /// Print the commands and scripts that would run, without submitting or starting anything
     #[arg(long)]
     dry_run: bool,
-    /// Return when the agents are online (with Slurm and Kubernetes: when the job is handed over), instead of showing the job's progress
+    /// Exit when the agents are online (with Slurm and Kubernetes: when the job is submitted there), instead of showing the job's progress
     #[arg(long)]
     detach: bool,
     #[command(flatten)]
@@ -116,14 +116,14 @@ enum LauncherKind {
     Ssh,
     /// Open MPI's mpirun
     Mpirun,
-    /// A batch job of Slurm
+    /// A batch job in Slurm
     Slurm,
-    /// An Indexed Job of Kubernetes
+    /// An Indexed Job in Kubernetes
     Kubernetes,
 }
 
 impl LauncherKind {
-    /// Programs that this machine must have.
+    /// Returns the programs that this machine must have.
     fn programs(self) -> &'static [&'static str] {
         match self {
             LauncherKind::Ssh => &["ssh"],
@@ -139,23 +139,23 @@ impl LauncherKind {
     }
 }
 
-/// A launch that is about to start.
+/// A launch that has not started yet.
 struct Launch {
     args: Arc<Args>,
     api: Api,
     job: Job,
-    /// Whether this command has submitted the job and may therefore cancel it if nothing can be started.
+    /// Whether this command has submitted the job, and may therefore cancel it if no agent can be started.
     is_ours: bool,
     hosts: Vec<Host>,
     bundle: Bundle,
-    /// Ids of the agents' tokens.
+    /// The ids of the agents' tokens.
     tokens: Vec<String>,
 }
 
 /// Starts the agents and shows the job's progress.
 ///
 /// # Errors
-/// Exit status 2 for mistakes in the arguments and lists; 1 when agents cannot be started, or the job ends in another way than `succeeded`.
+/// Exit status 2 for mistakes in the arguments and lists, 1 if agents cannot be started or the job does not succeed.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let template = kubernetes::template(&args)?;
     let mut hosts = machines::machines(&args)?;
@@ -170,7 +170,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ));
     }
     let mut document = if is_file { Some(job_file::document(path, &args.sets)?) } else { None };
-    // With a sweep, the file itself is not checked, because it may lack the swept keys: `array::run` checks each job.
+    // For a sweep, the file itself is not checked, because it may lack the swept keys. `array::run` checks each job.
     let alone = document.as_ref().filter(|_| args.sweeps.is_empty());
     let spec = alone.map(|document| job_file::check(path, document)).transpose()?;
     machines::reachable(&args, &hosts)?;
@@ -231,7 +231,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// The error of a launch that stops following its job while the agents continue. The text says how to end them.
+/// The error of a launch that stops following its job while the agents continue. The text says how to end the agents.
 #[derive(Debug)]
 struct LaunchDetached(String);
 
@@ -277,7 +277,8 @@ impl Launch {
         }
     }
 
-    /// Cleans up: revokes the tokens once the job is over, and cancels a job that this command submitted if no agent could be started.
+    /// Cleans up after a launch: revokes the tokens when the job is over, and cancels a job that this command submitted if no agent could
+    /// be started.
     async fn finish(&self, done: anyhow::Result<()>) -> anyhow::Result<()> {
         let path = format!("/jobs/{}", self.job.id);
         let job = match self.api.find::<Job>(&path).await {
@@ -289,7 +290,7 @@ impl Launch {
             Err(_) => return done,
         };
         let continues = done.as_ref().is_err_and(|error| error.is::<LaunchDetached>());
-        // If ranks have run, a broken connection says nothing about the agents at its other end.
+        // If ranks have run, a broken connection does not mean that the agent at its other end has ended.
         let never_started = done.is_err() && !continues && self.never_ran(&job);
         if never_started && self.is_ours {
             let cancelled: anyhow::Result<Value> = self.api.post(&format!("{path}/cancel"), &json!({})).await;
@@ -300,7 +301,7 @@ impl Launch {
         // Agents of another launch have taken the job, so this launch's agents, if any, have nothing to do.
         let elsewhere = self.elsewhere(&job).filter(|_| done.is_err() && !continues);
         let has_nothing_to_do = never_started || job.state.is_final() || elsewhere.is_some();
-        // An agent, perhaps of an earlier launch, that still uploads a checkpoint needs its token. The token expires in any case.
+        // An agent, perhaps of an earlier launch, needs its token while it uploads a checkpoint. The token expires in any case.
         let is_uploading = has_nothing_to_do
             && job.attempt > 0
             && matches!(self.upload_status().await, Ok(UploadStatus::Uploading) | Err(_));
@@ -332,25 +333,25 @@ impl Launch {
         job.attempt <= self.job.attempt && !job.state.is_active() && !job.state.is_final()
     }
 
-    /// Whether the job has lost an attempt and may continue with fewer ranks that fit into these slots.
+    /// Whether the job has lost an attempt and can continue with fewer ranks in this number of slots.
     fn has_enough(&self, job: &Job, slots: u32) -> bool {
         job.has_lost_attempt() && job.spec.fewer_ranks().last().is_some_and(|least| slots >= *least)
     }
 
-    /// The agents that run the job, if none of them belongs to this launch.
+    /// Returns the names of the agents that run the job, if no agent of this launch runs it.
     fn elsewhere(&self, job: &Job) -> Option<String> {
         let own = |agent: &String| self.bundle.nodes.iter().any(|node| node.name == *agent);
         let is_elsewhere = job.state.is_active() && !job.agents.is_empty() && !job.agents.iter().any(own);
         is_elsewhere.then(|| job.agents.join(", "))
     }
 
-    /// This launch's folder on this machine, for logs and, with Slurm, for the files that agents need.
+    /// Returns this launch's folder on this machine, for logs and, with Slurm, for the agents' files.
     fn folder(&self) -> anyhow::Result<PathBuf> {
         private_folder(&self.args, self.job.id.as_str())
     }
 }
 
-/// The machines of agents, as the list of machines calls them; an agent whose machine the launcher chose by its own name.
+/// Lists the machines of agents, by their names in the list of machines, or by the agents' own names if the launcher chose the machines.
 fn machines_of(agents: &[String], nodes: &[bundle::Node]) -> String {
     let machine = |agent: &String| {
         let node = nodes.iter().find(|node| node.name == *agent && !node.host.is_empty());
@@ -359,14 +360,14 @@ fn machines_of(agents: &[String], nodes: &[bundle::Node]) -> String {
     agents.iter().map(machine).collect::<Vec<_>>().join(", ")
 }
 
-/// A launch's folder on this machine.
+/// Creates and returns a launch's folder on this machine.
 fn private_folder(args: &Args, name: &str) -> anyhow::Result<PathBuf> {
     let folder = node::home().join(&args.dir).join(name);
     node::make_private_dir(&folder).map_err(|e| wrong(format!("--dir: {}: {e}", folder.display())))?;
     Ok(folder)
 }
 
-/// What `--dry-run` prints; it contains no secret.
+/// Prints the output of `--dry-run`, which contains no secret.
 fn show(
     args: &Args,
     job: &str,
@@ -390,13 +391,13 @@ fn show(
     }
 }
 
-/// A command, quoted for a shell.
+/// Formats a command, quoted for a shell.
 fn in_words(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| quoted(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")
 }
 
-/// A word quoted for a POSIX shell.
+/// Quotes a word for a POSIX shell.
 pub(crate) fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
     if !word.is_empty() && word.chars().all(plain) {

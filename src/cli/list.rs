@@ -19,10 +19,10 @@ pub(crate) struct Args {
     /// Only jobs whose name contains this text
     #[arg(long)]
     name: Option<String>,
-    /// Only jobs that have this text in their name, a tag or their notes
+    /// Only jobs with this text in their name, tags or notes
     #[arg(long, value_name = "TEXT")]
     search: Option<String>,
-    /// Only jobs whose settings fulfil this condition, such as 'lr > 0.1', with = != < <= > or >= (may be repeated: all conditions hold)
+    /// Only jobs whose settings match this condition, such as 'lr > 0.1', with = != < <= > or >= (may be repeated: all conditions must match)
     #[arg(long = "where", value_name = "CONDITION")]
     conditions: Vec<String>,
     /// Only jobs of this person, or of the token with this name
@@ -31,7 +31,7 @@ pub(crate) struct Args {
     /// Only jobs of this project
     #[arg(long)]
     project: Option<String>,
-    /// Only jobs with this tag (may be repeated: with all these tags)
+    /// Only jobs with this tag (may be repeated: jobs must have all tags)
     #[arg(long = "tag", value_name = "TAG")]
     tags: Vec<String>,
     /// Only jobs submitted at this time or later, such as 2026-01-31T12:00:00Z
@@ -40,15 +40,15 @@ pub(crate) struct Args {
     /// Only jobs submitted before this time
     #[arg(long, value_name = "TIME")]
     created_before: Option<String>,
-    /// Sort by: created, started, finished, name, state, project, owner, priority, step, epoch, attempt, ranks, speed, loss, best or the
-    /// newest value of another metric, tag:NAME, or a key such as spec.train.lr; with a leading - in descending order [default: -created]
+    /// Sort by created, started, finished, name, state, project, owner, priority, step, epoch, attempt, ranks, speed, loss, best or the
+    /// newest value of another metric, tag:NAME, or a key such as spec.train.lr; a leading - sorts in descending order [default: -created]
     #[arg(long, allow_hyphen_values = true)]
     sort: Option<String>,
-    /// List groups instead of jobs, by project, owner, tag, state, name or settings such as train.lr (up to 3), with
-    /// mean and standard deviation; --sort is then group, jobs, newest, best, loss or speed [default: group]
+    /// List groups instead of jobs, by project, owner, tag, state, name or settings such as train.lr (up to 3), with mean and standard
+    /// deviation; --sort then accepts group, jobs, newest, best, loss or speed [default: group]
     #[arg(long, value_name = "KEY,...")]
     group_by: Option<String>,
-    /// The largest number of lines to print
+    /// Maximum number of lines to print
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     limit: Option<u32>,
     #[command(flatten)]
@@ -58,7 +58,7 @@ pub(crate) struct Args {
 /// Prints the jobs.
 ///
 /// # Errors
-/// The server is not reachable, or refuses a filter or a sort order.
+/// The server is unreachable, or refuses a filter or a sort order.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let states: Vec<_> = args.state.iter().map(ToString::to_string).collect();

@@ -1,7 +1,7 @@
-//! The agent of the server's own machine: a separate process, which is restarted when it dies.
+//! The agent of the server's own machine: a separate process, which is restarted if it dies.
 //!
-//! The agent is a child that outlives its parent: when the server is killed, ranks train on, and the next server's
-//! agent adopts them.
+//! The agent is a child process that outlives its parent. If the server is killed, ranks train on, and the agent of the next server adopts
+//! them.
 
 use super::{sentence, wrong};
 use anyhow::Context;
@@ -21,12 +21,12 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// Time from SIGTERM to SIGKILL. An agent gives its ranks 20 s to write a checkpoint and 5 s to end, and reports to the
-/// server for up to 5 s more.
+/// Time from SIGTERM to SIGKILL. An agent gives its ranks 20 s to write a checkpoint and 5 s to exit, and then reports to the server for up
+/// to 5 s.
 const GRACE: Duration = Duration::from_secs(35);
 /// Pauses before a dead agent is restarted.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(10));
-/// After an agent has lived this long, the next pause is the first again.
+/// An agent that has run for this time resets the pauses.
 const FINE_AFTER: Duration = Duration::from_secs(30);
 
 /// A running local agent and its task.
@@ -35,10 +35,10 @@ pub(crate) struct LocalAgent {
     task: JoinHandle<()>,
 }
 
-/// The slots that the local agent offers.
+/// The slots of the local agent.
 #[derive(Debug, Clone)]
 pub(crate) enum Slots {
-    /// All that the machine has: one a GPU, or one a core.
+    /// All slots of the machine: one per GPU, or one per core without GPUs.
     Found,
     Cpu(u32),
     /// A list, as in `--gpus`.
@@ -53,20 +53,20 @@ pub(crate) struct Settings {
     /// The agent's folder.
     pub(crate) dir: PathBuf,
     pub(crate) slots: Slots,
-    /// As in `--advertise`; the agent itself sees only loopback.
+    /// See `--advertise`. The agent itself connects to the server over loopback, and so cannot find this address.
     pub(crate) advertise: Option<String>,
-    /// File with the agent's token; `None` if it needs no token. The token is not passed in an argument or a variable,
-    /// which other accounts could read and ranks would inherit.
+    /// File with the agent's token, or `None` if it needs no token. The token is not passed in an argument or a variable, which other
+    /// accounts could read and ranks would inherit.
     pub(crate) token_file: Option<PathBuf>,
-    /// Write diagnostics to `agent.log` in the agent's folder, instead of standard error.
+    /// Whether diagnostics are written to `agent.log` in the agent's folder instead of standard error.
     pub(crate) quiet: bool,
 }
 
 impl LocalAgent {
-    /// Asks an agent that an earlier server left behind to release its ranks, then starts a new agent.
+    /// Asks the agent of an earlier server to release its ranks, then starts a new agent.
     ///
     /// # Errors
-    /// The old agent cannot be ended, or the new one cannot be started.
+    /// The earlier agent cannot be ended, or the new agent cannot be started.
     pub(crate) async fn start(settings: Settings) -> anyhow::Result<Self> {
         relieve(&settings.dir).await?;
         let child = spawn(&settings)?;
@@ -75,9 +75,9 @@ impl LocalAgent {
         Ok(Self { stop, task })
     }
 
-    /// Ends the agent in order: its ranks end, and the agent reports that to the server.
+    /// Ends the agent in order: it ends its ranks, and reports that to the server.
     pub(crate) async fn stop(self) {
-        // If the task is gone, there is nothing to end.
+        // If the task has ended, there is no agent to stop.
         let _ = self.stop.send(());
         let _ = self.task.await;
     }
@@ -124,7 +124,7 @@ fn spawn(settings: &Settings) -> anyhow::Result<Child> {
         .arg(&settings.dir)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
-        // Ctrl-C is for the server, which then ends its agent in order.
+        // Ctrl-C reaches only the server, which then ends its agent in order.
         .process_group(0);
     for name in SECRETS {
         command.env_remove(name);
@@ -159,7 +159,7 @@ fn spawn(settings: &Settings) -> anyhow::Result<Child> {
 
 async fn end(mut child: Child) {
     let Some(pid) = child.id().and_then(|id| Pid::from_raw(id.cast_signed())) else { return };
-    // An error means that the process is gone; the wait below says so.
+    // An error means that the process has exited, which the wait below detects.
     let _ = kill_process(pid, Signal::TERM);
     if timeout(GRACE, child.wait()).await.is_err() {
         tracing::warn!("the local agent does not end; killing it");
@@ -167,13 +167,12 @@ async fn end(mut child: Child) {
     }
 }
 
-/// Ends the agent of an earlier, killed server, which still holds the folder. SIGUSR1 asks the agent to end and leave
-/// its ranks running.
+/// Ends the agent of an earlier, killed server, which still locks the folder. SIGUSR1 asks the agent to exit and leave its ranks running.
 async fn relieve(dir: &Path) -> anyhow::Result<()> {
     let Some(pid) = running_agent(dir).and_then(Pid::from_raw) else { return Ok(()) };
     tracing::info!(process = pid.as_raw_nonzero(), "taking over from an earlier server's agent");
     for signal in [Signal::USR1, Signal::KILL] {
-        // Waits for the lock and not for the process: the process is not our child, so another process reaps it.
+        // Waits for the lock instead of the process, which is not a child of this process.
         let gone = || running_agent(dir) != Some(pid.as_raw_nonzero().get());
         if kill_process(pid, signal).is_err() || wait_until(gone).await {
             return Ok(());

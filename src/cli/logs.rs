@@ -34,7 +34,7 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// A log line with its source.
+/// A log line with its attempt and rank.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Line {
     attempt: u32,
@@ -43,16 +43,16 @@ struct Line {
     line: LogLine,
 }
 
-/// Prints the lines so far, then (with `-f`) new lines.
+/// Prints the existing lines, then new lines if `--follow` is given.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job.
+/// Exit status 2 if the job does not exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let mut printer = Printer { args: &args, shown: HashMap::new() };
-        // Later events come on the stream; earlier events are in the list.
+        // Later events arrive on the stream; earlier events are in the list.
         let mut since = job.last_seq;
         print_history(&api, &job, &mut printer).await?;
         let mut over = !args.follow || job.state.is_final();
@@ -67,7 +67,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                     let (seq, body) = match frame {
                         Frame::Event(Event { seq, body, .. }) => (seq, body),
                         Frame::Hello { last_seq, .. } if last_seq < since => {
-                            // An older database was restored: its events are numbered anew.
+                            // An older database was restored, so its events are numbered anew.
                             since = last_seq;
                             break;
                         }
@@ -95,7 +95,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                         away.answered(say);
                         now.state.is_final() && now.last_seq <= since
                     }
-                    // A restarting server is back in a moment.
+                    // The server may be restarting: connect again.
                     Err(error)
                         if !error.is::<super::WrongRequest>()
                             && away_since.get_or_insert_with(Instant::now).elapsed() < PATIENCE =>
@@ -129,7 +129,7 @@ async fn print_history(api: &Api, job: &Job, printer: &mut Printer<'_>) -> anyho
 
 struct Printer<'a> {
     args: &'a Args,
-    /// The highest number shown of each attempt and rank.
+    /// The number of the last printed line, for each attempt and rank.
     shown: HashMap<(u32, u32), u64>,
 }
 
@@ -139,12 +139,12 @@ impl Printer<'_> {
             let wanted = self.args.rank.is_none_or(|rank| rank == line.rank)
                 && self.args.attempt.is_none_or(|attempt| attempt == line.attempt);
             let shown = self.shown.entry((line.attempt, line.rank)).or_default();
-            // The server's own lines have no number.
+            // Lines that the server writes have no number.
             if !wanted || (line.line.number > 0 && line.line.number <= *shown) {
                 continue;
             }
             *shown = line.line.number.max(*shown);
-            // A line feed in the text would begin a line that the rank did not write.
+            // A line feed in the text would start a line that the rank did not write.
             let text = line.line.text.replace('\n', "\\n");
             if self.args.server.json {
                 output::line(serde_json::to_string(&line)?)?;

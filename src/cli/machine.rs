@@ -1,4 +1,4 @@
-//! `lockstep machine`: the machines whose agents have joined a server.
+//! `lockstep machine`: the machines whose agents have joined the server.
 
 use super::{
     age::age,
@@ -36,9 +36,9 @@ enum Action {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Give a machine no new work; ranks that run there continue to their end (admins only)
+    /// Assign no new work to a machine; ranks that run there continue to their end (admins only)
     Drain(Named),
-    /// Give a machine new work again (admins only)
+    /// Assign new work to a machine again (admins only)
     Undrain(Named),
     /// Remove an offline machine from the list, with its measurements (admins only)
     Remove {
@@ -50,7 +50,7 @@ enum Action {
     },
 }
 
-/// The fields of a machine that these commands read.
+/// The fields of a machine that these commands use.
 #[derive(Deserialize)]
 struct Machine {
     id: String,
@@ -70,14 +70,14 @@ struct Warning {
 #[derive(Deserialize)]
 struct Slot {
     name: String,
-    /// The rank of the job that holds the slot.
+    /// The rank in the slot.
     rank: Option<u32>,
 }
 
 /// Runs the action.
 ///
 /// # Errors
-/// Exit status 2 when no machine or several machines have the name; otherwise the server's refusal.
+/// Exit status 2 if no machine or several machines have the name. Otherwise, the server refuses the request.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         match args.action {
@@ -120,7 +120,7 @@ fn row(machine: &Machine) -> [String; 5] {
     [machine.name.clone(), machine.id.clone(), state, busy, kinds(&machine.slots)]
 }
 
-/// `8 x NVIDIA H200`.
+/// Counts slots by kind: `8 x NVIDIA H200`.
 fn kinds(slots: &[Slot]) -> String {
     let mut counts: Vec<(&str, usize)> = Vec::new();
     for slot in slots {
@@ -139,10 +139,10 @@ impl Machine {
     }
 }
 
-/// The machine of this name or id.
+/// Finds the machine with this name or id.
 ///
 /// # Errors
-/// Exit status 2: no machine or several machines have the name.
+/// Exit status 2 if no machine or several machines have the name.
 async fn find(api: &Api, asked: &str) -> anyhow::Result<Machine> {
     let all = Value::Array(api.all("/agents", "agents", &[], None).await?);
     chosen(list(&all, "agents")?, asked)
@@ -164,7 +164,7 @@ fn chosen(mut machines: Vec<Machine>, asked: &str) -> anyhow::Result<Machine> {
     }
 }
 
-/// The URL path of a machine. An agent chooses its id, so an invalid id must not lead to another path.
+/// Returns the URL path of a machine. An agent chooses its id, so an invalid id must not lead to another path.
 fn path(machine: &Machine) -> anyhow::Result<String> {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
     if machine.id.is_empty() || !machine.id.bytes().all(is_plain) {
@@ -184,7 +184,7 @@ async fn drain(named: &Named, draining: bool) -> anyhow::Result<()> {
     if named.server.json {
         return output::json(&json!({ "id": machine.id, "name": machine.name, "draining": draining }));
     }
-    // Reads the machine again, because ranks may have started there in the meantime.
+    // Reads the machine again, because ranks may have started there since.
     let machine = find(&api, &machine.id).await?;
     let name = &machine.name;
     let words = match (draining, machine.busy()) {

@@ -1,4 +1,4 @@
-//! `lockstep man`: man pages.
+//! `lockstep man`: writes man pages.
 
 use super::{output, wrong};
 use clap::Command;
@@ -8,9 +8,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Write man pages: lockstep.1, and one for each command
+/// Write man pages: lockstep.1, and one page for each command
 ///
-/// `lockstep man --out ~/.local/share/man/man1` puts them where `man` finds them.
+/// `lockstep man --out ~/.local/share/man/man1` writes them to a folder that `man` searches.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The folder for the pages
@@ -21,7 +21,7 @@ pub(crate) struct Args {
 /// Writes the pages.
 ///
 /// # Errors
-/// Exit status 2 when the folder cannot be written.
+/// Exit status 2 if the folder cannot be written.
 pub(crate) fn run(args: &Args, mut program: Command) -> anyhow::Result<()> {
     let failed = |e: std::io::Error| wrong(format!("--out {}: {e}", args.out.display()));
     fs::create_dir_all(&args.out).map_err(failed)?;
@@ -30,7 +30,7 @@ pub(crate) fn run(args: &Args, mut program: Command) -> anyhow::Result<()> {
     output::line(format_args!("{pages} pages in {}", args.out.display()))
 }
 
-/// Writes the pages of a command and of its subcommands; returns their number.
+/// Writes the pages of a command and its subcommands. Returns the number of pages.
 fn write(command: &Command, folder: &Path) -> std::io::Result<usize> {
     let mut pages = 1;
     // Clap adds a `help` command to each command with subcommands.

@@ -21,10 +21,10 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// Prints points as CSV or JSON, otherwise the newest value, minimum and maximum of each series.
+/// Prints points as CSV or JSON, otherwise newest value, minimum and maximum of each series.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job or metric.
+/// Exit status 2 if the job or the metric does not exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {

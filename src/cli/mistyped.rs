@@ -1,4 +1,4 @@
-//! Suggests commands for names that other tools use, and prints the usage line after a wrong call.
+//! Suggests commands for names that other tools use, and adds the usage line to error messages.
 
 use clap::{
     Command, Error,
@@ -7,7 +7,7 @@ use clap::{
 };
 use std::ffi::OsString;
 
-/// Names from other tools, and the command that does the same.
+/// Names of commands in other tools, each with the equivalent command of this program.
 const MEANT: [(&str, &str); 11] = [
     ("stop", "cancel"),
     ("kill", "cancel"),
@@ -22,19 +22,19 @@ const MEANT: [(&str, &str); 11] = [
     ("run", "submit"),
 ];
 
-/// The command that does the same as `typed` in another tool.
+/// Returns the command that is equivalent to `typed` in another tool.
 pub(crate) fn meant(typed: &str) -> Option<&'static str> {
     MEANT.iter().find(|(name, _)| *name == typed).map(|(_, command)| *command)
 }
 
-/// Adds to clap's error the suggested command, if the given command does not exist, and the usage line of the command's
-/// help. clap's own usage line lists options that environment variables set as required.
+/// Adds to clap's error a suggestion for an unknown command, and the usage line of the command's help. clap's own usage line would show
+/// options that environment variables set as required.
 pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsString]) -> Error {
     if error.kind() == ErrorKind::InvalidSubcommand
         && let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidSubcommand)
         && let Some(command) = meant(typed)
         && program.find_subcommand(typed).is_none()
-        // Only for the program itself: subcommands, such as those of `dataset`, have other names.
+        // Applies only to the program itself: subcommands, such as the subcommands of `dataset`, have other names.
         && arguments.get(1).is_some_and(|first| first.to_str() == Some(typed))
     {
         let command = ContextValue::Strings(vec![command.to_owned()]);
@@ -48,7 +48,7 @@ pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsStr
     error
 }
 
-/// The usage line of the command with which `names` begins.
+/// Returns the usage line of the command whose name is at the start of `names`.
 fn usage(command: &mut Command, names: &[&str]) -> StyledStr {
     if let [name, rest @ ..] = names
         && let Some(below) = command.find_subcommand_mut(name)

@@ -1,4 +1,4 @@
-//! One command a file, each with `Args` (clap) and `run(Args) -> anyhow::Result<()>`, and code that the commands share.
+//! One module per command, each with `Args` (clap) and `run(Args) -> anyhow::Result<()>`, and code that commands share.
 
 pub(crate) mod access;
 mod age;
@@ -67,11 +67,11 @@ pub(crate) mod weights;
 
 use std::{fmt, future::Future, io::IsTerminal, process::ExitCode};
 
-/// Appended to `lockstep --help`.
+/// Text at the end of `lockstep --help`.
 pub(crate) const EXIT_STATUS_HELP: &str =
     "Exit status: 0 done, 1 failed while running, 2 the request was wrong (the message names every mistake).";
 
-/// A mistake in the request itself (in a file, an argument or a name): exit status 2. Any other error exits with 1.
+/// A mistake in the request (a file, an argument or a name), which leads to exit status 2. Any other error leads to 1.
 #[derive(Debug)]
 pub(crate) struct WrongRequest(pub(crate) String);
 
@@ -83,12 +83,12 @@ impl fmt::Display for WrongRequest {
 
 impl std::error::Error for WrongRequest {}
 
-/// An error for exit status 2.
+/// Returns an error for exit status 2.
 pub(crate) fn wrong(message: impl Into<String>) -> anyhow::Error {
     anyhow::Error::new(WrongRequest(message.into()))
 }
 
-/// The exit status of a command. The error is printed to standard error.
+/// Prints an error to standard error, and returns the exit status of a command.
 pub(crate) fn exit_code(result: anyhow::Result<()>) -> ExitCode {
     let Err(error) = result else { return ExitCode::SUCCESS };
     if output::is_closed_pipe(&error) {
@@ -98,7 +98,7 @@ pub(crate) fn exit_code(result: anyhow::Result<()>) -> ExitCode {
     ExitCode::from(if error.is::<WrongRequest>() { 2 } else { 1 })
 }
 
-/// An error and its causes, separated by colons. A cause that the error before it already quotes is left out.
+/// Formats an error and its causes, separated by colons. Leaves out a cause that the error before it quotes.
 pub(crate) fn sentence(error: &anyhow::Error) -> String {
     let mut sentence = String::new();
     let mut quoted_in = String::new();
@@ -120,17 +120,17 @@ pub(crate) fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyh
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(work)
 }
 
-/// Diagnostics of long-running programs, on standard error; `LOCKSTEP_LOG=debug` shows more.
+/// Writes diagnostics of long-running programs to standard error. `LOCKSTEP_LOG=debug` shows more.
 pub(crate) fn init_tracing(default: &str) {
     use tracing_subscriber::EnvFilter;
     let filter = EnvFilter::try_from_env("LOCKSTEP_LOG").unwrap_or_else(|_| EnvFilter::new(default));
-    // A second call, by a command that runs another command, keeps the first subscriber.
+    // If a command runs another command, the second call keeps the first subscriber.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(false)
-        // By default the subscriber would print its own failures and panic: a log on a full disk must not end the process.
+        // By default, the subscriber would print its own failures and panic. A full disk must not end the process.
         .log_internal_errors(false)
         .try_init();
 }

@@ -1,4 +1,4 @@
-//! `lockstep model`: names for checkpoints.
+//! `lockstep model`: registers checkpoints as versions of models.
 
 use super::{
     age::age,
@@ -11,7 +11,7 @@ use lockstep_protocol::models::{Model, ModelVersion, SCHEME, alias_mistake, name
 use reqwest::Method;
 use serde_json::{Value, json};
 
-/// Register checkpoints as versions of models, and name versions by aliases
+/// Register checkpoints as versions of models, and give aliases to versions
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -20,7 +20,7 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum Action {
-    /// Register a checkpoint of a job that is over as the next version of a model; the first version makes the model
+    /// Register a checkpoint of a finished job as the next version of a model; the first version creates the model
     Register {
         /// Name of the model
         model: String,
@@ -29,7 +29,7 @@ enum Action {
         /// best, latest, a step, or epoch and step (`2-54`)
         #[arg(long, default_value = "best")]
         checkpoint: String,
-        /// What is to be known of this version
+        /// Description of this version
         #[arg(long, value_name = "TEXT", default_value = "")]
         description: String,
         #[command(flatten)]
@@ -51,7 +51,7 @@ enum Action {
     Alias {
         /// Name of the model
         model: String,
-        /// The alias
+        /// The alias, such as champion
         alias: String,
         /// Number of the version
         #[arg(required_unless_present = "remove")]
@@ -66,7 +66,7 @@ enum Action {
     Remove {
         /// Name of the model
         model: String,
-        /// Number of the version; it is not given again
+        /// Number of the version, which is not assigned again
         version: u32,
         #[command(flatten)]
         server: ServerArgs,
@@ -76,7 +76,7 @@ enum Action {
 /// Runs the action.
 ///
 /// # Errors
-/// Exit status 2 when there is no such model, version, job or checkpoint, or the server refuses the change.
+/// Exit status 2 if the model, version, job or checkpoint does not exist, or the server refuses the change.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
         Action::Register { model, job, checkpoint, description, server } => {
@@ -149,10 +149,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-/// An address of a model.
+/// Returns the URL path of a model.
 ///
 /// # Errors
-/// Exit status 2: no model can have the name, which may mean something else in an address.
+/// Exit status 2 if the name is invalid for a model, and could lead to another path.
 fn path(model: &str, rest: &str) -> anyhow::Result<String> {
     match name_mistake(model) {
         None => Ok(format!("/models/{model}{rest}")),
@@ -160,7 +160,7 @@ fn path(model: &str, rest: &str) -> anyhow::Result<String> {
     }
 }
 
-/// Sends a change and prints `said`, or the answer as JSON.
+/// Sends a change. Prints `said`, or the response as JSON.
 fn send(
     server: &ServerArgs,
     method: Method,

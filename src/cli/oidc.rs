@@ -5,9 +5,10 @@ use lockstep_protocol::people::Role;
 use lockstep_server::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
 use std::{env, fs::File, io::Read, os::unix::fs::MetadataExt, path::PathBuf};
 
-/// The client secret itself. No option takes the secret, because other accounts of the machine can see a process's arguments.
+/// Environment variable with the client secret itself. No option accepts the secret, because other accounts of the machine can see a
+/// process's arguments.
 const SECRET_VARIABLE: &str = "LOCKSTEP_OIDC_CLIENT_SECRET";
-/// The largest file with a secret.
+/// Maximum size of a file with a secret.
 const FILE_BYTES: u64 = 8192;
 
 #[derive(clap::Args)]
@@ -15,7 +16,7 @@ pub(crate) struct OidcArgs {
     /// Also sign people in with this OpenID provider; its issuer address exactly as the provider writes it
     #[arg(long, value_name = "URL", requires = "oidc_client_id")]
     oidc_issuer: Option<Issuer>,
-    /// This server's client id at the provider, where <public-url>/login/oidc/callback must be registered as a redirect URI
+    /// This server's client id at the provider; <public-url>/login/oidc/callback must be registered there as a redirect URI
     #[arg(long, value_name = "ID", requires = "oidc_issuer")]
     oidc_client_id: Option<String>,
     /// File with the client secret (or set LOCKSTEP_OIDC_CLIENT_SECRET); a public client needs no secret
@@ -27,16 +28,16 @@ pub(crate) struct OidcArgs {
     /// Add people at their first sign-in, with the role viewer, member or admin [default: only people whom an admin has added may sign in]
     #[arg(long, value_name = "ROLE", requires = "oidc_issuer")]
     oidc_role: Option<Role>,
-    /// Claim that names people at their first sign-in: preferred_username, or email if it is verified
+    /// Claim from which people get their names at their first sign-in: preferred_username, or email if it is verified
     #[arg(long, value_name = "CLAIM", default_value = "preferred_username")]
     oidc_claim: NameClaim,
-    /// Claim that lists an account's groups, such as groups; the groups set the role at every sign-in
+    /// Claim that lists an account's groups, such as groups; the groups determine the role at every sign-in
     #[arg(long, value_name = "CLAIM", requires = "oidc_issuer")]
     oidc_group_claim: Option<String>,
-    /// Group whose people are admins
+    /// Group whose members are admins
     #[arg(long, value_name = "GROUP", requires = "oidc_group_claim")]
     oidc_admin_group: Option<String>,
-    /// Group whose people are members. People in neither group get --oidc-role, or are refused without it
+    /// Group whose members have the role member. People in neither group get the role --oidc-role, or are refused without this option
     #[arg(long, value_name = "GROUP", requires = "oidc_group_claim")]
     oidc_member_group: Option<String>,
     /// Also trust this CA (PEM) for connections to the provider
@@ -45,7 +46,7 @@ pub(crate) struct OidcArgs {
 }
 
 impl OidcArgs {
-    /// The provider's configuration, if a provider is named.
+    /// Returns the provider's configuration, if a provider is given.
     ///
     /// # Errors
     /// The secret cannot be read.

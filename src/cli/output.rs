@@ -1,6 +1,6 @@
-//! Standard output and error: lines for people, JSON for programs, and no panic when a pipe closes. Text of a server or a file
-//! may hold control characters (colours, titles, the clipboard). On a terminal these are shown escaped, and so are invisible
-//! characters. A pipe gets the text unchanged; errors and warnings are escaped everywhere.
+//! Standard output and error: lines for people, JSON for programs, and no panic if a pipe is closed. Text from a server or a file may
+//! contain control characters (for colours, titles, the clipboard). On a terminal, control characters and invisible characters are escaped.
+//! A pipe receives the text unchanged; errors and warnings are always escaped.
 
 use lockstep_protocol::{cut::middle, unseen};
 use serde::Serialize;
@@ -13,7 +13,7 @@ use std::{
 /// Prints a line to standard output.
 ///
 /// # Errors
-/// When standard output is closed or full.
+/// Standard output is closed or full.
 pub(crate) fn line(text: impl fmt::Display) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     let text = text.to_string();
@@ -26,43 +26,43 @@ pub(crate) fn line(text: impl fmt::Display) -> anyhow::Result<()> {
 /// Prints a value as indented JSON.
 ///
 /// # Errors
-/// As [`line`].
+/// See [`line`].
 pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
     line(serde_json::to_string_pretty(value)?)
 }
 
-/// Prints a line to standard error. If that fails, nothing can be done.
+/// Prints a line to standard error. Errors are ignored.
 pub(crate) fn warn(text: impl fmt::Display) {
     let mut out = io::stderr().lock();
     let text = text.to_string();
     let _ = writeln!(out, "{}", unseen::shown(&text));
 }
 
-/// Whether the reader of standard output has gone (`lockstep list | head -1`), which is not an error.
+/// Whether the reader of standard output has exited (`lockstep list | head -1`), which is not an error.
 pub(crate) fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error
         .chain()
         .any(|cause| cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
 }
 
-/// A name from a file or a server, safe as part of a line: without line breaks and tabs, and with control characters as
-/// JSON escapes.
+/// Formats a name from a file or a server as a part of a line: without line breaks and tabs, and with control characters as JSON escapes.
 pub(crate) fn one_line(text: &str) -> String {
     unseen::shown(&text.replace(['\n', '\t'], " ")).into_owned()
 }
 
-/// A table with columns as wide as their content, headed by `header`.
+/// Prints a table whose columns are as wide as their content.
 ///
 /// # Errors
-/// As [`line`].
+/// See [`line`].
 pub(crate) fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> anyhow::Result<()> {
     table_of_names(header, &[], rows)
 }
 
-/// As [`table`], but if the table is wider than the terminal, cells in the columns `names` are shortened in the middle. A pipe gets whole names.
+/// Like [`table`]. If the table is wider than the terminal, cells in the columns `names` are shortened in the middle. A pipe receives whole
+/// names.
 ///
 /// # Errors
-/// As [`line`].
+/// See [`line`].
 pub(crate) fn table_of_names<const N: usize>(
     header: [&str; N],
     names: &[&str],
@@ -71,10 +71,11 @@ pub(crate) fn table_of_names<const N: usize>(
     Table::new(&header, names, rows, false).print()
 }
 
-/// As [`table_of_names`], but the last column has sentences. If a terminal has no room for the column, each sentence is below its row.
+/// Like [`table_of_names`], with sentences in the last column. If a terminal has no room for this column, each sentence is printed below
+/// its row.
 ///
 /// # Errors
-/// As [`line`].
+/// See [`line`].
 pub(crate) fn table_of_sentences<const N: usize>(
     header: [&str; N],
     names: &[&str],
@@ -83,11 +84,11 @@ pub(crate) fn table_of_sentences<const N: usize>(
     Table::new(&header, names, rows, true).print()
 }
 
-/// Spaces between two columns.
+/// Number of spaces between two columns.
 const GAP: usize = 2;
-/// The smallest width to which a column of names is narrowed.
+/// Minimum width of a column of names.
 const NAME: usize = 12;
-/// A column of sentences gets at least the terminal's width divided by this number; longer sentences wrap.
+/// A column of sentences gets at least the terminal's width divided by this number. Longer sentences wrap.
 const SENTENCE: usize = 3;
 
 struct Table<'a> {
@@ -95,9 +96,9 @@ struct Table<'a> {
     names: &'a [&'a str],
     rows: Vec<Vec<String>>,
     widths: Vec<usize>,
-    /// Whether the last column has sentences.
+    /// Whether the last column contains sentences.
     sentences: bool,
-    /// The text below each row: its sentence, or nothing.
+    /// The text below each row: a sentence, or an empty text.
     below: Vec<String>,
 }
 
@@ -108,7 +109,7 @@ impl<'a> Table<'a> {
         rows: &[[String; N]],
         sentences: bool,
     ) -> Self {
-        // A row must stay on one line, whatever its cells contain.
+        // Each row must stay on one line, whatever its cells contain.
         let rows: Vec<Vec<String>> =
             rows.iter().map(|row| row.iter().map(|cell| one_line(cell)).collect()).collect();
         let width = |column: usize, title: &str| {
@@ -138,8 +139,8 @@ impl<'a> Table<'a> {
         Ok(())
     }
 
-    /// Fits rows into `columns` characters as far as possible: removes empty columns, moves sentences below their rows,
-    /// and shortens names.
+    /// Reduces the rows to `columns` characters as far as possible: removes empty columns, moves sentences below their rows, and shortens
+    /// names.
     fn fit(&mut self, columns: usize) {
         if width(&self.widths) <= columns {
             return;
@@ -182,12 +183,12 @@ impl<'a> Table<'a> {
     }
 }
 
-/// Characters of a row.
+/// Returns the number of characters in a row.
 fn width(widths: &[usize]) -> usize {
     widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
 }
 
-/// Narrows columns of `names`, the widest first, until a row has at most `columns` characters; false if that is impossible.
+/// Narrows columns of `names`, the widest first, until a row has at most `columns` characters. Returns false if that is impossible.
 fn narrow(header: &[&str], names: &[&str], widths: &mut [usize], columns: usize) -> bool {
     while width(widths) > columns {
         let is_name = |column: &usize| names.contains(&header[*column]);
@@ -200,7 +201,7 @@ fn narrow(header: &[&str], names: &[&str], widths: &mut [usize], columns: usize)
     true
 }
 
-/// The width of the terminal on standard output, if there is one and it reports a width.
+/// Returns the width of the terminal on standard output, or `None` if it is not a terminal or reports no width.
 fn terminal_columns() -> Option<usize> {
     let out = io::stdout();
     let size = out.is_terminal().then(|| rustix::termios::tcgetwinsize(&out).ok())??;

@@ -1,4 +1,4 @@
-//! `lockstep plan`: how a job's network is divided over its ranks and what a step costs, predicted without training.
+//! `lockstep plan`: predicts, without training, how a job's network is divided over its ranks and what a step costs.
 
 use super::{init_tracing, job_file, output, wrong};
 use lockstep_data::loader::DataSource;
@@ -27,17 +27,17 @@ use std::{
     time::Duration,
 };
 
-/// Time limit for measuring from the start of the processes: cuDNN may have to tune plans first.
+/// Time limit for measurements from the start of the processes: cuDNN may tune plans first.
 const LIMIT: Duration = Duration::from_secs(600);
-/// Time limit for ranks to meet and to answer.
+/// Time limit for ranks to connect and to respond.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// Number of alternative plans that are shown.
+/// Maximum number of alternative plans that are shown.
 const OTHERS: usize = 5;
 
 /// Print how a job's network is divided over its ranks and what a step costs, without training
 ///
-/// The plan is the job file's, or with parallel.mode = "auto" the fastest plan that fits into memory. Times are
-/// predicted from measured speeds of operators and links.
+/// Prints the plan of the job file, or with parallel.mode = "auto" the fastest plan that fits into memory. Times are predicted from
+/// measured speeds of operators and links.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file in which data.dataset is a path
@@ -46,13 +46,13 @@ pub(crate) struct Args {
     /// Change a key of the specification, such as parallel.mode=auto (may be repeated)
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// Numbers of ranks to plan for, instead of parallel.ranks, such as 8,64,1024
+    /// Numbers of ranks to plan for instead of parallel.ranks, such as 8,64,1024
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: Vec<u32>,
-    /// Number of classes, if the dataset is not on this machine; data.image_size is required then
+    /// Number of classes, for a dataset that is not on this machine; requires data.image_size
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     classes: Option<u32>,
-    /// Plan for machines with the measurements in this file: the output of --json on such a machine [default: measure this machine, once]
+    /// File with measurements of the machines to plan for: the output of --json on such a machine [default: measure this machine once]
     #[arg(long, value_name = "FILE")]
     machine: Option<PathBuf>,
     /// Measure this machine again
@@ -61,7 +61,7 @@ pub(crate) struct Args {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// The measurement that a rank of this machine makes
+    /// Measurement that a rank on this machine makes
     #[arg(long, hide = true, value_name = "JSON")]
     sample: Option<String>,
 }
@@ -93,7 +93,7 @@ struct Considered {
 /// Predicts and prints the plans.
 ///
 /// # Errors
-/// Exit status 2: mistakes in the job or the arguments, or no plan can run; 1: this machine cannot be measured.
+/// Exit status 2 for mistakes in the job or the arguments, or if no plan can run; 1 if this machine cannot be measured.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     if let Some(member) = Member::of_this_process().map_err(wrong)? {
@@ -148,10 +148,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-/// Prints one plan: its operators, its sums, and alternatives.
+/// Prints a plan: its operators, its totals, and alternatives.
 fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine) -> anyhow::Result<()> {
     let layers = planned.describe(network).layers;
-    // Operators that strategies may name; all others share one row.
+    // Operators that strategies may name have rows of their own. All others share one row.
     let (own, rest): (Vec<_>, Vec<_>) =
         layers.iter().partition(|layer| layer.kind.starts_with("conv") || layer.kind == "linear");
     let row = |name: String, kind: String, output: String, of: &[&LayerDescription]| {
@@ -219,7 +219,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     output::table(["STEP", "IMAGES/S", "MEMORY", "OTHER PLAN"], &rows)
 }
 
-/// Time of a step, images per second, memory of a rank.
+/// Formats a plan's time of a step, images per second, and memory per rank.
 fn figures(of: &Candidate, machine: &Machine) -> [String; 3] {
     let cost = &of.cost;
     let lacks = if of.fits(machine) { "" } else { " (too much)" };
@@ -255,7 +255,7 @@ fn print_json(plans: &[(JobSpec, Planned)], network: &Network, machine: &Machine
     output::json(&Report { machine, plans })
 }
 
-/// The job's network for its largest training pictures.
+/// Returns the job's network for the largest size of its training pictures.
 fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
     let (sides, channels, classes) = match args.classes {
         Some(classes) => {
@@ -287,7 +287,7 @@ fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
     planning::network(&spec.model, sides, channels, classes).map_err(wrong)
 }
 
-/// Measurements from a file: the output of `--json`, or only its `machine`.
+/// Reads measurements from a file: the output of `--json`, or only its key `machine`.
 fn read_machine(path: &Path) -> anyhow::Result<Machine> {
     let failed = |detail: String| wrong(format!("--machine {}: {detail}", path.display()));
     let text = fs::read(path).map_err(|e| failed(e.to_string()))?;
@@ -298,7 +298,7 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
     Ok(machine)
 }
 
-/// This machine's measurements: cached, or measured now with at most `most` ranks.
+/// Returns this machine's measurements, either cached or measured now with at most `most` ranks.
 fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> anyhow::Result<Machine> {
     let asked = spec.parallel.device;
     let offer = registry::offer(Selection { device: asked, ..Selection::default() }).map_err(wrong)?;
@@ -327,7 +327,7 @@ fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> an
     Ok(machine)
 }
 
-/// Measures as one of the ranks.
+/// Measures this machine as one of the ranks.
 fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let sample: Sample = serde_json::from_str(args.sample.as_deref().unwrap_or_default())?;
     let device = registry::device_of(member.gpu.as_ref(), Device::Auto);

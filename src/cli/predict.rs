@@ -19,43 +19,43 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The largest total size of pictures in a request, as on the server.
+/// Maximum total size of pictures in a request, as on the server.
 const MOST_BYTES: u64 = 24 << 20;
 
 /// Classify or embed pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
 #[derive(clap::Args)]
 #[command(override_usage = "lockstep predict [OPTIONS] <JOB> <IMAGE>...")]
 pub(crate) struct Args {
-    /// The job's id, the start of its id, or its name, or a model's version (`models:/shoes@champion`). Left out with --model
+    /// The job's id, the start of its id, or its name, or a version of a model (`models:/shoes@champion`). Omitted with --model
     #[arg(required_unless_present = "model")]
     job: Option<PathBuf>,
-    /// Files of the pictures
+    /// Picture files
     #[arg(value_name = "IMAGE")]
     images: Vec<PathBuf>,
     /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = "best", conflicts_with = "model")]
     checkpoint: String,
-    /// Which of the checkpoint's weights to use
+    /// The weights of the checkpoint to use
     #[arg(long, value_enum, default_value_t = Weights::Model, conflicts_with = "model")]
     weights: Weights,
-    /// A model.safetensors or ema.safetensors that Lockstep wrote, or the folder with it; needs no server
+    /// A model.safetensors or ema.safetensors that Lockstep wrote, or the folder that contains it; needs no server
     #[arg(long, value_name = "FILE")]
     model: Option<PathBuf>,
-    /// Number of classes to print, the most probable first
+    /// Number of classes to print for each picture, the most probable first
     #[arg(long, default_value_t = 5, value_name = "N")]
     top: usize,
-    /// Print each picture's embedding, the input of the network's last layer, as a line of JSON in place of its classes
+    /// Print each picture's embedding (the input of the network's last layer) as a line of JSON instead of its classes
     #[arg(long, conflicts_with = "top")]
     embed: bool,
-    /// Write the embeddings into this safetensors file: the tensor `embeddings` (float32, a row for each picture), and the pictures'
-    /// names in the metadata
+    /// Write the embeddings to this safetensors file: the tensor `embeddings` (float32, one row per picture), and the pictures' names in
+    /// the metadata
     #[arg(short, long, value_name = "FILE", requires = "embed")]
     output: Option<PathBuf>,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// Reads a picture's file.
+/// Reads a picture file.
 fn read(path: &Path) -> Result<Vec<u8>, String> {
     let larger =
         format!("is larger than {} MiB, which is the most that a picture may have", MOST_BYTES >> 20);
@@ -65,12 +65,12 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
 /// Prints each picture's most probable classes, or its embedding.
 ///
 /// # Errors
-/// Exit status 2 for a file that is missing or not a picture, and when there is no such job or checkpoint.
+/// Exit status 2 if a file is missing or is not a picture, or if the job or the checkpoint does not exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(place) = &args.output {
         file::check_output(place)?;
     }
-    // With a model file there is no job: the first argument is a picture, too.
+    // With a model file there is no job, so the first argument is a picture.
     let images = args.job.iter().filter(|_| args.model.is_some()).chain(&args.images);
     let mut pictures = Vec::new();
     for image in images {
@@ -129,7 +129,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if unread.is_empty() { Ok(()) } else { Err(wrong(unread.join("\n"))) }
 }
 
-/// Writes embeddings next to `place` first, so a broken file never has its name.
+/// Writes embeddings next to `place` and renames the file, so that `place` is never incomplete.
 fn write(place: &Path, predictions: &[Prediction]) -> anyhow::Result<()> {
     let mut partial = place.as_os_str().to_owned();
     partial.push(".part");
@@ -141,8 +141,7 @@ fn write(place: &Path, predictions: &[Prediction]) -> anyhow::Result<()> {
     output::line(format_args!("{}: {} of {width} values", place.display(), plural(rows as u64, "embedding")))
 }
 
-/// A prediction as one line. Class names come from the model's file; their control characters must not move the cursor
-/// or begin another line, in a terminal or in a program's input.
+/// Formats a prediction as one line. Control characters are escaped in names of classes, which come from the model's file.
 fn line(prediction: &Prediction) -> String {
     let words = |c: &Probability| {
         format!(
@@ -167,7 +166,7 @@ struct ModelUsed {
     best: bool,
 }
 
-/// A prediction with the model that made it.
+/// A prediction, with the model that made it.
 #[derive(Serialize)]
 struct PredictionLine<'a> {
     #[serde(flatten)]

@@ -1,4 +1,4 @@
-//! `lockstep queue`: the waiting jobs, what they wait for, and slots that are reserved for them.
+//! `lockstep queue`: shows waiting jobs, the reasons why they wait, and slots that are reserved for them.
 
 use super::{
     api::{ServerArgs, given, list},
@@ -7,7 +7,7 @@ use super::{
 use lockstep_protocol::queue::{QueuedJob, Reservation};
 use serde_json::{Value, json};
 
-/// Show waiting jobs in the order in which they get slots, what each job waits for, and which slots are reserved for which job
+/// Show waiting jobs in the order in which they get slots, the reason why each job waits, and reserved slots
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Only jobs of this project
@@ -16,7 +16,7 @@ pub(crate) struct Args {
     /// Only jobs of this person, or of the token with this name
     #[arg(long)]
     owner: Option<String>,
-    /// The largest number of lines to print
+    /// Maximum number of lines to print
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     limit: Option<u32>,
     #[command(flatten)]
@@ -26,13 +26,13 @@ pub(crate) struct Args {
 /// Prints the queue.
 ///
 /// # Errors
-/// The server is not reachable.
+/// The server is unreachable.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let query = given([("project", args.project), ("owner", args.owner)]);
     let (jobs, kept) = block_on(async {
         let jobs = api.all("/queue", "jobs", &query, args.limit.map(|limit| limit as usize)).await?;
-        // Every page has the same reservations.
+        // Every page has the same reservations, so one job is enough.
         let kept: Value = api.get("/queue?limit=1&fields=place").await?;
         anyhow::Ok((Value::Array(jobs), kept.get("reservations").cloned().unwrap_or_else(|| json!([]))))
     })?;
@@ -68,7 +68,7 @@ fn row(job: &QueuedJob) -> [String; 10] {
     ]
 }
 
-/// `a: slots 0, 1, and what else becomes free, kept for large (j...)`.
+/// Formats a reservation: `a: slots 0, 1, and what else becomes free, kept for large (j...)`.
 fn reserved(kept: &Reservation) -> String {
     let slots = |numbers: &[u32]| {
         let list: Vec<_> = numbers.iter().map(ToString::to_string).collect();

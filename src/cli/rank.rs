@@ -19,10 +19,10 @@ pub(crate) struct Args {
     rank: Option<u32>,
 }
 
-/// Trains, and ends the process with an exit status of ranks.
+/// Trains, then ends the process with a rank's exit status.
 ///
 /// # Errors
-/// None: the rank's records say why it failed.
+/// Never returns an error: the rank's records contain the reason of a failure.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     let _ = (args.job, args.attempt, args.rank);

@@ -1,15 +1,15 @@
-//! Rank tables of MindSpore and HCCL: JSON files that assign ranks to devices of machines. Both forms are supported:
-//! `server_list`, and the older `group_list`.
+//! Rank tables of MindSpore and HCCL: JSON files that assign ranks to devices of machines. Supports the form with `server_list`, and the
+//! older form with `group_list`.
 
 use super::{file, wrong};
 use serde_json::Value;
 use std::{collections::HashMap, fmt::Display, path::Path};
 
-/// The largest file; a table of 4096 devices has about half of this size.
+/// Maximum size of a file. A table of 4096 devices has about half of this size.
 const TABLE_BYTES: u64 = 1 << 20;
-/// The largest number of devices in a table. MindSpore's own tools write tables of 2, 8 and 16 devices.
+/// Maximum number of devices in a table. MindSpore's own tools write tables of 2, 8 and 16 devices.
 pub(crate) const MOST_DEVICES: usize = 4096;
-/// The longest name of a machine: the limit of DNS names.
+/// Maximum length of a machine's name: the limit of DNS names.
 const MOST_NAME_BYTES: usize = 253;
 
 /// The assignment of ranks to machines and devices.
@@ -37,10 +37,10 @@ pub(crate) struct Device {
 }
 
 impl RankTable {
-    /// Reads a file.
+    /// Reads a rank table from a file.
     ///
     /// # Errors
-    /// Exit status 2: what is wrong in the table, with the name of the field.
+    /// Exit status 2. The message names the field with the mistake.
     pub(crate) fn read(path: &Path) -> anyhow::Result<Self> {
         let larger = "is larger than 1 MiB; a rank table is not";
         let failed = |detail: String| wrong(format!("the rank table {}: {detail}", path.display()));
@@ -66,19 +66,19 @@ impl RankTable {
         entries.finish()
     }
 
-    /// The number of ranks in all.
+    /// Returns the total number of ranks.
     pub(crate) fn world_size(&self) -> u32 {
         self.machines.iter().map(|machine| machine.devices.len() as u32).sum()
     }
 
-    /// The machine of a rank, and the rank's index among the ranks of this machine.
+    /// Returns the machine of a rank, and the rank's index among the ranks of this machine.
     pub(crate) fn place(&self, rank: u32) -> Option<(&Machine, u32)> {
         let local = |machine: &Machine| machine.devices.iter().position(|device| device.rank == rank);
         self.machines.iter().find_map(|machine| Some((machine, local(machine)? as u32)))
     }
 }
 
-/// The entries read so far, and where in the table each rank and device was found.
+/// The entries read so far, and the place in the table of each rank and device.
 #[derive(Default)]
 struct Entries {
     machines: Vec<Machine>,
@@ -105,7 +105,7 @@ impl Entries {
         Ok(())
     }
 
-    /// The older form: a list of ranks, each with its machine and one device.
+    /// Reads the older form: a list of ranks, each with its machine and one device.
     fn add_groups(&mut self, table: &Value) -> Result<(), String> {
         let groups = list(table, "group_list", "group_list")?;
         counted(table, "group_count", "group_count", "group_list", groups.len())?;
@@ -178,7 +178,7 @@ fn list<'a>(of: &'a Value, key: &str, at: &str) -> Result<&'a Vec<Value>, String
     }
 }
 
-/// A number, which tables write as a text.
+/// Parses a number, which tables contain as a text.
 fn number(of: &Value, key: &str, at: &str) -> Result<u32, String> {
     let wrong = |given: &dyn Display| format!("{at}.{key}: is {given} and must be a whole number from 0");
     match of.get(key) {
@@ -191,7 +191,7 @@ fn number(of: &Value, key: &str, at: &str) -> Result<u32, String> {
     }
 }
 
-/// Checks that an optional count equals the length of the list that it describes.
+/// Checks that an optional count equals the length of its list.
 fn counted(of: &Value, key: &str, at: &str, list: &str, found: usize) -> Result<(), String> {
     if of.get(key).is_none() {
         return Ok(());

@@ -1,5 +1,5 @@
-//! The reference in `docs/reference/`, generated from the program itself: the job file's table of keys, clap's commands, and the
-//! OpenAPI document. `cargo run -- reference --out docs/reference` writes the pages again; a test compares them with the tree.
+//! Generates the reference in `docs/reference/` from the program itself: the job file's table of keys, clap's commands, and the OpenAPI
+//! document. `cargo run -- reference --out docs/reference` writes the pages, and a test compares them with the files in the tree.
 
 mod command_line;
 pub(crate) mod job_file;
@@ -23,7 +23,7 @@ pub(crate) struct Args {
 /// Writes the pages.
 ///
 /// # Errors
-/// Exit status 2 when the folder cannot be written.
+/// Exit status 2 if the folder cannot be written.
 pub(crate) fn run(args: &Args, program: clap::Command) -> anyhow::Result<()> {
     let failed = |path: &Path, e: std::io::Error| wrong(format!("{}: {e}", path.display()));
     fs::create_dir_all(&args.out).map_err(|e| failed(&args.out, e))?;
@@ -40,12 +40,12 @@ pub(crate) fn run(args: &Args, program: clap::Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The first lines of each page.
+/// Returns the first lines of each page.
 fn made(by: &str) -> String {
     format!("<!-- Made from {by} by `cargo run -- reference`. Do not edit. -->\n")
 }
 
-/// A Markdown table; each cell is one line.
+/// Formats a Markdown table. Each cell is one line.
 fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String {
     let mut text = format!("| {} |\n|{}\n", header.join(" | "), "---|".repeat(N));
     for row in rows {
@@ -55,7 +55,7 @@ fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String {
     text
 }
 
-/// Text as Markdown: `<name>` outside of code must not become a tag.
+/// Escapes a text for Markdown: `<name>` outside of code must not become a tag.
 fn prose(text: &str) -> String {
     let parts = text.split('`').enumerate();
     let escaped = parts.map(|(i, part)| {

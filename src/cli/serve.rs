@@ -29,7 +29,7 @@ use tokio::{
 /// The page that a browser opens first.
 const START_PAGE: &str = "/jobs";
 
-/// Time limit, after everything else has ended, for threads that still read or write files.
+/// Time limit for threads that still read or write files after the server has ended.
 pub(crate) const LAST_FILES: Duration = Duration::from_secs(3);
 
 /// Serve the dashboard and the REST interface, and train on this machine
@@ -53,18 +53,17 @@ pub(crate) struct Args {
     /// Lowest allowed version of TLS: 1.2 or 1.3
     #[arg(long, value_name = "VERSION", default_value = "1.2")]
     tls_min_version: TlsVersion,
-    /// CA of the certificates that identify agents (PEM); read again when it changes [default: with --tls-own-ca the
-    /// server's own CA]
+    /// CA of the certificates that identify agents (PEM); read again when it changes [default: the server's own CA with --tls-own-ca]
     #[arg(long, value_name = "FILE")]
     agent_ca: Option<PathBuf>,
     /// Revocation list (CRL, PEM or DER) of the CA in --agent-ca; read again when it changes
     #[arg(long, value_name = "FILE", requires = "agent_ca")]
     agent_crl: Option<PathBuf>,
-    /// How agents of other machines identify themselves: certificate, token or either [default: either with
-    /// --tls-own-ca or --agent-ca, otherwise token]
+    /// How agents on other machines authenticate: certificate, token or either [default: either with --tls-own-ca or --agent-ca, otherwise
+    /// token]
     #[arg(long, value_name = "HOW")]
     agent_auth: Option<AgentAuth>,
-    /// The address that people and programs use, if it differs from the address listened on
+    /// Address that people and programs use, if it differs from the address in --listen
     #[arg(long, value_name = "URL")]
     public_url: Option<PublicUrl>,
     /// Proxy whose headers name the client (X-Forwarded-For, -Proto, -Host): an address, or a network such as
@@ -74,11 +73,11 @@ pub(crate) struct Args {
     /// Listen without TLS even if other machines can reach the address. Others on the network can then read tokens and weights
     #[arg(long, conflicts_with_all = ["tls_cert", "tls_own_ca"])]
     insecure_http: bool,
-    /// Requests per second that are allowed from an address of another machine, with bursts of ten times as many. 0: no limit
+    /// Maximum number of requests per second from an address of another machine, with bursts of ten times as many. 0: no limit
     #[arg(long, value_name = "N", default_value = "200")]
     requests_per_second: u32,
-    /// Requests per second that are allowed with one token or for one signed-in person, from all addresses including
-    /// this machine, with bursts of ten times as many. Agents are not counted. 0: no limit
+    /// Maximum number of requests per second with one token or for one signed-in person, from all addresses including this machine, with
+    /// bursts of ten times as many. Requests of agents are not counted. 0: no limit
     #[arg(long, value_name = "N", default_value = "1000")]
     token_requests_per_second: u32,
     /// Write a line for each request to this file, or to standard output with -
@@ -87,33 +86,33 @@ pub(crate) struct Args {
     /// Data directory, for the database, job folders and checkpoints
     #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
-    /// Also keep checkpoints in an object store: a directory (on another disk), or s3://BUCKET/PREFIX, with the usual
-    /// variables AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ALLOW_HTTP
+    /// Also keep checkpoints in an object store: a directory (on another disk), or s3://BUCKET/PREFIX with the usual environment variables
+    /// AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ALLOW_HTTP
     #[arg(long, value_name = "URL", env = "LOCKSTEP_ARTIFACTS", hide_env_values = true)]
     artifacts: Option<String>,
-    /// Take over an object store that another server has marked as its own and no longer uses, such as the server from
-    /// whose backup this database was restored
+    /// Take over an object store that another server has used and no longer uses, for example the server from whose backup this database
+    /// was restored
     #[arg(long, env = "LOCKSTEP_ARTIFACTS_ADOPT")]
     artifacts_adopt: bool,
     /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_DATABASE", hide_env_values = true)]
     database: Option<String>,
-    /// Fair share among waiting jobs of the same priority: by owner or by project (whoever has the fewest slots in use
-    /// comes first), or off (the job that was submitted first)
+    /// Fair share among waiting jobs of the same priority: by owner or by project (the owner or project with the fewest slots in use comes
+    /// first), or off (the job that was submitted first comes first)
     #[arg(long, value_name = "BY", default_value = "off")]
     fair_share: FairShare,
-    /// Seconds after a job's end until its points leave the event stream; metrics stay available
+    /// Seconds after a job's end for which its points stay in the event stream; metrics stay available
     #[arg(long, value_name = "SECS", default_value = "3600")]
     keep_points: u32,
-    /// Seconds without a message after which an agent counts as lost and its jobs continue elsewhere; its ranks end 4 s earlier
+    /// Seconds without a message after which an agent counts as lost and its jobs continue on other machines; its ranks end 4 s earlier
     #[arg(long, value_name = "SECS", env = "LOCKSTEP_LEASE", default_value = "15",
         value_parser = clap::value_parser!(u32).range(8..=3600))]
     lease: u32,
-    /// Seconds without a message after which a run that another program trains and logs here counts as failed, until it
-    /// sends again
+    /// Seconds without a message after which a run that another program trains and logs here counts as failed; it continues when the
+    /// program sends again
     #[arg(long, value_name = "SECS", default_value = "600", value_parser = clap::value_parser!(u32).range(1..))]
     run_silence: u32,
-    /// Require no token: everybody on this machine may do everything. For loopback addresses only
+    /// Require no token: everybody on this machine has all rights. For loopback addresses only
     #[arg(long)]
     no_auth: bool,
     /// Do not open the dashboard in a browser [default: on a terminal with a screen, open it signed in]
@@ -121,21 +120,21 @@ pub(crate) struct Args {
     no_open: bool,
     #[command(flatten)]
     oidc: OidcArgs,
-    /// Folder from which datasets and files of weights may come, with all its subfolders (may be repeated) [default:
-    /// any folder, but only admins may name it]
+    /// Folder that may contain datasets and files of weights, including its subfolders (may be repeated) [default: any folder, but only
+    /// admins may name it]
     #[arg(long, value_name = "DIR")]
     dataset_root: Vec<PathBuf>,
-    /// Let webhooks reach this machine, private networks and metadata services, and not only the internet
+    /// Let webhooks connect to this machine, private networks and metadata services, and not only to the internet
     #[arg(long)]
     webhooks_allow_private: bool,
     /// Start no agent for this machine
     #[arg(long)]
     no_local_agent: bool,
-    /// Address or name by which ranks on other machines reach this machine's ranks, for jobs over several machines
-    /// [default: the address of the interface in NCCL_SOCKET_IFNAME, or of --listen if it is a specific address]
+    /// Address or name by which ranks on other machines reach this machine's ranks, for jobs over several machines [default: the address of
+    /// the interface in NCCL_SOCKET_IFNAME, or of --listen if it is a specific address]
     #[arg(long, value_name = "ADDRESS", conflicts_with = "no_local_agent")]
     advertise: Option<String>,
-    /// CPU slots: how many ranks may run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
+    /// Number of CPU slots: ranks that may run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
     #[arg(long, value_name = "N", conflicts_with = "no_local_agent",
         value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CPU_SLOTS)))]
     cpu_slots: Option<u32>,
@@ -147,10 +146,10 @@ pub(crate) struct Args {
 /// Serves until Ctrl-C or SIGTERM.
 ///
 /// # Errors
-/// Exit status 2 when the address, the folder or the database cannot be used.
+/// Exit status 2 if the address, the folder or the database cannot be used.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
-    // The object store's client would log each request that fails; the server logs that once.
+    // The object store's client would log each failed request. The server itself logs it once.
     init_tracing("info,object_store=warn");
     let mut config = ServeConfig::new(args.data_dir);
     config.listen = resolve(&args.listen)?;
@@ -192,14 +191,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let local_agent = !args.no_local_agent;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
-        // Before the address is printed: a reader of the address may stop the server at once.
+        // Listens before the address is printed: a program that reads the address may stop the server at once.
         let mut signals = StopSignals::listen()?;
         let mut server = Server::start(config).await?;
         output::line(format_args!("dashboard: {}", server.running.url()))?;
         if !args.no_auth {
-            // The link works once, within ten minutes; `lockstep login-link` prints another. It is printed even into a log, as notebook servers do:
-            // people who start a server with nohup or in a container look there, and a command in its place would need the address and the
-            // certificate, which only the server knows. If somebody else who reads the log uses the link first, it no longer works.
+            // The link works once, within ten minutes; `lockstep login-link` prints another. The link is printed even into a log, like the
+            // links of notebook servers: people who start a server with nohup or in a container look there, and a command to print a link
+            // would need the address and the certificate, which only the server knows. If another reader of the log uses the link first, it
+            // no longer works.
             output::line(format_args!("sign in: {}", server.login_link(START_PAGE)?))?;
         }
         let _opened = Opened::of(server.running(), START_PAGE, server.data_dir(), !args.no_open);
@@ -222,13 +222,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     result
 }
 
-/// SIGTERM and Ctrl-C from now on: a signal that comes before somebody waits for it is not lost.
+/// Receives SIGTERM and Ctrl-C from its creation on: a signal that arrives before a call of `next` is not lost.
 pub(crate) struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
 }
 
 impl StopSignals {
+    /// Starts to receive the signals.
+    ///
     /// # Errors
     /// The system does not allow signal handlers.
     pub(crate) fn listen() -> io::Result<Self> {
@@ -247,22 +249,22 @@ impl StopSignals {
 /// A running server, and the agent of its machine.
 pub(crate) struct Server {
     running: Running,
-    /// Address in clear for programs of this machine.
+    /// Address without TLS for programs on this machine.
     local: SocketAddr,
     data_dir: PathBuf,
     shutdown: Option<oneshot::Sender<()>>,
     /// Completes when the server ends, for any reason.
     pub(crate) ended: tokio::task::JoinHandle<Result<(), ServeError>>,
     agent: Option<LocalAgent>,
-    /// Address by which ranks of other machines reach this machine's ranks.
+    /// Address by which ranks on other machines reach this machine's ranks.
     advertise: Option<String>,
 }
 
 impl Server {
-    /// Starts the server; returns once it accepts connections.
+    /// Starts the server. Returns when the server accepts connections.
     ///
     /// # Errors
-    /// As [`run`].
+    /// See [`run`].
     pub(crate) async fn start(config: ServeConfig) -> anyhow::Result<Self> {
         Self::start_or(config).await.map_err(|error| match error.exit_code() {
             2 => wrong(error.to_string()),
@@ -270,13 +272,13 @@ impl Server {
         })
     }
 
-    /// As [`Server::start`], for callers that can handle an error themselves.
+    /// Like [`Server::start`], for callers that handle the error themselves.
     ///
     /// # Errors
-    /// The reason why the server cannot start.
+    /// Returns the reason why the server cannot start.
     pub(crate) async fn start_or(mut config: ServeConfig) -> Result<Self, ServeError> {
         let data_dir = config.data_dir.clone();
-        // The certificate is for public names, so this machine's own agent uses a listener of its own.
+        // The certificate is for public names, so this machine's own agent connects to a separate listener.
         let mut local_listener = None;
         if config.tls.is_some() {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(ServeError::Stopped)?;
@@ -288,11 +290,11 @@ impl Server {
         let ended = tokio::spawn(lockstep_server::serve(
             config,
             move |running| {
-                // If nobody waits for the value, nobody needs it.
+                // If the receiver is dropped, the value is not needed.
                 let _ = ready.send(running);
             },
             async {
-                // Sending and dropping both mean shutdown.
+                // Sending a value and dropping the sender both mean shutdown.
                 let _ = is_shutdown.await;
             },
         ));
@@ -300,13 +302,13 @@ impl Server {
             Ok(running) => {
                 let local = local_listener.unwrap_or_else(|| reachable(running.address()));
                 let ip = running.address().ip();
-                // If NCCL's variable names an interface, the agent takes it by itself.
+                // If NCCL's variable names an interface, the agent uses it by itself.
                 let is_free = matches!(lockstep_host::nccl_interface(), Ok(None));
                 let advertise =
                     (is_free && !ip.is_unspecified() && !ip.is_loopback()).then(|| ip.to_string());
                 let shutdown = Some(shutdown);
                 let server = Self { running, local, data_dir, shutdown, ended, agent: None, advertise };
-                // Without this file, commands only have to be given the address.
+                // Without this file, commands need the option --server.
                 if let Err(error) = access::record_address(&server.data_dir, &server.url()) {
                     tracing::warn!("{error}; commands in this folder do not find the server by themselves");
                 }
@@ -320,7 +322,7 @@ impl Server {
         }
     }
 
-    /// `http://127.0.0.1:PORT`, for programs of this machine.
+    /// Returns `http://127.0.0.1:PORT`, the address for programs on this machine.
     pub(crate) fn url(&self) -> String {
         format!("http://{}", self.local)
     }
@@ -333,7 +335,7 @@ impl Server {
         &self.data_dir
     }
 
-    /// The link that signs a browser in, once, and leads to this page.
+    /// Returns a link that signs in one browser, once, and leads to this page.
     ///
     /// # Errors
     /// The system has no random bits.
@@ -341,7 +343,7 @@ impl Server {
         self.running.login_link(page)
     }
 
-    /// The token for programs of this machine.
+    /// Returns the token for programs on this machine.
     ///
     /// # Errors
     /// The token's file cannot be read.
@@ -378,7 +380,7 @@ impl Server {
     }
 }
 
-/// The address by which this machine reaches an address that is listened on.
+/// Returns the address at which this machine connects to an address that is listened on.
 fn reachable(mut address: SocketAddr) -> SocketAddr {
     match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
@@ -401,7 +403,7 @@ fn stopped(why: &str) -> ServeError {
     ServeError::Stopped(std::io::Error::other(why.to_owned()))
 }
 
-/// Resolves an address by number or by name (`localhost:7070`).
+/// Resolves a numeric address or a name (`localhost:7070`).
 pub(crate) fn resolve(listen: &str) -> anyhow::Result<SocketAddr> {
     let problem = |why: String| wrong(format!("--listen {listen}: {why}; an example is 127.0.0.1:7070"));
     let mut found = listen.to_socket_addrs().map_err(|e| problem(e.to_string()))?;

@@ -29,7 +29,7 @@ pub(crate) struct Args {
 /// Prints a job.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job.
+/// Exit status 2 if the job does not exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let (job, answer, checkpoints, plan) = block_on(async {
@@ -46,7 +46,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         anyhow::Ok((job, answer, checkpoints, plan))
     })?;
     if args.server.json {
-        // Printed as the server sent them, so that fields of a newer server are included.
+        // Prints the attempts as the server sent them, including fields of a newer server.
         let attempts = answer.get("attempts").cloned().unwrap_or_else(|| Value::Array(Vec::new()));
         return output::json(&JobWithAttempts { job, attempts });
     }
@@ -63,7 +63,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     output::line(format_args!("\n{}", settings.trim_end()))
 }
 
-/// The fields of an attempt that are printed. A newer server may send a state that this version does not know.
+/// The printed fields of an attempt. A newer server may send a state that this version does not know.
 #[derive(Deserialize)]
 struct AttemptRow {
     attempt: u32,
@@ -82,7 +82,7 @@ struct JobWithAttempts {
     attempts: Value,
 }
 
-/// `attempt 1   failed at step 41: rank 1 was killed by signal 9 at step 41; it began from 1-40`
+/// Formats an attempt: `attempt 1   failed at step 41: rank 1 was killed by signal 9 at step 41; it began from 1-40`.
 fn line(attempt: &AttemptRow) -> (String, String) {
     let mut text = attempt.state.clone();
     if let Some(reason) = &attempt.reason {
@@ -96,7 +96,7 @@ fn line(attempt: &AttemptRow) -> (String, String) {
     (format!("attempt {}", attempt.attempt), text)
 }
 
-/// The plan that the ranks run, and the predicted time of a step beside the measured time.
+/// Describes the plan that the ranks run, with the predicted and the measured time of a step.
 fn planned(plan: &PlanDescription) -> String {
     let measured = plan.measured_step_ms.map(|ms| format!(", measured {ms:.1} ms")).unwrap_or_default();
     format!("{}; predicted {:.1} ms a step{measured}; {}", plan.words, plan.step_ms, plan.why)
@@ -111,7 +111,7 @@ fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
     };
     lines.push(("state", state));
     if let Some(queue) = &job.queue {
-        // The state may tell how the last attempt ended instead.
+        // The state above may have another reason, such as the end of the last attempt.
         let waits =
             queue.reason.as_ref().map(Reason::words).filter(|words| job.reason.as_deref() != Some(*words));
         let waits = waits.map(|words| format!(": {words}")).unwrap_or_default();

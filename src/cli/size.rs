@@ -1,6 +1,6 @@
-//! Sizes of files and disks, as people write them.
+//! Parses sizes of files and disks.
 
-/// `500GB`, `1.5 TiB`, `4096`: bytes, also in units of 1000 (kB, MB, GB, TB) or of 1024 (KiB, MiB, GiB, TiB).
+/// Parses a size in bytes, or in units of 1000 (kB, MB, GB, TB) or of 1024 (KiB, MiB, GiB, TiB): `500GB`, `1.5 TiB`, `4096`.
 ///
 /// # Errors
 /// The text is not a size.
@@ -23,7 +23,7 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
     let whole = number.parse::<u64>().ok().and_then(|number| number.checked_mul(factor));
     let bytes = whole.or_else(|| {
         let bytes = number.parse::<f64>().ok().filter(|_| number.contains('.'))? * factor as f64;
-        // Beyond 2^53, a float cannot represent every whole number.
+        // Beyond 2^53, a float cannot represent every integer.
         (bytes < 2_f64.powi(53)).then_some(bytes as u64)
     });
     bytes.ok_or_else(|| WANTED.into())

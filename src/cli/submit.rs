@@ -33,25 +33,25 @@ pub(crate) struct Args {
     /// Change a key of the specification, such as train.lr=0.1 (may be repeated); an empty value, as in train.epochs=, removes the key
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// Submit a job for each of these values of a key (may be repeated: a job for each combination)
+    /// Submit a job for each of these values of a key (may be repeated: a job for each combination of values)
     #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...", conflicts_with = "watch")]
     sweeps: Vec<String>,
     /// Cross-validation: submit a job for each of K stratified folds of the training pictures (data.folds, data.fold)
     #[arg(long, value_name = "K", conflicts_with = "watch", value_parser = clap::value_parser!(u32).range(2..=100))]
     folds: Option<u32>,
-    /// The job's project, instead of the file's
+    /// Project of the job, instead of the file's
     #[arg(long)]
     project: Option<String>,
-    /// A tag, in addition to the file's (may be repeated)
+    /// Tag, in addition to the file's tags (may be repeated)
     #[arg(long = "tag", value_name = "TAG")]
     tags: Vec<String>,
-    /// Notes on the job, instead of the file's
+    /// Notes on the job, instead of the file's notes
     #[arg(long)]
     notes: Option<String>,
-    /// Show the job's progress until it ends, as on a terminal without --detach; exit with status 1 unless it succeeds
+    /// Show the job's progress until it ends, even without a terminal; exit with status 1 unless the job succeeds
     #[arg(long)]
     watch: bool,
-    /// Print only the job's id and address, as without a terminal
+    /// Print only the job's id and address, even on a terminal
     #[arg(long, conflicts_with = "watch")]
     detach: bool,
     #[command(flatten)]
@@ -61,7 +61,7 @@ pub(crate) struct Args {
 /// Checks the specification locally and on the server, and submits it.
 ///
 /// # Errors
-/// Exit status 2 with every mistake in the specification on a line of its own.
+/// Exit status 2. The message lists every mistake in the specification.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut document = document(&args.job, &args.sets)?;
     label(&mut document, &args);
@@ -77,7 +77,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Err(error) if own.is_empty() => return Err(error),
         Err(_) => return check(&args.job, &document).map(drop),
     };
-    // A person at a terminal wants to see the progress; a program reads the id.
+    // On a terminal, a person wants to see the progress. A program reads the id.
     let watches = args.watch
         || !args.detach && !args.server.json && io::stdout().is_terminal() && io::stderr().is_terminal();
     block_on(async {
@@ -149,7 +149,7 @@ fn run_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
     })
 }
 
-/// Puts project, tags and notes of the command line into the specification.
+/// Writes project, tags and notes of the command line into the specification.
 fn label(document: &mut Value, args: &Args) {
     let Value::Object(table) = document else { return };
     for (key, value) in [("project", &args.project), ("notes", &args.notes)] {
@@ -161,13 +161,13 @@ fn label(document: &mut Value, args: &Args) {
         return;
     }
     let tags = table.entry("tags").or_insert_with(|| Value::Array(Vec::new()));
-    // If `tags` is not a list, the check reports that.
+    // If `tags` is not a list, the later check reports it.
     if let Value::Array(tags) = tags {
         tags.extend(args.tags.iter().map(|tag| Value::String(tag.clone())));
     }
 }
 
-/// Adds the mistakes that only the server knows to the local mistakes of a job, so that all can be corrected at once.
+/// Adds the mistakes that only the server finds to a job's local mistakes, so that the user can correct all of them at once.
 async fn all_mistakes(api: &Api, path: &Path, document: &Value, own: &[SpecError]) -> anyhow::Error {
     let mut lines: Vec<_> = own.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
     for (pointer, detail) in api.mistakes(document, false).await {

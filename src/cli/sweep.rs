@@ -47,10 +47,10 @@ pub(crate) fn first_trial(document: &Value) -> Option<Value> {
 
 /// The largest number of jobs in a sweep. In a launched sweep each agent has a token, and a server keeps a thousand tokens.
 const MOST_JOBS: usize = 500;
-/// The largest number of keys in a sweep.
+/// Maximum number of keys in a sweep.
 const MOST_KEYS: usize = 16;
 
-/// Keys with their values.
+/// The swept keys with their values.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Sweep {
     keys: Vec<(String, Vec<Value>)>,
@@ -64,7 +64,7 @@ pub(crate) struct Submitted {
 }
 
 impl Submitted {
-    /// Prints the jobs, one a line, and the address of their list.
+    /// Prints the jobs, one per line, and the address of their list.
     ///
     /// # Errors
     /// Standard output is closed.
@@ -72,7 +72,7 @@ impl Submitted {
         if as_json {
             return output::json(&json!({"tag": self.tag, "jobs": self.jobs}));
         }
-        // A warning that several jobs share is printed once.
+        // Prints a warning once if several jobs share it.
         let warnings: BTreeSet<_> = self.jobs.iter().flat_map(|job| &job.warnings).collect();
         warnings.into_iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         for job in &self.jobs {
@@ -84,10 +84,10 @@ impl Submitted {
 }
 
 impl Sweep {
-    /// Parses `train.lr=0.1,0.05` for each key. Values are as in a job file, or texts without quotes.
+    /// Parses an argument such as `train.lr=0.1,0.05` for each key. Values are written as in a job file; quotes of texts may be left out.
     ///
     /// # Errors
-    /// Exit status 2: an argument is not a sweep, a key comes twice, or a sweep has too many jobs.
+    /// Exit status 2 if an argument is invalid, a key is repeated, or a sweep has too many jobs.
     pub(crate) fn parse(arguments: &[String]) -> anyhow::Result<Self> {
         let refused = |argument: &str, why: &str| wrong(format!("--sweep {}: {why}", shortened(argument)));
         if arguments.len() > MOST_KEYS {
@@ -120,10 +120,11 @@ impl Sweep {
         }
     }
 
-    /// A job file for each combination; the values of the last key change fastest. Each name contains the combination, and each job has the tag.
+    /// Returns a job file for each combination. The values of the last key change fastest. Each name contains the combination, and each job
+    /// has the tag.
     ///
     /// # Errors
-    /// Exit status 2: a path names no key.
+    /// Exit status 2 if a path is not a key.
     pub(crate) fn documents(&self, document: &Value, tag: &str) -> anyhow::Result<Vec<Value>> {
         let mut all = vec![(document.clone(), String::new())];
         for (path, values) in &self.keys {
@@ -145,7 +146,7 @@ impl Sweep {
             if let Some(name) = name {
                 table.insert("name".into(), name.into());
             }
-            // If `tags` is not a list, the check reports that.
+            // If `tags` is not a list, the later check reports it.
             if let Value::Array(tags) = table.entry("tags").or_insert_with(|| json!([])) {
                 tags.push(tag.into());
             }
@@ -153,7 +154,7 @@ impl Sweep {
         Ok(all.into_iter().map(|(document, _)| document).collect())
     }
 
-    /// The last part of a key's path, or the whole path if two last parts are equal.
+    /// Returns the last part of a key's path, or the whole path if two keys have the same last part.
     fn short<'a>(&self, path: &'a str) -> &'a str {
         let last = |path: &'a str| path.rsplit('.').next().unwrap_or(path);
         let alike = self.keys.iter().filter(|(other, _)| other.rsplit('.').next() == Some(last(path)));
@@ -161,8 +162,8 @@ impl Sweep {
     }
 }
 
-/// Parses `0.1,0.05`, `"a","b"` or `[[0, 32], [5, 64]],[[0, 64]]`. Text that is not TOML is split at commas; for a key
-/// with numbers or switches, each part is parsed on its own.
+/// Parses values: `0.1,0.05`, `"a","b"` or `[[0, 32], [5, 64]],[[0, 64]]`. Text that is not TOML is split at commas. For a key with numbers
+/// or switches, each part is then parsed.
 fn values(path: &str, text: &str) -> Vec<Value> {
     let listed = |text: &str| {
         let mut document = toml_document(&format!("value = [{text}]")).ok()?;
@@ -185,16 +186,16 @@ fn in_words(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// A tag that no other sweep has.
+/// Returns a tag that no other sweep has.
 pub(crate) fn new_tag() -> String {
     format!("sweep-{}", &uuid::Uuid::new_v4().simple().to_string()[..8])
 }
 
-/// Job files for all combinations, checked here and by the server (`launched`: agents for the jobs are about to be
-/// started). A path of a dataset, in the file or among the values, is replaced by its registered name.
+/// Returns job files for all combinations, checked here and by the server (`launched`: agents for the jobs are about to be started).
+/// Replaces paths of datasets, in the file or among the values, by registered names.
 ///
 /// # Errors
-/// Exit status 2 with every mistake on a line, and mistakes that jobs share only once; or the server cannot be reached.
+/// Exit status 2, with every mistake on a line; a mistake that jobs share is listed once. Also if the server cannot be reached.
 pub(crate) async fn prepare(
     api: &Api,
     path: &Path,
@@ -204,17 +205,17 @@ pub(crate) async fn prepare(
     launched: bool,
 ) -> anyhow::Result<Vec<Value>> {
     let mut documents = sweep.documents(document, tag)?;
-    // The check comes first, so that nothing is registered for jobs that cannot be submitted.
+    // Checked first, so that no dataset is registered for jobs that cannot be submitted.
     check(None, launched, path, &documents).await?;
     job_file::resolve_all(api, &mut documents).await?;
     check(Some(api), launched, path, &documents).await?;
     Ok(documents)
 }
 
-/// Checks all jobs; with `api` also on the server.
+/// Checks all jobs, with `api` also on the server.
 ///
 /// # Errors
-/// As [`prepare`].
+/// See [`prepare`].
 pub(crate) async fn check(
     api: Option<&Api>,
     launched: bool,
@@ -237,10 +238,10 @@ pub(crate) async fn check(
     Err(wrong(job_file::mistaken(path, &lines.into_iter().collect::<Vec<_>>())))
 }
 
-/// Submits all jobs or none: if the server refuses a job, the jobs before it are cancelled. If an answer is lost, the request is repeated.
+/// Submits all jobs or none: if the server refuses a job, the earlier jobs are cancelled. If a response is lost, the request is repeated.
 ///
 /// # Errors
-/// Exit status 2 if the server refuses a job; or the server cannot be reached.
+/// Exit status 2 if the server refuses a job. Also if the server cannot be reached.
 pub(crate) async fn submit(
     api: &Api,
     route: &str,
@@ -254,7 +255,7 @@ pub(crate) async fn submit(
             Err(error) => {
                 let done = take_back(api, &tag, &jobs).await;
                 return Err(match (jobs.len(), error.is::<WrongRequest>()) {
-                    // There was no job to cancel.
+                    // No job has been submitted.
                     (0, true) => error,
                     (there, _) => error
                         .context(format!("{there} of {} jobs were submitted and {done}", documents.len())),
@@ -265,7 +266,7 @@ pub(crate) async fn submit(
     Ok(Submitted { tag, jobs })
 }
 
-/// Cancels the sweep's jobs, including a job whose submission was never acknowledged. Returns a sentence with the outcome.
+/// Cancels the sweep's jobs, including a job whose submission was not acknowledged. Returns a sentence with the outcome.
 async fn take_back(api: &Api, tag: &str, jobs: &[Job]) -> String {
     let tagged = api.all("/jobs", "jobs", &[("tag", tag.to_owned())], None).await;
     let text = |job: &Value| job.get("id").and_then(Value::as_str).map(str::to_owned);

@@ -1,4 +1,4 @@
-//! `lockstep token`: access tokens. `lockstep login-link`: signs a browser in without a token.
+//! `lockstep token`: access tokens. `lockstep login-link`: a link that signs a browser in.
 
 use super::{
     api::{self, Api, ServerArgs},
@@ -14,7 +14,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Make, list and revoke access tokens
+/// Create, list and revoke access tokens
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -23,21 +23,21 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Make a token; it is printed only once, or written to a file
+    /// Create a token, which is printed only once, or written to a file
     Create {
-        /// What the token may do: read, submit (includes read), admin (includes both), or agent (join as one agent)
+        /// Rights of the token: read, submit (includes read), admin (includes both), or agent (join as one agent)
         #[arg(long, value_name = "SCOPE", default_value = "submit")]
         scope: Scope,
         /// Name in lists and in the audit log [default: the scope, or the agent]
         #[arg(long)]
         name: Option<String>,
-        /// How long the token is valid, such as 12h, 30d or 1y [default: until it is revoked]
+        /// Lifetime of the token, such as 12h, 30d or 1y [default: until it is revoked]
         #[arg(long, value_name = "TIME", value_parser = seconds)]
         expires: Option<u64>,
-        /// The agent that may use the token (scope agent): the name under which it joins, or its id
+        /// Agent that may use the token (scope agent): its name, or its id
         #[arg(long, value_name = "NAME")]
         agent: Option<String>,
-        /// Write the token to this new file, which only your account can read, and do not print it
+        /// Write the token to this new file, which only your account can read, instead of printing it
         #[arg(long, value_name = "FILE")]
         out: Option<PathBuf>,
         #[command(flatten)]
@@ -50,14 +50,14 @@ enum Command {
     },
     /// Revoke a token; connections that use it end at once
     Revoke {
-        /// The token's id, or its name if only one valid token has it
+        /// The token's id, or its name if only one valid token has this name
         token: String,
         #[command(flatten)]
         server: ServerArgs,
     },
 }
 
-/// Print a link that signs a browser in; it works once, within ten minutes
+/// Print a link that signs in one browser, once, within ten minutes
 #[derive(clap::Args)]
 pub(crate) struct LinkArgs {
     #[command(flatten)]
@@ -75,7 +75,7 @@ fn seconds(text: &str) -> Result<u64, String> {
 /// Runs a command about tokens.
 ///
 /// # Errors
-/// The server's refusal.
+/// The server refuses the request.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         match args.command {
@@ -91,7 +91,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 if server.json {
                     return output::json(&made);
                 }
-                // Standard output has only the token, so that it can be redirected to a file.
+                // Standard output contains only the token, so that it can be redirected to a file.
                 output::warn(format_args!(
                     "this token is shown once; keep it where only its user can read it"
                 ));
@@ -135,29 +135,29 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Makes a token and writes it to a new file.
+/// Creates a token and writes it to a new file.
 async fn write_new(api: &Api, body: &Value, path: &Path, as_json: bool) -> anyhow::Result<()> {
     let failed = |error: io::Error| wrong(format!("{}: {error}", path.display()));
-    // The file comes first: without it nobody would have the new token.
+    // The file is created first. If creating it failed after the request, the new token would be lost.
     let mut file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
     let made = api.post::<Value>("/tokens", body).await.inspect_err(|_| drop(fs::remove_file(path)));
     let mut made = made?;
     let text = |key: &str| made.get(key).and_then(Value::as_str).unwrap_or_default();
     if let Err(error) = writeln!(file, "{}", text("secret")).and_then(|()| file.sync_all()) {
         let _ = fs::remove_file(path);
-        // The token could not be written, so nobody has it.
+        // The token could not be written, so it is revoked.
         api.request(Method::DELETE, &format!("/tokens/{}", text("id")), None::<&()>).await?;
         return Err(failed(error));
     }
     if as_json {
-        // The secret is in the file, so it is not printed.
+        // The file contains the secret, so the output does not.
         made.as_object_mut().and_then(|fields| fields.remove("secret"));
         return output::json(&made);
     }
     Ok(())
 }
 
-/// `0198...  submit  ci  expires 2026-12-23T04:17:38Z`.
+/// Formats a token: `0198...  submit  ci  expires 2026-12-23T04:17:38Z`.
 fn line(token: &Token) -> String {
     let mut words = format!("{}  {:<6}  {}", token.id, token.scope, token.name);
     let mut add = |text: String| {
@@ -179,10 +179,10 @@ fn line(token: &Token) -> String {
     words
 }
 
-/// Prints a link to sign in.
+/// Prints a link for signing in.
 ///
 /// # Errors
-/// The server's refusal.
+/// The server refuses the request.
 pub(crate) fn login_link(args: LinkArgs) -> anyhow::Result<()> {
     block_on(async {
         let answer: Value = args.server.api()?.post("/login-links", &json!({})).await?;

@@ -53,14 +53,14 @@ pub(crate) struct Args {
     /// Folder for logs and checkpoints [default: runs/<name of the TOML file>]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Continue from a checkpoint: the newest complete one in DIR (latest), or the one at PATH
+    /// Continue from a checkpoint: the newest complete checkpoint in DIR (latest), or the checkpoint at PATH
     #[arg(long, value_name = "latest|PATH")]
     resume: Option<String>,
     /// Change a key of the specification, such as train.lr=0.1 (may be repeated); an empty value, as in train.epochs=, removes the key
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// A rank table of MindSpore or HCCL (JSON), which assigns ranks to devices of machines. This process is the rank
-    /// RANK_ID, or starts all ranks of the machine --node [default: the file in RANK_TABLE_FILE]
+    /// Rank table of MindSpore or HCCL (JSON), which assigns ranks to devices of machines. This process is the rank RANK_ID, or starts all
+    /// ranks of the machine --node [default: the file in RANK_TABLE_FILE]
     #[arg(long, value_name = "FILE", conflicts_with = "ranks")]
     rank_table: Option<PathBuf>,
     /// This machine's index in --rank-table, counted from 0
@@ -68,10 +68,10 @@ pub(crate) struct Args {
     node: Option<usize>,
 }
 
-/// Trains to the end. Under torchrun, Open MPI, Slurm or MindSpore's launcher this process is one rank; otherwise it starts all ranks.
+/// Trains to the end. Under torchrun, Open MPI, Slurm or MindSpore's launcher, this process is one rank. Otherwise it starts all ranks.
 ///
 /// # Errors
-/// Exit status 2 for mistakes in the specification or the arguments, 1 when training failed or was stopped.
+/// Exit status 2 for mistakes in the specification or the arguments, 1 if training fails or is stopped.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     let began = Instant::now();
@@ -82,7 +82,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let part = Part::find(&args)?;
     if let Part::Rank(place) = &part {
-        // Comes before the job file is read, because a pipe can be read only once.
+        // Done before the job file is read, because a pipe can be read only once.
         libraries::reexec_if_needed(Library::needed(place.world_size));
     }
     let (mut spec, validation_given) = read(&args, part.world())?;
@@ -96,11 +96,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         .unwrap_or_else(|| Path::new("runs").join(args.job.file_stem().unwrap_or("job".as_ref())));
     fs::create_dir_all(&out).map_err(|e| wrong(format!("--out {}: {e}", out.display())))?;
     let out = out.canonicalize()?;
-    // The ranks of a launcher share the folder, and rank 0 locks it for all of them.
+    // The ranks of a launcher share the folder, which rank 0 locks for all of them.
     let _lock = if part.has_rank_0() { Some(OutLock::take(&out)?) } else { None };
     let resume = match part.has_rank_0() {
         true => resume_from(&out, args.resume.as_deref())?,
-        // Rank 0 reads the checkpoint and sends it; the others only need to know that there is one.
+        // Rank 0 reads the checkpoint and sends it. The other ranks only need to know that a checkpoint is used.
         false => args.resume.clone(),
     };
     let world_size = spec.parallel.ranks;
@@ -146,7 +146,7 @@ fn in_processes(mut start: StartAttempt, out: &Path) -> anyhow::Result<Ended> {
     local::run(&configs)
 }
 
-/// The ranks that a rank table assigns to this machine.
+/// Runs the ranks that a rank table assigns to this machine.
 fn of_this_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> anyhow::Result<Ended> {
     start.master_addr.clone_from(&ranks.addr);
     start.master_port = ranks.port;
@@ -178,7 +178,7 @@ fn of_this_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> anyhow
     }
 }
 
-/// The first attempt without records of `rank`. Machines may share the folder.
+/// Returns the number of the first attempt without records of `rank`. Machines may share the folder.
 fn next_attempt(out: &Path, rank: u32) -> u32 {
     let events = |n: u32| {
         let dir = out.join("attempts").join(n.to_string());
@@ -211,7 +211,7 @@ fn in_this_process(mut start: StartAttempt, place: &LaunchedRank, out: &Path) ->
     local::run_here(&config)
 }
 
-/// The devices of this machine for a job's ranks, in their order; empty if ranks compute on CPU cores.
+/// Returns the devices of this machine for a job's ranks, in order. Empty if ranks compute on CPU cores.
 fn devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
     let device = spec.parallel.device;
     let offer = registry::offer(Selection { device, ..Selection::default() }).map_err(wrong)?;
@@ -229,7 +229,7 @@ fn devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
     }
 }
 
-/// The device of a rank that a launcher started: by the rank's index on this machine, unless the rank sees only its own
+/// Returns the device of a rank that a launcher started, by the rank's index on this machine. If only one device is visible, returns this
 /// device.
 fn device_of(spec: &JobSpec, place: &LaunchedRank) -> anyhow::Result<Option<RankGpu>> {
     let visible = devices(spec)?;
@@ -286,10 +286,10 @@ fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
     }
 }
 
-/// Chooses a split as a server does if a job does not name its validation split.
+/// Chooses the validation split like a server, for a job that does not name the split.
 fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     let Validation::Split(usual) = &spec.data.validation else { return };
-    // A folder of pictures need not be read for this; ranks report problems of a dataset.
+    // Reading the dataset is not necessary in these cases. Ranks report problems of a dataset.
     if usual == "none" || spec.data.folds.is_some() || dataset.join(usual).is_dir() {
         return;
     }
@@ -314,7 +314,7 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     }
 }
 
-/// Reads the specification, and whether it gives `data.validation`. A launcher or `--ranks` sets the number of ranks.
+/// Reads the specification. Also returns whether it gives `data.validation`. A launcher or `--ranks` sets the number of ranks.
 fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
     let shown = args.job.display();
     let text = super::job_file::job_file(&args.job)?;
@@ -340,7 +340,7 @@ fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, boo
     Ok((spec, given))
 }
 
-/// The dataset's path, relative to the working directory or to the job file's folder.
+/// Returns the dataset's path. A relative path refers to the working directory or to the job file's folder.
 fn dataset_path(spec: &JobSpec, job: &Path) -> anyhow::Result<PathBuf> {
     let given = Path::new(&spec.data.dataset);
     let from_job_file = job.parent().map(|dir| dir.join(given));

@@ -13,7 +13,7 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use std::io::{self, BufRead, IsTerminal};
 
-/// The longest line on standard input that is read as a password, in bytes.
+/// Maximum length in bytes of a line on standard input that is read as a password.
 const LINE_BYTES: u64 = 8192;
 
 /// Add, list, change and remove people who sign in with a name and a password
@@ -33,39 +33,39 @@ struct Named {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Add a person. The command asks for the password, or reads the first line of standard input; with --subject there is no password
+    /// Add a person. The command asks for the password, or reads the first line of standard input; with --subject, the person has no password
     Add {
-        /// Name to sign in with: a to z, digits, '.', '-', '_' and '@'
+        /// Name for signing in: a to z, digits, '.', '-', '_' and '@'
         name: String,
-        /// Role: viewer (looks), member (also submits jobs and changes their own) or admin (everything)
+        /// Role: viewer (can only look), member (can also submit jobs and change their own jobs) or admin (can do everything)
         #[arg(long, value_name = "ROLE", default_value = "member")]
         role: Role,
-        /// The account at the OpenID provider that signs in as the person: its claim `sub`, which the sign-in page shows
+        /// Claim `sub` of the account at the OpenID provider that signs in as this person; the sign-in page shows the claim
         #[arg(long, value_name = "SUB")]
         subject: Option<String>,
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Let another account at the OpenID provider sign in as a person; the person's sessions end
+    /// Let another account at the OpenID provider sign in as a person, whose sessions end
     Link {
         /// The person's name
         name: String,
-        /// The account's claim `sub`, which the sign-in page shows
+        /// Claim `sub` of the account; the sign-in page shows the claim
         #[arg(long, value_name = "SUB")]
         subject: String,
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Let no account at the OpenID provider sign in as a person; the person's sessions end
+    /// Remove the link to an account at the OpenID provider; the person's sessions end
     Unlink(Named),
     /// List people
     List {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Remove a person: the person's sessions end and tokens are revoked; jobs keep the name
+    /// Remove a person, whose sessions end and whose tokens are revoked; jobs keep the name
     Remove(Named),
-    /// Set a person's password, asked for or read from the first line of standard input; the person's sessions end
+    /// Set a person's password: asked for, or read from the first line of standard input; the person's sessions end
     Password(Named),
     /// Change a person's role; the person's sessions end
     Role {
@@ -85,7 +85,7 @@ enum Command {
 /// Runs a command about people.
 ///
 /// # Errors
-/// The server's refusal, or an invalid password.
+/// The server refuses the request, or the password is invalid.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         match args.command {
@@ -140,7 +140,7 @@ async fn change(server: &ServerArgs, name: &str, body: &Value) -> anyhow::Result
     show(server, &changed)
 }
 
-/// The URL path of a person. An invalid name must not lead to another path.
+/// Returns the URL path of a person. An invalid name must not lead to another path.
 fn path(name: &str) -> anyhow::Result<String> {
     match lockstep_protocol::people::name_mistake(name) {
         None => Ok(format!("/people/{name}")),
@@ -156,7 +156,7 @@ fn show(server: &ServerArgs, answer: &Value) -> anyhow::Result<()> {
     output::line(line(&person))
 }
 
-/// `ada  admin  added 2026-12-23T04:17:38Z`.
+/// Formats a person: `ada  admin  added 2026-12-23T04:17:38Z`.
 fn line(person: &Person) -> String {
     let mut words = format!("{:<16}  {:<6}  added {}", person.name, person.role, person.created_at);
     if let Some(identity) = &person.identity {
@@ -168,8 +168,8 @@ fn line(person: &Person) -> String {
     words
 }
 
-/// A password: asked for twice on a terminal, otherwise the first line of standard input. Never an argument, because
-/// other accounts can see a process's arguments.
+/// Reads a password: asks for it twice on a terminal, otherwise reads the first line of standard input. A password is never an argument,
+/// because other accounts can see a process's arguments.
 fn password() -> anyhow::Result<String> {
     let password = if io::stdin().is_terminal() {
         let first = rpassword::prompt_password("password: ")?;

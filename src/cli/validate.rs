@@ -1,4 +1,4 @@
-//! `lockstep validate`: checks a specification as a submission would, without creating a job.
+//! `lockstep validate`: checks a specification like a submission, without creating a job.
 
 use super::{
     access::AccessArgs,
@@ -14,9 +14,9 @@ use std::path::{Path, PathBuf};
 
 /// Check a job file without submitting it
 ///
-/// With a server, runs all checks of a submission (dataset, pretrained weights, slots) and stores nothing. Without a
-/// server, checks only the file, and says so. Exit status 0: no mistake; 2: mistakes, all listed; 1: the server given
-/// by --server does not respond.
+/// With a server, runs all checks of a submission (dataset, pretrained weights, slots) and stores nothing. Without a server, checks only
+/// the file, and prints that no server was asked. Exit status 0: no mistake; 2: mistakes, all listed; 1: the server given by --server does
+/// not respond.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file
@@ -38,7 +38,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// The fields that this command reads of a server's answer.
+/// The fields of the server's response that this command uses.
 #[derive(Deserialize)]
 struct Plan {
     samples: u64,
@@ -52,7 +52,7 @@ struct Plan {
 /// Checks as much as possible locally, then on the server.
 ///
 /// # Errors
-/// Exit status 2 with every mistake on a line of its own; 1 when the server given by --server does not answer.
+/// Exit status 2, with every mistake on a line; 1 if the server given by --server does not respond.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::document(&args.job, &args.sets)?;
     let swept = sweep::mistakes(&document);
@@ -100,7 +100,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         output::warn(format_args!("warning: {why}"));
         return output::line(format_args!("{} has no mistake", args.job.display()));
     }
-    // The server reports the same mistakes of the document, and more.
+    // The server reports these mistakes, too, and others.
     let answer: Value = block_on(api.post("/jobs/validate", &document))?;
     own?;
     let plan: Plan = serde_json::from_value(answer.clone())?;
@@ -126,7 +126,7 @@ fn here(job: &Path, spec: &JobSpec) -> anyhow::Result<()> {
     if dataset.contains(std::path::is_separator) && lockstep_data::canonical(Path::new(dataset)).is_err() {
         mistakes.push(format!("data.dataset: {dataset} does not exist"));
     }
-    // Otherwise the value is a checkpoint's id, or a path on the machine that trains.
+    // Other values are ids of checkpoints, or paths on the machine that trains.
     if let Some(given) = spec.model.pretrained.as_deref().map(Path::new).filter(|path| path.exists()) {
         let files = checkpoint::model_files(given).map_err(|e| e.to_string());
         let read =

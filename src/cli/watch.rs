@@ -1,4 +1,4 @@
-//! `lockstep watch`: shows a job's progress, live.
+//! `lockstep watch`: shows a job's progress until the job ends.
 
 mod progress;
 
@@ -28,15 +28,15 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// Interval of requests for a waiting job's place in the queue. The place depends on other jobs, so no event of this job reports it.
+/// Interval between two requests for a waiting job's place in the queue. The place depends on other jobs, so no event of this job reports it.
 const ASK_EVERY: Duration = Duration::from_secs(2);
-/// Pauses before connecting again.
+/// Pauses before a new connection.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
 
-/// Watches a job.
+/// Shows the job until it ends.
 ///
 /// # Errors
-/// Exit status 1 when the job ends in a state other than `succeeded`.
+/// Exit status 1 if the job does not succeed.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
@@ -46,7 +46,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Explains what Ctrl-C does and does not do.
+/// Explains the effect of Ctrl-C.
 pub(crate) fn announce(job: &Job) {
     if !job.state.is_final() {
         output::warn(format_args!(
@@ -56,8 +56,7 @@ pub(crate) fn announce(job: &Job) {
     }
 }
 
-/// Shows a job's progress until the job is over, then how it ended. With `json`, prints every frame of the job's stream
-/// from now on as a line.
+/// Shows a job's progress until the job is over, then its outcome. With `json`, prints every new frame of the job's stream as a line instead.
 ///
 /// # Errors
 /// The job did not succeed, or the connection to the server was lost.
@@ -69,7 +68,7 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
     if json {
         output::json(&job)?;
     } else {
-        // If the server no longer answers, the summary does not name a checkpoint.
+        // If the server no longer responds, the summary does not name a checkpoint.
         let checkpoints = api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await;
         let checkpoints: Vec<CheckpointInfo> =
             list(&Value::Array(checkpoints.unwrap_or_default()), "checkpoints")?;
@@ -77,7 +76,7 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
     }
     match job.state {
         JobState::Succeeded => Ok(()),
-        // The line above has already said why.
+        // The line above contains the reason.
         _ => Err(NotSucceeded(job.state).into()),
     }
 }
@@ -108,7 +107,7 @@ pub(crate) async fn until(api: &Api, mut job: Job, done: impl Fn(&Job) -> bool) 
     Ok(job)
 }
 
-/// The error for a job that did not succeed; `watch` exits with 1.
+/// The error for a job that did not succeed. `watch` exits with status 1.
 #[derive(Debug)]
 pub(crate) struct NotSucceeded(JobState);
 
@@ -120,8 +119,8 @@ impl std::fmt::Display for NotSucceeded {
 
 impl std::error::Error for NotSucceeded {}
 
-/// Passes every frame of a job's stream to `progress`, each event once even if the connection breaks, and prints the
-/// place in the queue while the job waits. Returns the job when it is over.
+/// Passes every frame of a job's stream to `progress`, each event once even if the connection breaks, and prints the place in the queue
+/// while the job waits. Returns the job after its end.
 async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<Job> {
     let mut since = job.last_seq;
     let mut over = job.state.is_final();
@@ -155,7 +154,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                         if let Frame::Hello { last_seq, .. } = &frame
                             && *last_seq < since
                         {
-                            // An older database was restored: its events are numbered anew.
+                            // An older database was restored, so its events are numbered anew.
                             since = *last_seq;
                             break None;
                         }
@@ -179,7 +178,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                 let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| sentence(&e));
                 anyhow::bail!("lost the server: {why}; `lockstep watch {}` continues from here", job.id);
             }
-            // The job may have ended or been deleted without a stream that says so.
+            // The job may have ended or been deleted while no stream was connected.
             match api.get::<Job>(&format!("/jobs/{}", job.id)).await {
                 Ok(now) => over = now.state.is_final() && now.last_seq <= since,
                 Err(error) if error.is::<super::WrongRequest>() => {
@@ -193,8 +192,8 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
     api.get(&format!("/jobs/{}", job.id)).await
 }
 
-/// A sentence that says how a job ended: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % in
-/// epoch 3; best checkpoint 4-216 with 85.1 %)`, `failed after 0 s: <reason>`. Names only a checkpoint in `checkpoints`.
+/// Describes the outcome of a job in a sentence: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % in
+/// epoch 3; best checkpoint 4-216 with 85.1 %)`, `failed after 0 s: <reason>`. Names a best checkpoint only if it is in `checkpoints`.
 pub(crate) fn summary(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
     let after = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
     let how = match &job.reason {

@@ -1,10 +1,10 @@
-//! `lockstep webhook`: where the server sends messages about jobs.
+//! `lockstep webhook`: webhooks, to which the server sends messages about jobs.
 
 use super::{api::ServerArgs, block_on, output, wrong};
 use reqwest::Method;
 use serde_json::{Value, json};
 
-/// Add, list, test and remove webhooks, which tell chats and programs what becomes of jobs
+/// Add, list, test and remove webhooks, which send events of jobs to chats and programs
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -13,9 +13,9 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Add a webhook; the secret that its messages are signed with is printed only once
+    /// Add a webhook; the secret that signs its messages is printed only once
     Add {
-        /// Where messages are posted
+        /// URL to which messages are posted
         url: String,
         /// Form of the messages: standard (for programs), slack, discord, teams or ntfy
         #[arg(long, value_name = "FORM", default_value = "standard")]
@@ -34,9 +34,9 @@ enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Send a test to a webhook and print how that went
+    /// Send a test message to a webhook and print the outcome
     Test(Named),
-    /// Remove a webhook with its messages, also those that wait
+    /// Remove a webhook with all its messages, including waiting messages
     Remove(Named),
 }
 
@@ -51,7 +51,7 @@ struct Named {
 /// Runs a command about webhooks.
 ///
 /// # Errors
-/// The server's refusal, or a test that was not delivered.
+/// The server refuses the request, or the test message was not delivered.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         match args.command {
@@ -101,7 +101,7 @@ fn text<'a>(value: &'a Value, key: &str) -> &'a str {
     value.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// The URL path of a webhook. An invalid id must not lead to another path.
+/// Returns the URL path of a webhook. An invalid id must not lead to another path.
 fn path(id: &str) -> anyhow::Result<String> {
     match !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
         true => Ok(format!("/webhooks/{id}")),

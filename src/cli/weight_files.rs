@@ -1,4 +1,4 @@
-//! A checkpoint's weights as files: downloaded from a server, or in a folder of this machine.
+//! Files with a checkpoint's weights, on a server or in a folder of this machine.
 
 use super::{
     api::Api,
@@ -19,16 +19,16 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// A file of a checkpoint, from its manifest.
+/// A file in a checkpoint's manifest.
 pub(super) struct WeightFile {
     name: String,
     pub(super) sha256: String,
 }
 
-/// The files with a checkpoint's weights. A sharded checkpoint has several, one of which is their index.
+/// Returns the files with a checkpoint's weights. A sharded checkpoint has several files, one of which is an index.
 ///
 /// # Errors
-/// Exit status 2 when the checkpoint has no such weights.
+/// Exit status 2 if the checkpoint does not have these weights.
 pub(super) async fn files(
     api: &Api,
     checkpoint: &Listed,
@@ -51,8 +51,8 @@ pub(super) async fn files(
     }
 }
 
-/// Downloads a file as `place`. It is written next to `place` first, so a broken download leaves nothing under that name.
-/// Returns its size in bytes.
+/// Downloads a file as `place`. Writes to a path next to `place` first, so that a broken download leaves no file with this name. Returns
+/// the size in bytes.
 ///
 /// # Errors
 /// The download is damaged, or the file cannot be written.
@@ -86,7 +86,7 @@ pub(super) async fn fetch(
     }
     .await;
     if result.is_err() {
-        // The first error is the one to report, not a failure to remove the partial file.
+        // The first error is reported, not a failure to remove the partial file.
         let _ = fs::remove_file(&partial);
     }
     result
@@ -95,7 +95,7 @@ pub(super) async fn fetch(
 /// Downloads `files` into a temporary folder next to `place`.
 ///
 /// # Errors
-/// As [`fetch`].
+/// See [`fetch`].
 pub(super) async fn fetch_beside(
     place: &Path,
     api: &Api,
@@ -113,7 +113,7 @@ pub(super) async fn fetch_beside(
 /// Joins the weights of the checkpoint in `folder` in one file.
 ///
 /// # Errors
-/// Exit status 2 when there is no such checkpoint or the checkpoint is damaged.
+/// Exit status 2 if the checkpoint does not exist or is damaged.
 pub(super) fn join(folder: &Path, weights: Weights, place: &Path) -> anyhow::Result<ManifestFile> {
     if !folder.is_dir() {
         return Err(wrong(format!("{}: is not the folder of a checkpoint", folder.display())));
@@ -126,7 +126,7 @@ pub(super) fn join(folder: &Path, weights: Weights, place: &Path) -> anyhow::Res
     file::replace(place, |partial| checkpoint::join(&files, partial).map_err(wrong))
 }
 
-/// The path of a checkpoint's weights, as [`checkpoint::model_files`] takes it.
+/// Returns the path of a checkpoint's weights, as an argument for [`checkpoint::model_files`].
 pub(super) fn path(folder: &Path, weights: Weights) -> PathBuf {
     match weights {
         Weights::Model => folder.to_owned(),

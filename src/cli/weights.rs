@@ -1,4 +1,4 @@
-//! `lockstep weights`: trained weights for `model.pretrained`, kept in the cache directory.
+//! `lockstep weights`: downloads trained weights for `model.pretrained` to the cache directory.
 
 use super::{
     block_on,
@@ -18,15 +18,15 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Where timm's authors publish weights. The variable is the one of Hugging Face's own programs.
+/// Default hub, on which timm's authors publish weights. Hugging Face's own programs use the same variable.
 const HUB: &str = "https://huggingface.co";
 const HUB_VARIABLE: &str = "HF_ENDPOINT";
-/// The file of a repository, with torchvision's names of tensors.
+/// Name of the file in a repository. Its tensors have torchvision's names.
 const FILE: &str = "model.safetensors";
-/// The largest Git LFS pointer, as its specification says.
+/// Maximum size of a Git LFS pointer, from its specification.
 const POINTER_BYTES: usize = 1024;
 
-/// Networks, and the repository with their weights: trained on ImageNet-1k by timm's recipe A1 (Wightman et al. 2021).
+/// Networks and repositories with their weights, which were trained on ImageNet-1k by timm's recipe A1 (Wightman et al. 2021).
 const KNOWN: [(&str, &str); 5] = [
     ("resnet18", "timm/resnet18.a1_in1k"),
     ("resnet34", "timm/resnet34.a1_in1k"),
@@ -35,7 +35,7 @@ const KNOWN: [(&str, &str); 5] = [
     ("resnet152", "timm/resnet152.a1_in1k"),
 ];
 
-/// Fetch trained weights for fine-tuning
+/// Download trained weights for fine-tuning
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -44,7 +44,7 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum Action {
-    /// Download a network's weights, trained on ImageNet, and check them; jobs then name them, as in model.pretrained = "resnet18"
+    /// Download a network's weights, trained on ImageNet, and check them; jobs then use them by name, as in model.pretrained = "resnet18"
     Get {
         /// The network
         #[arg(value_name = "NAME", value_parser = KNOWN.map(|(name, _)| name))]
@@ -55,10 +55,10 @@ enum Action {
     },
 }
 
-/// Downloads the weights unless they are there.
+/// Downloads the weights unless they exist already.
 ///
 /// # Errors
-/// Exit status 1 if the address cannot be reached, 2 if it has other bytes than its checksum says.
+/// Exit status 1 if the address cannot be reached, 2 if the content does not match its checksum.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let Action::Get { name, from } = &args.action;
     let place = place_of(name).ok_or_else(|| {
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     output::line(format_args!("{name}: {}; jobs use it with model.pretrained = \"{name}\"", place.display()))
 }
 
-/// The place of the weights with this name, whether they are there or not; `None` for other names.
+/// Returns the path of the weights with this name, which may not exist yet. `None` for unknown names.
 pub(super) fn place_of(name: &str) -> Option<PathBuf> {
     let is_known = KNOWN.iter().any(|(known, _)| *known == name);
     Some(cache::dir().filter(|_| is_known)?.join("weights").join(format!("{name}.safetensors")))
@@ -114,17 +114,17 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
     check(place)
 }
 
-/// Checks that a file has tensors: somebody may have put another one there.
+/// Checks that a file contains tensors: the user may have put another file there.
 fn check(place: &Path) -> anyhow::Result<()> {
     checkpoint::shapes(place)
         .map(drop)
         .map_err(|why| wrong(format!("{why}; remove {} and run the command again", place.display())))
 }
 
-/// Size and checksum of the file, from the pointer that the repository has in its place (Git LFS).
+/// Returns the size and the checksum of the file, from the repository's Git LFS pointer.
 ///
 /// # Errors
-/// The address cannot be reached, or has no pointer.
+/// The address cannot be reached, or its content is not a pointer.
 async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
     let lost = |error: reqwest::Error| Failure::Unreachable(chain(&error));
     let mut answer = client.get(url).send().await.map_err(lost)?;
@@ -146,14 +146,14 @@ async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
         .ok_or_else(|| Failure::Refused(format!("{url} is no Git LFS pointer, which has the checksum")))
 }
 
-/// The facts in a Git LFS pointer.
+/// Parses a Git LFS pointer.
 fn parsed(text: &[u8]) -> Option<Remote> {
     let text = str::from_utf8(text).ok().filter(|text| text.len() <= POINTER_BYTES)?;
     let value = |key: &str| text.lines().find_map(|line| line.strip_prefix(key));
     let sha256 = value("oid sha256:")?;
     let is_sum = sha256.len() == 64 && sha256.bytes().all(|byte| byte.is_ascii_hexdigit());
     let bytes = value("size ")?.parse().ok()?;
-    // A command makes one of these and then ends.
+    // Leaks at most one text per command.
     is_sum.then(|| Remote { name: FILE, bytes, sha256: sha256.to_lowercase().leak(), members: &[] })
 }
 

@@ -62,7 +62,7 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
   });
 }
 
-/** As much of `label (after why)` as fits into `room` pixels; at least the label itself. */
+/** Returns as much of `label (after why)` as fits into `room` pixels, at least the label. */
 function fitting(ctx, label, why, room) {
   const fits = (text) => ctx.measureText(text).width <= room;
   let cut = why ? `${label} (after ${why})` : label;
@@ -73,13 +73,13 @@ function fitting(ctx, label, why, room) {
   return fits(number) ? number : "";
 }
 
-/** The width of the widest of `labels` in pixels, at least `least`. */
+/** Returns the width of the widest of `labels` in pixels, at least `least`. */
 export function labelWidth(ctx, labels, colours, least) {
   ctx.font = colours.font;
   return Math.ceil(Math.max(least, ...labels.map((l) => ctx.measureText(l).width)));
 }
 
-/** Runs `draw`, clipped to the range from `left` to `right`. */
+/** Calls `draw`, clipped to the range from `left` to `right`. */
 export function within(ctx, left, right, draw) {
   ctx.save();
   ctx.beginPath();
@@ -89,7 +89,7 @@ export function within(ctx, left, right, draw) {
   ctx.restore();
 }
 
-/** Ticks and labels of the horizontal axis. */
+/** Returns the ticks and labels of the horizontal axis. */
 export function xAxis(view, low, high, wanted) {
   const grouped = (v) => String(Number(v.toPrecision(10))).replace(/\B(?=(\d{3})+(?!\d))/g, ",");
   if (view.axis === "time") {
@@ -107,7 +107,7 @@ export function xAxis(view, low, high, wanted) {
   return { xTicks: linearTicks(low, high, wanted).filter((v) => Number.isInteger(v)), xLabel: grouped };
 }
 
-/** Starts of all attempts except the first. */
+/** Returns the starts of all attempts except the first. */
 function attemptStarts(parts) {
   const starts = new Map();
   for (const { segment, xs } of parts) {
@@ -118,7 +118,10 @@ function attemptStarts(parts) {
   return sorted.slice(1);
 }
 
-/** Starts of attempts: of the job, with the texts in `marks`; or, if layers are jobs, of each job with its name. */
+/**
+ * Returns the starts of a job's attempts, with the texts in `marks`. If layers are jobs, returns the starts of each job's attempts, with
+ * the job's name.
+ */
 export function startsOf(gathered, marks, colours) {
   if (!gathered.some(({ layer }) => layer.marks)) return attemptStarts(gathered.flatMap((g) => g.parts)).map((start) => ({ ...start, why: marks.get(start.attempt) }));
   return gathered.flatMap(({ layer, parts }) => attemptStarts(parts).map(({ attempt, at }) => ({ attempt, at, label: `${layer.marks}: attempt ${attempt}`, colour: colours[layer.colour] ?? layer.colour })));

@@ -1,12 +1,12 @@
 // A chart: layers of series on a canvas, with a crosshair, a zoom and a keyboard.
 //
-// A layer is `{ label, labelAt, colour, dash, series, band, rings, smoothing, alpha }` and draws every attempt of one
-// series as a line. `labelAt(k)`: the label at a point, if it varies. `dash`: `dashed` or `dotted`. `band`: shades from
-// the lowest to the highest value even if every bucket is one step. `rings`: a ring at every value, for metrics that
-// are measured rarely. `smoothing` overrides the chart's. `side`: 1 for the right axis.
+// A layer is `{ label, labelAt, colour, dash, series, band, rings, smoothing, alpha }` and draws every attempt of one series as a line.
+// `labelAt(k)`: the label at a point, if it varies. `dash`: `dashed` or `dotted`. `band`: shades from the lowest to the highest value even
+// if every bucket is one step. `rings`: a ring at every value, for metrics with few values. `smoothing` overrides the chart's. `side`: 1
+// for the right axis.
 //
-// The reader's actions are drawn at once. New data is drawn at most ten times a second, one chart per frame (the one
-// that has waited longest), because drawing all in one frame would delay visible movements.
+// The reader's actions are drawn at once. New data is drawn at most ten times a second, one chart per frame (the chart that has waited
+// longest), because drawing all charts in one frame would delay visible movements.
 
 import { drawAttempts, drawAxes, drawRight, labelWidth, startsOf, within, xAxis } from "./axes.js";
 import { Gestures } from "./gestures.js";
@@ -38,21 +38,22 @@ export class Chart {
   drawnAt = 0;
   scale = "linear";
   smoothing = 0;
-  /** Fixed ends of the vertical axis, null for ends that follow from the data; and whether outliers may exceed the axis. */
+  /** Fixed ends of the vertical axis; null for an end that follows from the data. */
   ends = [null, null];
   robust = false;
-  /** By attempt, the text at the mark of its start, after its number. */
+  /** By attempt, the text at the mark of the attempt's start, after the attempt's number. */
   marks = new Map();
-  /** Finer series of the zoomed part, by the series that they replace; used while `detail.zoom` is the zoom. */
+  /** Finer series of the zoomed part, by the series that they replace. Used while `detail.zoom` is the current zoom. */
   detail = null;
   #gestures;
   #gone = new AbortController();
 
   /**
-   * `label`: name for screen readers. `layers()`: the layers to draw. `format(v)`: a value with its unit. `tick(v)`: an axis label. `describe(x)`:
-   * the tip's first line. `onNote(text)`: called with a note on the resolution. `empty()`: the text instead of a drawing without points. `xName()`,
-   * `yName()`: names of the axes with units, for saved pictures. `column()`: name of the steps in CSV. `zero`: the axis starts at 0. `limits`: range
-   * that the axis never exceeds. `second`: options of the right axis. `held`: nothing is drawn until `release`.
+   * `label`: name for screen readers. `layers()`: the layers to draw. `format(v)`: a value with its unit. `tick(v)`: an axis label.
+   * `describe(x)`: the tip's first line. `onNote(text)`: called with a note on the resolution. `empty()`: the text of a chart without
+   * points. `xName()`, `yName()`: names of the axes with units, for saved pictures. `column()`: name of the steps in CSV. `zero`: the axis
+   * starts at 0. `limits`: range that the axis never exceeds. `second`: options of the right axis. `held`: nothing is drawn until
+   * `release`.
    */
   constructor(root, view, { label, layers, format, tick = format, describe, onNote, empty = () => "No point yet.", xName = () => "step", yName = () => label, column = () => "step", zero = false, limits, second = null, held = false }) {
     Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, empty, xName, yName, column, zero, limits, held });
@@ -81,7 +82,7 @@ export class Chart {
     schedule();
   }
 
-  /** Allows drawing from now on. */
+  /** Starts drawing. */
   release() {
     this.held = false;
     this.invalidate(true);
@@ -90,7 +91,7 @@ export class Chart {
   /** Stops drawing: the chart is removed from the page. */
   remove() { this.#gone.abort(); }
 
-  /** Aborted when the chart is removed, which ends event listeners. */
+  /** Signal that is aborted when the chart is removed, for event listeners. */
   get gone() { return this.#gone.signal; }
 
   invalidate(urgent = false) {
@@ -99,15 +100,15 @@ export class Chart {
     schedule();
   }
 
-  /** The series to draw for `series`: a finer series of the zoomed part, if it is loaded. */
+  /** Returns the series to draw for `series`: the finer series of the zoomed part, if it is loaded. */
   source(series) {
     const finer = this.detail && this.view.zoom && this.detail.zoom === this.view.zoom && this.detail.series.get(series.base ?? series);
     return finer ? series.over?.(finer) ?? finer : series;
   }
 
   /**
-   * The drawn content, for tests and consoles: for each line its label, attempt, number of buckets, newest step and
-   * value. `lockstep.charts.loss.snapshot()`
+   * Returns the drawn content, for tests and consoles: for each line the label, attempt, number of buckets, newest step and newest value.
+   * `lockstep.charts.loss.snapshot()`
    */
   snapshot() {
     return this.layers().flatMap(({ label, series }) => series.segments.map((g) => ({
@@ -117,7 +118,7 @@ export class Chart {
     })));
   }
 
-  /** Segments with their positions on the axis, by layer. */
+  /** Returns segments with their positions on the axis, by layer. */
   #gather() {
     return this.layers().map((layer) => ({
       layer,
@@ -142,13 +143,13 @@ export class Chart {
     this.#drawOver();
   }
 
-  /** The width of the data in pixels, which is the number of buckets requested from the server. */
+  /** The width of the data in pixels: the number of buckets to request from the server. */
   get pixels() {
     const css = this.plot ? this.plot.right - this.plot.left : this.root.clientWidth - 60;
     return Math.min(10000, Math.round(Math.max(100, css) * Math.min(2, devicePixelRatio || 1)));
   }
 
-  /** Draws onto any context that has a canvas's methods. */
+  /** Draws into any context that has a canvas's methods. */
   paint(ctx, width, height) {
     const colours = palette(), view = this.view;
     const gathered = this.#gather(), parts = gathered.flatMap((g) => g.parts);
@@ -191,11 +192,11 @@ export class Chart {
     delete this.root.dataset.empty;
     this.canvas.setAttribute("aria-label", this.label);
     if (shown && !this.firstDrawnAt) { this.firstDrawnAt = performance.now(); performance.mark(`drawn ${this.label}`); }
-    // The picture appears with the next frame, which ends the time of a zoom.
+    // The picture appears in the next frame, at which the measured duration of a zoom ends.
     this.paintedAt = performance.now();
   }
 
-  /** Draws a text instead of axes from 0 to 1 that would measure nothing. */
+  /** Draws a text in place of axes from 0 to 1 without data. */
   #nothing(ctx, width, height, colours) {
     Object.assign(this, { plot: null, gathered: [] });
     ctx.font = colours.font;
@@ -211,7 +212,7 @@ export class Chart {
     this.paintedAt = performance.now();
   }
 
-  /** The vertical axis of a layer. */
+  /** Returns the vertical axis of a layer. */
   #axis(layer) { return layer.side && this.y2 ? this.y2 : this.y; }
 
   #drawLayer(ctx, layer, parts, colours) {
@@ -220,7 +221,7 @@ export class Chart {
     for (const { segment, xs } of parts) {
       const smoothing = layer.smoothing ?? this.smoothing;
       const style = { colour, smoothing, alpha: layer.alpha ?? 1, band: layer.band, dash: layer.dash };
-      // Steps that a later attempt repeated are drawn faintly, because they do not count.
+      // Steps that a later attempt repeated are drawn faintly, because the later values count.
       const again = Math.min(...parts.filter((p) => p.segment.attempt > segment.attempt).map((p) => x.to(p.xs[0])));
       if (x.to(xs[segment.length - 1]) <= again) drawSegment(ctx, segment, xs, x, y, plot, style);
       else {
@@ -276,7 +277,7 @@ export class Chart {
     else this.tip.hidden = true;
   }
 
-  /** The value of each layer nearest to `at`, of the newest attempt with a value near it. */
+  /** Returns the value of each layer nearest to `at`, from the newest attempt with a value nearby. */
   #values(at) {
     const reach = (this.x.high - this.x.low) / 40;
     const rows = [];
@@ -335,7 +336,7 @@ export class Chart {
   }
 
   #zoomTo(low, high) {
-    // A range of fewer steps would show nothing.
+    // A range with fewer steps would show no line.
     const least = this.view.axis === "time" ? 0.05 : 4;
     if (high - low >= least) this.view.setZoom([low, high]);
   }
@@ -369,7 +370,7 @@ export class Chart {
     else this.view.setZoom([Math.max(a, Math.min(low, 0)), Math.min(b, high)]);
   }
 
-  /** The distance to the next bucket, or a pixel if that is more. */
+  /** Returns the distance to the next bucket, at least a pixel. */
   #hop(at) {
     const pixel = (this.x.high - this.x.low) / (this.plot.right - this.plot.left);
     const part = this.gathered.flatMap((g) => g.parts)[0];

@@ -1,15 +1,15 @@
-// A chart as a file: PNG and SVG as on the page, CSV of the drawn data.
+// Saves a chart as a file: PNG and SVG as on the page, or CSV of the drawn data.
 
 import { drawKey } from "./lines.js";
 import { palette } from "./palette.js";
 import { SvgContext } from "./svg.js";
 
-/** Heights in pixels: title, a row of the legend with the vertical axis's name, the horizontal axis's name; and the margin. */
+/** Heights in pixels of the title, of a row of the legend with the vertical axis's name, and of the horizontal axis's name; and the margin. */
 const TITLE = 30, ROW = 18, FOOT = 22, EDGE = 12;
-/** The largest number of lines in a legend. */
+/** Maximum number of lines in a legend. */
 const NAMED = 24;
 
-/** Draws the texts around the chart, and returns the position of each name in the legend and the total height. */
+/** Draws the texts around the chart. Returns the position of each name in the legend, and the total height. */
 function around(chart, ctx, width) {
   ctx.font = palette().font;
   const lines = (chart.lines ?? []).slice(0, NAMED), more = (chart.lines?.length ?? 0) - lines.length;
@@ -72,7 +72,7 @@ function svg(chart, title) {
   return new Blob([outer.toString().replace("</svg>", `${body.trim()}</svg>`)], { type: "image/svg+xml" });
 }
 
-/** The drawn data, with a row for each bucket. */
+/** Returns the drawn data as CSV, with a row for each bucket. */
 function csv(chart) {
   const cell = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
   const lines = [`line,attempt,${chart.column()},points,min,max,mean`];
@@ -101,7 +101,7 @@ export async function save(chart, kind, name, title) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-/** The place for a chart's menus: among its controls, if it has any. */
+/** Returns the place for a chart's menus: its controls, if it has any. */
 export function headOf(root) {
   const head = root.closest(".card").querySelector(".card-head");
   return head.querySelector(".controls") ?? head;
@@ -115,7 +115,7 @@ export function tools(...menus) {
   return box;
 }
 
-/** A small menu in a chart's head with all formats. `every`: address of the file with all points. */
+/** Adds a small menu with all formats to a chart's head. `every`: address of the file with all points. */
 export function saveMenu(chart, name, title, every) {
   const menu = document.createElement("details");
   menu.className = "menu";

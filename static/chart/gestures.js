@@ -1,9 +1,9 @@
-// Pointer gestures on a chart. A mouse drags a brush, and so does a finger after a short rest; a finger that moves at
-// once moves the crosshair. Two fingers zoom and pan.
+// Pointer gestures on a chart. Dragging with a mouse, or with a finger after a short rest, makes a brush. A finger that moves at once moves
+// the crosshair. Two fingers zoom and pan.
 
 import { onHold } from "./hold.js";
 
-/** The smallest width of a brush, and the smallest distance of two fingers, in pixels. */
+/** Minimum width of a brush, and minimum distance of two fingers, in pixels. */
 const LEAST = 4, APART = 24;
 
 export class Gestures {
@@ -14,8 +14,10 @@ export class Gestures {
   #fingers = new Map();
   #pinch = null;
 
-  /** `chart`: has `root`, `view`, `plot` and `x`. `brushed(from, to)`: called at the end of a brush; `ends()`: the range of the data; `changed()`:
-   * called when the brush changes. */
+  /**
+   * `chart`: has `root`, `view`, `plot` and `x`. `brushed(from, to)`: called at the end of a brush. `ends()`: the range of the data.
+   * `changed()`: called when the brush changes.
+   */
   constructor(chart, { brushed, ends, changed }) {
     Object.assign(this, { chart, brushed, ends, changed });
     const { root, view } = chart;
@@ -28,7 +30,7 @@ export class Gestures {
     onHold(root, (event) => {
       if (!chart.plot || this.#pinch) return;
       const from = this.#place(event);
-      // Wide enough to be visible under a finger, which shows that the hold was noticed.
+      // Wide enough to be visible under a finger, as feedback that the hold was recognised.
       this.brush = { from, held: true };
       this.changed();
     });
@@ -61,7 +63,7 @@ export class Gestures {
     if (before === view.cursor && brush) this.changed();
   }
 
-  /** Zooms so that the data under two fingers stays under them. */
+  /** Zooms so that the data under the two fingers stays under them. */
   #zoom() {
     const { view, plot } = this.chart, [a, b] = this.#pinch.map(({ id, at }) => ({ p: this.#fingers.get(id), at })).sort((m, n) => m.p - n.p);
     if (b.p - a.p < APART || b.at <= a.at) return;

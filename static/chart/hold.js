@@ -1,6 +1,6 @@
-// Hold gesture: a finger that rests before it moves does what a mouse does by dragging. A finger that moves at once scrolls the page.
+// Hold gesture: a finger that rests before it moves has the effect of dragging with a mouse. A finger that moves at once scrolls the page.
 
-/** How long a finger must rest, and how far it may move meanwhile. */
+/** Minimum time that a finger must rest, and the maximum distance that it may move meanwhile. */
 const REST_MS = 350, STRAY = 8;
 
 /** Calls `begin(event)` when a finger has rested on `root`. After that, only `root` receives its moves. */

@@ -1,15 +1,15 @@
-// Draws series into a plot: every point if they fit, otherwise lowest, highest and mean of each column of pixels. A
-// value that was not finite is a gap.
+// Draws series into a plot: every point if the points fit, otherwise minimum, maximum and mean of each column of pixels. A value that was
+// not finite is a gap.
 
-/** With more buckets per pixel than this, columns are drawn. */
+/** Number of buckets per pixel above which columns are drawn. */
 export const POINTS_A_PIXEL = 2;
 
-/** The buckets of a segment that a view from `low` to `high` touches, with one neighbour on each side. */
+/** Returns the buckets of a segment in the range from `low` to `high`, with one neighbour on each side. */
 export function visible(segment, xs, low, high) {
   return [Math.max(0, segment.find(low, xs) - 1), Math.min(segment.length, segment.find(high, xs) + 1)];
 }
 
-/** A segment as columns of pixels: lowest, highest and mean of the values in each. */
+/** A segment as columns of pixels, with minimum, maximum and mean of the values in each column. */
 export class Columns {
   constructor(width) {
     const size = Math.max(1, Math.ceil(width) + 2);
@@ -39,7 +39,7 @@ export class Columns {
     if (band) {
       ctx.fillStyle = colour;
       ctx.globalAlpha = alpha * band;
-      // Drawn as rectangles: as one path it takes a browser without a GPU ten times as long.
+      // Rectangles are drawn ten times as fast as one path in a browser without a GPU.
       for (let c = 0, at = Math.round(left); c < this.sum.length; c++) {
         if (!this.weight[c]) continue;
         const top = y.to(this.max[c]), bottom = y.to(this.min[c]);
@@ -55,13 +55,13 @@ export class Columns {
   }
 }
 
-/** Vertical pixels per horizontal pixel above which a line is drawn as bars. */
+/** Number of vertical pixels per horizontal pixel above which a line is drawn as bars. */
 const STEEP = 4;
 
 /** Lengths of dashes and gaps, in pixels. */
 const DASHES = { dashed: [7, 4], dotted: [2, 3] };
 
-/** A line through [x0, y0, x1, y1, ...]. NaN breaks it, and a single point between breaks is a dot. */
+/** Draws a line through [x0, y0, x1, y1, ...]. NaN breaks the line, and a single point between breaks is a dot. */
 function stroke(ctx, points, { colour, alpha, width, dash }) {
   const length = points.length;
   let travel = 0;
@@ -90,8 +90,8 @@ function stroke(ctx, points, { colour, alpha, width, dash }) {
 }
 
 /**
- * The same line, drawn as the range that it covers in each column of pixels. A noisy line looks the same, and the cost
- * of a path grows with its length: eight noisy ranks took a browser without a GPU a second.
+ * Draws the same line as the range that it covers in each column of pixels. A noisy line looks the same, but is drawn faster: the cost of a
+ * path grows with its length, and eight noisy ranks took a browser without a GPU a second.
  */
 function bars(ctx, points, { colour, alpha, width, dash }) {
   const first = Math.round(points.find(Number.isFinite)), columns = Math.max(1, Math.ceil(points[points.length - 2] - first) + 2);
@@ -106,7 +106,7 @@ function bars(ctx, points, { colour, alpha, width, dash }) {
     cover(c1, y1);
     const x0 = points[i - 2] - first, y0 = points[i - 1], c0 = Math.max(0, Math.floor(x0));
     if (i < 2 || !Number.isFinite(y0)) continue;
-    // A line that crosses from one column to the next belongs to both.
+    // A line that crosses from one column to the next belongs to both columns.
     for (let c = c0; c < c1; c++) {
       const y = y0 + (y1 - y0) * (c + 1 - x0) / (x1 - x0);
       cover(c, y);

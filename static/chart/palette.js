@@ -1,7 +1,7 @@
 // Colours for canvases, read from the page's custom properties, so that both themes are defined in one place.
 // Colour-blind readers can distinguish the ranks' colours, which differ in lightness as well as in hue.
 
-/** With more ranks than this, charts draw only the mean with its band. */
+/** Number of ranks above which charts draw only the mean with its band. */
 export const RANK_COLOURS = 8;
 
 const NAMES = ["text", "muted", "line", "grid", "card", "accent", "accent-2", ...Array.from({ length: RANK_COLOURS }, (_, i) => `rank-${i}`)];
@@ -10,7 +10,7 @@ let cache = null;
 let listening = false;
 const watchers = new Set();
 
-/** Called at the first use: reading the system's theme earlier makes the browser lay out the page once more. */
+/** Called at the first use, because reading the system's theme earlier causes an additional layout of the page. */
 function listen() {
   listening = true;
   const changed = () => { cache = null; for (const then of watchers) then(); };
@@ -18,7 +18,7 @@ function listen() {
   new MutationObserver(changed).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
 }
 
-/** `{ text, muted, grid, card, accent, ..., ranks: [...] }`, in a form for a canvas. */
+/** Returns `{ text, muted, grid, card, accent, ..., ranks: [...] }`, with colours in a form for a canvas. */
 export function palette() {
   if (cache) return cache;
   if (!listening) listen();
@@ -37,5 +37,5 @@ export function palette() {
   return colours;
 }
 
-/** Calls `then` whenever the theme changes, by the system or by the button. */
+/** Calls `then` whenever the theme is changed, by the system or by the button. */
 export function onThemeChange(then) { watchers.add(then); }

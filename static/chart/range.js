@@ -1,10 +1,10 @@
-// The vertical range of a chart that the reader chooses: fixed ends, and whether outliers count. The address has the choice.
+// The vertical range of a chart that the reader chooses: fixed ends, and whether outliers count. The choice is in the address.
 
 import { read, write } from "../address.js";
 
 let number = 0;
 
-/** A small menu in a chart's head. `key`: the chart's name in the address; `unit`: the axis value of 1 in the menu. */
+/** Returns a small menu for a chart's head. `key`: the chart's name in the address. `unit`: the axis value of 1 in the menu. */
 export function rangeMenu(chart, key, unit = 1) {
   const menu = document.createElement("details"), summary = document.createElement("summary"), box = document.createElement("div"), id = `range-${++number}`;
   menu.className = "menu range";
@@ -44,7 +44,7 @@ export function rangeMenu(chart, key, unit = 1) {
   return menu;
 }
 
-/** The slider for smoothing, with its value in the address as `smooth`. `apply(factor)` is called on changes. */
+/** Sets up the slider for smoothing, whose value is `smooth` in the address. `apply(factor)` is called on changes. */
 export function smoothingSlider(input, output, apply) {
   const show = () => { output.textContent = Number(input.value) ? input.value : "off"; apply(Number(input.value)); };
   const wanted = Number(read("smooth", "0"));
@@ -54,7 +54,7 @@ export function smoothingSlider(input, output, apply) {
   show();
 }
 
-/** The lowest and the highest of `values` (sorted in place), without the highest and the lowest hundredth. */
+/** Returns the range of `values` (sorted in place) without the lowest and the highest hundredth. */
 export function withoutOutliers(values) {
   values.sort();
   const at = (share) => values[Math.min(values.length - 1, Math.max(0, Math.round(share * (values.length - 1))))];

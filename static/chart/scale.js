@@ -1,6 +1,6 @@
 // Scales and their ticks. A scale maps data to pixels; ticks are round numbers inside its domain.
 
-/** Round numbers (1, 2 or 5 times a power of ten apart) within [low, high], about `wanted` of them. */
+/** Returns about `wanted` round numbers within [low, high], which are 1, 2 or 5 times a power of ten apart. */
 export function linearTicks(low, high, wanted) {
   if (!(high > low)) return [low];
   const rough = (high - low) / Math.max(1, wanted);
@@ -13,7 +13,7 @@ export function linearTicks(low, high, wanted) {
   return ticks;
 }
 
-/** Powers of ten, with their doubles and fives if they fit; within one decade, round numbers. */
+/** Returns powers of ten, with their doubles and fives if they fit; within one decade, round numbers. */
 export function logTicks(low, high, wanted) {
   const decades = Math.log10(high / low);
   if (decades < 1) return linearTicks(low, high, wanted).filter((v) => v > 0);
@@ -32,7 +32,7 @@ export function logTicks(low, high, wanted) {
 
 const CLOCK_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
 
-/** Round durations in seconds. */
+/** Returns round durations in seconds. */
 export function clockTicks(low, high, wanted) {
   const rough = (high - low) / Math.max(1, wanted);
   if (rough < 1) return linearTicks(low, high, wanted);
@@ -42,13 +42,13 @@ export function clockTicks(low, high, wanted) {
   return ticks;
 }
 
-/** A linear scale: `to` pixels, `from` pixels. */
+/** Returns a linear scale. `to(v)` returns pixels, and `from(p)` is its inverse. */
 export function linear([low, high], [start, end]) {
   const k = (end - start) / (high - low || 1);
   return { kind: "linear", low, high, to: (v) => start + (v - low) * k, from: (p) => low + (p - start) / k };
 }
 
-/** A logarithmic scale; values at or below zero have no position on it (NaN). */
+/** Returns a logarithmic scale. Values at or below zero have no position (NaN). */
 export function log([low, high], [start, end]) {
   const base = Math.log(low);
   const k = (end - start) / (Math.log(high) - base || 1);
@@ -59,7 +59,7 @@ export function log([low, high], [start, end]) {
   };
 }
 
-/** Widens [low, high] to round numbers, so that the axis does not change with every new point. */
+/** Extends [low, high] to round numbers, so that the axis does not change with every new point. */
 export function niceDomain(low, high, kind, wanted = 5) {
   if (!(low <= high)) return kind === "log" ? [0.1, 1] : [0, 1];
   if (kind === "log") {

@@ -1,9 +1,8 @@
-// The points of one metric of one rank, by attempt: segments of one curve, each in typed arrays.
+// The points of one metric of one rank. Each attempt has a segment with typed arrays.
 //
-// A point is a bucket of `count` steps, named by its first step, with the lowest, the highest and the mean value; a raw
-// point is a bucket of one step. When a segment exceeds its capacity, neighbouring buckets are merged in pairs, and new
-// points are gathered in buckets of the same width. So memory and drawing time stay bounded, the whole run has the same
-// resolution, and no peak is lost.
+// A point is a bucket of `count` steps, named by its first step, with minimum, maximum and mean; a raw point is a bucket of one step. When
+// a segment exceeds its capacity, neighbouring buckets are merged in pairs, and new points are gathered in buckets of the same width. So
+// memory and drawing time are bounded, the whole run has the same resolution, and no peak is lost.
 
 export class Segment {
   constructor(attempt, capacity) {
@@ -12,7 +11,7 @@ export class Segment {
     this.length = 0;
     /** Whether every bucket is one raw point. */
     this.exact = true;
-    /** Steps in a full bucket. */
+    /** Number of steps in a full bucket. */
     this.width = 1;
     this.lastStep = -1;
     /** The newest raw value; NaN while only buckets are known. */
@@ -30,7 +29,7 @@ export class Segment {
     this.smoothed = null;
   }
 
-  /** Appends a bucket. A bucket that does not come after the last step is a repetition and is ignored. */
+  /** Appends a bucket. A bucket that does not follow the last step is a repetition and is ignored. */
   push(step, min, max, mean, count = 1) {
     if (step <= this.lastStep) return false;
     this.lastStep = step;
@@ -49,7 +48,7 @@ export class Segment {
     return true;
   }
 
-  /** A gap (NaN) is merged only with a gap, so it stays a gap. */
+  /** A gap (NaN) is merged only with a gap, so gaps stay visible. */
   #alike(a, b) { return Number.isNaN(a) === Number.isNaN(b); }
 
   #set(i, step, min, max, mean, count) {
@@ -80,7 +79,7 @@ export class Segment {
         i++;
       }
     }
-    // If every second point is a gap, nothing can be merged: then the oldest half is dropped.
+    // If every second point is a gap, no buckets can be merged: the oldest half is dropped.
     if (to >= this.capacity) {
       for (const column of [this.steps, this.min, this.max, this.mean, this.counts]) column.copyWithin(0, to >> 1, to);
       to -= to >> 1;
@@ -91,7 +90,7 @@ export class Segment {
     this.smoothed = null;
   }
 
-  /** Index of the first bucket at or after `x`; `xs` are this segment's positions on the axis. */
+  /** Returns the index of the first bucket at or after `x`. `xs`: this segment's positions on the axis. */
   find(x, xs = this.steps) {
     let low = 0, high = this.length;
     while (low < high) {
@@ -101,7 +100,7 @@ export class Segment {
     return low;
   }
 
-  /** The mean, exponentially smoothed with bias correction; a gap does not change the average. */
+  /** Returns the mean, exponentially smoothed with bias correction. A gap does not change the average. */
   smooth(factor) {
     let s = this.smoothed;
     if (s?.factor !== factor) s = this.smoothed = { factor, values: new Float32Array(0), done: 0, sum: 0, weight: 0 };
@@ -122,7 +121,7 @@ export class Segment {
 }
 
 export class Series {
-  /** `capacity`: buckets kept per attempt. */
+  /** `capacity`: maximum number of buckets per attempt. */
   constructor(name, rank, capacity = 16384) {
     this.name = name;
     this.rank = rank;
@@ -140,7 +139,7 @@ export class Series {
     return segment;
   }
 
-  /** Appends raw points from the stream: null stands for a value that was not finite, and becomes a gap. */
+  /** Appends raw points from the stream. null means that a value was not finite, and becomes a gap. */
   append(attempt, steps, values) {
     const segment = this.segment(attempt);
     let added = 0;
@@ -151,14 +150,14 @@ export class Series {
     return added;
   }
 
-  /** Loads buckets from `GET /metrics`, each named by its first step; `exact` if each is one point. */
+  /** Loads buckets from `GET /metrics`, each named by its first step. `exact`: each bucket is one point. */
   load(attempt, { steps, min, max, mean }, exact, width = 0) {
     const segment = this.segment(attempt);
     // Live points are gathered in buckets of the same width.
     if (!exact && width) segment.width = Math.max(segment.width, width);
     for (let i = 0, count = 1; i < steps.length; i++) {
       const value = mean[i] ?? NaN;
-      // The last bucket is assumed to be as wide as the one before it.
+      // The last bucket is assumed to be as wide as the bucket before it.
       if (!exact && i + 1 < steps.length) count = Math.min(width || Infinity, steps[i + 1] - steps[i]);
       segment.push(steps[i], min?.[i] ?? value, max?.[i] ?? value, value, count);
     }
@@ -171,7 +170,7 @@ export class Series {
   get exact() { return this.segments.every((s) => s.exact); }
   get last() { return this.segments.at(-1); }
 
-  /** The mean of the newest `n` finite values of the newest attempt, or NaN. */
+  /** Returns the mean of the newest `n` finite values of the newest attempt, or NaN. */
   recent(n) {
     const segment = this.segments.at(-1);
     if (!segment) return NaN;
@@ -183,7 +182,7 @@ export class Series {
   }
 }
 
-/** The mean over ranks of one metric: a step counts once every rank of its attempt has reported a value. */
+/** The mean of one metric over ranks. A step counts when every rank of its attempt has reported a value. */
 export class MeanSeries extends Series {
   #waiting = new Map();
 
@@ -193,7 +192,7 @@ export class MeanSeries extends Series {
     this.ranksIn = ranksIn;
   }
 
-  /** The same as `append`, for one rank's points. */
+  /** Like `append`, for one rank's points. */
   appendRank(attempt, steps, values) {
     const all = this.ranksIn(attempt);
     for (let i = 0; i < steps.length; i++) {
@@ -211,7 +210,7 @@ export class MeanSeries extends Series {
     if (this.#waiting.size > 20_000) this.#waiting.clear();
   }
 
-  /** The same as `load`, for the buckets of all ranks of an attempt; buckets of the same step are joined. */
+  /** Like `load`, for the buckets of all ranks of an attempt. Buckets of the same step are joined. */
   loadRanks(attempt, ranks, exact, width = 0) {
     const [{ steps: same }] = ranks, known = this.ranksIn(attempt);
     if (ranks.length === known && ranks.every(({ steps }) => steps.length === same.length && steps.every((s, i) => s === same[i]))) {
@@ -234,7 +233,7 @@ export class MeanSeries extends Series {
       steps: all.map(([step]) => step), min: all.map(([, b]) => b.low),
       max: all.map(([, b]) => b.high), mean: all.map(([, b]) => b.sum / b.n),
     }, exact, width);
-    // Steps that only some ranks have reported wait for the stream.
+    // Steps that only some ranks have reported are completed by the stream.
     if (!exact) return;
     for (const { steps, mean } of ranks) {
       const late = steps.findIndex((step) => (joined.get(step)?.n ?? 0) < known);

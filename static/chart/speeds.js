@@ -1,5 +1,5 @@
-// Step times as speeds. A bucket's speed is its pictures divided by its time, like the job's own speed
-// (protocol/src/throughput.rs). The mean of the speeds of its steps would be higher.
+// Converts step times to speeds. A bucket's speed is its pictures divided by its time, like the job's own speed
+// (protocol/src/throughput.rs). The mean of the speeds of the bucket's steps would be higher.
 
 function speeds(segment, until) {
   const { length, steps, counts } = segment;
@@ -9,12 +9,12 @@ function speeds(segment, until) {
   return Object.assign(Object.create(segment), {
     of: segment,
     mean: column("mean"), min: column("max"), max: column("min"), lastValue: (until(segment.lastStep) - until(segment.lastStep - 1)) * 1000 / segment.lastValue,
-    // Pictures are smoothed like their times, so that an epoch's last step does not look slower than it was.
+    // Pictures are smoothed like step times, so that the last step of an epoch does not look too slow.
     smooth: (factor) => { const per = smoothed(apiece, segment, factor); return segment.smooth(factor).subarray(0, length).map((ms, i) => per[i] * 1000 / ms); },
   });
 }
 
-/** The same as `Segment.smooth`, for other values of the same buckets, with the same gaps. */
+/** Like `Segment.smooth`, for other values of the same buckets, with the same gaps. */
 function smoothed(values, { mean, counts }, factor) {
   let sum = 0, weight = 0;
   return values.map((v, i) => {
@@ -25,11 +25,11 @@ function smoothed(values, { mean, counts }, factor) {
 }
 
 export class Speeds {
-  /** `base`: a series of `step_ms`. `until(n)`: pictures of the steps 1 to n, over all ranks. */
+  /** `base`: a series of `step_ms`. `until(n)`: the number of pictures in steps 1 to n, over all ranks. */
   constructor(base, until) { Object.assign(this, { base, until, rank: null }); }
 
   get segments() { return this.base.segments.map((segment) => speeds(segment, this.until)); }
 
-  /** The same for another part of the run. */
+  /** Returns the speeds for another part of the run. */
   over(base) { return new Speeds(base, this.until); }
 }

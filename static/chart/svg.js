@@ -1,4 +1,4 @@
-// A drawing context that writes SVG, with the part of a canvas's methods that charts use.
+// A drawing context that writes SVG, with those canvas methods that charts use.
 
 const escape = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 const n = (v) => Number(v.toFixed(2));
@@ -57,7 +57,7 @@ export class SvgContext {
     this.#parts.push(`<text x="${n(x)}" y="${n(y)}" fill="${this.fillStyle}" opacity="${n(this.globalAlpha)}" text-anchor="${anchor}" dominant-baseline="${base}" font-family="system-ui, sans-serif" font-size="12">${escape(text)}</text>`);
   }
 
-  /** The whole picture. */
+  /** Returns the whole picture. */
   toString() {
     const { width, height } = this.canvas;
     return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" viewBox="0 0 ${width} ${height}">${this.#parts.join("")}</svg>\n`;

@@ -5,14 +5,14 @@ import { visible } from "./lines.js";
 import { withoutOutliers } from "./range.js";
 import { linear, linearTicks, log, logTicks, niceDomain } from "./scale.js";
 
-/** The range of positions that have data. */
+/** Returns the range of positions that have data. */
 export function span(parts) {
   let low = Infinity, high = -Infinity;
   for (const { segment, xs } of parts) { low = Math.min(low, xs[0]); high = Math.max(high, xs[segment.length - 1]); }
   return high > -Infinity ? [low, high] : [0, 1];
 }
 
-/** The amount of data between `low` and `high`: points and buckets of the layer with most of them, and whether all are exact. */
+/** Returns the amount of data between `low` and `high`: the points and buckets of the layer with the most data, and whether all points are exact. */
 export function amount(gathered, low, high) {
   let shown = 0, buckets = 0, exact = true;
   for (const { parts } of gathered) {
@@ -30,8 +30,8 @@ export function amount(gathered, low, high) {
 }
 
 /**
- * An axis of `kind` (linear, log) for these layers. `side`: fixed `ends`; `robust` to ignore outliers; `zero` to start
- * at 0; `limits` that the axis never exceeds; `tick(v)` for labels.
+ * Returns an axis of `kind` (linear, log) for these layers. `side`: fixed `ends`; `robust` to ignore outliers; `zero` to start at 0;
+ * `limits` that the axis never exceeds; `tick(v)` for labels.
  */
 export function vertical(side, kind, gathered, low, high, rows) {
   let bottom = Infinity, top = -Infinity;
@@ -54,7 +54,7 @@ export function vertical(side, kind, gathered, low, high, rows) {
   return { ticks, label: side.tick, labels: ticks.map(side.tick), scale: (plot) => (kind === "log" ? log : linear)([y0, y1], [plot.bottom, plot.top]) };
 }
 
-/** The range of nearly all visible values; null for too few values. */
+/** Returns the range of nearly all visible values, or null for too few values. */
 function usual(gathered, kind, low, high) {
   const values = [];
   for (const { segment, xs } of gathered.flatMap((g) => g.parts)) {

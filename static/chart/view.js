@@ -1,7 +1,7 @@
 // State that the charts of a page share: the horizontal axis (step, epoch or training time), the zoomed part, and the
 // crosshair's position. Charts redraw when it changes.
 
-/** The name of the horizontal axis, with its unit. */
+/** Returns the name of the horizontal axis, with its unit. */
 export const axisName = (axis) => ({ epoch: "epoch", time: "training time (hours:minutes:seconds)" }[axis] ?? "optimizer step");
 
 export class View extends EventTarget {
@@ -37,12 +37,12 @@ export class View extends EventTarget {
     this.dispatchEvent(new Event("cursor"));
   }
 
-  /** Positions of a segment's buckets on the axis. */
+  /** Returns the positions of a segment's buckets on the axis. */
   places(segment) {
     return this.axis === "time" ? times(segment, this.clock()) : segment.steps;
   }
 
-  /** The step at a position on the axis, as exactly as the clock allows. */
+  /** Returns the step at a position on the axis, as exactly as the clock allows. */
   stepAt(x) {
     if (this.axis !== "time") return x;
     let at = 0, step = 0;
@@ -59,7 +59,10 @@ export class View extends EventTarget {
   }
 }
 
-/** Seconds of training up to the end of each bucket: the sum of `step_ms`, including earlier attempts. `clock`: rank 0's series of `step_ms`. */
+/**
+ * Returns the seconds of training up to the end of each bucket: the sum of `step_ms`, including earlier attempts. `clock`: rank 0's series
+ * of `step_ms`.
+ */
 export function times(segment, clock) {
   const out = new Float64Array(segment.length);
   let start = 0;

@@ -1,9 +1,9 @@
-// The colour of a job, which the job keeps while other jobs come and go, and on the next visit. There are eight
-// colours; the second job with the same colour has a dashed line, the third a dotted line.
+// The colour of a job, which stays the same while other jobs are added and removed, and on the next visit. There are eight colours. The
+// second job with the same colour has a dashed line, the third a dotted line.
 
 export const COLOURS = 8;
 const DASHES = ["", "dashed", "dotted"], LOOKS = COLOURS * DASHES.length, KEPT = "colours";
-/** The number of jobs whose colour is remembered. */
+/** Maximum number of jobs whose colours are remembered. */
 const MOST = 200;
 
 function stored() {
@@ -12,25 +12,25 @@ function stored() {
 
 const known = new Map(stored());
 
-/** Assigns looks to those of `ids` that have none, or that share one while another is free. */
+/** Assigns looks to those of `ids` without a look, and to those that share a look while another look is free. */
 export function assign(ids) {
   const taken = new Map();
   for (const id of ids) {
     const own = known.get(id), free = [...Array(LOOKS).keys()].filter((n) => !taken.has(n));
     const mine = own !== undefined && own < LOOKS && (!taken.has(own) || !free.length) ? own : free[0] ?? ids.indexOf(id) % LOOKS;
     taken.set(mine, id);
-    // The newest are at the end of the map.
+    // Moves the job to the end of the map, where the newest jobs are.
     known.delete(id);
     known.set(id, mine);
   }
   try { localStorage.setItem(KEPT, JSON.stringify([...known].slice(-MOST))); } catch { /* not kept */ }
 }
 
-/** The name of a job's colour in styles/charts.css. */
+/** Returns the name of a job's colour in styles/charts.css. */
 export const colour = (id) => `rank-${(known.get(id) ?? 0) % COLOURS}`;
 
-/** The style of a job's line: `dashed`, `dotted`, or empty for solid. */
+/** Returns the style of a job's line: `dashed`, `dotted`, or empty for solid. */
 export const dash = (id) => DASHES[Math.floor((known.get(id) ?? 0) / COLOURS)];
 
-/** The mark before a job's name. */
+/** Returns the mark before a job's name. */
 export const swatch = (id) => Object.assign(document.createElement("i"), { className: `swatch bg-${colour(id)} ${dash(id)}`.trim() });

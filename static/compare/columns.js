@@ -1,5 +1,5 @@
-// Columns that distinguish jobs: settings with a single value, and results. Each value is a number or a text, with a
-// position between the lowest and the highest.
+// Columns that distinguish jobs: settings with a single value, and results. Each value is a number or a text, with a position between the
+// column's minimum and maximum.
 
 import { clock, count, percent, rate, value } from "../numbers.js";
 import { serverNow } from "../page.js";
@@ -7,7 +7,7 @@ import { written } from "../settings.js";
 import { settings } from "./names.js";
 
 const plain = (v) => String(Number(v.toPrecision(6)));
-/** Time without pauses and waiting in the queue: of attempts that have ended, and of a running first attempt. */
+/** Returns the training time in seconds, without pauses and waiting: of attempts that have ended, or of a running first attempt. */
 const ran = (j) => j.ran_secs ?? (j.attempt === 1 && j.started_at ? (serverNow() - Date.parse(j.started_at)) / 1000 : NaN);
 /** Key in the address, name, value of a job, and format. */
 export const RESULTS = [
@@ -16,13 +16,13 @@ export const RESULTS = [
   ["images_per_second", "images/s", (j) => j.images_per_second, rate], ["step", "steps", (j) => j.step, count], ["time", "ran for", ran, clock],
 ];
 
-/** Results of which low values are good: these are at the top of an axis. */
+/** Results for which low values are good. Low values are at the top of an axis. */
 const LOW_IS_GOOD = ["loss", "val_loss"];
 
-/** A column of numbers. `at(v)`: position from 0 (lowest, or highest where `isLowGood`) to 1. */
+/** Returns a column of numbers. `at(v)`: position from 0 (minimum, or maximum if `isLowGood`) to 1. */
 function numeric(key, name, values, words, isLowGood = false) {
   const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite);
-  // Learning rates and similar settings differ by powers of ten.
+  // Uses a logarithmic scale for settings such as learning rates, which differ by powers of ten.
   const log = low > 0 && high / low > 20, of = (v) => (log ? Math.log(v) : v), span = of(high) - of(low);
   const turned = (share) => (isLowGood ? 1 - share : share);
   const at = (v) => (!Number.isFinite(v) ? NaN : span > 0 ? turned((of(v) - of(low)) / span) : 0.5);
@@ -31,7 +31,7 @@ function numeric(key, name, values, words, isLowGood = false) {
   return { key, name, values, log, low, high, isLowGood, at, from, ends: finite.length ? [words(bottom), words(top)] : ["", ""], words: (v) => (Number.isFinite(v) ? words(v) : "–") };
 }
 
-/** A column of texts, in their order. */
+/** Returns a column of texts, in sorted order. */
 function worded(key, name, values) {
   const kinds = [...new Set(values)].sort(), at = (v) => (kinds.length < 2 ? 0.5 : kinds.indexOf(v) / (kinds.length - 1));
   return { key, name, values, kinds, at, ends: [kinds[0] ?? "", kinds.at(-1) ?? ""], words: (v) => v };
@@ -40,7 +40,7 @@ function worded(key, name, values) {
 /** Whether a column distinguishes jobs: at least two have different values. */
 export const varies = (column) => (column.kinds ? column.kinds.length > 1 : column.high > column.low);
 
-/** Every column of these jobs: settings that differ, results, and other settings. */
+/** Returns every column of these jobs: settings that differ, results, and other settings. */
 export function columns(jobs) {
   const all = settings(jobs).map(({ key, values, different }) => {
     const column = values.every((v) => typeof v === "number" || v == null) ? numeric(key, key, values.map((v) => v ?? NaN), plain) : worded(key, key, values.map(written));

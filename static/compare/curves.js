@@ -15,13 +15,13 @@ import { isActive, pictures, ranksNow, tellsRanks } from "../job/facts.js";
 import { about, ALL, axisOf, MACHINE, named, unitOf } from "../job/names.js";
 import { groups, mean } from "./grouped.js";
 
-/** Whether every rank reports the metric; metrics of machines are read from the first rank. */
+/** Whether every rank reports the metric. Metrics of machines are read from the first rank. */
 const isOfEachRank = (metric) => Object.hasOwn(ALL, metric) && ALL[metric][2] && !(metric in MACHINE);
-/** Metrics that are measured rarely have a ring at every value. */
+/** Metrics with few values, which have a ring at every value. */
 const RINGS = /^val_/;
 /** Key of the clock series: rank 0's `step_ms`, as on a job's own page. */
 const CLOCK = "clock";
-/** Names of columns in files, for positions along an axis. */
+/** Names of columns in files, by the kind of axis. */
 const COLUMNS = { step: "step", epoch: "epoch", time: "time_secs" };
 
 export class Curves {
@@ -33,7 +33,7 @@ export class Curves {
   #known = new Map();
   #charts = new Map();
   #means = new Map();
-  /** For each job, how many times there were newer points than had been read. */
+  /** For each job, the number of reports of points that are newer than the last request. */
   #news = new Map();
   #asked = 0;
   #scale = "linear";
@@ -63,7 +63,7 @@ export class Curves {
     const chart = new Chart(place, this.view, {
       label: `${label} of the jobs`, describe, format, tick, limits,
       layers: () => this.#layers(metric), xName: () => axisName(this.axis), yName: () => label,
-      // Means of groups have positions on the axis; jobs have their own steps.
+      // Means of groups have positions on the axis. Jobs have steps.
       column: () => (this.groupBy ? COLUMNS[this.axis] : "step"),
       empty: () => "None of these jobs has a value of this metric yet.",
       onNote: (words) => text(note, words && this.groupBy ? "means of groups" : words),
@@ -88,7 +88,7 @@ export class Curves {
 
   #series(job, metric) { return this.#known.get(`${job.id}:${metric}`)?.series ?? new Series(metric, null, 16); }
 
-  /** The mean of a group, computed again when one of its curves has changed. */
+  /** Returns the mean of a group, which is computed again when one of its curves has changed. */
   #mean(id, metric, jobs) {
     const parts = jobs.map((job) => this.#series(job, metric)), key = `${id}:${metric}`, known = this.#means.get(key);
     const now = `${this.axis}:${this.band}:${jobs.map((job) => [metric, CLOCK].map((name) => this.#known.get(`${job.id}:${name}`)?.read ?? 0))}`;
@@ -98,16 +98,16 @@ export class Curves {
     return series;
   }
 
-  /** A job has newer points than those that were read. */
+  /** Called when a job has newer points than those that were read. */
   changed(id) { this.#news.set(id, (this.#news.get(id) ?? 0) + 1); }
 
   #places(segment) {
     if (this.axis === "step") return segment.steps;
-    // Means of groups, which belong to no job, already have positions on the axis.
+    // Means of groups already have positions on the axis.
     const known = [...this.#known.values()].find(({ series }) => (series.base ?? series).segments.includes(segment.of ?? segment)), job = known && this.jobs().find((j) => j.id === known.job);
     if (!job) return segment.steps;
     if (this.axis === "epoch") return segment.steps.map((s) => s / (job.steps_per_epoch || 1));
-    // Only the job's own attempts count: pauses, and the steps of a fork's parent, take no time.
+    // Only the job's own attempts count: pauses and the steps of a fork's parent take no time.
     return times(segment, this.#series(job, CLOCK));
   }
 
@@ -135,14 +135,14 @@ export class Curves {
 
   async #read(job, metric) {
     const key = `${job.id}:${metric}`, known = this.#known.get(key), chart = metric === CLOCK ? this.chart : this.#charts.get(metric);
-    // The answer may lack points that come while it is being read.
+    // The response may lack points that arrive while it is read.
     const news = this.#news.get(job.id) ?? 0;
     if (known?.news === news || !chart) return;
     const speeds = metric === "images_per_second", steps = speeds || metric === CLOCK;
     const answer = await ask(`/api/v1/jobs/${job.id}/metrics?name=${steps ? "step_ms" : encodeURIComponent(metric)}${steps ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
     if (!answer || this.#known.get(key)?.news > news) return;
     const attempts = Map.groupBy(answer.series, (s) => s.attempt);
-    // In an attempt that has ended, the ranks with points count.
+    // For an attempt that has ended, the number of ranks with points is used.
     const ranksIn = (attempt) => (isActive(job.state) && tellsRanks(job) && attempt === job.attempt ? ranksNow(job) : attempts.get(attempt).length);
     const each = isOfEachRank(metric), series = each ? new MeanSeries(metric, ranksIn, 8192) : new Series(metric, 0, 8192);
     for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) {

@@ -4,12 +4,12 @@ import { Series } from "../chart/series.js";
 import { setting, written } from "../settings.js";
 import { settings } from "./names.js";
 
-/** The largest number of places along the axis at which a mean is computed. */
+/** Maximum number of positions along the axis at which a mean is computed. */
 const PLACES = 1000;
-/** Keys besides settings. */
+/** Keys other than settings. */
 const OWN = { tag: "tag", name: "name", owner: "owner", project: "project" };
 
-/** Keys by which these jobs can be grouped: keys with more than one group, and fewer groups than jobs. */
+/** Returns the keys by which these jobs can be grouped: keys with more than one group, and fewer groups than jobs. */
 export function choices(jobs) {
   const differing = settings(jobs).filter((row) => row.different).map((row) => row.key);
   return [...Object.keys(OWN).filter((key) => key === "tag" ? jobs.some((job) => job.tags.length) : new Set(jobs.map((job) => valuesOf(job, key)[0])).size > 1 || key === "name"), ...differing.filter((key) => !(key in OWN))];
@@ -21,14 +21,14 @@ function valuesOf(job, key) {
   return [`${key} ${written(setting(job.spec, key))}`];
 }
 
-/** The groups of these jobs, each with an id that keeps its colour. */
+/** Returns the groups of these jobs, each with an id that keeps its colour. */
 export function groups(jobs, key) {
   const found = new Map();
   for (const job of jobs) for (const label of valuesOf(job, key)) found.set(label, [...(found.get(label) ?? []), job]);
   return [...found].map(([label, members]) => ({ id: `group:${key}:${label}`, label, jobs: members })).sort((a, b) => a.label.localeCompare(b.label, undefined, { numeric: true }));
 }
 
-/** A job's curve over all its attempts; if a later attempt repeats steps, its values count. `xs`: positions of a segment on the axis. */
+/** Returns a job's curve over all its attempts. If a later attempt repeats steps, its values count. `xs`: positions of a segment on the axis. */
 function curve(series, xs) {
   let at = [], values = [];
   for (const segment of series.segments.filter((g) => g.length)) {
@@ -39,7 +39,7 @@ function curve(series, xs) {
   return { at, values };
 }
 
-/** The interpolated value between two points; NaN outside the curve. */
+/** Returns the interpolated value between two points; NaN outside the curve. */
 function between({ at, values }, x, from) {
   let i = from.i;
   while (i < at.length && at[i] < x) i++;
@@ -51,7 +51,7 @@ function between({ at, values }, x, from) {
 }
 
 /**
- * Mean and band of several curves along the axis. At each place only curves that reach it count, and `counts` has their
+ * Returns mean and band of several curves along the axis. At each position only the curves that reach it count, and `counts` has their
  * number. `band`: `std` or `range`.
  */
 export function mean(all, xs, band) {

@@ -1,18 +1,18 @@
-// Titles of jobs for comparison: jobs of the same name are distinguished by the settings in which they differ.
+// Titles of jobs for comparison: jobs with the same name are distinguished by settings that differ.
 
 import { flat, written } from "../settings.js";
 
-/** Settings in a title, and the length of a value. */
+/** Maximum number of settings in a title, and maximum length of a value. */
 const MOST = 2, CHARS = 12;
 let last = { key: "", titles: new Map() };
 
-/** Settings by key, each with its value for every job; names are left out. */
+/** Returns settings by key, each with its value for every job. Names are left out. */
 export function settings(jobs) {
   const specs = jobs.map((j) => new Map(flat(j.external ? { project: j.project, config: j.external.config } : j.spec))), keys = [...new Set(specs.flatMap((s) => [...s.keys()]))].filter((k) => k !== "name");
   return keys.map((key) => ({ key, values: specs.map((s) => s.get(key)) })).map((row) => ({ ...row, different: new Set(row.values.map(written)).size > 1 }));
 }
 
-/** By id: the name, and for jobs of the same name the settings that distinguish them. */
+/** Returns by id the name of a job, with the settings that distinguish it from jobs with the same name. */
 function titles(jobs) {
   const key = jobs.map((job) => `${job.id} ${job.name}`).join("\n");
   if (last.key === key) return last.titles;

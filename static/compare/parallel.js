@@ -1,5 +1,5 @@
-// Parallel coordinates: an axis for every setting that differs and for the results, and a line for each job. Dragging
-// along an axis selects the jobs whose lines cross it there.
+// Parallel coordinates: an axis for every setting that differs and for the results, and a line for each job. Dragging along an axis selects
+// the jobs whose lines cross the dragged part.
 
 import { text } from "../page.js";
 import { colour, dash } from "./colours.js";
@@ -9,7 +9,7 @@ import { columns, varies } from "./columns.js";
 const HEIGHT = 330, TOP = 34, BOTTOM = 26, WIDE = 112, SETTINGS = 10, SVG = "http://www.w3.org/2000/svg";
 /** Results with an axis. */
 const RESULTS = ["result:loss", "result:val_loss", "result:best"];
-/** The smallest movement of a pointer that makes a brush, in pixels. */
+/** Minimum movement of a pointer that makes a brush, in pixels. */
 const LEAST = 4, STEP = 0.05, DOT = 4;
 
 const make = (tag, attributes, words) => {
@@ -102,7 +102,7 @@ export class Parallel {
     // On a phone, a scroll bar is visible only while it is used.
     const more = width > this.root.clientWidth + 1;
     this.root.parentElement.classList.toggle("more-beside", more);
-    text(this.note, `one line a job; good results are up; drag along an axis to select jobs${more ? `; scroll sideways for all ${axes.length} axes` : ""}`);
+    text(this.note, `one line per job; better results are higher; drag along an axis to select jobs${more ? `; scroll sideways for all ${axes.length} axes` : ""}`);
     if (focused) [...svg.querySelectorAll("[data-axis]")].find((node) => node.dataset.axis === focused)?.focus({ preventScroll: true });
   }
 }

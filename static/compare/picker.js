@@ -1,4 +1,4 @@
-// The choice of jobs: a search over all jobs, with the chosen jobs marked and first.
+// The choice of jobs: a search over all jobs, in which the chosen jobs are marked and come first.
 
 import { ask, byId } from "../page.js";
 import { cut, SIDE } from "../cut.js";
@@ -28,7 +28,7 @@ export class Picker {
 
   draw() {
     const chosen = this.chosen(), focused = document.activeElement?.value;
-    // Compared jobs that are too old to be in the list.
+    // Adds compared jobs that are too old for the list.
     if (!this.input.value.trim()) this.#jobs.unshift(...this.compared().filter(({ id }) => !this.#jobs.some((job) => job.id === id)));
     byId("no-jobs").hidden = this.#jobs.length > 0 || this.input.value.trim() !== "";
     this.list.replaceChildren(...this.#jobs.map((job) => {

@@ -1,4 +1,4 @@
-// A scatter plot with a point for each job, for any two columns: settings or results. Dragging a rectangle selects the jobs in it.
+// A scatter plot with a point for each job and a setting or a result on each axis. Dragging a rectangle selects the jobs in it.
 
 import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
@@ -13,7 +13,7 @@ import { linear, linearTicks, log, logTicks } from "../chart/scale.js";
 import { plural } from "../numbers.js";
 import { columns, varies } from "./columns.js";
 
-/** The distance in pixels within which a pointer hits a point, and the smallest movement that makes a brush. */
+/** Maximum distance in pixels at which a pointer hits a point, and minimum movement that makes a brush. */
 const NEAR = 14, LEAST = 4, RADIUS = 5;
 const KEYS = { ArrowRight: 1, ArrowLeft: -1 };
 /** Shapes of points for jobs with dashed and dotted lines. */
@@ -38,7 +38,7 @@ export class Scatter {
     root.append(this.canvas, this.tip, this.status);
     root.tabIndex = 0;
     root.setAttribute("role", "group");
-    root.setAttribute("aria-label", "Scatter of the jobs. Left and right arrow keys go from job to job, Enter selects those like it on both axes, Escape clears the selection.");
+    root.setAttribute("aria-label", "Scatter of the jobs. Left and right arrow keys go from job to job, Enter selects the jobs at the same position, Escape clears the selection.");
     for (const which of ["x", "y"]) byId(`scatter-${which}`).addEventListener("change", ({ target }) => { write({ [`scatter-${which}`]: target.value }); this.draw(); });
     selection.addEventListener("change", () => this.invalidate());
     new ResizeObserver(() => this.invalidate()).observe(root);
@@ -59,9 +59,9 @@ export class Scatter {
     return new Blob([`${[["id", "name", this.xName(), this.yName()].map(cell).join(","), ...rows].join("\n")}\n`], { type: "text/csv" });
   }
 
-  /** Reads the jobs again, and draws. */
+  /** Reads the jobs again, and draws the plot. */
   draw() {
-    // The default is a setting that differs and that most of the jobs have.
+    // The default is the setting that differs and that most jobs have.
     const known = (column) => column.values.filter((v) => column.kinds || Number.isFinite(v)).length;
     const { all } = columns(this.jobs()), usual = { x: all.filter((c) => c.different && !c.result && varies(c)).toSorted((a, b) => known(b) - known(a))[0] ?? all.find((c) => c.key === "result:step"), y: ["result:best", "result:loss"].map((key) => all.find((c) => c.key === key)).find((c) => c.values.some(Number.isFinite)) ?? all.find((c) => c.key === "result:loss") };
     for (const which of ["x", "y"]) {
@@ -91,9 +91,9 @@ export class Scatter {
     this.#tell();
   }
 
-  /** The scale of a column between two pixels, with its ticks. */
+  /** Returns the scale of a column between two pixels, with its ticks. */
   #scale(column, start, end, wanted) {
-    // Space on either side, so that no point lies on the edge.
+    // Adds space on either side, so that no point lies on the edge.
     const pad = (end - start) * 0.05, ends = [start + pad, end - pad];
     if (column.kinds) {
       const place = linear([0, 1], ends);
@@ -103,7 +103,7 @@ export class Scatter {
     return { to: place.to, from: share.from, ticks: !(high > low) ? [low].filter(Number.isFinite) : column.log ? logTicks(low, high, wanted) : linearTicks(low, high, wanted), label: (v) => column.words(v) };
   }
 
-  /** Draws onto any context with a canvas's methods; `live`: also draws the brush and the reader's position. */
+  /** Draws into any context with a canvas's methods. `live`: also draws the brush and the reader's position. */
   paint(ctx, width, height, live = false) {
     const colours = palette(), jobs = this.jobs(), chosen = this.selection.ids(), { x: across, y: up } = this;
     const rows = Math.max(2, Math.floor(height / 52)), crisp = (p) => Math.round(p) + 0.5;
@@ -200,7 +200,7 @@ export class Scatter {
     });
     onHold(root, (event) => {
       if (!this.plot) return;
-      // A rectangle of the size of a fingertip shows that the hold was noticed.
+      // A rectangle of the size of a fingertip shows that the hold was recognised.
       const from = place(event);
       this.#drag = { from, to: { x: from.x + NEAR, y: from.y + NEAR }, held: true };
       this.invalidate();

@@ -1,15 +1,15 @@
-// Jobs selected by brushes on an axis of the parallel coordinates, or on the two axes of the scatter plot. Both brush
-// the same columns, and a job is selected if it lies in all brushes.
+// Jobs selected by brushes on the axes of the parallel coordinates and of the scatter plot, which share the brushes of a column. A job is
+// selected if it lies in all brushes.
 
 import { columns } from "./columns.js";
 
 export class Selection extends EventTarget {
-  /** The brushed range of each column, by key: numbers, or words in their order. */
+  /** The brushed range of each column, by key: numbers, or words in sorted order. */
   brushes = new Map();
 
   constructor(jobs) { super(); this.jobs = jobs; }
 
-  /** Brushes a column between two places from 0 to 1, or removes its brush. */
+  /** Sets the brush of a column between two positions from 0 to 1, or removes the brush. */
   set(changes) {
     for (const [column, range] of changes) {
       if (!range) { this.brushes.delete(column.key); continue; }
@@ -21,7 +21,7 @@ export class Selection extends EventTarget {
 
   clear() { this.brushes.clear(); this.dispatchEvent(new Event("change")); }
 
-  /** The brushed range of a column, from 0 to 1; null without a brush. */
+  /** Returns the brushed range of a column, from 0 to 1; null without a brush. */
   range(column) {
     const brush = this.brushes.get(column.key);
     if (!brush) return null;
@@ -32,14 +32,14 @@ export class Selection extends EventTarget {
 
   get any() { return this.brushes.size > 0; }
 
-  /** Ids of the selected jobs; all jobs without a brush. */
+  /** Returns the ids of the selected jobs: all jobs if there is no brush. */
   ids() {
     const jobs = this.jobs(), chosen = new Set(jobs.map((j) => j.id));
     if (!this.any) return chosen;
     for (const { key, values } of columns(jobs).all) {
       const brush = this.brushes.get(key);
       if (!brush) continue;
-      // A brush ends where the pointer was released. A value that rounds to the end belongs to the brush.
+      // A brush ends where the pointer was released. A value that rounds to this end belongs to the brush.
       const slack = brush.words ? 0 : Math.abs(brush.to - brush.from) * 1e-9 + Number.EPSILON * Math.abs(brush.to);
       jobs.forEach((job, i) => {
         const v = values[i], inside = brush.words ? brush.words.includes(v) : v >= brush.from - slack && v <= brush.to + slack;

@@ -1,4 +1,4 @@
-// The table of results, which can be sorted, and the table of settings.
+// The sortable table of results, and the table of settings.
 
 import { swatch } from "./colours.js";
 import { settings, titleOf } from "./names.js";
@@ -10,7 +10,7 @@ import { written } from "../settings.js";
 
 /** Name, sort value and format. */
 const COLUMNS = [["job", (j) => j.name, (v) => v], ["state", (j) => j.state, (v) => v], ...RESULTS.map(([, name, of, words]) => [name, (j) => of(j) ?? NaN, words])];
-/** Columns with newest values, which are not final yet. */
+/** Columns with the newest values, which are not final yet. */
 const NEWEST = ["loss", "val. loss", "accuracy", "val. accuracy"];
 
 export class Tables {

@@ -6,7 +6,7 @@ import { count, plural } from "../numbers.js";
 const INSPECT_AFTER_MS = 600;
 const FIELDS = ["name", "path"];
 
-/** Shows the current activity and its progress; a screen reader hears only the activity, and not every count. */
+/** Shows the current activity and its progress. A screen reader announces only the activity, and not every count. */
 function tell(words, far = "") {
   text(byId("add-status"), words);
   text(byId("add-count"), far);
@@ -27,10 +27,10 @@ function refused(error) {
   if (error instanceof Problem && error.errors.length) show(error.errors); else tell(sentence(error));
 }
 
-/** A dataset's name from that of its folder or file. */
+/** Returns a dataset's name, made from the name of its folder or file. */
 export const nameOf = (path) => path.replace(/\/+$/, "").split("/").pop().replace(/[^\w.-]+/g, "-").replace(/^\.+/, "");
 
-/** A sentence about the content of a folder. */
+/** Describes the content of a folder in a sentence. */
 function found({ info }) {
   const size = info.width ? `${info.width} × ${info.height}` : "of different sizes";
   const splits = info.splits.map((s) => plural(s.samples, `${s.name} picture`)).join(", ");
@@ -39,7 +39,7 @@ function found({ info }) {
   return `Found ${info.format.replace("_", " ")}: ${splits}, ${size}, ${plural(info.classes.length, "class")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}${left}.`;
 }
 
-/** Polls until the inspection of the files is done, and shows its progress: the first inspection of a million pictures takes minutes. */
+/** Polls until the inspection of the files is done, and shows its progress. The first inspection of a million pictures takes minutes. */
 export async function inspected(path, body, signal, tell) {
   for (;;) {
     const answer = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });

@@ -1,4 +1,4 @@
-// The pictures of a dataset: by split and class, and with a job's augmentation.
+// The pictures of a dataset, by split and class, with or without a job's augmentation.
 
 import { ask, sentence, text } from "../page.js";
 import { count } from "../numbers.js";
@@ -6,12 +6,12 @@ import { read, write } from "../address.js";
 import { figure } from "../job/pictures.js";
 
 const PART = 48;
-/** The number of pictures that are shown without being asked for. */
+/** Number of pictures that are shown before the reader asks for more. */
 const FIRST = 8;
-/** The number of pictures whose augmented versions are shown at a time, and of versions of each. */
+/** Number of pictures whose augmented versions are shown at a time, and number of versions of each picture. */
 const AUGMENTED = 8, VERSIONS = 5;
 
-/** A job's augmentation in a few words. */
+/** Describes a job's augmentation in a few words. */
 function augmentation(data) {
   const crop = data.random_resized_crop ? "resized crop" : data.crop_padding ? `crop ${data.crop_padding}` : "";
   const words = [crop, data.horizontal_flip && "flip", data.vertical_flip && "vertical flip", data.color_jitter?.some((v) => v > 0) && "color jitter"];
@@ -22,17 +22,17 @@ function augmentation(data) {
 
 export class Gallery {
   #asked = 0;
-  /** Number of visible pictures, and the cursor of the next ones. */
+  /** Number of visible pictures, and the cursor of the next pictures. */
   #offset = 0;
   #cursor = null;
-  /** Seed of the mixed order, which is the default because stored pictures are often sorted by class. */
+  /** Seed of the random order, which is the default because stored pictures are often sorted by class. */
   #seed = 1;
 
   constructor(card, name) {
     Object.assign(this, { card, name });
     const at = (key) => card.querySelector(`[data-g="${key}"]`);
     this.at = at;
-    // A page may have many datasets: only those that are seen are read.
+    // A page may have many datasets: pictures are requested only for datasets in view.
     const seen = new IntersectionObserver((entries) => { if (entries.some((e) => e.isIntersecting)) { seen.disconnect(); this.#first(); } });
     seen.observe(card);
     at("open").addEventListener("toggle", () => {
@@ -48,7 +48,7 @@ export class Gallery {
     if (read("pictures") === name) at("open").open = true;
   }
 
-  /** A few pictures of the training split. */
+  /** Shows a few pictures of the training split. */
   async #first() {
     const { at } = this, query = new URLSearchParams({ limit: FIRST, split: at("split").value, shuffle: this.#seed });
     try {
@@ -57,7 +57,7 @@ export class Gallery {
     } catch { at("first").hidden = true; /* "Pictures" says why */ }
   }
 
-  /** Offers jobs whose augmentation can be shown. */
+  /** Offers the jobs whose augmentation can be shown. */
   async #jobs() {
     const { jobs } = await ask("/api/v1/jobs?limit=200").catch(() => ({ jobs: [] }));
     for (const job of jobs.filter((j) => j.spec.data.dataset === this.name).slice(0, 50)) {

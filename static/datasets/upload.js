@@ -5,7 +5,7 @@ import { bytes } from "../numbers.js";
 import { read } from "../address.js";
 import { inspected, nameOf } from "./form.js";
 
-/** The largest piece that the server takes, and how often one is sent. */
+/** Maximum size of a piece that the server accepts, and maximum number of attempts to send a piece. */
 const PIECE = 8 * 2 ** 20, TRIES = 6;
 
 async function send(path, piece) {
@@ -44,7 +44,7 @@ export function offerUpload(form) {
       progress.value = 1;
       tell("Unpacking its files …");
       await inspected(path, {}, undefined, tell);
-      // Somebody came from the form of a new job.
+      // The reader came from the form for a new job.
       if (read("for") === "job") location.href = `/jobs/new?dataset=${encodeURIComponent(name)}`; else location.assign("/datasets");
     } catch (error) {
       button.disabled = false;

@@ -1,4 +1,4 @@
-// Actions on a job: pause, resume, cancel, retry, fork, delete, and annotate.
+// Actions on a job: pause, resume, cancel, retry, fork, delete and annotate.
 
 import { ask, byId, confirmThen, sentence, sentences, text } from "../page.js";
 import { waits } from "../jobs/queue.js";
@@ -11,18 +11,23 @@ const WHEN = {
   delete: ["succeeded", "failed", "cancelled"],
 };
 
-/** Whether a job's priority matters: it waits, or gives way to jobs of a higher one. The same as `is_ranked` in web/src/job.rs. */
+/**
+ * Whether a job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `is_ranked` in
+ * web/src/job.rs.
+ */
 const isRanked = (job) => waits(job) || (job.spec.preemptible === true && ["starting", "running", "pausing"].includes(job.state));
 
 export class Actions {
-  /** Fields of the panel Notes in which the reader is writing. */
+  /** Fields of the panel Notes in which the reader has unsaved text. */
   #touched = new Set();
   /** The button that was pressed last. */
   #pressed = null;
   #opened = false;
 
-  /** `page`: `job()`, `setJob(job)`, `checkpoints`; `refused(why)` shows why an action was refused; `quiet()` is called before the job is deleted, and
-   * `loud()` if that fails. */
+  /**
+   * `page`: `job()`, `setJob(job)`, `checkpoints`. `refused(why)` shows why an action was refused. `quiet()` is called before the job is
+   * deleted, and `loud()` if the deletion fails.
+   */
   constructor(page) {
     this.page = page;
     for (const what of ["pause", "resume", "retry"]) byId(what).addEventListener("click", (event) => this.#do(what, event.currentTarget));
@@ -44,7 +49,7 @@ export class Actions {
     this.#keepFocus();
   }
 
-  /** The focused button was hidden with its state, so the focus moves to a visible button. */
+  /** Moves the focus to a visible button if the focused button was hidden after a change of state. */
   #keepFocus() {
     const { activeElement } = document;
     if (!this.#pressed?.hidden || (activeElement !== this.#pressed && activeElement !== document.body)) return;
@@ -73,9 +78,9 @@ export class Actions {
 
   #cancel() {
     const job = this.page.job(), { checkpoints } = this.page, newest = checkpoints.newest;
-    const kept = newest ? `Its ${plural(checkpoints.size, "checkpoint")} stay, the newest ${newest.epoch}-${newest.step}.` : "It has no checkpoint yet: what it learned is lost.";
+    const kept = newest ? `Its ${plural(checkpoints.size, "checkpoint")} stay, the newest ${newest.epoch}-${newest.step}.` : "It has no checkpoint yet, so its training is lost.";
     const at = job.total_steps ? `Training stops at step ${byId("step").textContent} of ${count(job.total_steps)}.` : "It will not start.";
-    confirmThen({ title: `Cancel ${job.name}?`, detail: job.external ? "It counts as cancelled. Its program trains on, unless it looks at the answers that it gets." : `${at} ${kept}`, yes: "Cancel the job", act: () => this.#post("cancel") });
+    confirmThen({ title: `Cancel ${job.name}?`, detail: job.external ? "The run counts as cancelled. Its program continues to train, unless it checks the server's responses." : `${at} ${kept}`, yes: "Cancel the job", act: () => this.#post("cancel") });
   }
 
   async #delete() {
@@ -100,7 +105,7 @@ export class Actions {
     choice.replaceChildren(...all.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === checkpoint)));
     text(byId("fork-title"), `Fork ${job.name}`);
     text(error, "");
-    /** The request that the fields describe; throws what is wrong with a line. */
+    /** Returns the request that the fields describe. Throws an error about an invalid line. */
     const request = () => {
       const set = {};
       for (const line of byId("fork-set").value.split("\n").map((l) => l.trim()).filter(Boolean)) {
@@ -117,7 +122,7 @@ export class Actions {
       try { asked = request(); } catch (e) { return text(error, e.message); }
       try { location.href = `/jobs/${(await this.#post("fork", asked)).id}`; } catch (e) { text(error, sentences(e)); }
     };
-    // Shows warnings before the fork is made; mistakes are shown only when it is made.
+    // Shows warnings before the fork is created. Mistakes are shown only when it is created.
     const check = async () => {
       const mine = this.checking = Symbol("check");
       let warnings = [];
@@ -130,7 +135,7 @@ export class Actions {
     dialog.showModal();
   }
 
-  /** The panel with the job's notes, tags and project. */
+  /** Sets up the panel with the job's notes, tags and project. */
   async annotations() {
     const { id } = this.page.job(), status = byId("note-status");
     const fields = ["note", "tags", "project"].map(byId), [note, tags, project] = fields;
@@ -138,24 +143,24 @@ export class Actions {
       try {
         await ask(`/api/v1/jobs/${id}`, { method: "PATCH", body });
         text(status, "Saved");
-        // Text that was typed meanwhile is not saved yet.
+        // Text that was typed while the request was sent is not saved yet.
         if (document.activeElement !== field) this.#touched.delete(field);
       } catch (error) { text(status, sentences(error)); }
     };
     note.addEventListener("change", () => save(note, { notes: note.value }));
     tags.addEventListener("change", () => save(tags, { tags: tags.value.split(",") }));
     project.addEventListener("change", () => save(project, { project: project.value.trim() || "default" }));
-    // Text that is typed before an answer comes must stay.
+    // Text that is typed before the response arrives must stay.
     for (const field of fields) field.addEventListener("input", () => this.#touched.add(field));
     if (document.querySelector(".title .actions").dataset.others !== undefined) {
       for (const field of fields) field.readOnly = true;
-      text(status, "Only its owner and admins change these.");
+      text(status, "Only the job's owner and admins can change these.");
     }
     this.#opened = true;
     await this.annotated();
   }
 
-  /** Reads the job's annotations again, once the panel has been opened. */
+  /** Reads the job's annotations again if the panel has been opened. */
   async annotated() {
     if (!this.#opened) return;
     const job = await ask(`/api/v1/jobs/${this.page.job().id}`).catch(() => null);

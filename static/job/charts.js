@@ -1,4 +1,4 @@
-// The charts of a job: their content and resolution, and the controls whose choices are in the address.
+// The charts of a job: their content and resolution, and the controls, whose choices are in the address.
 
 import { byId, note, press } from "../page.js";
 import { clock, count, percent, plural, rate, value } from "../numbers.js";
@@ -13,19 +13,19 @@ import { isFinal, pictures } from "./facts.js";
 import { about, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 
-/** Pause between requests while the reader turns a wheel; the first request is sent at once. */
+/** Pause between requests while the reader zooms with a wheel. The first request is sent at once. */
 const SETTLE_MS = 80;
 
 export class Charts {
   other = OTHERS[read("metric")] ? read("metric") : "lr";
 
-  /** `job()`: the job's present state. */
+  /** `job()`: the job's current state. */
   constructor(job, metrics, ranks) {
     Object.assign(this, { job, metrics, ranks, released: false, panelled: () => [], panelPixels: () => 0 });
     const view = this.view = new View(() => metrics.of("step_ms"));
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
-    // Drawing waits for the history, so that nothing is drawn twice.
+    // The charts are drawn after the history has been read, so that they are not drawn twice.
     const xName = () => axisName(view.axis), empty = () => this.#empty();
     this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.released, ...options });
     const make = (id, options) => this.draw(byId(`${id}-chart`), options);
@@ -57,25 +57,25 @@ export class Charts {
   /** Whether the first chart shows the mean over ranks. */
   get meanFirst() { return this.lines === "mean" || this.metrics.ranks > RANK_COLOURS; }
 
-  /** Marks where attempts start, with the reason why the previous attempt ended. */
+  /** Marks the starts of attempts, with the reason why the previous attempt ended. */
   marks(reasons) {
     for (const chart of Object.values(this.all)) chart.marks = reasons;
     this.redraw(true);
   }
 
-  /** Draws all charts, once their history is here. */
+  /** Starts drawing all charts, after their history has been read. */
   release() {
     this.released = true;
     for (const chart of Object.values(this.all)) chart.release();
   }
 
-  /** Charts of metrics that few jobs have; a card appears with its first point. */
+  /** Charts of metrics that few jobs have. A card appears with the first point. */
   get extra() {
     const { train, parallel } = this.job().spec;
     return ["auto", "fp16"].includes(train.precision) && parallel.device !== "cpu" ? ["loss_scale", "skipped_steps"] : [];
   }
 
-  /** Metrics to read at the start, besides those that every page reads. */
+  /** Metrics to read at the start, in addition to the metrics that every page reads. */
   get wanted() { return [this.other, ...this.extra, ...this.panelled()]; }
 
   redraw(urgent = false) {
@@ -87,7 +87,7 @@ export class Charts {
   /** The number of buckets to request for a metric. */
   points(name) { return Math.max((Object.hasOwn(this.all, name) ? this.all[name] : this.all.lr).pixels, this.panelPixels(name)); }
 
-  /** Visible metrics, in the order of importance. */
+  /** Visible metrics, the most important first. */
   get shown() { return [...new Set(["loss", "accuracy", "step_ms", ...this.wanted])]; }
 
   /** Whether this job can have a metric: only some jobs have metrics of float16 and of GPUs. */
@@ -97,7 +97,7 @@ export class Charts {
     return this.job().spec.parallel.device === "cuda" || this.metrics.of("gpu_utilization").segments.length > 0;
   }
 
-  /** Removes groups from the list whose metrics this job does not have. */
+  /** Removes groups of metrics that this job does not have from the list. */
   #offer() {
     for (const group of byId("other-metric").querySelectorAll("optgroup")) {
       const hidden = ![...group.children].some((option) => this.offers(option.value));
@@ -105,7 +105,7 @@ export class Charts {
     }
   }
 
-  /** The text in a chart without a point. */
+  /** Returns the text in a chart without a point. */
   #empty() {
     return isFinal(this.job().state) ? "This job has no value of this metric." : "No point yet.";
   }
@@ -128,7 +128,7 @@ export class Charts {
     return all.sort((a, b) => front.has(a) - front.has(b)).map((r) => ({ ...line(r), alpha: !front.size || front.has(r) ? 1 : 0.18 }));
   }
 
-  /** A line for each machine, from the rank that reports it. */
+  /** Returns a line for each machine, from the rank that reports the machine's metrics. */
   #perMachine(name) {
     const { metrics } = this, { agents } = this.job(), reporting = metrics.ranksOf(name);
     // Machines are named in the order of their ranks. For attempts on other machines, only the rank is known.
@@ -136,7 +136,7 @@ export class Charts {
     return reporting.map((rank, i) => ({ label: machine(i, rank), colour: colourOf(rank), series: metrics.of(name, rank) }));
   }
 
-  /** The layers of a panel. `lines`: `mean` or `ranks`. */
+  /** Returns the layers of a panel. `lines`: `mean` or `ranks`. */
   panelLayers({ metrics: names, lines }) {
     const { metrics } = this, many = names.length > 1, sides = [...new Set(names.map(quantity))];
     return names.flatMap((name, i) => {
@@ -211,11 +211,11 @@ export class Charts {
     else { this.#askedAt = now; this.detail(); }
   }
 
-  /** Reads the zoomed part in the resolution of the screen; each chart is drawn when its part arrives. */
+  /** Reads the zoomed part in the resolution of the screen. Each chart is drawn when its part arrives. */
   async detail() {
     const { view, metrics } = this, zoom = view.zoom;
     if (!zoom) return;
-    // Without an answer the coarse points stay, and the note says so.
+    // If the request fails, the coarse points stay, and the note says so.
     await metrics.zoom(this.shown, view.stepAt(zoom[0]), view.stepAt(zoom[1]), zoom, (detail) => {
       if (view.zoom !== zoom) return;
       for (const chart of Object.values(this.all)) chart.detail = detail;

@@ -3,10 +3,13 @@
 import { ask, byId, text } from "../page.js";
 import { accuracyOf, bytes, count, percent } from "../numbers.js";
 
-/** Links of a row. Only some jobs have `average`, and sharded checkpoints have only `state`. */
+/** Links of a row. Only some jobs have `average`, and only sharded checkpoints have `state`. */
 const FILES = { weights: "model.safetensors", average: "ema.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
 
-/** The best evaluation with its epoch, and the best checkpoint's accuracy if it differs. The same as `best_words` in protocol/src/best.rs. */
+/**
+ * Describes the best evaluation with its epoch, and the best checkpoint's accuracy if it differs. The same as `best_words` in
+ * protocol/src/best.rs.
+ */
 export function bestWords(best, checkpoint) {
   const shown = percent(best.value), kept = checkpoint?.val_accuracy == null ? shown : percent(checkpoint.val_accuracy);
   return `best ${shown} at ${best.epoch}${kept === shown ? "" : `, best checkpoint ${kept}`}`;
@@ -16,10 +19,10 @@ const ASK_EVERY_MS = 3000;
 
 export class Checkpoints {
   #all = new Map();
-  /** Callbacks for when a checkpoint is added or removed. */
+  /** Callbacks that are called when a checkpoint is added or removed. */
   changed = new Set();
 
-  /** The job, if the server copies checkpoints to an object store: events do not report these copies. */
+  /** The job, if the server copies checkpoints to an object store. Events do not report these copies. */
   #uploadsOf;
   #asking = 0;
 
@@ -43,13 +46,13 @@ export class Checkpoints {
   get sorted() { return [...this.#all.values()].sort((a, b) => b.step - a.step || b.attempt - a.attempt); }
 
   apply(event) {
-    // `best` means best so far: a newer best checkpoint takes the mark.
+    // `best` means best so far: a better checkpoint takes over the mark.
     if (event.best) for (const c of this.#all.values()) c.best = false;
     this.#all.set(event.id, { ...event, stored: this.#uploadsOf && "uploading" });
     this.draw();
   }
 
-  /** Replaces all checkpoints, after a time in which events were missed. */
+  /** Replaces all checkpoints, after an interruption in which events were missed. */
   replace(all) {
     this.#all = new Map(all.map((c) => [c.id, c]));
     this.draw();
@@ -94,8 +97,10 @@ export class Checkpoints {
   }
 }
 
-/** Starts one download after the other: a browser asks only once for permission. The server lists the files, because a sharded checkpoint has parts.
- * */
+/**
+ * Starts one download after the other: a browser asks only once for permission. The server lists the files, because a sharded checkpoint
+ * has parts.
+ */
 async function everything(id, menu) {
   menu.open = false;
   const at = `/api/v1/checkpoints/${encodeURIComponent(id)}`, { files } = await ask(at).catch(() => ({ files: {} }));

@@ -67,7 +67,7 @@ async function card(prediction, file, checkpoint) {
   return item;
 }
 
-/** A thumbnail, drawn onto a canvas, which the page's content security policy allows. */
+/** Returns a thumbnail, drawn onto a canvas, which the page's content security policy allows. */
 async function thumbnail(file) {
   const bitmap = await createImageBitmap(file).catch(() => null);
   if (!bitmap) return null;

@@ -1,19 +1,19 @@
-// Evaluation of a checkpoint on the validation pictures: scores by class, the confusion matrix, and the pictures behind a cell.
+// Evaluation of a checkpoint on the validation pictures: scores by class, the confusion matrix, and the pictures of a cell.
 
 import { ask, byId, Problem, sentence, text } from "../page.js";
 import { accuracyOf, count, percent, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { predicted } from "./pictures.js";
 
-/** Number of pictures shown at first; a button shows more. */
+/** Number of pictures shown at first. A button shows more. */
 const SHOWN = 24;
 const ASK_AGAIN_MS = 1500;
-/** With more classes than this, the matrix shows only the most confused ones. */
+/** Number of classes above which the matrix shows only the most confused classes. */
 const MATRIX = 25;
 
 const make = (tag, words, className) => Object.assign(document.createElement(tag), { textContent: words ?? "", className: className ?? "" });
 
-/** Shows the current activity and its duration; a screen reader hears only the activity, and not every second. */
+/** Shows the current activity and its duration. A screen reader announces only the activity, and not every second. */
 function tell(doing, secs = "") {
   text(byId("evaluation-status"), doing);
   text(byId("evaluation-secs"), secs);
@@ -50,7 +50,7 @@ export class Evaluation {
     else if (mine === this.#asked) tell(byId("evaluation-status").textContent);
   }
 
-  /** How often the nearest training pictures have the right class. */
+  /** Shows how often the nearest training pictures have the right class. */
   async neighbours() {
     if (!this.choice.value) return;
     const sum = byId("neighbours-sum");
@@ -58,7 +58,10 @@ export class Evaluation {
     if (found) text(sum, `${accuracyOf(found.weighted, found.samples, 2)} right by ${found.k} nearest neighbours among ${count(found.gallery)} training pictures; ${percent(found.majority, 2)} without weights`);
   }
 
-  /** Asks for the chosen checkpoint until there is an answer. Nothing if another is chosen meanwhile, or after a problem, which is told. */
+  /**
+   * Requests a result for the chosen checkpoint until it is available. Returns nothing if another checkpoint is chosen meanwhile, or after
+   * a problem, which is shown.
+   */
   async #answer(what, doing, say) {
     const mine = this.#asked;
     for (;;) {
@@ -114,7 +117,7 @@ export class Evaluation {
           button.addEventListener("click", () => this.#cell(i, j, names));
           cell.append(button);
         }
-        // Eight shades from the style sheet, because inline styles are not allowed.
+        // The style sheet has eight shades, because inline styles are not allowed.
         cell.dataset.share = n ? String(Math.max(1, Math.ceil(share * 8))) : "0";
         cell.className = i === j ? "right" : "wrong";
         row.append(cell);

@@ -8,9 +8,9 @@ import { waits } from "../jobs/queue.js";
 import { clock, count, percent, plural, rate, standardError, timeOfDay, value } from "../numbers.js";
 
 const FINAL = ["succeeded", "failed", "cancelled"], ACTIVE = ["starting", "running", "pausing"];
-/** A running job without a new step for this long (or 20 usual steps, if longer) is reported in the banner. */
+/** Time without a new step after which the banner reports a running job (or 20 usual steps, if longer). */
 const QUIET_MS = 15_000;
-/** How long a refused action stays in the banner. */
+/** Time for which a refused action stays in the banner. */
 const REFUSED_MS = 10_000;
 
 export const isFinal = (state) => FINAL.includes(state);
@@ -18,16 +18,19 @@ export const isFinal = (state) => FINAL.includes(state);
 /** Whether a job in this state has slots. */
 export const isActive = (state) => ACTIVE.includes(state);
 
-/** Whether there is nothing to chart: the same as `is_bare` in web/src/job.rs. */
+/** Whether there is nothing to chart. The same as `is_bare` in web/src/job.rs. */
 const isBare = (job, metrics) => !job.external && !job.step && !job.sparkline?.length && !metrics.of("loss").last && (waits(job) || ["paused", "failed", "cancelled"].includes(job.state));
 
 /** The same as `Job::ranks_now` in protocol/src/job.rs. */
 export const ranksNow = (job) => (isActive(job.state) && job.cause?.code === "fewer_ranks" ? job.cause.ranks : job.ranks);
 
-/** Whether the reason of a live job tells how many ranks it has, which only a reason about ranks does. */
+/** Whether the reason of an active job contains the number of ranks: a reason about another subject does not. */
 export const tellsRanks = (job) => !job.cause || job.cause.code === "fewer_ranks";
 
-/** A function that returns the pictures of the steps 1 to `n`, over all ranks: `pictures_until` of protocol/src/throughput.rs. */
+/**
+ * Returns a function that returns the number of pictures in steps 1 to `n`, over all ranks. The same as `pictures_until` in
+ * protocol/src/throughput.rs.
+ */
 export function pictures({ batch, spec: { train, parallel } }) {
   const whole = batch?.global_batch_size ?? (train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : ((train.batch_size ?? 32) * train.accumulate * parallel.ranks) / ((parallel.height ?? 1) * (parallel.pipeline ?? 1)));
   const epoch = batch?.epoch_samples;
@@ -37,19 +40,19 @@ export function pictures({ batch, spec: { train, parallel } }) {
   return (n) => Math.floor(n / steps) * epoch + (n % steps) * whole;
 }
 
-/** The reader's time in so many seconds, with the date if that is another day. */
+/** Formats the reader's time after this number of seconds, with the date if it is another day. */
 function timeIn(now, secs) {
   const at = new Date(now + 1000 * secs);
   return `${at.toDateString() === new Date(now).toDateString() ? "" : `${at.toLocaleDateString()} `}${timeOfDay(at).slice(0, 5)}`;
 }
 
 export class Facts {
-  /** Time at which the newest step was seen. */
+  /** Time at which the newest step was received. */
   #movedAt = Date.now();
   #step = 0;
   /** `{ place, reason }` while the job waits. */
   queue = null;
-  /** Why the last action was refused, and the job's state then; null after a while. */
+  /** The reason why the last action was refused, and the job's state at that time; null after a while. */
   #refusal = null;
   #refusalTimer = 0;
 
@@ -63,8 +66,8 @@ export class Facts {
     const { job, metrics } = this, total = job.total_steps;
     const loss = metrics.mean("loss").last;
     const newest = metrics.of("loss").last;
-    // A new attempt goes back to its checkpoint, so the job's own step counts. Points in buckets are named by their
-    // first step, so the server's count may be ahead.
+    // A new attempt returns to its checkpoint, so the job's own step is used. Points in buckets are named by their first step, so the
+    // server's step may be ahead.
     const reported = newest && !job.external && newest.attempt >= job.attempt ? newest.lastStep : job.step;
     const step = newest?.exact ? reported : Math.max(reported, job.step);
     if (step !== this.#step) { this.#step = step; this.#movedAt = now; }
@@ -96,11 +99,11 @@ export class Facts {
 
     const [measured, best] = this.#accuracy();
     fact("accuracy", measured == null ? "–" : percent(measured) + standardError(measured, job.last.val_pictures), best ? bestWords(best, this.checkpoints.best) : "");
-    // If there are checkpoints, readers should know that the best checkpoint is not from the best epoch.
+    // If there are checkpoints, the reader should know that the best checkpoint is not from the best epoch.
     const lost = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
     byId("best-note").hidden = !lost;
     text(byId("best-note"), lost ? `Epoch ${best.epoch} was the best with ${percent(best.value)}; there is no checkpoint of it.` : "");
-    // One rank waits for nobody.
+    // A single rank does not wait for other ranks.
     byId("wait").closest("div").hidden = this.#ranksNow === 1;
     const wait = this.ranks.waitShare();
     const { train, parallel } = job.spec, stages = parallel.pipeline ?? 1;
@@ -126,7 +129,7 @@ export class Facts {
         if (!best || segment.max[i] > best.value) best = { value: segment.max[i], step: segment.steps[i], epoch: Math.ceil(segment.steps[i] / (job.steps_per_epoch || segment.steps[i])) };
       }
     }
-    // With equal values, keep the evaluation that the server chose.
+    // With equal values, the evaluation that the server chose is kept.
     return [last ?? job.last.val_accuracy, job.best && !(best?.value > job.best.value) ? job.best : best];
   }
 
@@ -149,7 +152,7 @@ export class Facts {
     }
   }
 
-  /** Shows that an action was refused, and why; null removes the message. */
+  /** Shows that an action was refused, with the reason. null removes the message. */
   refused(why) {
     clearTimeout(this.#refusalTimer);
     if (why === null && !this.#refusal) return;
@@ -158,7 +161,7 @@ export class Facts {
     this.draw();
   }
 
-  /** The job's present number of ranks; a reason about something else does not tell it. */
+  /** The job's current number of ranks. A reason about another subject does not contain it. */
   get #ranksNow() {
     const { job } = this;
     return (isActive(job.state) && this.metrics.ranksIn(job.attempt)) || ranksNow(job);
@@ -166,7 +169,7 @@ export class Facts {
 
   #refused() {
     if (this.#refusal?.state !== this.job.state) return null;
-    return { tone: "bad", what: "That was not done.", why: this.#refusal.why };
+    return { tone: "bad", what: "The action failed.", why: this.#refusal.why };
   }
 
   #banner(now, step) {
@@ -183,8 +186,10 @@ export class Facts {
     text(a, link[1]);
   }
 
-  /** The job's place in the queue, and what it waits for now. The job's own reason may tell how its last attempt ended. The same as `waiting` in
-   * web/src/job.rs. */
+  /**
+   * The job's place in the queue, and the current reason for waiting. The job's own reason may be the reason why its last attempt ended.
+   * The same as `waiting` in web/src/job.rs.
+   */
   #waiting(reason) {
     const { queue, job } = this, now = queue?.reason?.words, again = job.state === "restarting";
     if (!queue && !reason && !again) return null;
@@ -225,7 +230,7 @@ function unreadable({ unreadable: flaw, state, finished_at }, reason) {
   const shown = `Another version of lockstep stored this job, and this version does not understand: ${flaw}. The page shows what it can read, with defaults for the rest.`;
   // The state of another version counts as failed, but has no end.
   if (waits({ state }) || state === "paused" || (state === "failed" && !finished_at)) {
-    return `${shown} This version does not start it: run the one that stored it, or submit the job anew and delete this one.`;
+    return `${shown} This version does not start it: use the version that stored it, or submit the job again and delete this one.`;
   }
   return state === "failed" ? `${shown} The job failed: ${reason}` : shown;
 }

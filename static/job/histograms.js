@@ -1,4 +1,4 @@
-// Distributions of weights and gradients: one layer over the steps as a heat map, and every layer at one step as a table.
+// Distributions of weights and gradients: a layer over the steps as a heat map, and all layers at a step as a table.
 
 import { ask, byId, press, say, sentence, text } from "../page.js";
 import { count, plural } from "../numbers.js";
@@ -8,15 +8,15 @@ import { short } from "./names.js";
 
 /** Pause between requests while the job trains. */
 const AGAIN_MS = 3000;
-/** Steps that the server keeps; the same as in protocol/src/limits.rs. */
+/** Maximum number of steps that the server keeps. The same as in protocol/src/limits.rs. */
 const KEPT = 200;
-/** Rows of the table that are drawn at once. */
+/** Number of table rows that are drawn at once. */
 const ROWS = 100;
 const SVG = "http://www.w3.org/2000/svg";
 
 const number = (v) => short(Number(v.toPrecision(3)));
 
-/** The value below which this fraction of the values lies, as exactly as the bins allow. */
+/** Returns the value below which this fraction of the values lies, as exactly as the bins allow. */
 export function quantile({ min, max, counts }, share) {
   const all = counts.reduce((a, b) => a + b, 0), width = (max - min) / counts.length;
   let below = 0;
@@ -32,9 +32,9 @@ export class Histograms {
   #timer = 0;
   #asked = 0;
   #step = null;
-  /** Whether new steps came while the panel was hidden. */
+  /** Whether new steps have arrived while the panel was hidden. */
   #behind = false;
-  /** Whether the reader looks at the newest step. */
+  /** Whether the panel shows the newest step. */
   follows = true;
   kind = read("values", "weight") === "gradient" ? "gradient" : "weight";
   layer = read("layer");
@@ -58,14 +58,14 @@ export class Histograms {
     this.#load();
   }
 
-  /** The server has a new step. */
+  /** Called when the server has a new step. */
   more() {
     if (!this.#opened) return;
     if (byId("histograms-panel").hidden) { this.#behind = true; return; }
     this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, AGAIN_MS);
   }
 
-  /** The panel is visible again: shows the steps that came while it was hidden. */
+  /** Shows the steps that arrived while the panel was hidden. */
   again() {
     if (!this.#behind) return;
     this.#behind = false;
@@ -103,12 +103,12 @@ export class Histograms {
     say(byId("histogram-said"), words);
   }
 
-  /** The reader has moved to a step in the heat map. */
+  /** Shows the step to which the reader has moved in the heat map. */
   #at(histogram) {
-    if (!histogram) return text(byId("histogram-at"), "Move over the picture, or use the arrow keys in it, to read a step and to have it in the table below.");
+    if (!histogram) return text(byId("histogram-at"), "Move over the picture, or use the arrow keys in it, to read a step and show it in the table below.");
     const { step, attempt, min, max, counts } = histogram, all = counts.reduce((a, b) => a + b, 0);
     text(byId("histogram-at"), `step ${count(step)}, attempt ${attempt}: ${plural(all, "value")} from ${number(min)} to ${number(max)}, median ${number(quantile(histogram, 0.5))}, nine of ten from ${number(quantile(histogram, 0.05))} to ${number(quantile(histogram, 0.95))}`);
-    // Readers whose focus is elsewhere do not hear the newest step.
+    // The newest step is not announced to readers whose focus is elsewhere.
     if (this.heat.root === document.activeElement) text(byId("histogram-at-said"), byId("histogram-at").textContent);
     this.#step = step;
     this.follows = histogram === this.heat.newest;
@@ -142,7 +142,7 @@ export class Histograms {
   }
 }
 
-/** A cell with the shape of a histogram; the numbers beside it tell its range. */
+/** Returns a cell with the shape of a histogram, whose range is in the numbers beside it. */
 function profile(counts) {
   const cell = document.createElement("td"), svg = document.createElementNS(SVG, "svg"), area = document.createElementNS(SVG, "polygon"), most = Math.max(1, ...counts);
   svg.setAttribute("viewBox", `0 0 ${counts.length} 20`);

@@ -1,14 +1,14 @@
-// The history of a job: attempts, requests of people, the job's parent and its forks.
+// The history of a job: attempts, requests of people, the job's parent and forks.
 
 import { ask, byId, text } from "../page.js";
 import { clock, count, plural, timeOfDay } from "../numbers.js";
 
 const make = (tag, props = {}, ...children) => { const node = Object.assign(document.createElement(tag), props); node.append(...children); return node; };
-/** `1-38` from a checkpoint's id. */
+/** Returns `1-38` from a checkpoint's id. */
 const short = (id) => id.slice(id.indexOf("-") + 1);
 const from = (id) => (id ? `from checkpoint ${short(id)}` : "from the start");
 
-/** Title and description of an entry. */
+/** Returns title and description of an entry. */
 function described(entry) {
   switch (entry.what) {
     case "submitted": return ["Submitted"];
@@ -35,12 +35,12 @@ function ended({ reason, rank, step, state, next_checkpoint }) {
 export class History {
   #asked = 0;
   #seen = false;
-  /** For each attempt, how the previous attempt ended: charts show it at the start of the attempt. */
+  /** For each attempt, the reason why the previous attempt ended. Charts show it at the start of the attempt. */
   reasons = new Map();
   /** `{ place, reason }` while the job waits. */
   queue = null;
 
-  /** `changed()`: called after each answer. */
+  /** `changed()`: called after each response. */
   constructor(job, changed) { Object.assign(this, { job, changed }); }
 
   /** Reads the history again after a change of the job's state. */

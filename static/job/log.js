@@ -1,14 +1,14 @@
-// The log: a window onto a file that may have millions of lines. It follows the newest line until the reader scrolls
-// up, reads older and newer lines as the reader reaches them, and searches on the server.
+// The log: a view of a file that may have millions of lines. It follows the newest line until the reader scrolls up, reads older and newer
+// lines when the reader scrolls to them, and searches on the server.
 
 import { ask, byId, text } from "../page.js";
 import { read, write } from "../address.js";
 import { count, plural, timeOfDay } from "../numbers.js";
 import { colourOf } from "./ranks.js";
 
-/** The largest number of lines on the page; others are read when the reader scrolls. */
+/** Maximum number of lines on the page. Other lines are read when the reader scrolls. */
 const KEEP = 1000;
-/** Events per request. */
+/** Number of events per request. */
 const PART = 400;
 /** Number of found lines that fill the panel. */
 const SCREEN = 25;
@@ -22,14 +22,14 @@ export class Log {
   #unread = 0;
   #total = 0;
   #asked = 0;
-  /** Whether there are older and newer lines than shown, and whether they are being read. */
+  /** Whether there are older and newer lines than the shown lines, and whether they are being read. */
   #older = false;
   #newer = false;
   #reading = false;
   #lastTop = 0;
-  /** The newest event whose lines are not shown, because the reader has scrolled up. */
+  /** The newest event whose lines are not shown because the reader has scrolled up. */
   #heldSeq = 0;
-  /** While searching: the cursor of older lines that have not been searched yet. */
+  /** While searching: the cursor of older lines that have not been searched. */
   #from = null;
 
   constructor(job) {
@@ -42,7 +42,7 @@ export class Log {
     this.newest = byId("log-newest");
     this.search.value = read("q").slice(0, this.search.maxLength);
     this.box.addEventListener("scroll", () => this.#scrolled(), { passive: true });
-    // A change of the page's size is not the reader's scrolling.
+    // A change of the page's size must not count as scrolling by the reader.
     new ResizeObserver(() => { if (this.follow.checked) this.#toEnd(); }).observe(this.box);
     this.follow.addEventListener("change", () => { if (this.follow.checked) this.toNewest(); });
     this.newest.addEventListener("click", () => { this.follow.checked = true; this.toNewest(); });
@@ -100,9 +100,9 @@ export class Log {
     found?.scrollIntoView({ block: "center" });
   }
 
-  /** Lines were missed: shows the newest lines if the log follows; others are read when the reader scrolls. */
+  /** Called after lines were missed: shows the newest lines if the log follows. Otherwise, they are read when the reader scrolls. */
   async again() {
-    // An older database may have been restored: its lines are sent again with the same numbers.
+    // An older database may have been restored, which sends lines with the same numbers again.
     this.#seen.clear();
     this.#heldSeq = 0;
     if (this.follow.checked) return this.toNewest();
@@ -120,7 +120,7 @@ export class Log {
     if (this.#searching) await this.#searchOn();
   }
 
-  /** The server searches for about a second per request: continues until the panel is full or the log's beginning is reached. */
+  /** Searches until the panel is full or the log's beginning is reached. The server searches for about a second per request. */
   async #searchOn() {
     while (this.#searching && this.#older && this.box.querySelectorAll("[data-at]").length < SCREEN) {
       if (await this.#before(true)) continue;
@@ -158,7 +158,7 @@ export class Log {
       this.#note1({ attempt, rank, number: line.number });
       if (!q || line.text.toLowerCase().includes(q)) this.#pending.push({ seq, attempt, rank, ...line });
     }
-    // A hidden page draws nothing; only the newest lines are kept until it is visible again.
+    // Lines are not drawn on a hidden page: only the newest are kept until it is visible again.
     if (this.#pending.length > 4 * KEEP) this.#drop();
     this.#frame ||= requestAnimationFrame(() => { this.#frame = 0; this.#flush(); });
   }
@@ -169,7 +169,7 @@ export class Log {
     const lines = this.#pending.splice(0);
     if (!lines.length) return this.#note();
     this.#total += lines.length;
-    // While the reader has scrolled up, newer lines are read when the reader reaches them.
+    // If the reader has scrolled up, newer lines are read when the reader scrolls to them.
     if (!this.follow.checked) {
       this.#unread += lines.length;
       this.#newer = true;
@@ -198,7 +198,7 @@ export class Log {
     this.#note();
   }
 
-  /** Pixels that can be scrolled down. */
+  /** Number of pixels that can be scrolled down. */
   get #below() { return this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight; }
 
   #scrolled() {
@@ -241,7 +241,7 @@ export class Log {
     if (!seq) return;
     const answer = await this.#ask({ after: seq, limit: PART }).catch(() => null);
     if (!answer) return;
-    // Lines that came meanwhile are held, too, because the answer may lack them.
+    // Lines that arrived meanwhile are held, too, because the response may lack them.
     this.#flush();
     this.#newer = answer.next_cursor !== null || this.#heldSeq > (answer.lines.at(-1)?.seq ?? seq);
     if (!this.#newer) this.#unread = 0;
@@ -250,7 +250,7 @@ export class Log {
     this.#trim("first");
     this.box.scrollTop = top - (height - this.box.scrollHeight);
     this.#note();
-    // There may be nothing to scroll down to.
+    // The lines may not fill the page, so that scrolling is impossible.
     if (this.#newer && answer.next_cursor === null && answer.lines.length && this.#below < 400) await this.#behind();
   }
 
@@ -275,7 +275,7 @@ export class Log {
   }
 }
 
-/** The first of the newest lines that fit on the page. It begins an event, because older lines are read by events. */
+/** Returns the first of the newest lines that fit on the page. It is the first line of an event, because older lines are read by events. */
 function firstShown(lines) {
   let from = Math.max(0, lines.length - KEEP);
   while (from > 0 && from + 1 < lines.length && lines[from].seq === lines[from - 1].seq) from++;

@@ -1,18 +1,18 @@
-// The mesh of a job's ranks: stages, copies of the network, and of each rank the rows of its pictures and its part of split layers.
+// The mesh of a job's ranks: stages, copies of the network, and for each rank its part of the pictures' rows and of the split layers.
 
 import { count } from "../numbers.js";
 
 const SVG = "http://www.w3.org/2000/svg", SIDE = 28;
-/** If there are more ranks, further copies of the network are counted and not drawn. */
+/** Maximum number of ranks that are drawn. Further copies of the network are only counted. */
 const MOST = 64;
 
-/** A rank's coordinates. Ranks are numbered with `model` fastest and stages slowest: worker/engine/src/plan/mesh.rs. */
+/** Returns a rank's coordinates. Ranks are numbered with `model` fastest and stages slowest (worker/engine/src/plan/mesh.rs). */
 function place(rank, { pipeline = 1, height = 1, model = 1 }, ranks) {
   const of_stage = Math.max(1, Math.floor(ranks / pipeline)), within = rank % of_stage;
   return { stage: Math.floor(rank / of_stage), data: Math.floor(within / (model * height)), row: Math.floor(within / model) % height, part: within % model };
 }
 
-/** A rank's place in the mesh of `ranks` ranks, and its part of stages, pictures and layers, in words; empty if each rank has everything. */
+/** Describes a rank's place in the mesh of `ranks` ranks, and its part of stages, pictures and layers. Empty if each rank has everything. */
 export function inMesh(rank, plan, ranks) {
   const { pipeline = 1, height = 1, model = 1, shard = [] } = plan, { stage, data, row, part } = place(rank, plan, ranks), words = [];
   if (pipeline * height * model === 1) return words;
@@ -30,7 +30,7 @@ const drawn = (name, attributes) => {
 };
 const made = (name, className, content = "") => Object.assign(document.createElement(name), { className, textContent: content });
 
-/** A square for a picture and the split layers: what this rank has of the rows is a share of its height, of the layers a share of its width. */
+/** Returns a square that shows the rank's share of the rows as a part of the height, and its share of the layers as a part of the width. */
 function square(rank, plan, ranks) {
   const { height = 1, model = 1 } = plan, { row, part } = place(rank, plan, ranks), cell = made("span", "mesh-rank");
   const picture = drawn("svg", { viewBox: `0 0 ${SIDE} ${SIDE}`, width: SIDE, height: SIDE, "aria-hidden": "true" });
@@ -45,7 +45,7 @@ function square(rank, plan, ranks) {
   return cell;
 }
 
-/** Draws a plan into a list, an item for each stage. Returns what the drawing means, in words. */
+/** Draws a plan into a list, with an item for each stage. Returns a text that explains the drawing. */
 export function drawMesh(list, plan) {
   const { pipeline = 1, data, height = 1, model = 1, later_stages: later = [] } = plan, of_copy = height * model;
   const ranks = pipeline * data * of_copy, copies = Math.min(data, Math.max(1, Math.floor(MOST / (pipeline * of_copy))));

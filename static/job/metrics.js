@@ -1,27 +1,27 @@
-// The metrics of a job: history over REST, then points from the stream. No point is duplicated.
+// The metrics of a job: reads the history over REST, then points from the stream. No point is duplicated.
 
 import { ask } from "../page.js";
 import { MeanSeries, Series } from "../chart/series.js";
 import { isActive, ranksNow, tellsRanks } from "./facts.js";
 
-/** Metrics that the page always needs, the first chart's first; for `MEANS` the mean over ranks is kept, too. */
+/** Metrics that the page always needs, with the first chart's metric first. For `MEANS`, the mean over ranks is kept, too. */
 const NAMES = ["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", "val_accuracy"];
 const GPU = ["gpu_utilization", "gpu_memory_bytes", "gpu_power_watts", "gpu_temperature_celsius"];
 const MEANS = new Set(["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", ...GPU]);
-/** Buckets kept on the page for a metric, all ranks together. */
+/** Maximum number of buckets that the page keeps for a metric, over all ranks. */
 const CAPACITY = 65_536;
 
 export class Metrics {
   #series = new Map();
   #means = new Map();
   #asOf = new Map();
-  /** For each metric that is being read: events that came meanwhile (`events`) and the end of the reading (`done`). */
+  /** For each metric that is being read: the events that arrived meanwhile (`events`), and the end of the reading (`done`). */
   #reading = new Map();
-  /** The number of ranks of each attempt that was live on this page: fewer than the job's if machines were lost. */
+  /** The number of ranks of each attempt that was active on this page. May be less than the job's number if machines were lost. */
   #ranksIn = new Map();
   /** The newest attempt with a point. */
   attempt = 0;
-  /** Events since the request for a zoomed part was sent: the answer may lack them. */
+  /** Events since the request for a zoomed part: the response may lack them. */
   #since = null;
 
   /** `points(name)`: the number of buckets to request. */
@@ -38,21 +38,21 @@ export class Metrics {
     return series;
   }
 
-  /** Ranks with a point of a metric, in any attempt or in a given one. */
+  /** Returns the ranks with a point of a metric, in any attempt or in the given attempt. */
   ranksOf(name, attempt = null) {
     const has = (s) => s.name === name && s.segments.some((g) => attempt === null || g.attempt === attempt);
     return [...this.#series.values()].filter(has).map((s) => s.rank).sort((a, b) => a - b);
   }
 
-  /** Notes the number of ranks of the live attempt. Later, the job's reason may be another one that does not tell it. */
+  /** Stores the number of ranks of the active attempt. Later, the job's reason may no longer contain the number. */
   follow(job) {
     if (isActive(job.state) && tellsRanks(job)) this.#ranksIn.set(job.attempt, Math.min(this.#ranksIn.get(job.attempt) ?? Infinity, ranksNow(job)));
   }
 
-  /** The number of ranks of an attempt that was live on this page, otherwise undefined. */
+  /** Returns the number of ranks of an attempt that was active on this page, otherwise undefined. */
   ranksIn(attempt) { return this.#ranksIn.get(attempt); }
 
-  /** The same for a mean: for an attempt that had ended before, the ranks with points count. */
+  /** Returns a series of means. For an attempt that had ended earlier, the number of ranks with points is used. */
   #meanOf(name, capacity) { return new MeanSeries(name, (attempt) => this.ranksIn(attempt) ?? this.ranksOf(name, attempt).length, capacity); }
 
   mean(name) {
@@ -65,7 +65,7 @@ export class Metrics {
     return ask(`/api/v1/jobs/${this.job}/metrics?name=${encodeURIComponent(name)}&points=${this.points(name)}${range}`);
   }
 
-  /** Reads a metric's history unless it is here. Waits for `first()` before the mean over ranks is made. */
+  /** Reads a metric's history unless it has been read. Waits for `first()` before the mean over ranks is computed. */
   async need(name, first) {
     if (this.#asOf.has(name)) return;
     let reading = this.#reading.get(name);
@@ -77,7 +77,7 @@ export class Metrics {
     await reading.done;
   }
 
-  /** `isStill()`: whether no newer request for all history was made in the meantime. */
+  /** `isStill()`: whether no newer request for the whole history was made in the meantime. */
   async #read(name, first, isStill, events) {
     const early = name === NAMES[0] ? window.early : null;
     window.early = null;
@@ -94,8 +94,8 @@ export class Metrics {
   }
 
   /**
-   * Reads all history again. The first chart's history comes first, with the mean over ranks if `meanFirst`; everything
-   * else is requested after `first()` has resolved. Returns the sequence number from which the stream continues.
+   * Reads the whole history again. The first chart's history comes first, with the mean over ranks if `meanFirst`. All other history is
+   * requested after `first()` has resolved. Returns the sequence number from which the stream continues.
    */
   async load(others, meanFirst, first) {
     const names = new Set([...NAMES, ...others, ...GPU]);
@@ -114,7 +114,7 @@ export class Metrics {
   /** Handles a `metrics` event. */
   apply(event) {
     const { seq, attempt, rank, name, steps, values } = event;
-    // A metric that is not shown is read when it is shown. While it is being read, the answer may lack the event.
+    // A hidden metric is read when it is shown. While it is being read, the response may lack the event.
     if (!this.#asOf.has(name)) return void this.#reading.get(name)?.events.push(event);
     if (seq <= this.#asOf.get(name)) return;
     this.attempt = Math.max(this.attempt, attempt);
@@ -124,7 +124,7 @@ export class Metrics {
     if (this.detail) this.#applyDetail(this.detail, { attempt, rank, name, steps, values });
   }
 
-  /** Handles an `evaluation` event, which has the same value as `val_accuracy`; either may come first. */
+  /** Handles an `evaluation` event, which has the same value as `val_accuracy`. Either of the two may arrive first. */
   evaluated({ attempt, step, accuracy }) { this.of("val_accuracy").append(attempt, [step], [accuracy]); }
 
   #applyDetail(detail, { attempt, rank, name, steps, values }) {
@@ -138,7 +138,7 @@ export class Metrics {
   /** Whether the server has points that the charts lack. */
   get coarse() { return [...this.#series.values()].some((s) => !s.exact); }
 
-  /** Reads steps `from` to `to` of `names` in the resolution of the screen; calls `arrived(detail)` for each metric. */
+  /** Reads steps `from` to `to` of `names` in the resolution of the screen. Calls `arrived(detail)` for each metric. */
   async zoom(names, from, to, zoom, arrived) {
     const since = this.#since = [];
     const detail = { zoom, from, to, series: new Map(), names: new Set() };

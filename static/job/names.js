@@ -1,4 +1,4 @@
-// Names of metrics, formats of their values, and which metrics can share an axis.
+// Names of metrics, formats of their values, and the quantities by which metrics share an axis.
 
 import { bytes, millis, percent, rate, value } from "../numbers.js";
 
@@ -11,7 +11,7 @@ export const short = (v) => {
 };
 export const shortPercent = (v) => `${short(Number((v * 100).toFixed(3)))} %`;
 
-/** Metrics of the machine, which one rank of each machine reports. */
+/** Metrics of a machine, which one of its ranks reports. */
 export const MACHINE = {
   cpu_utilization: ["CPU utilisation", (v) => percent(v, 0), true], memory_used_bytes: ["Memory in use", bytes, true],
   disk_used_bytes: ["Disk in use", bytes, true],
@@ -33,16 +33,16 @@ export const ALL = {
   loss: ["Loss", value, true], accuracy: ["Accuracy", percent, true], val_accuracy: ["Validation accuracy", percent, false],
   images_per_second: ["Images/s", rate, false], ...OTHERS,
 };
-/** The same of any metric: runs from elsewhere choose names. */
+/** Returns label, format and whether every rank has its own values, for any metric: runs from elsewhere choose names. */
 export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : [name, value, false]);
-/** What stands in place of network, dataset and ranks of a run from elsewhere. The same as in web/src/jobs.rs. */
+/** Text in place of network, dataset and ranks of a run from elsewhere. The same as in web/src/jobs.rs. */
 export const ELSEWHERE = "run from elsewhere";
-/** The metrics of which a run from elsewhere has a newest value. */
+/** Returns the metrics for which a run from elsewhere has a newest value. */
 export const ownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
 /** Groups in the list of metrics, with the first metric of each group. */
 export const GROUPS = [["Training", "lr"], ["Time of a step", "step_ms"], ["float16", "loss_scale"], ["GPU", "gpu_utilization"], ["Machine", "cpu_utilization"]];
 
-/** The same as `quantity` in protocol/src/metric.rs: metrics of the same quantity share an axis. */
+/** Returns the quantity of a metric. Metrics of the same quantity share an axis. The same as `quantity` in protocol/src/metric.rs. */
 export function quantity(name) {
   if (!Object.hasOwn(ALL, name)) return "value";
   const known = {
@@ -62,13 +62,13 @@ const UNITS = {
 };
 const withUnit = (words, of) => (UNITS[of] && UNITS[of] !== words ? `${words} (${UNITS[of]})` : words);
 
-/** A metric's name with its unit, as the name of an axis: `step time (ms)`. */
+/** Returns a metric's name with its unit, as the name of an axis: `step time (ms)`. */
 export function named(name) {
   const [label] = about(name), words = label === name || /^[A-Z]{2}/.test(label) ? label : label[0].toLowerCase() + label.slice(1);
   return withUnit(words, quantity(name));
 }
 
-/** Names of the axes of a chart with several metrics: the metric's name, or the quantity of all its metrics. */
+/** Returns the names of the axes of a chart with several metrics: the metric's name, or the common quantity. */
 export function axesNamed(names) {
   const sides = [...new Set(names.map(quantity))];
   return sides.map((side, i) => {
@@ -77,10 +77,10 @@ export function axesNamed(names) {
   }).join(" · ");
 }
 
-/** The axis value of a number that people write as 1: accuracies and utilisations are written in percent. */
+/** Returns the axis value of a number that people write as 1: accuracies and utilisations are written in percent. */
 export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(name)) ? 0.01 : 1);
 
-/** The axis of a quantity, for one of its metrics. */
+/** Returns the axis of a quantity, for one of its metrics. */
 export function axisOf(name) {
   const format = about(name)[1], of = quantity(name);
   const tick = of === "accuracy" ? shortPercent : [value, rate].includes(format) ? short : format;

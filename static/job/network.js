@@ -1,10 +1,10 @@
-// A job's network: its stages as blocks, and its layers as a table.
+// A job's network, with its stages as blocks and its layers as a table.
 
 import { ask, byId, sentence, text } from "../page.js";
 import { bytes, count, millis, percent, plural, rate } from "../numbers.js";
 import { drawMesh } from "./mesh.js";
 
-/** If one stage has more than this fraction of the layers, stages are distinguished by one more part of the names. */
+/** Fraction of the layers in one stage above which stages are distinguished by one more part of the names. */
 const TOO_MUCH = 0.7;
 const DEEPEST = 3;
 
@@ -17,7 +17,7 @@ const make = (name, content = "", attributes = {}) => {
   return node;
 };
 
-/** Consecutive layers whose names have the same first part, or no parts: `{ name, layers }`. */
+/** Groups consecutive layers whose names have the same first parts: `{ name, layers }`. */
 export function stages(layers) {
   for (let depth = 1; ; depth++) {
     const found = [];
@@ -33,7 +33,7 @@ export function stages(layers) {
 
 const sum = (layers, key) => layers.reduce((all, layer) => all + (layer[key] ?? 0), 0);
 
-/** A plan's figures: `[name, predicted, measured, how to show them]`; what is not measured yet is undefined. */
+/** Returns a plan's figures: `[name, predicted, measured, format]`. Values that are not measured yet are undefined. */
 const figures = (plan) => [
   ["time of a step", plan.step_ms, plan.measured_step_ms, millis],
   ["images a second", plan.images_per_second, plan.measured_step_ms && (plan.images_per_second * plan.step_ms) / plan.measured_step_ms, rate],
@@ -42,7 +42,7 @@ const figures = (plan) => [
 const apart = (predicted, measured) => (measured && predicted ? `${measured < predicted ? "−" : "+"}${percent(Math.abs(measured / predicted - 1), 0)}` : "–");
 
 export class Network {
-  /** `onPlan` receives the plan of a job that has one. */
+  /** `onPlan` receives the plan, if the job has one. */
   constructor(job, onPlan) { Object.assign(this, { job, onPlan }); }
 
   async load() {

@@ -65,7 +65,7 @@ export class PanelForm {
 
   #read(before) {
     const chosen = this.#boxes.filter((box) => box.checked).map((box) => box.value);
-    // Metrics that were chosen before keep their order, and with it their axis and colour.
+    // Metrics that were chosen before keep their order, and so their axis and colour.
     const metrics = [...before.metrics.filter((name) => chosen.includes(name)), ...chosen.filter((name) => !before.metrics.includes(name))];
     if (!metrics.length) throw new Mistake("Choose at least one metric.");
     const end = (name, label) => {
@@ -85,11 +85,11 @@ export class PanelForm {
   }
 }
 
-/** The error's text, with the name of the panel's field. */
+/** Returns the error's text, with the name of the panel's field. */
 export function said(error) {
   if (!(error instanceof Problem) || !error.errors.length) return sentence(error);
   return error.errors.map(({ pointer, detail }) => `${pointer.split("/").at(-1)} ${detail}`).join(". ");
 }
 
-/** A mistake that the form finds without the server. */
+/** A mistake that is found without the server. */
 class Mistake extends Error {}

@@ -1,20 +1,20 @@
-// The corner that changes a panel's size: dragged with a mouse, a pen or a finger, or moved with arrow keys. Sizes are
-// cells of the page's grid: one to three columns, and three heights.
+// The corner that changes a panel's size: it can be dragged with a mouse, a pen or a finger, or moved with arrow keys. Sizes are cells of
+// the page's grid: one to three columns, and three heights.
 
 const MOST = 3;
 /** Heights of a panel's chart, by rows; the same as in styles/job.css. */
 const HEIGHTS = [160, 330, 500];
-/** A panel at the right edge gets another column when its corner is dragged this many pixels beyond the edge. */
+/** Number of pixels beyond the page's right edge to which the corner of a panel must be dragged to add a column. */
 const BEYOND = 6;
 const WIDE = ["a third", "two thirds", "all"], HIGH = ["low", "medium", "high"];
 const KEYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
-/** Below this page width, panels have the full width, and only their height changes. */
+/** On narrower pages, panels have the full width, and only their height changes. */
 const stacked = matchMedia("(max-width: 720px)");
 const within = (cells) => Math.min(MOST, Math.max(1, cells));
 const nearest = (pixels) => HEIGHTS.reduce((best, height, i) => (Math.abs(height - pixels) < Math.abs(HEIGHTS[best] - pixels) ? i : best), 0) + 1;
 
-/** `two thirds of the page wide, low`; only the height if panels have the full width. */
+/** Describes a size: `two thirds of the page wide, low`, or only the height if panels have the full width. */
 export const sizeOf = ({ columns, rows }) => (stacked.matches ? HIGH[rows - 1] : `${WIDE[columns - 1]} of the page wide, ${HIGH[rows - 1]}`);
 
 /** Writes a panel's size for styles and screen readers. */
@@ -24,7 +24,7 @@ export function showSize(card, panel) {
   card.querySelector(".grip")?.setAttribute("aria-label", `Size of ${panel.title}: ${sizeOf(panel)}. Arrow keys change it.`);
 }
 
-/** Adds the corner to a panel's card. `keep(before)`: stores the panel's new size, which was `before`. */
+/** Adds the corner to a panel's card. `keep(before)`: stores the panel's new size. `before`: the old size. */
 export function sizable(card, panel, keep) {
   const grip = Object.assign(document.createElement("button"), { type: "button", className: "quiet grip", title: "Drag it, or press an arrow key" });
   let drag = null;
@@ -36,11 +36,11 @@ export function sizable(card, panel, keep) {
     Object.assign(panel, { columns, rows });
     showSize(card, panel);
   };
-  /** The number of cells nearest to the old size plus the pointer's movement. */
+  /** Returns the number of cells nearest to the old size plus the pointer's movement. */
   const reached = ({ clientX, pageY }) => {
     const { left, right } = card.parentElement.getBoundingClientRect(), third = (right - left) / MOST, { before } = drag;
     const columns = within(Math.round(before.columns + (clientX - drag.x) / third));
-    // A panel at the right edge can only grow by a movement beyond the edge.
+    // A panel at the right edge grows only by a movement beyond the edge.
     const more = columns === before.columns && clientX > right + BEYOND ? 1 : 0;
     return [stacked.matches ? before.columns : within(columns + more), nearest(HEIGHTS[before.rows - 1] + pageY - drag.y)];
   };

@@ -1,5 +1,5 @@
-// Panels: charts of a job's page that people configure. The server stores them with the job; a job without own panels
-// shows its project's.
+// Panels: configurable charts on a job's page. The server stores them with the job. A job without panels of its own shows the panels of its
+// project.
 
 import { ask, byId, confirmThen, note, text } from "../page.js";
 import { saveMenu } from "../chart/export.js";
@@ -10,10 +10,10 @@ import { about, axesNamed, axisOf, ownMetrics, quantity } from "./names.js";
 /** The same as in protocol/src/limits.rs. */
 const MOST = 24;
 
-/** The metric behind a line: speeds are computed from step times. */
+/** Returns the metric from which a line is computed: speeds are computed from step times. */
 const source = (name) => (name === "images_per_second" ? "step_ms" : name);
 
-/** The panel of a metric for which nobody has configured one. */
+/** Returns the default panel of a metric, for runs without configured panels. */
 const usual = (name) => ({ title: name.slice(0, 80), metrics: [name], lines: "mean", columns: 1, rows: 1, smoothing: 0, log: false, robust: false });
 
 export class Panels {
@@ -21,7 +21,7 @@ export class Panels {
   #shown = [];
   #made = 0;
   #saving = Promise.resolve();
-  /** Number of save requests: only the answer to the newest is shown. */
+  /** Number of save requests. Only the response to the newest request is shown. */
   #saves = 0;
   #drag = null;
 
@@ -38,10 +38,10 @@ export class Panels {
     byId("panels-from-project").addEventListener("click", () => this.#fromProject());
   }
 
-  /** Whether the page shows a panel for each metric of a run from elsewhere, because nobody has configured any. */
+  /** Whether the page shows a panel for each metric of a run from elsewhere, because no panel is configured. */
   get #isUsual() { return this.from === "none" && Boolean(this.job().external); }
 
-  /** A metric has new points: the first ones of a run's metric make its panel. */
+  /** Called when a metric has new points. The first points of a run's metric add its panel. */
   async noticed(name) {
     if (!this.#isUsual || this.list.length >= MOST || this.list.some((panel) => panel.metrics.includes(name))) return;
     this.#show([...this.list, usual(name)]);
@@ -51,7 +51,7 @@ export class Panels {
 
   get list() { return this.#shown.map((entry) => entry.panel); }
 
-  /** Shows panels; unchanged panels keep their chart. */
+  /** Shows panels. Unchanged panels keep their chart. */
   #show(panels) {
     const before = this.#shown;
     this.#shown = panels.map((panel) => {
@@ -73,7 +73,7 @@ export class Panels {
     if (!byId("custom-note").dataset.said) this.#say("");
   }
 
-  /** A message next to the title; without one, whose panels these are. */
+  /** Shows a message next to the title, or without a message, the owner of these panels. */
   #say(words) {
     const whose = this.#shown.length ? (this.from === "project" ? `of the project ${this.job().project}` : "") : this.mayChange ? "Charts of the metrics of your choice: none yet." : "none";
     byId("custom-note").dataset.said = words;
@@ -129,7 +129,7 @@ export class Panels {
 
   // --- changes -----------------------------------------------------------------------------------
 
-  /** Opens the form, for a panel or for a new one. */
+  /** Opens the form for a panel, or for a new panel. */
   #edit(entry) {
     const put = async (panel) => {
       const list = this.list;
@@ -157,7 +157,7 @@ export class Panels {
     }));
   }
 
-  /** Shows panels in another order at once, and reverts the order if the server refuses it. */
+  /** Shows panels in another order at once. Restores the order if the server refuses it. */
   async #order(list, entry) {
     const before = this.list;
     this.#show(list);
@@ -172,7 +172,7 @@ export class Panels {
     }
   }
 
-  /** Stores a panel's new size, and reverts the size if the server refuses it. */
+  /** Stores a panel's new size. Restores the old size if the server refuses it. */
   async #resized({ panel, card }, before) {
     try {
       await this.#save(this.list);
@@ -198,7 +198,7 @@ export class Panels {
     this.#order(list, entry);
   }
 
-  /** The panel is dropped before the panel under the pointer, or after it in that panel's second half. */
+  /** Makes panels draggable. A panel is dropped before the panel under the pointer, or after it if the pointer is in its second half. */
   #draggable(handle, entry) {
     const target = (event) => {
       const card = document.elementFromPoint(event.clientX, event.clientY)?.closest(".panel"), over = this.#shown.find((e) => e.card === card);

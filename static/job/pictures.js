@@ -3,7 +3,7 @@
 import { ask } from "../page.js";
 import { percent } from "../numbers.js";
 
-/** A picture's image element; small pictures are enlarged without smoothing. */
+/** Returns a picture's image element. Small pictures are enlarged without smoothing. */
 export function image(png, alt) {
   const img = document.createElement("img");
   img.src = `data:image/png;base64,${png}`;
@@ -13,7 +13,7 @@ export function image(png, alt) {
   return img;
 }
 
-/** A figure with its caption. */
+/** Returns a figure with a caption. */
 export function figure(png, alt, lines) {
   const figure = document.createElement("figure"), caption = document.createElement("figcaption");
   for (const [words, className] of lines) caption.append(Object.assign(document.createElement("span"), { textContent: words, className: className ?? "" }));
@@ -21,7 +21,7 @@ export function figure(png, alt, lines) {
   return figure;
 }
 
-/** The pictures of mistakes (or of right predictions), in their order. */
+/** Returns figures of mistakes (or of right predictions), in order. */
 export async function predicted(job, entries, names) {
   const { samples } = await ask(`/api/v1/jobs/${job}/samples?indices=${entries.map((e) => e.index).join(",")}`);
   return samples.map((sample, i) => {

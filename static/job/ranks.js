@@ -1,5 +1,5 @@
-// The ranks: a lane for each, with how its steps divide into computing, waiting and data, and its agent's last report.
-// A click on a rank's name emphasises its line in the loss chart.
+// The ranks: each has a lane that shows how its steps divide into computing, waiting and data, and its agent's last report. A click on a
+// rank's name emphasises its line in the loss chart.
 
 import { read, write } from "../address.js";
 import { byId, text } from "../page.js";
@@ -9,12 +9,12 @@ import { isFinal } from "./facts.js";
 import { inMesh } from "./mesh.js";
 
 const WINDOW = 50;
-/** A rank that is slower than the median of the others by this factor is reported in the banner. */
+/** Factor by which a rank must be slower than the median of the others to be reported in the banner. */
 const SLOW = 1.2;
-/** If this fraction of a step is spent waiting for pictures, a faster network would not train faster. */
+/** Fraction of a step that is spent waiting for pictures above which a faster network would not train faster. */
 const STARVED = 0.05;
 
-/** The bucket of a segment that contains a step: the last bucket that does not begin later. */
+/** Returns the bucket of a segment that contains a step: the last bucket that does not begin later. */
 function place({ steps, length }, step) {
   let low = 0, high = length - 1;
   while (low < high) {
@@ -32,11 +32,11 @@ export class Ranks {
   #reports = new Map();
   #seats = new Map();
   #slowSince = new Map();
-  /** The plan that the ranks have chosen; null: the plan of the job's settings. */
+  /** The plan that the ranks have chosen. null: the plan of the job's settings. */
   plan = null;
   /** Ranks whose lines are emphasised; empty: none. */
   chosen = new Set(read("ranks").split(",").filter(Boolean).map(Number));
-  /** Time at which each rank began to write a checkpoint, and how long it wrote recently. */
+  /** For each rank, the time at which it began to write a checkpoint, and the durations of its recent writes. */
   #writing = new Map();
 
   constructor(metrics, onChoose) {
@@ -58,7 +58,7 @@ export class Ranks {
     this.#writing.set(event.rank, known);
   }
 
-  /** Milliseconds of the last `window` in which a rank wrote checkpoints. */
+  /** Returns for how many milliseconds of the last `window` a rank wrote checkpoints. */
   #checkpointing(rank, window) {
     const known = this.#writing.get(rank), last = Date.parse(this.#reports.get(rank)?.at);
     if (!known || !Number.isFinite(last)) return 0;
@@ -68,10 +68,10 @@ export class Ranks {
 
   reportOf(rank) { return this.#reports.get(rank); }
 
-  /** A new attempt: reports and machines of the old attempt's ranks no longer apply. */
+  /** Called for a new attempt: removes the reports and machines of the old attempt's ranks. */
   forget() { this.#reports.clear(); this.#slowSince.clear(); this.#seats.clear(); }
 
-  /** The mean of the newest `n` values in the newest attempt; NaN for a rank without values in it, such as a rank of only older attempts. */
+  /** Returns the mean of the newest `n` values in the newest attempt; NaN for a rank without values in it, such as a rank of only older attempts. */
   #recent(name, rank, n = WINDOW) {
     const series = this.metrics.of(name, rank);
     return series.last?.attempt === this.metrics.attempt ? series.recent(n) : NaN;
@@ -81,12 +81,12 @@ export class Ranks {
   #takesPart(rank, attempt) {
     const ranks = this.metrics.ranksIn(attempt);
     if (ranks !== undefined) return rank < ranks;
-    // For an attempt that had ended before, the rank's points decide.
+    // For an attempt that had ended earlier, the rank's points decide.
     const last = this.metrics.of("step_ms", rank).last;
     return !last || last.attempt === this.metrics.attempt || Boolean(this.#reports.get(rank) || this.#seats.get(rank));
   }
 
-  /** How a rank's step divides, in milliseconds, over the newest steps. */
+  /** Returns how a rank's step divides, in milliseconds, over the newest steps. */
   split(rank) {
     const step = this.#recent("step_ms", rank);
     const wait = this.#recent("all_reduce_ms", rank) || 0;
@@ -95,7 +95,7 @@ export class Ranks {
     return { step, wait, data, checkpoint, compute: Math.max(0, step - wait - data) };
   }
 
-  /** The fraction of a step that is spent waiting for other ranks, or NaN. */
+  /** Returns the fraction of a step that is spent waiting for other ranks, or NaN. */
   waitShare() {
     let step = 0, wait = 0;
     for (let r = 0; r < this.metrics.ranks; r++) {
@@ -105,11 +105,11 @@ export class Ranks {
     return step ? wait / step : NaN;
   }
 
-  /** What limits the job's speed, in words; "" while there are too few steps to know. */
+  /** Describes what limits the job's speed. Empty if there are too few steps to know. */
   #limit(splits) {
     const known = splits.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.of("step_ms", s.rank).last?.lastStep >= WINDOW);
     if (!known.length) return "";
-    // All ranks wait for the rank whose pictures come last.
+    // All ranks wait for the rank whose pictures arrive last.
     const pictures = Math.max(...known.map((s) => s.data / s.step));
     // A rank waits for slower ranks and for the transfer of gradients. The slowest rank waits only for the transfer.
     const last = known.reduce((a, b) => (b.wait / b.step < a.wait / a.step ? b : a)), all_reduce = last.wait / last.step;
@@ -119,7 +119,7 @@ export class Ranks {
     return " · limited by computing";
   }
 
-  /** The rank that delays the others: `{ rank, share, since, cause }`, or null. */
+  /** Returns the rank that delays the others, `{ rank, share, since, cause }`, or null. */
   slow() {
     const splits = Array.from({ length: this.metrics.ranks }, (_, r) => ({ rank: r, ...this.split(r) }))
       .filter((s) => Number.isFinite(s.step));
@@ -131,7 +131,7 @@ export class Ranks {
       const own = s.compute + s.data, usual = median(others.map((o) => o.compute + o.data));
       const slow = segment.lastStep >= WINDOW && own > usual * SLOW && own - usual > 1;
       if (!slow) { this.#slowSince.delete(s.rank); continue; }
-      // Earlier points may come after newer ones.
+      // Earlier points may arrive after newer points.
       this.#slowSince.set(s.rank, Math.min(this.#slowSince.get(s.rank) ?? Infinity, this.#since(s.rank, others.map((o) => o.rank))));
       const share = own / usual - 1;
       if (worst && worst.share > share) continue;
@@ -144,8 +144,10 @@ export class Ranks {
     return worst;
   }
 
-  /** The step since when a rank has been slower than the others, as far back as the page's points go. Each metric has
-      points for its own chart, so their steps may differ. */
+  /**
+   * Returns the step since when a rank has been slower than the others, as far back as the page's points reach. Each metric has points for
+   * its own chart, so their steps may differ.
+   */
   #since(rank, others) {
     const at = (name, r, step) => { const segment = this.metrics.of(name, r).last; return segment ? segment.mean[place(segment, step)] : NaN; };
     const own = (r, step) => at("step_ms", r, step) - (at("all_reduce_ms", r, step) || 0);
@@ -162,7 +164,7 @@ export class Ranks {
     return since;
   }
 
-  /** A rank's status, or how it ended. `cause` may name the rank that failed first; ranks that ended with it do not all report why. */
+  /** Describes a rank's status, or how it ended. `cause` may name the rank that failed first. Not all ranks that ended with it report a reason. */
   #status(rank, said, live, cause) {
     if (live) return said;
     if (cause?.rank === rank) return "ended first";
@@ -170,7 +172,7 @@ export class Ranks {
     return said === "failed" || said === "finished" ? said : "ended";
   }
 
-  /** The axes of a mesh that have several ranks, with the share of its step that a rank spends in exchanges along each. */
+  /** Describes the axes of a mesh that have several ranks, with the fraction of its step that a rank spends in exchanges along each axis. */
   #axes(rank, { pipeline = 1, height = 1, model = 1 }) {
     const { axis_ms: spent, step_ms: step } = this.#reports.get(rank) ?? {};
     if (!spent || !step) return [];
@@ -216,7 +218,7 @@ export class Ranks {
     }
   }
 
-  /** Utilisation, memory, temperature and power, if the rank's device reports them. */
+  /** Describes utilisation, memory, temperature and power, if the rank's device reports them. */
   #gpu(rank) {
     const newest = (name) => this.#recent(name, rank, 1);
     const reported = [["gpu_utilization", (v) => percent(v > 1 ? v / 100 : v, 0)], ["gpu_memory_bytes", bytes],

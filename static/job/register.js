@@ -6,7 +6,7 @@ export function register(checkpoint) {
   const error = byId("register-error");
   text(byId("register-title"), `Register checkpoint ${checkpoint.epoch}-${checkpoint.step}`);
   text(error, "");
-  // Without an answer, the name is typed.
+  // Without a response, the reader types the name.
   ask("/api/v1/models?fields=name").then(({ models }) => byId("register-names").replaceChildren(...models.map((model) => new Option(model.name)))).catch(() => {});
   byId("register-yes").onclick = async (event) => {
     event.preventDefault();

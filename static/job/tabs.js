@@ -1,4 +1,4 @@
-// The panels below the charts, one at a time; the address names the open one.
+// The panels below the charts, one at a time. The address names the open panel.
 
 import { byId } from "../page.js";
 import { read, write } from "../address.js";
@@ -6,7 +6,7 @@ import { read, write } from "../address.js";
 export class Tabs {
   #opened = new Set();
 
-  /** `opened`: for each panel's name, what to do when it is first opened; `again`: what to do each later time. */
+  /** `opened`: for each panel's name, a function that is called when it is first opened. `again`: functions that are called each later time. */
   constructor(opened, again = {}) {
     Object.assign(this, { opened, again });
     this.tabs = [...document.querySelectorAll("#panels [role=tab]")];

@@ -1,4 +1,4 @@
-// Actions on several jobs: they are selected in the list, then paused, cancelled, tagged, compared or deleted together.
+// Actions on several jobs, which are selected in the list, then paused, cancelled, tagged, compared or deleted together.
 
 import { ask, byId, confirmThen, Problem, sentence, text } from "../page.js";
 import { bytes, plural } from "../numbers.js";
@@ -11,10 +11,10 @@ const FITS = {
 
 export class Bulk {
   #chosen = new Set();
-  /** The jobs that were selected when a message was shown. */
+  /** The jobs that were selected when the message was shown. */
   #saidOf = "";
 
-  /** `find(id)`: a job of the list. `listed()`: the number of jobs in the list. */
+  /** `find(id)`: returns a job of the list. `listed()`: returns the number of jobs in the list. */
   constructor(rows, { find, listed }) {
     Object.assign(this, { rows, find, listed });
     rows.addEventListener("change", (event) => {
@@ -39,13 +39,13 @@ export class Bulk {
 
   forget(id) { if (this.#chosen.delete(id)) this.draw(); }
 
-  /** Forgets selected jobs without a row: no action may change a job that is not visibly selected. */
+  /** Deselects jobs without a row: actions apply only to jobs that are visibly selected. */
   forgetUnshown() {
     for (const id of this.#chosen) if (!this.rows.querySelector(`tr[data-id="${id}"] [data-f=choose]:checked`)) this.#chosen.delete(id);
     this.draw();
   }
 
-  /** Shows what went wrong for the selected jobs, until the selection changes. */
+  /** Shows an error about the selected jobs, until the selection changes. */
   #say(words) {
     this.#saidOf = [...this.#chosen].join();
     text(byId("bulk-status"), words);
@@ -66,7 +66,7 @@ export class Bulk {
     const all = byId("choose-all"), listed = this.listed();
     all.checked = n > 0 && n >= listed;
     all.indeterminate = n > 0 && n < listed;
-    // A group's box tells whether all of its jobs are selected, or some.
+    // A group's box shows whether all of its jobs are selected, or some.
     for (const box of this.rows.querySelectorAll(".group-head input")) {
       const has = (which) => box.closest(".group").querySelector(`[data-f=choose]${which}`) !== null, some = has(":checked"), others = has(":not(:checked)");
       box.checked = some && !others;
@@ -97,7 +97,10 @@ export class Bulk {
     try { await each((j) => ask(`/api/v1/jobs/${j.id}/${what}`, { method: "POST" })); } catch (error) { this.#say(sentence(error)); }
   }
 
-  /** Does the work for all jobs, then reports all failures. Finished jobs leave `jobs` and the selection, so another press repeats only the others. */
+  /**
+   * Applies `work` to all jobs, then reports all failures. Jobs that succeed are removed from `jobs` and from the selection, so another
+   * press repeats only the others.
+   */
   async #each(jobs, work) {
     const all = [...jobs], results = await Promise.allSettled(all.map(work)), wrong = [];
     jobs.length = 0;

@@ -1,5 +1,5 @@
-// The columns of the list: its own, and any setting, metric or tag. The address has the choice, and the browser keeps
-// it for the next visit.
+// The columns of the list: default columns, and any setting, metric or tag. The choice is in the address, and the browser keeps it for the
+// next visit.
 
 import { cut, NARROW } from "../cut.js";
 import { count, rate } from "../numbers.js";
@@ -18,12 +18,12 @@ const METRICS = {
   images_per_second: ["Images/s", (j) => j.images_per_second, rate], step: ["Step", (j) => j.step, count], epoch: ["Epoch", (j) => j.epoch, count], attempt: ["Attempt", (j) => j.attempt, count], ranks: ["Ranks", (j) => j.ranks, count],
   owner: ["Owner", (j) => j.owner, String], project: ["Project", (j) => j.project, String],
 };
-/** Metrics in every answer. */
+/** Metrics that every response contains. */
 const ALWAYS = ["loss", "accuracy", "lr", "val_loss", "val_accuracy", "images_per_second"];
-/** The largest number of added columns. */
+/** Maximum number of added columns. */
 const MOST = 12;
 const KEPT = "columns";
-/** The default: every own column. */
+/** The default: all own columns. */
 const USUAL = OWN.map(([name]) => name).join(",");
 /** The value in the address if no column is chosen. */
 const NONE = "none";
@@ -33,10 +33,10 @@ const keep = (words) => { try { if (words === USUAL) localStorage.removeItem(KEP
 
 export class Columns {
   #extra = [];
-  /** Metrics that the present jobs were read with. */
+  /** Metrics that were requested for the current jobs. */
   #read = [];
 
-  /** `refill()`: writes every row again. `known()`: present jobs and tags, from which keys are offered. */
+  /** `refill()`: writes every row again. `known()`: returns the current jobs and tags, whose keys are offered. */
   constructor({ refill, known }) {
     Object.assign(this, { refill, known, menu: byId("columns") });
     this.menu.hidden = false;
@@ -72,7 +72,7 @@ export class Columns {
     this.fromAddress();
   }
 
-  /** Reads the columns from the address, otherwise the columns that were chosen last. */
+  /** Reads the columns from the address, or otherwise the last chosen columns. */
   fromAddress() {
     const words = read("columns") || kept() || USUAL, chosen = words.split(",").filter((name) => name && name !== NONE);
     for (const box of byId("own-columns").querySelectorAll("input")) box.checked = chosen.includes(box.value);
@@ -80,13 +80,13 @@ export class Columns {
     this.#draw();
   }
 
-  /** The visible columns, as in the address. */
+  /** Returns the visible columns, as in the address. */
   words() { return [...[...byId("own-columns").querySelectorAll("input:checked")].map((box) => box.value), ...this.#extra].join(",") || NONE; }
 
-  /** Keys of the added columns. */
+  /** The keys of the added columns. */
   get extra() { return this.#extra; }
 
-  /** Keys of settings with a single value, of the jobs on the page. */
+  /** Returns the keys of settings with a single value of the jobs on the page. */
   settings() {
     const keys = new Set();
     for (const job of this.known().jobs.slice(0, 50)) for (const [key, v] of flat(job.spec)) if (!Array.isArray(v)) keys.add(key);
@@ -154,7 +154,7 @@ export class Columns {
   }
 }
 
-/** What is wrong with a column's key: the server knows every setting. */
+/** Returns what is wrong with a column's key. The server knows every setting. */
 async function mistake(key) {
   if (key in METRICS || key.startsWith("tag:")) return "";
   try { await ask(`/api/v1/jobs?limit=1&fields=id&sort=${encodeURIComponent(`spec.${key}`)}`); return ""; } catch (error) {

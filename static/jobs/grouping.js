@@ -1,4 +1,4 @@
-// The keys by which the list is grouped: a menu, and the address. The same names as `by` of GET /jobs/groups.
+// The keys by which the list is grouped: a menu and the address. Keys have the same names as in `by` of GET /jobs/groups.
 
 import { text } from "../page.js";
 import { read } from "../address.js";
@@ -9,10 +9,10 @@ import { field, menu } from "./narrow.js";
 const MOST = 3;
 const OWN = { project: (j) => j.project, owner: (j) => j.owner, tag: (j) => j.tags, state: (j) => j.state, name: (j) => j.name };
 
-/** The keys in the address. */
+/** Returns the keys in the address. */
 export const groupedBy = () => read("group_by").split(",").map((key) => key.trim()).filter(Boolean);
 
-/** Whether a job belongs to the group with these values, as far as the job's fields tell. */
+/** Whether a job belongs to the group with these values, as far as the job's fields show. */
 export function isIn(job, values) {
   return groupedBy().every((key, i) => {
     const own = OWN[key] ? OWN[key](job) : setting(job.spec, key.replace(/^spec\./, "")), value = values[i];
@@ -21,7 +21,7 @@ export function isIn(job, values) {
   });
 }
 
-/** A group in words: `resnet20 · 0.1`. Values of settings are named with their keys, because the values say little by themselves. */
+/** Describes a group: `resnet20 · 0.1`. Values of settings are shown with their keys, because the values alone explain little. */
 export function inWords(values) {
   const none = { owner: "nobody’s", tag: "no tag" };
   return groupedBy().map((key, i) => {
@@ -32,7 +32,7 @@ export function inWords(values) {
 }
 
 export class Grouping {
-  /** `change(values)`: writes values into the address and reads the list again. `keys()`: settings to offer. */
+  /** `change(values)`: writes values into the address and reads the list again. `keys()`: returns the settings to offer. */
   constructor(change, keys) {
     this.change = change;
     const make = (tag, properties) => Object.assign(document.createElement(tag), properties);

@@ -1,5 +1,5 @@
-// The list by groups. Each group has a row with the mean and the spread of every column over all its jobs, which the
-// server computes. Its jobs follow when it is open. The address has the open groups.
+// The list by groups. Each group has a row with the mean and the spread of every column over all its jobs, which the server computes. If
+// the group is open, its jobs follow. The open groups are in the address.
 
 import { ask, Problem, serverNow, text } from "../page.js";
 import { ALL } from "../job/names.js";
@@ -11,22 +11,25 @@ import { groupedBy, inWords, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
 
-/** Groups and jobs per request; the largest number of groups, and of open groups; pauses between requests while jobs change. */
+/**
+ * Number of groups and of jobs per request; maximum number of groups, and of open groups; minimum and maximum pause between requests while
+ * jobs change.
+ */
 const GROUPS = 100, JOBS = 25, MOST = 1000, OPEN = 20, AGAIN_MS = 3000, LONGEST_AGAIN_MS = 30_000;
-/** Columns of the list, with the format of a mean. */
+/** Columns of the list, each with the format of its mean. */
 const WRITTEN = { ...Object.fromEntries(Object.entries(ALL).map(([name, [, format]]) => [name, format])), best: percent, speed: rate };
 const OWN = { loss: "loss", best: "best", speed: "speed" };
 const NUMBERS = [...Object.keys(ALL), "step", "epoch", "attempt", "ranks"];
-/** Sort orders of the list for which groups have no mean. */
+/** Sort orders of the list for which groups have no mean, each with the order of groups in its place. */
 const NO_MEAN = { created: "newest", started: "newest", finished: "newest", name: "group", state: "group", project: "group", owner: "group" };
 
 const plain = (v) => String(Number(v.toPrecision(4)));
 const make = (tag, properties = {}, ...children) => { const node = Object.assign(document.createElement(tag), properties); node.append(...children); return node; };
 
-/** A row with a button below the names. A cell that spans more columns than the table has would add columns of full width. */
+/** Returns a row with a button below the names. A cell that spans more columns than the table has would add columns of full width. */
 const below = (button) => make("tr", { className: "group-rest" }, make("td"), make("td"), make("td", { className: "c-name" }, button));
 
-/** The open groups in the address, by their values. */
+/** Returns the open groups in the address, by their values. */
 function opened() {
   try { const all = JSON.parse(read("open", "[]")); return new Set(Array.isArray(all) ? all.slice(0, OPEN).map((v) => JSON.stringify(v)) : []); } catch { return new Set(); }
 }
@@ -41,11 +44,13 @@ export class Groups {
   #again = 0;
   #pause = AGAIN_MS;
   #hidden = false;
-  /** Added columns that have no mean. */
+  /** Added columns for which the server has no mean. */
   #texts = new Set();
 
-  /** `fill(row, job)`: writes a job's row. `extra()`: keys of added columns. `changed()`: after rows came or went.
-   * `ended(job)`: whenever a visible job is read. */
+  /**
+   * `fill(row, job)`: writes a job's row. `extra()`: returns the keys of added columns. `changed()`: called after rows are added or
+   * removed. `ended(job)`: called whenever a visible job is read.
+   */
   constructor(table, { fill, extra, changed, ended }) {
     Object.assign(this, { table, fill, extra, changed, ended });
     this.more = make("tbody", { className: "group-more", hidden: true }, below(make("button", { type: "button", className: "quiet", textContent: "More groups" })));
@@ -75,7 +80,7 @@ export class Groups {
     return sign + (NO_MEAN[by] || metrics.includes(mean) ? mean : "group");
   }
 
-  /** Names of metrics, by column. */
+  /** Returns the names of metrics, by column. */
   #metrics() {
     const extra = this.extra().filter((key) => !key.startsWith("tag:") && !["owner", "project"].includes(key) && !this.#texts.has(key));
     return new Map([...Object.entries(OWN), ...extra.map((key) => [key, NUMBERS.includes(key) ? key : `spec.${key.replace(/^spec\./, "")}`])]);
@@ -89,7 +94,7 @@ export class Groups {
       const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["metrics", [...names].join(",")], ["sort", this.#sort([...names])], ["limit", known]]);
       if (cursor) given.set("cursor", cursor);
       try { return await ask(`/api/v1/jobs/groups?${given}`); } catch (error) {
-        // A column of texts has no mean, but the other columns have one.
+        // A column of texts has no mean, but the other columns do.
         const said = error instanceof Problem && error.status === 400 ? error.message : "";
         const words = [...metrics.keys()].filter((key) => !(key in OWN)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => said.includes(metrics.get(key))) ?? (names.has(by) && said.includes(by) ? by : null);
         if (!words) throw error;
@@ -100,7 +105,7 @@ export class Groups {
 
   async #read(cursor) {
     const mine = ++this.#loads, began = performance.now(), answer = await this.#ask(cursor);
-    // A slow server is asked less often.
+    // The pause grows with the response time of the server.
     this.#pause = Math.min(LONGEST_AGAIN_MS, Math.max(AGAIN_MS, 4 * (performance.now() - began)));
     if (mine !== this.#loads || !this.on) return;
     const open = opened(), seen = new Set();
@@ -113,7 +118,7 @@ export class Groups {
       this.#fill(one);
     }
     if (!cursor) for (const [key, one] of this.#shown) if (!seen.has(key)) { one.body.remove(); this.#shown.delete(key); }
-    // Groups in the order of the answer. Groups that are already in place do not move, and keep the focus.
+    // Puts groups in the order of the response. Groups that are already in place do not move, and keep the focus.
     const start = this.#start, wanted = cursor ? [] : answer.groups.map((group) => this.#shown.get(JSON.stringify(group.values)).body);
     wanted.forEach((body, i) => { const before = i ? wanted[i - 1] : start; if (before.nextElementSibling !== body) before.after(body); });
     if (cursor) for (const group of answer.groups) this.more.before(this.#shown.get(JSON.stringify(group.values)).body);
@@ -150,7 +155,7 @@ export class Groups {
     return one;
   }
 
-  /** `0.412 ± 0.003`, with the number of jobs if not all have a value. */
+  /** Writes a mean with its spread, `0.412 ± 0.003`, and the number of jobs if not all jobs have a value. */
   #spread(cell, spread, write, jobs) {
     cell.replaceChildren();
     cell.title = "";
@@ -208,7 +213,7 @@ export class Groups {
     this.#forgetUnshown();
   }
 
-  /** Reads the jobs of a group: the first ones again, or further ones. */
+  /** Reads the jobs of a group: the first jobs again, or further jobs. */
   async #openJobs(one, further) {
     const limit = further ? JOBS : Math.min(MOST, Math.max(JOBS, one.rows.length));
     const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", one.key], ["sort", order()], ["limit", limit], ...alsoRead()]);
@@ -247,7 +252,7 @@ export class Groups {
     for (const id of this.jobs.keys()) if (!shown.has(id)) this.jobs.delete(id);
   }
 
-  /** A job from the stream: its rows change at once, and groups are read soon. */
+  /** Handles a job from the stream: its rows change at once, and groups are read soon. */
   hear(job) {
     const known = this.jobs.get(job.id);
     if (known && known.last_seq <= job.last_seq) {

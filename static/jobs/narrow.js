@@ -1,5 +1,5 @@
-// Filters in addition to states and the search: conditions on settings, project, tags, owner, days, and filters from a
-// link. Each is shown as a chip, which removes the filter.
+// Filters other than states and the search: conditions on settings, project, tags, owner, days, and filters from a link. Each filter is
+// shown as a chip, which removes it.
 
 import { ask, byId, text } from "../page.js";
 import { read } from "../address.js";
@@ -8,14 +8,14 @@ import { condition, filter } from "./query.js";
 
 /** The same as in server/src/api/jobs/conditions.rs. */
 const MOST = 10;
-/** The same as for a job: protocol/src/labels.rs. */
+/** The same as for a job (protocol/src/labels.rs). */
 const MOST_TAGS = 20;
 
 const make = (tag, properties = {}, ...children) => { const node = Object.assign(document.createElement(tag), properties); node.append(...children); return node; };
-/** A field of a menu with its label above it. */
+/** Returns a field of a menu, with its label above it. */
 export const field = (label, input) => make("label", { className: "small" }, label, input);
 
-/** A menu at the end of the row of filters. */
+/** Returns a menu at the end of the row of filters. */
 export function menu(label, className, ...children) {
   const node = make("details", { className: `menu columns ${className}` }, make("summary", { textContent: label }), make("div", {}, ...children));
   byId("columns").before(node);
@@ -28,12 +28,12 @@ const day = (at) => {
   const date = new Date(at), two = (n) => String(n).padStart(2, "0");
   return Number.isNaN(date.getTime()) ? "" : `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())}`;
 };
-/** The beginning of a day in the reader's time zone, `later` days after it, as a time for the address. */
+/** Returns the beginning of the day that is `later` days after this day, in the reader's time zone, as a time for the address. */
 const begins = (words, later) => {
   const [year, month, date] = words.split("-").map(Number), at = new Date(year, month - 1, date + later);
   return words && !Number.isNaN(at.getTime()) ? at.toISOString() : "";
 };
-/** The last day before a time. */
+/** Returns the last day before a time. */
 const until = (at) => day(Date.parse(at) - 1);
 
 export class Narrow {
@@ -65,14 +65,14 @@ export class Narrow {
     };
     this.owner = select("owner", (owner) => change({ owner }));
     this.project = select("project", (project) => change({ project }));
-    // A chosen tag is added to the others, which are chips.
+    // A chosen tag is added to the other tags, which are shown as chips.
     this.tag = select("tag", (tag) => { if (tag) this.addTag(tag); this.#offer("tag", []); });
     for (const by of ["owner", "project", "tag"]) this.#offer(by, []);
     this.menu = menu("Filter", "narrow", form, list, error, field("Project", this.project), field("Tag", this.tag), field("Owner", this.owner), field("Submitted from", this.from), field("Submitted until", this.to));
     this.menu.addEventListener("toggle", () => {
       if (!this.menu.open) return;
       list.replaceChildren(...keys().map((value) => make("option", { value })));
-      // The jobs that the reader may see, the most frequent values first.
+      // Offers the values of the jobs that the reader may see, the most frequent values first.
       for (const by of ["owner", "project", "tag"]) ask(`/api/v1/jobs/groups?by=${by}&sort=-jobs&limit=1000`).then(({ groups }) => { this.known[by] = groups; this.#offer(by, groups); }, () => {});
     });
     this.chips = make("div", { className: "chips", id: "chips", hidden: true });
@@ -129,6 +129,6 @@ export class Narrow {
     this.to.value = before ? until(before) : "";
   }
 
-  /** Shows the server's error about the filter or the order; empty without an error. */
+  /** Shows the server's error about the filter or the order. Empty without an error. */
   refused(words) { text(this.problem, words); }
 }

@@ -1,5 +1,5 @@
-// The list's requests: jobs by states, project, owner, tags, settings and time, and by a text in their names, tags or
-// notes, in the order of the address.
+// Requests of the list: jobs by states, project, owner, tags, settings and time, and by a text in their names, tags or notes, in the order
+// that the address gives.
 
 import { ask } from "../page.js";
 import { setting } from "../settings.js";
@@ -23,7 +23,7 @@ function fulfils(job, words) {
   return typeof own === "number" ? COMPARE[sign](own, Number(value)) : COMPARE[sign](String(own), value);
 }
 
-/** The filter in the address. */
+/** Returns the filter in the address. */
 export function filter() {
   const at = new URL(location.href).searchParams;
   const list = (key) => (at.get(key) ?? "").split(",").map((word) => word.trim()).filter(Boolean);
@@ -41,23 +41,23 @@ export function fits(job, { states, owner, tags, project, conditions, after, bef
     && !(at < Date.parse(after)) && !(at >= Date.parse(before));
 }
 
-/** Whether the text is in the job's name or a tag. Jobs from a stream have no notes, which only the server searches. */
+/** Whether the text is in the job's name or in a tag. Jobs from a stream have no notes, which only the server searches. */
 export function mentions(job, text) {
   const has = (words) => words.toLowerCase().includes(text.toLowerCase());
   return !text || has(job.name) || job.tags.some(has);
 }
 
-/** The parameters of a filter, for the address and for requests. */
+/** Returns the parameters of a filter, for the address and for requests. */
 export const parameters = ({ states, text, owner, tags, project, conditions, after, before }) => Object.entries({
   state: states.join(","), q: text, owner, project, tag: tags.join(","), where: conditions.join(","), created_after: after, created_before: before,
 }).filter(([, v]) => v);
 
 let metrics = "";
-/** Metrics to request for the visible columns, besides those that every answer has. */
+/** Sets the metrics to request for the visible columns, in addition to the metrics that every response contains. */
 export const readMetrics = (names) => { metrics = names.join(","); };
 export const alsoRead = () => (metrics ? [["metrics", metrics]] : []);
 
-/** One page of matching jobs, after `cursor` (`next_cursor` of the previous page). */
+/** Reads one page of matching jobs, after `cursor` (`next_cursor` of the previous page). */
 export async function part(filter, cursor, limit) {
   const given = new URLSearchParams([...parameters(filter), ["sort", order()], ["limit", limit], ...alsoRead()]);
   if (cursor) given.set("cursor", cursor);

@@ -1,5 +1,5 @@
-// The places of waiting jobs in the queue, and what they wait for now. No stream reports these, because the number of
-// free slots is not an event of a job. So the page asks again while it shows a waiting job.
+// The places of waiting jobs in the queue, and their reasons for waiting. No stream reports these, because the number of free slots is not
+// an event of a job. So the page polls them while it shows a waiting job.
 
 import { ask } from "../page.js";
 

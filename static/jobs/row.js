@@ -1,4 +1,4 @@
-// A row of the list, filled as by the server (web/src/jobs.rs), and again when its job changes.
+// A row of the list. It is filled as on the server (web/src/jobs.rs), and filled again when its job changes.
 
 import { byId, serverNow, text } from "../page.js";
 import { cut, sentenceOf } from "../cut.js";
@@ -6,13 +6,13 @@ import { waits } from "./queue.js";
 import { ELSEWHERE } from "../job/names.js";
 import { age, clock, percent, plural, rate, value } from "../numbers.js";
 
-/** The number of tags in a row (the rest is only counted), and the length up to which a tag is never shortened. */
+/** Maximum number of tags in a row (further tags are only counted), and length up to which a tag is never shortened. */
 const TAGS = 4, SHORT = 8;
-/** The longest path in a reason, in characters. */
+/** Maximum length of a path in a reason, in characters. */
 const PATH = 24;
 export const FINAL = ["succeeded", "failed", "cancelled"];
 
-/** An empty row for a job. */
+/** Returns an empty row for a job. */
 export function blank(job) {
   const row = byId("row").content.firstElementChild.cloneNode(true);
   row.dataset.id = job.id;
@@ -30,7 +30,7 @@ export function fill(row, job) {
   at("name").href = `/jobs/${job.id}`;
   at("choose").setAttribute("aria-label", `Select ${job.name}`);
   about(at("about"), job.external ? ELSEWHERE : `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
-  // The layout cuts the end of the sentence; long paths are shortened in the middle, so that the words after them stay visible.
+  // The layout cuts the end of the sentence. Long paths are shortened in the middle, so that the text after them stays visible.
   const reason = [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · ");
   sentenceOf(at("reason"), reason, PATH);
   at("reason").title = reason;
@@ -51,7 +51,7 @@ export function fill(row, job) {
   const { tags } = job, box = at("tags"), key = tags.join("\n");
   if (box.dataset.key === key) return;
   box.dataset.key = key;
-  // The other tags are on the job's page.
+  // The job's page shows the other tags.
   const more = tags.slice(TAGS);
   box.replaceChildren(
     ...tags.slice(0, TAGS).map((tag) => Object.assign(document.createElement("a"), { className: tag.length > SHORT ? "tag" : "tag short", textContent: tag, title: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })),
@@ -59,7 +59,7 @@ export function fill(row, job) {
   );
 }
 
-/** Describes the job, with its project, which is shortened first. */
+/** Writes the description of a job, and its project, which is shortened first. */
 function about(node, words, project) {
   if (node.dataset.whole === words + project) return;
   node.dataset.whole = node.title = words + project;

@@ -1,4 +1,4 @@
-// The order of the list: a click on a column's heading sorts by it, another click reverses the order. The address has the order.
+// The order of the list: a click on a column's heading sorts by the column, and another click reverses the order. The order is in the address.
 
 import { read } from "../address.js";
 import { cut, NARROW } from "../cut.js";
@@ -6,15 +6,15 @@ import { ALL } from "../job/names.js";
 import { text } from "../page.js";
 import { setting } from "../settings.js";
 
-/** The default order of jobs. Groups begin with the best. */
+/** The default order of jobs. Groups start with the best group by default. */
 export const USUAL = "-created";
 export const usual = () => (read("group_by") ? "-best" : USUAL);
-/** Class of a heading: sort key of the server, and whether the first click sorts in descending order. The same as in web/src/jobs.rs. */
+/** For the class of a heading: the server's sort key, and whether the first click sorts in descending order. The same as in web/src/jobs.rs. */
 const OWN = {
   "c-state": ["state", false], "c-name": ["name", false], "c-progress": ["step", true], "c-loss": ["loss", false],
   "c-best": ["best", true], "c-speed": ["speed", true], "c-age": ["created", true],
 };
-/** Added columns that are sorted by their own name; settings are sorted by `spec.` and their name. */
+/** Added columns that are sorted by their own name. Settings are sorted by `spec.` and their name. */
 const METRICS = {
   ...Object.fromEntries(Object.keys(ALL).map((name) => [name, !/(^|_)loss$/.test(name)])), step: true, epoch: true, attempt: true, ranks: true, owner: false, project: false,
 };
@@ -25,7 +25,7 @@ const VALUES = {
   speed: (j) => j.images_per_second, images_per_second: (j) => j.images_per_second, priority: (j) => j.spec.priority,
 };
 
-/** A job's sort value. When it changes, the job may have another place. */
+/** Returns a job's sort value. If it changes, the job's place may change. */
 export function key(job) {
   const by = order().replace(/^-/, "");
   if (by.startsWith("tag:")) return job.tags.includes(by.slice(4));
@@ -33,8 +33,10 @@ export function key(job) {
   return Array.isArray(value) ? value.join() : value ?? null;
 }
 
-/** A heading's sort key, and whether the first click sorts in descending order. A tag sorts jobs that have it first; a setting with several values is
- * sorted as text. */
+/**
+ * Returns a heading's sort key, and whether the first click sorts in descending order. For a tag, jobs with the tag come first. A setting
+ * with several values is sorted as text.
+ */
 function sortOf(th) {
   const own = Object.keys(OWN).find((name) => th.classList.contains(name)), extra = th.dataset.key;
   if (own) return OWN[own];
@@ -43,7 +45,7 @@ function sortOf(th) {
   return extra in METRICS ? [extra, METRICS[extra]] : [`spec.${extra}`, false];
 }
 
-/** Makes a button of every heading that jobs can be sorted by. `choose(sort)` receives the new order. */
+/** Turns every heading by which jobs can be sorted into a button. `choose(sort)` receives the new order. */
 export function drawHeads(row, choose) {
   const now = order();
   for (const th of row.cells) {
@@ -63,7 +65,7 @@ export function drawHeads(row, choose) {
   }
 }
 
-/** The numbers that stay in place, so that as few as possible have to move for an ascending order. */
+/** Returns the numbers that keep their place, so that as few as possible have to move to get an ascending order. */
 function staying(numbers) {
   const ends = [], before = new Array(numbers.length).fill(-1), kept = new Set();
   numbers.forEach((n, i) => {
@@ -76,13 +78,13 @@ function staying(numbers) {
   return kept;
 }
 
-/** Puts `first` before the other rows, in this order. Rows that are already in place do not move. */
+/** Moves `first` before the other rows, in this order. Rows that are already in place do not move. */
 export function arrange(rows, first) {
   const all = [...rows.children], at = new Map(all.map((row, i) => [row, i])), front = new Set(first);
   const wanted = [...first, ...all.filter((row) => !front.has(row))], stay = staying(wanted.map((row) => at.get(row)));
   for (let i = wanted.length - 1, after = null; i >= 0; after = wanted[i--]) {
     if (stay.has(i)) continue;
-    // A row with keyboard focus must keep it.
+    // `moveBefore` keeps the keyboard focus of the row.
     if (rows.moveBefore) rows.moveBefore(wanted[i], after); else rows.insertBefore(wanted[i], after);
   }
 }

@@ -1,5 +1,4 @@
-// Named views of the list. A view is an address: filters, order and columns. The browser keeps the names; to share a
-// view, send its address.
+// Named views of the list. A view is an address: filters, order and columns. The browser stores the names. To share a view, send its address.
 
 import { text } from "../page.js";
 import { field, menu } from "./narrow.js";
@@ -14,7 +13,7 @@ function kept() {
 }
 
 export class Views {
-  /** `columns()`: the visible columns, as in the address. */
+  /** `columns()`: returns the visible columns, as in the address. */
   constructor(columns) {
     this.columns = columns;
     this.list = Object.assign(document.createElement("ul"), { className: "views" });
@@ -28,7 +27,7 @@ export class Views {
     this.menu.addEventListener("toggle", () => { if (this.menu.open) this.#draw(); });
   }
 
-  /** The present address, always with the columns, so that it does not depend on the reader's own choice. */
+  /** Returns the current address, always with the columns, so that the view does not depend on the reader's own choice of columns. */
   #query() {
     const at = new URL(location.href).searchParams;
     at.delete("cursor");

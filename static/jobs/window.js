@@ -1,18 +1,19 @@
-// Only rows near the visible part are laid out, so a list of ten thousand rows scrolls like a list of a hundred.
-// `content-visibility` does not work for table rows. So the other rows are hidden, and an empty row has their height.
-// Only rows that enter or leave are changed.
+// Lays out only rows near the visible part, so that a list of ten thousand rows scrolls like a list of a hundred. `content-visibility` does
+// not work for table rows. So the other rows are hidden, and an empty row has their height. Only rows that enter or leave are changed.
 
-/** Below `FEW` rows all are laid out. `BEYOND`: rows laid out on either side of the visible part; `LEAST`: the smallest
- * number of these. Cards differ in height, and a row more or less must not move the others to and fro. */
+/**
+ * Below `FEW` rows, all rows are laid out. `BEYOND`: number of rows that are laid out on either side of the visible part. `LEAST`: minimum
+ * of this number. Cards differ in height, so the number may vary a little, and a row more or less must not move the other rows.
+ */
 const FEW = 200, BEYOND = 24, LEAST = 8;
 
 export class Window {
   /** Rows that are laid out. */
   shown = new Set();
-  /** Height of a row with the space below it; for cards, which differ, a mean. */
+  /** Height of a row with the space below it; for cards, which differ in height, a mean. */
   #height = 0;
   #whole = true;
-  /** Indices of the first row that is laid out and of the first row after those; null once rows have come or gone. */
+  /** Indices of the first row that is laid out and of the row after the last; null after rows have been added or removed. */
   #range = null;
   #frame = 0;
 
@@ -31,7 +32,7 @@ export class Window {
     rows.before(this.above);
     rows.after(this.below);
     for (const row of rows.children) if (!row.hidden) this.shown.add(row);
-    // A row that moves is removed and added.
+    // Moving a row removes it and adds it.
     new MutationObserver((changes) => {
       this.#range = null;
       for (const { removedNodes, addedNodes } of changes) {
@@ -77,7 +78,7 @@ export class Window {
     this.shown.add(row);
   }
 
-  /** Measures the height from rows that are laid out one after another. */
+  /** Measures the height of a row from rows that are laid out one after another. */
   #measure() {
     const laid = [...this.rows.children].filter((row) => !row.hidden), first = laid[0]?.getBoundingClientRect(), last = laid.at(-1)?.getBoundingClientRect();
     return (laid.length > 1 ? (last.top - first.top) / (laid.length - 1) : first?.height) || 58;

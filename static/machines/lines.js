@@ -2,7 +2,7 @@
 
 import { ask, serverNow } from "../page.js";
 
-/** Minutes, and the number of intervals, which are not shorter than the server's. */
+/** Minutes, and number of intervals. An interval is not shorter than the server's interval. */
 export const RANGES = { "10m": [10, 60], "1h": [60, 60], "6h": [360, 90], "24h": [1440, 96] };
 const EVERY_MS = 60_000;
 /** The size of a line in web/templates/machines.html. */
@@ -14,14 +14,14 @@ export class Lines {
 
   constructor(root) { this.root = root; }
 
-  /** Changes the range of time: all lines are read again. */
+  /** Changes the range of time, and reads all lines again. */
   async show(range) {
     this.#range = RANGES[range];
     this.#history.clear();
     await this.refresh();
   }
 
-  /** Reads histories older than a minute, one machine after the other, and draws them. */
+  /** Reads histories that are older than a minute, one machine after the other, and draws them. */
   async refresh() {
     for (const section of this.root.querySelectorAll("[data-agent]")) {
       const id = section.dataset.agent, known = this.#history.get(id);
@@ -34,7 +34,7 @@ export class Lines {
     }
   }
 
-  /** Draws all lines again: machines and slots may have been added. */
+  /** Draws all lines again, because machines and slots may have been added. */
   draw() { for (const section of this.root.querySelectorAll("[data-agent]")) this.#draw(section); }
 
   #draw(section) {
@@ -53,7 +53,7 @@ export class Lines {
   }
 }
 
-/** A path from 0 at the bottom to `most` at the top, with gaps where nothing was measured. */
+/** Returns a path from 0 at the bottom to `most` at the top, with gaps where values are missing. */
 function line(values, most) {
   const dx = (WIDTH - 2) / Math.max(1, values.length - 1), parts = [];
   values.forEach((value, i) => {

@@ -1,7 +1,7 @@
-// Updates a part of the page to the server's new version, changing only what differs. Focus, a selection and the
-// position of a screen reader stay.
+// Updates a part of the page to the server's new version, and changes only nodes that differ. The focus, the selection and the position of
+// a screen reader stay.
 
-/** Elements that scripts fill are not changed: lines, and the error of a button. */
+/** Elements that scripts fill, which are not changed: lines, and the error of a button. */
 const KEPT = ".spark, .error";
 
 const keyOf = (node) => node.dataset?.agent ?? node.dataset?.slot ?? node.dataset?.id ?? "";
@@ -20,7 +20,7 @@ export function morph(here, fresh) {
   else old.forEach((node, i) => morph(node, wanted[i]));
 }
 
-/** Children were added or removed: all others stay. */
+/** Adds and removes children. All other children stay. */
 function arrange(here, old, wanted) {
   const focused = document.activeElement;
   const children = wanted.map((node) => {

@@ -42,7 +42,7 @@ describe("a viewer", () => {
     await hidden("#fork", "#delete", "text=Clone", "[data-do=fork]", "[data-do=classify]", "[data-tab=classify]");
     await page.getByRole("tab", { name: "Notes" }).click();
     for (const label of ["Notes", "Tags", "Project"]) assert.ok(await page.locator("#notes-panel").getByLabel(label, { exact: true }).evaluate((field) => field.readOnly), label);
-    assert.match(await page.locator("#note-status").textContent(), /Only its owner and admins/);
+    assert.match(await page.locator("#note-status").textContent(), /Only the job's owner and admins/);
     await clean(page, "a job");
     await page.goto(`${server.url}/datasets`);
     await page.locator(".dataset").first().waitFor();

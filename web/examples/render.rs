@@ -1,5 +1,5 @@
-//! Writes every page, filled with invented data, as HTML files: `cargo run -p lockstep-web --example render DIR`.
-//! For viewing a template without a server.
+//! Writes every page, filled with invented data, as HTML files, to view a template without a server: `cargo run -p lockstep-web --example
+//! render DIR`.
 
 use jiff::{SignedDuration, Timestamp};
 use lockstep_protocol::{

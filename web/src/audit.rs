@@ -11,23 +11,23 @@ use jiff::Timestamp;
 #[derive(Debug, Clone)]
 pub struct AuditLine {
     pub at: Timestamp,
-    /// Name of the token or person; empty without one.
+    /// Name of the token or person. Empty if the request had neither.
     pub who: String,
     /// Network address of the client.
     pub address: String,
     /// Method and route, or `sign in`.
     pub action: String,
-    /// The URL that was requested. If it does not name the object that was created or changed, that follows after `: `.
+    /// The requested URL. If it does not contain the name of the object that was created or changed, the name follows after `: `.
     pub object: String,
-    /// HTTP status of the answer.
+    /// HTTP status of the response.
     pub status: u16,
     /// The request's id, as in the server's log.
     pub request_id: String,
-    /// The name of the job that [`AuditLine::job`] names, if it still exists.
+    /// Name of the job in [`AuditLine::job`], if the job still exists.
     pub job_name: String,
 }
 
-/// What each request does, in words. The object follows: the last parameter of the route, or what was created.
+/// Description of each request. The object follows: the last parameter of the route, or the name of what was created.
 static DONE: [(&str, &str); 34] = [
     ("POST /api/v1/jobs", "submitted job"),
     ("POST /jobs/new", "submitted job"),
@@ -66,38 +66,38 @@ static DONE: [(&str, &str); 34] = [
 ];
 
 impl AuditLine {
-    /// The address without its query, and what was created or changed.
+    /// Returns the address without its query, and the name of the object that was created or changed.
     fn parts(&self) -> (&str, &str) {
         let (address, subject) = self.object.split_once(": ").unwrap_or((&self.object, ""));
         (address.split('?').next().unwrap_or_default(), subject)
     }
 
-    /// The value of the route's last parameter; empty if it has none.
+    /// Returns the value of the route's last parameter. Empty if the route has none.
     fn parameter(&self) -> &str {
         let route = self.action.split_once(' ').map_or("", |(_, route)| route);
         let named = route.split('/').zip(self.parts().0.split('/')).filter(|(key, _)| key.starts_with('{'));
         named.last().map_or("", |(_, value)| value)
     }
 
-    /// The id of the job that the request concerns.
+    /// Returns the id of the job that the request concerns.
     pub fn job(&self) -> Option<&str> {
         let id = if self.parameter().is_empty() { self.parts().1 } else { self.parameter() };
         let is_jobs = self.action.contains(" /api/v1/jobs") || self.action.contains(" /jobs/new");
         Some(id).filter(|id| is_jobs && !id.is_empty())
     }
 
-    /// The id of a job that still exists.
+    /// Returns the job's id if the job still exists.
     fn link(&self) -> Option<&str> {
         self.job().filter(|_| !self.job_name.is_empty())
     }
 
-    /// `cancelled job`; the action itself if it has no words.
+    /// Describes the action: `cancelled job`. Returns the action itself if it has no description.
     fn done(&self) -> &str {
         let known = DONE.iter().find(|(action, _)| *action == self.action);
         known.map_or(self.action.as_str(), |(_, words)| *words)
     }
 
-    /// What it was done to, in words: a job's name, an id, or what was created.
+    /// Describes the object of the action: a job's name, an id, or the name of what was created.
     fn thing(&self) -> String {
         let (address, subject) = self.parts();
         match (self.job_name.as_str(), self.parameter(), subject) {
@@ -115,17 +115,17 @@ impl AuditLine {
 pub struct AuditPage {
     /// Newest first.
     pub lines: Vec<AuditLine>,
-    /// The cursor of the next page with older lines.
+    /// Cursor of the next page, with older lines.
     pub next: Option<String>,
-    /// `?who=ada`: what this person or token did; empty for all.
+    /// `?who=ada`: entries of this person or token; empty for all.
     pub who: String,
-    /// `?q=/jobs`: entries with this text; empty for all.
+    /// `?q=/jobs`: entries that contain this text; empty for all.
     pub text: String,
     /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
-/// Kinds of entries, by a text in their addresses.
+/// Kinds of entries, each with a text that its addresses contain.
 const KINDS: [(&str, &str); 7] = [
     ("all", ""),
     ("jobs", "/jobs"),
@@ -137,7 +137,7 @@ const KINDS: [(&str, &str); 7] = [
 ];
 
 impl AuditPage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.
@@ -149,13 +149,13 @@ impl AuditPage {
         Nav::Audit.seen_by(&self.viewer)
     }
 
-    /// Label, address, and whether the page shows this kind.
+    /// Returns label and address of each kind, and whether the page shows this kind.
     fn kinds(&self) -> Vec<(&'static str, String, bool)> {
         let link = |(label, text): (&'static str, &str)| (label, self.address(text, ""), self.text == text);
         KINDS.into_iter().map(link).collect()
     }
 
-    /// The page's address for a text, after a cursor.
+    /// Returns the page's address for a text, after a cursor.
     fn address(&self, text: &str, cursor: &str) -> String {
         let cursor = if cursor.is_empty() { String::new() } else { format!("&cursor={}", encoded(cursor)) };
         format!("/audit?who={}&q={}{cursor}", encoded(&self.who), encoded(text))

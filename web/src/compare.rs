@@ -1,4 +1,4 @@
-//! Comparison of jobs. The address names the jobs, and the script reads them: the page itself has no data.
+//! Comparison of jobs. The address contains the jobs, and the script reads them, so the page itself contains no data.
 
 use crate::layout::{Bar, Nav, Viewer};
 use askama::Template;
@@ -12,7 +12,7 @@ pub struct ComparePage {
 }
 
 impl ComparePage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.

@@ -9,18 +9,18 @@ use jiff::Timestamp;
 use lockstep_protocol::dataset::Dataset;
 use std::collections::HashSet;
 
-/// The form's content and its mistakes.
+/// The content of the form and its mistakes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DatasetForm {
     pub name: String,
     pub path: String,
-    /// What is wrong with the name.
+    /// Mistake in the name.
     pub name_error: Option<String>,
-    /// What is wrong with the path.
+    /// Mistake in the path.
     pub path_error: Option<String>,
 }
 
-/// `GET /datasets`, and the answer to a `POST /datasets` with mistakes.
+/// `GET /datasets`, and the response to a `POST /datasets` with mistakes.
 #[derive(Debug, Clone)]
 pub struct DatasetsPage {
     /// All datasets, sorted by name.
@@ -29,7 +29,7 @@ pub struct DatasetsPage {
     pub changeable: HashSet<String>,
     /// Whether the viewer may register folders.
     pub may_add: bool,
-    /// Empty unless a mistake is shown.
+    /// Content of the form. Empty unless it has a mistake.
     pub form: DatasetForm,
     /// This server's address in the browser, for commands to copy.
     pub server_url: String,
@@ -40,7 +40,7 @@ pub struct DatasetsPage {
 }
 
 impl DatasetsPage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.
@@ -80,7 +80,7 @@ struct DatasetCard<'a> {
 }
 
 impl<'a> DatasetCard<'a> {
-    /// The largest number of classes that are listed (ImageNet has a thousand); further classes are only counted.
+    /// Maximum number of classes that are listed (ImageNet has a thousand). Further classes are only counted.
     const CLASSES_SHOWN: usize = 100;
 
     fn new(dataset: &'a Dataset, now: Timestamp) -> Self {

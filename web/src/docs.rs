@@ -24,13 +24,13 @@ pub struct DocsPage {
     path: String,
     folders: Vec<(String, Vec<DocsEntry>)>,
     html: String,
-    /// The words in the search field.
+    /// The text in the search field.
     query: String,
     viewer: Viewer,
 }
 
 impl DocsPage {
-    /// The page at `path` with this Markdown. `pages` are all pages; links to other files become plain text.
+    /// Creates the page at `path` from this Markdown. `pages` are all pages; links to other files become plain text.
     pub fn new(path: &str, source: &str, pages: &[DocsEntry], viewer: Viewer) -> Self {
         let is_page = |path: &str| pages.iter().any(|entry| entry.path == path);
         let html = markdown::html(source, path, &is_page);
@@ -44,7 +44,7 @@ impl DocsPage {
         }
     }
 
-    /// A page with the list of all pages.
+    /// Creates a page with the list of all pages.
     pub fn index(pages: &[DocsEntry], viewer: Viewer) -> Self {
         let mut source = String::from("# Documentation\n");
         for (folder, pages) in folders(pages) {
@@ -54,9 +54,9 @@ impl DocsPage {
         Self::new("", &source, pages, viewer)
     }
 
-    /// A page with the results of a search: pages, and a line of each that contains a word of the query.
+    /// Creates a page with search results: pages, each with a line that contains a word of the query.
     pub fn found(query: &str, found: &[(DocsEntry, String)], pages: &[DocsEntry], viewer: Viewer) -> Self {
-        // A line is shown as text: its Markdown may end outside of it.
+        // A line is shown as plain text, because its Markdown may continue in other lines.
         let is_text = |c: &char| c.is_alphanumeric() || " .,:;()'\"/-=+%_".contains(*c);
         let mut source = String::from("# Documentation\n\n");
         if found.is_empty() {
@@ -69,7 +69,7 @@ impl DocsPage {
         Self { query: query.into(), ..Self::new("", &source, pages, viewer) }
     }
 
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.
@@ -82,7 +82,7 @@ impl DocsPage {
     }
 }
 
-/// Pages by folder, with the pages of the top folder first.
+/// Groups pages by folder, with the top folder first.
 fn folders(pages: &[DocsEntry]) -> Vec<(String, Vec<DocsEntry>)> {
     let (inner, top): (Vec<_>, Vec<_>) = pages.iter().cloned().partition(|page| page.path.contains('/'));
     let named = [("Guides", top), ("Reference", inner)];

@@ -1,4 +1,4 @@
-//! One job: progress, speed, accuracy, and problems.
+//! The page of a job: progress, speed, accuracy and problems.
 
 mod own_settings;
 
@@ -26,17 +26,17 @@ use serde::Serialize;
 pub struct Checkpoint {
     /// The id in `/api/v1/checkpoints/{id}`.
     pub id: String,
-    /// The attempt that wrote it.
+    /// The attempt that wrote the checkpoint.
     pub attempt: u32,
     #[serde(flatten)]
     /// The checkpoint's description.
     pub info: CheckpointInfo,
-    /// Its state in the object store (`uploading` or `stored`); `None` without a store.
+    /// State of the checkpoint in the object store (`uploading` or `stored`). `None` without an object store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stored: Option<&'static str>,
 }
 
-/// The agent of a rank, and the rank's newest report, if any.
+/// The agent of a rank, and the rank's newest report if there is any.
 #[derive(Debug, Clone, Serialize)]
 pub struct RankSeat {
     /// The rank's number, from 0.
@@ -59,7 +59,7 @@ pub struct Panels {
 /// `GET /jobs/{id}`.
 #[derive(Debug, Clone)]
 pub struct JobPage {
-    /// The job's present state.
+    /// The job's current state.
     pub job: Job,
     /// Ranks of the newest attempt, in order. If empty, the script shows ranks from the stream.
     pub ranks: Vec<RankSeat>,
@@ -88,7 +88,7 @@ pub struct JobPage {
 }
 
 impl JobPage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.
@@ -128,7 +128,7 @@ impl JobTemplate<'_> {
         Nav::Jobs.seen_by(&self.page.viewer)
     }
 
-    /// `attempt 2 · 4 ranks on h200-a · bf16`; the script adds the start time in the reader's time zone.
+    /// Describes the newest attempt: `attempt 2 · 4 ranks on h200-a · bf16`. The script adds the start time in the reader's time zone.
     fn about(&self) -> String {
         let job = self.job;
         if job.external.is_some() {
@@ -151,18 +151,18 @@ impl JobTemplate<'_> {
         parts.join(" · ")
     }
 
-    /// The specification as TOML, complete with its defaults.
+    /// Returns the specification as TOML, including its defaults.
     fn spec(&self) -> String {
         if let Some(external) = &self.job.external {
             return serde_json::to_string_pretty(&external.config).unwrap_or_default();
         }
-        // Every field of a specification has a TOML form; JSON is a fallback.
+        // Every field of a specification has a TOML form. JSON is only a fallback.
         toml::to_string(&self.job.spec)
             .or_else(|_| serde_json::to_string_pretty(&self.job.spec))
             .unwrap_or_default()
     }
 
-    /// Settings that differ from the defaults or have no default, by their keys in a job file.
+    /// Returns settings that differ from the defaults or have no default, by their keys in a job file.
     fn own_settings(&self) -> Vec<(String, String)> {
         match &self.job.external {
             Some(external) => own_settings::flat(&external.config),
@@ -170,7 +170,7 @@ impl JobTemplate<'_> {
         }
     }
 
-    /// Results of a run from elsewhere, and its tags with values.
+    /// Returns the results of a run from elsewhere, and its tags with values.
     fn summary(&self) -> Vec<(String, String)> {
         let Some(External { summary, values, .. }) = &self.job.external else { return Vec::new() };
         let values = values.iter().map(|(key, value)| (key.clone(), value.clone()));
@@ -203,17 +203,17 @@ impl JobTemplate<'_> {
         self.page.may_change && !self.page.viewer.reads_only
     }
 
-    /// Whether the job's priority matters: it waits, or gives way to jobs of a higher one. The same as `isRanked` in
+    /// Whether the job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `isRanked` in
     /// `static/job/actions.js`.
     fn is_ranked(&self) -> bool {
         let state = self.job.state;
         state.is_waiting() || (state.is_active() && self.job.spec.preemptible)
     }
 
-    /// The banner's title and its sentence, if something is unusual.
+    /// Returns the title and the sentence of the banner, if the job has a problem.
     fn banner(&self) -> Option<(String, Shown)> {
         let reason = self.job.reason.clone().unwrap_or_default();
-        // Checked before the state, which another version may have named differently.
+        // Checked before the state, for which another version may have another name.
         if let Some(flaw) = &self.job.unreadable {
             return Some((
                 "Not all of this job can be read.".to_owned(),
@@ -233,7 +233,7 @@ impl JobTemplate<'_> {
             }
             _ => return None,
         };
-        // A sentence in lower case continues the title.
+        // A sentence in lower case continues the title after a colon.
         if why.starts_with(|c: char| c.is_ascii_lowercase()) && what.ends_with('.') {
             what.pop();
             what.push(':');
@@ -241,7 +241,7 @@ impl JobTemplate<'_> {
         Some((what, Shown::sentence(&why)))
     }
 
-    /// The banner's colour: `bad` or `warn`.
+    /// Returns the banner's colour: `bad` or `warn`.
     fn tone(&self) -> &'static str {
         if self.job.state == JobState::Failed && self.job.unreadable.is_none() { "bad" } else { "warn" }
     }
@@ -274,7 +274,7 @@ impl JobTemplate<'_> {
         self.job.spec.train.ema_decay > 0.0
     }
 
-    /// An empty row for the script to fill and insert.
+    /// Returns an empty row, which the script fills and inserts.
     fn blank(&self) -> CheckpointRow {
         let averaged_from = self.job.spec.train.ema_steps;
         let sharded = self.job.spec.checkpoint.sharded;
@@ -282,7 +282,7 @@ impl JobTemplate<'_> {
     }
 }
 
-/// The job's place in the queue, and what it waits for now. The same as `#waiting` in `static/job/facts.js`.
+/// Describes the job's place in the queue, and the current reason for waiting. The same as `#waiting` in `static/job/facts.js`.
 fn waiting(job: &Job) -> Option<(String, String)> {
     let again = job.state == JobState::Restarting;
     let why = waits_for(job);
@@ -294,18 +294,18 @@ fn waiting(job: &Job) -> Option<(String, String)> {
     Some((format!("{what}{}.", place.unwrap_or_default()), why.unwrap_or_default()))
 }
 
-/// The same as `unreadable` in `static/job/facts.js`.
+/// Describes a job that this version cannot read. The same as `unreadable` in `static/job/facts.js`.
 fn unreadable(flaw: &str, job: &Job, reason: &str) -> String {
     let shown = format!(
         "Another version of lockstep stored this job, and this version does not understand: {flaw}. The page shows what it can \
          read, with defaults for the rest."
     );
-    // The state of another version counts as failed, but has no end.
+    // A state of another version counts as failed, but has no end.
     let waits = matches!(job.state, JobState::Queued | JobState::Restarting | JobState::Paused)
         || (job.state == JobState::Failed && job.finished_at.is_none());
     match job.state {
         _ if waits => format!(
-            "{shown} This version does not start it: run the one that stored it, or submit the job anew and delete this one."
+            "{shown} This version does not start it: use the version that stored it, or submit the job again and delete this one."
         ),
         JobState::Failed => format!("{shown} The job failed: {reason}"),
         _ => shown,
@@ -317,21 +317,21 @@ struct CheckpointRow {
     id: String,
     label: String,
     best: bool,
-    /// Whether the object store does not have the checkpoint yet.
+    /// Whether the checkpoint is still being uploaded to the object store.
     is_uploading: bool,
     accuracy: String,
-    /// Whether the job's ranks write parts with names of their own.
+    /// Whether the job's ranks write parts under their own names.
     sharded: bool,
     /// Whether the job keeps a moving average of the weights.
     averaged: bool,
-    /// The first step with an average: earlier checkpoints have none.
+    /// The first step with averaged weights. Earlier checkpoints have no averaged weights.
     averaged_from: u64,
     step: u64,
     size: String,
     size_bytes: u64,
 }
 
-/// The row of numbers under the title: each value, with a small text beside it.
+/// The row of numbers below the title. Each value has a small text beside it.
 #[derive(Debug, Clone)]
 struct Facts {
     step: u64,

@@ -1,4 +1,4 @@
-//! The list of jobs: one row a job, newest first.
+//! The list of jobs: one row per job, newest first.
 
 use crate::{
     layout::{Bar, Nav, Viewer},
@@ -25,9 +25,9 @@ pub struct JobFilter {
     pub tag: String,
     /// `?owner=ada`: jobs of a person or a token; empty for all.
     pub owner: String,
-    /// `?sort=-loss`; empty for the newest first.
+    /// `?sort=-loss`: the order; empty for the newest first.
     pub sort: String,
-    /// Further keys of the address: conditions and times.
+    /// Other keys of the address: conditions and times.
     pub kept: Vec<(&'static str, String)>,
 }
 
@@ -38,9 +38,9 @@ pub struct JobsPage {
     pub jobs: Vec<Job>,
     /// The filter in the page's address.
     pub filter: JobFilter,
-    /// Whether any job exists, matching or not: an empty list then has a different text.
+    /// Whether any job exists, even if it does not match the filter. The text of an empty list depends on this.
     pub any: bool,
-    /// The cursor of the next page of older jobs, if there are more.
+    /// Cursor of the next page, with older jobs, if there are more.
     pub next: Option<String>,
     /// This server's address in the browser, for commands to copy: `http://127.0.0.1:7070`.
     pub server_url: String,
@@ -51,7 +51,7 @@ pub struct JobsPage {
 }
 
 impl JobsPage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.
@@ -77,7 +77,7 @@ impl JobsTemplate<'_> {
         use JobState::{Cancelled, Failed, Paused, Queued, Restarting, Running, Succeeded};
         let chosen = &self.page.filter.states;
         let mut shown = vec![Running, Queued, Restarting, Paused, Succeeded, Failed, Cancelled];
-        // States that pass within seconds have no link, and are shown only if the address names them.
+        // Short-lived states have no link, and are shown only if the address names them.
         shown.extend(chosen.iter().copied().filter(|state| !shown.contains(state)).collect::<Vec<_>>());
         let all = StateLink { label: "all", state: "", leads_to: String::new(), on: chosen.is_empty() };
         let link = |state: JobState| {
@@ -89,12 +89,12 @@ impl JobsTemplate<'_> {
         std::iter::once(all).chain(shown.into_iter().map(link)).collect()
     }
 
-    /// The chosen states, as in the address.
+    /// Returns the chosen states, as in the address.
     fn chosen(&self) -> String {
         joined(self.page.filter.states.iter().copied())
     }
 
-    /// All filters except states, for the end of an address.
+    /// Returns all filters except states, for the end of an address.
     fn filters(&self) -> String {
         let JobFilter { states: _, text, project, tag, owner, sort: _, kept } = &self.page.filter;
         let given = [("q", text), ("project", project), ("tag", tag), ("owner", owner)].into_iter();
@@ -103,7 +103,7 @@ impl JobsTemplate<'_> {
         given.map(|(key, value)| format!("&{key}={}", encoded(value))).collect()
     }
 
-    /// All keys except states, for the end of an address.
+    /// Returns all keys except states, for the end of an address.
     fn others(&self) -> String {
         let order = match self.page.filter.sort.as_str() {
             "" => String::new(),
@@ -112,7 +112,7 @@ impl JobsTemplate<'_> {
         self.filters() + &order
     }
 
-    /// The headings of the columns, with their links.
+    /// Returns the headings of the columns, with their links.
     fn heads(&self) -> Vec<Head> {
         let now = match self.page.filter.sort.as_str() {
             "" => "-created",
@@ -135,13 +135,13 @@ impl JobsTemplate<'_> {
         HEADS.iter().map(head).collect()
     }
 
-    /// An empty row for the script to fill and insert.
+    /// Returns an empty row, which the script fills and inserts.
     fn blank(&self) -> JobRow {
         JobRow::default()
     }
 }
 
-/// Class, label, sort key, and whether the first click sorts in descending order. The script has the same table.
+/// For each column: class, label, sort key, and whether the first click sorts in descending order. The script has the same table.
 const HEADS: [(&str, &str, &str, bool); 7] = [
     ("c-state", "State", "state", false),
     ("c-name", "Job", "name", false),
@@ -152,7 +152,7 @@ const HEADS: [(&str, &str, &str, bool); 7] = [
     ("num c-age", "Submitted", "created", true),
 ];
 
-/// The heading of a column: a link that sorts by the column, or reverses the order.
+/// The heading of a column: a link that sorts by the column or reverses the order.
 struct Head {
     class: &'static str,
     label: &'static str,
@@ -166,7 +166,7 @@ struct StateLink {
     label: &'static str,
     /// Empty for all.
     state: &'static str,
-    /// The chosen states after a click: the click adds this state or removes it.
+    /// The chosen states after a click, which adds or removes this state.
     leads_to: String,
     on: bool,
 }
@@ -181,10 +181,10 @@ pub(crate) fn encoded(text: &str) -> String {
     utf8_percent_encode(text, ENCODED).to_string()
 }
 
-/// What stands in place of network, dataset and ranks of a run from elsewhere.
+/// Text in place of network, dataset and ranks of a run from elsewhere.
 pub(crate) const ELSEWHERE: &str = "run from elsewhere";
 
-/// A row's text.
+/// The texts of a row.
 #[derive(Debug, Clone, Default)]
 struct JobRow {
     id: String,
@@ -242,7 +242,7 @@ impl JobRow {
         }
     }
 
-    /// Classes for properties that the layout depends on. Selectors with `:has()` would make every page slower to draw.
+    /// Returns classes for properties on which the layout depends. Selectors with `:has()` would make every page slower to draw.
     fn class(&self) -> Option<String> {
         let numbers = [&self.progress, &self.loss, &self.best, &self.speed];
         let classes = [
@@ -256,19 +256,19 @@ impl JobRow {
     }
 }
 
-/// Why a job is in its state, with its place in the queue while it waits: `place 2 in the queue · needs 4 slots`.
+/// Returns the reason for a job's state, with its place in the queue while it waits: `place 2 in the queue · needs 4 slots`.
 fn waiting(job: &Job) -> String {
     let place = job.queue.as_ref().map(|queue| format!("place {} in the queue", queue.place));
     [place, job.reason.clone()].into_iter().flatten().collect::<Vec<_>>().join(" · ")
 }
 
-/// The job's progress in words: `epoch 3 of 10 · 0:12 left`.
+/// Describes the job's progress: `epoch 3 of 10 · 0:12 left`.
 fn progress(job: &Job) -> String {
     if job.state.is_final() {
         return match (job.started_at, job.ran_secs) {
             (None, _) => "never started".into(),
             (_, Some(secs)) => format!("ran for {}", clock(secs)),
-            // An earlier version did not store the time.
+            // Earlier versions did not store the time.
             (_, None) => String::new(),
         };
     }
@@ -283,7 +283,7 @@ fn progress(job: &Job) -> String {
     }
 }
 
-/// Points of an SVG polyline in a box of 120 by 28, lowest loss at the bottom; empty for fewer than two.
+/// Returns the points of an SVG polyline in a box of 120 by 28, with the minimum loss at the bottom. Empty for fewer than two values.
 pub(crate) fn sparkline(values: &[f32]) -> String {
     let finite = || values.iter().copied().filter(|v| v.is_finite());
     let (low, high) = finite().fold((f32::MAX, f32::MIN), |(low, high), v| (low.min(v), high.max(v)));

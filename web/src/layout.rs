@@ -1,4 +1,4 @@
-//! Parts that every page shares: the navigation, the data block for the page's script, and the error page.
+//! Parts that all pages share: the navigation, the data block for the page's script, and the error page.
 
 use askama::Template;
 use serde::Serialize;
@@ -6,8 +6,8 @@ use std::sync::OnceLock;
 
 static ASSETS: OnceLock<String> = OnceLock::new();
 
-/// Sets the path of styles and scripts, once. The path changes with their content, so that browsers may cache them for
-/// good. Default: `/static`.
+/// Sets the path of styles and scripts, once. The path changes with their content, so that browsers may cache them without a time limit.
+/// Default: `/static`.
 pub fn set_assets(path: String) {
     let _ = ASSETS.set(path);
 }
@@ -16,7 +16,7 @@ pub(crate) fn assets() -> &'static str {
     ASSETS.get().map_or("/static", String::as_str)
 }
 
-/// The server's time, from which pages compute ages: a reader's clock may be wrong.
+/// Returns the server's time, from which pages compute ages. A reader's clock may be wrong.
 pub(crate) fn now() -> jiff::Timestamp {
     jiff::Timestamp::now()
 }
@@ -24,7 +24,7 @@ pub(crate) fn now() -> jiff::Timestamp {
 /// The navigation entry to which a page belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Nav {
-    /// The list, the form and each job.
+    /// The list of jobs, the form for a new job, and the page of each job.
     Jobs,
     /// `/queue`.
     Queue,
@@ -40,16 +40,16 @@ pub enum Nav {
     People,
     /// `/audit`, for admins.
     Audit,
-    /// A page without an entry, such as an error.
+    /// A page without a navigation entry, such as an error.
     Elsewhere,
-    /// The sign-in form, without navigation: every other page would lead back to it.
+    /// The sign-in form, which has no navigation: other pages would lead back to the form.
     SignIn,
 }
 
-/// Who looks at a page, as far as the bar at the top depends on it.
+/// The person or token that looks at a page, with the properties on which the bar at the top depends.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Viewer {
-    /// The person's or the token's name; empty where nobody is asked to sign in.
+    /// The name of the person or token. Empty if the server requires no sign-in.
     pub who: String,
     /// Whether there is a session to end.
     pub signed_in: bool,
@@ -62,7 +62,7 @@ pub struct Viewer {
 }
 
 impl Viewer {
-    /// A viewer who has not signed in, or need not sign in.
+    /// A viewer who has not signed in, or on a server without sign-in.
     pub const NOBODY: Viewer =
         Viewer { who: String::new(), signed_in: false, is_admin: false, is_person: false, reads_only: false };
 }
@@ -75,14 +75,14 @@ pub struct Bar<'a> {
 }
 
 impl Nav {
-    /// The bar of a page with this entry, for this viewer.
+    /// Returns the bar of a page with this entry, for this viewer.
     pub fn seen_by(self, viewer: &Viewer) -> Bar<'_> {
         Bar { nav: self, viewer }
     }
 }
 
 impl<'a> Bar<'a> {
-    /// Address, label and whether it is the current page, in order. Empty before sign-in.
+    /// Returns address and label of each entry, and whether it is the current page. Empty before sign-in.
     pub fn entries(self) -> Vec<(&'static str, &'static str, bool)> {
         if self.nav == Nav::SignIn {
             return Vec::new();
@@ -102,7 +102,7 @@ impl<'a> Bar<'a> {
         shown.map(|(address, label, nav)| (address, label, nav == self.nav)).collect()
     }
 
-    /// The name of the viewer; empty where nobody is asked to sign in.
+    /// Returns the name of the viewer. Empty if the server requires no sign-in.
     pub fn who(self) -> &'a str {
         &self.viewer.who
     }
@@ -128,32 +128,31 @@ impl<'a> Bar<'a> {
     }
 }
 
-/// JSON for a `<script type="application/json">` block. `<`, `>` and `&` are escaped, so no text in it can end the
-/// block.
+/// Formats JSON for a `<script type="application/json">` block. `<`, `>` and `&` are escaped, so that no text can end the block.
 ///
 /// # Errors
-/// A value that has no JSON form, such as a map whose keys are not strings.
+/// The value has no JSON form, such as a map whose keys are not strings.
 pub(crate) fn data_block<T: Serialize>(value: &T) -> Result<String, askama::Error> {
     let json = serde_json::to_string(value).map_err(askama::Error::custom)?;
     Ok(json.replace('<', "\\u003c").replace('>', "\\u003e").replace('&', "\\u0026"))
 }
 
-/// A page that says what went wrong and what to do.
+/// A page that describes an error and what to do.
 #[derive(Debug, Clone, Template)]
 #[template(path = "message.html")]
 pub struct MessagePage {
     /// HTTP status, in small print.
     pub status: u16,
-    /// `No job has this id`.
+    /// What happened, such as `No job has this id`.
     pub title: String,
-    /// What to do next, in a sentence.
+    /// What to do, as a sentence.
     pub detail: String,
     /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
 impl MessagePage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.

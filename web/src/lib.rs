@@ -1,5 +1,5 @@
-//! The dashboard's pages: plain data in, HTML out, without input or output. The server's page handlers fill these
-//! structs and call `render`.
+//! The dashboard's pages. The pages are made from plain data, without input or output: the server's page handlers fill these structs and
+//! call `render`.
 //!
 //! | URL | page | live through |
 //! |---|---|---|
@@ -20,7 +20,7 @@
 //! | `GET /webhooks`, `POST /webhooks` | [`webhooks::WebhooksPage`] | |
 //! | anything that failed | [`layout::MessagePage`] | |
 //!
-//! The pages need no inline script and no inline style, so they work under
+//! The pages contain no inline script and no inline style, so they work under
 //! `default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'`.
 
 pub mod audit;

@@ -9,12 +9,12 @@ use askama::Template;
 pub struct LoginPage {
     /// The page to open after sign-in.
     pub next: String,
-    /// Why the last attempt failed; empty for none.
+    /// Why the last attempt failed. Empty if no attempt failed.
     pub error: String,
     pub name: String,
-    /// Whether there are people, who sign in with name and password.
+    /// Whether the server has people, who sign in with name and password.
     pub has_people: bool,
-    /// Whether the form makes the first person: an admin's token looks, and no person exists.
+    /// Whether the form adds the first person: the viewer has an admin's token, and no person exists.
     pub setup: bool,
     /// The OpenID provider, if any.
     pub provider: Option<ProviderButton>,
@@ -23,16 +23,16 @@ pub struct LoginPage {
 /// The button for an OpenID provider.
 #[derive(Debug, Clone)]
 pub struct ProviderButton {
-    /// The provider's name for people.
+    /// The provider's display name.
     pub name: String,
-    /// Address at which the sign-in begins, without the page to open afterwards.
+    /// Address at which the sign-in starts, without the page to open afterwards.
     pub href: String,
-    /// Why the last attempt failed; empty for none.
+    /// Why the last attempt failed. Empty if no attempt failed.
     pub error: String,
 }
 
 impl LoginPage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.
@@ -42,7 +42,7 @@ impl LoginPage {
 
     fn nav(&self) -> Bar<'static> {
         static NOBODY: Viewer = Viewer::NOBODY;
-        // A viewer who makes the first admin is already signed in, by a token.
+        // The viewer who adds the first admin is already signed in with a token.
         let nav = if self.setup { Nav::Elsewhere } else { Nav::SignIn };
         nav.seen_by(&NOBODY)
     }

@@ -1,4 +1,4 @@
-//! The machines: a card for each agent, with a cell for each slot and the job that has it.
+//! The machines: a card for each agent, with a cell for each slot and the job that holds it.
 
 mod gauges;
 mod join;
@@ -25,7 +25,7 @@ pub struct Holder {
     pub rank: u32,
 }
 
-/// The waiting job that a slot is kept for.
+/// The waiting job for which a slot is reserved.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeptFor {
     /// The job's id; empty if the viewer may not see the job.
@@ -34,17 +34,17 @@ pub struct KeptFor {
     pub job_name: String,
 }
 
-/// A slot with the jobs that have it and get it next.
+/// A slot with the job that holds it and the job that gets it next.
 #[derive(Debug, Clone)]
 pub struct SlotCell {
     pub slot: Slot,
-    /// The rank that has the slot.
+    /// The rank that holds the slot.
     pub holder: Option<Holder>,
     /// The job that gets the slot next, if that is certain.
     pub kept_for: Option<KeptFor>,
 }
 
-/// An agent as the server knows it.
+/// The server's information about an agent.
 #[derive(Debug, Clone)]
 pub struct AgentCard {
     /// The agent's id, which it keeps over restarts.
@@ -58,7 +58,7 @@ pub struct AgentCard {
     /// Time of the newest heartbeat.
     pub last_seen_at: Timestamp,
     pub connected_at: Option<Timestamp>,
-    /// Seconds until the lease expires and the attempts end; `None` without an attempt.
+    /// Seconds until the lease expires and the agent's attempts end. `None` without an attempt.
     pub lease_secs_left: Option<f64>,
     /// The agent's description of its machine.
     pub machine: Machine,
@@ -73,7 +73,7 @@ pub struct AgentCard {
 /// `GET /machines`.
 #[derive(Debug, Clone)]
 pub struct MachinesPage {
-    /// Online agents first, then by name.
+    /// Online agents first, then sorted by name.
     pub agents: Vec<AgentCard>,
     /// The commands that join another machine.
     pub join: Join,
@@ -84,7 +84,7 @@ pub struct MachinesPage {
 }
 
 impl MachinesPage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.
@@ -114,7 +114,7 @@ impl MachinesTemplate<'_> {
         self.page.viewer.is_admin && !card.online
     }
 
-    /// `3 of 8 slots busy on 2 machines`.
+    /// Counts slots and machines: `3 of 8 slots busy on 2 machines`.
     fn summary(&self) -> String {
         let online = || self.page.agents.iter().filter(|a| a.online);
         let slots = || online().flat_map(|a| &a.slots);
@@ -140,13 +140,13 @@ impl KeptFor {
 }
 
 impl AgentCard {
-    /// The beginning of the agent's id, which distinguishes machines of the same name.
+    /// Returns the beginning of the agent's id, which distinguishes machines of the same name.
     fn short_id(&self) -> &str {
         const CHARS: usize = 8;
         &self.id[..self.id.char_indices().nth(CHARS).map_or(self.id.len(), |(end, _)| end)]
     }
 
-    /// Hardware, version, and the state of the connection and its leases.
+    /// Describes hardware, version, and the state of the connection and of leases.
     fn about(&self, now: Timestamp) -> String {
         let m = &self.machine;
         let connected = self.connected_at.map_or(String::new(), |since| match age(since, now).as_str() {
@@ -180,7 +180,7 @@ impl AgentCard {
     fn slot_gauges(&self, slot: &Slot) -> Vec<Gauge> {
         let sample = self.sample.iter().flat_map(|sample| &sample.gpus).find(|seen| seen.slot == slot.index);
         let all = gauges::of_slot(sample, slot.memory_bytes);
-        // A share of CPU cores has no temperature.
+        // A slot of CPU cores has no temperature.
         let shown = if slot.uuid.is_some() { all.len() } else { 2 };
         all.into_iter().take(shown).collect()
     }

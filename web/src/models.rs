@@ -1,4 +1,4 @@
-//! Registered models, and one model with its versions.
+//! The list of registered models, and the page of a model with its versions.
 
 use crate::{
     layout::{Bar, Nav, Viewer},
@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use lockstep_protocol::models::{Model, ModelVersion};
 use serde_json::Value;
 
-/// Characters of a fingerprint that are shown.
+/// Number of characters of a fingerprint that are shown.
 const FINGERPRINT_CHARS: usize = 12;
 
 /// `GET /models`.
@@ -25,7 +25,7 @@ pub struct ModelsPage {
 }
 
 impl ModelsPage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.
@@ -59,7 +59,7 @@ pub struct ModelPage {
 }
 
 impl ModelPage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.
@@ -84,12 +84,12 @@ impl ModelPage {
     }
 }
 
-/// The validation accuracy; a dash for a checkpoint without validation.
+/// Returns the validation accuracy, or a dash for a checkpoint without validation.
 fn accuracy(version: &ModelVersion) -> String {
     version.accuracy_in_words().unwrap_or_else(|| "–".into())
 }
 
-/// The beginning of the dataset's fingerprint, and all of it.
+/// Returns the beginning of the dataset's fingerprint, and the whole fingerprint.
 fn fingerprint(version: &ModelVersion) -> Option<(String, String)> {
     let fingerprint = version.dataset_fingerprint.as_ref()?;
     let hash =
@@ -97,7 +97,7 @@ fn fingerprint(version: &ModelVersion) -> Option<(String, String)> {
     Some((hash.chars().take(FINGERPRINT_CHARS).collect(), hash.to_owned()))
 }
 
-/// `lockstep 0.1.0`
+/// Returns the program versions: `lockstep 0.1.0`.
 fn programs(version: &ModelVersion) -> String {
     version.programs.iter().map(|(name, version)| format!("{name} {version}")).collect::<Vec<_>>().join(", ")
 }

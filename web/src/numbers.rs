@@ -1,5 +1,4 @@
-//! Numbers for people. `static/numbers.js` formats them in the same way, so a value does not change when the page goes
-//! live.
+//! Formats numbers for people. `static/numbers.js` uses the same formats, so that a value does not change when the page becomes live.
 
 use jiff::Timestamp;
 use lockstep_protocol::cut;
@@ -46,7 +45,7 @@ impl Shown {
     }
 }
 
-/// A loss or a learning rate: four decimals; a small value with the same number of digits and a power of ten.
+/// Formats a loss or a learning rate with four decimals; a small value with the same number of digits and a power of ten.
 pub fn value(v: f64) -> String {
     let size = v.abs();
     if !v.is_finite() {
@@ -60,7 +59,7 @@ pub fn value(v: f64) -> String {
     }
 }
 
-/// Speeds: formats `38940.2` as `38,940`, `9.73` as `9.7`.
+/// Formats a speed: `38940.2` as `38,940`, `9.73` as `9.7`.
 pub fn rate(v: f64) -> String {
     if v >= 99.95 { count(v.round() as u64) } else { lockstep_protocol::numbers::rate(v) }
 }
@@ -80,7 +79,7 @@ pub fn bytes(n: u64) -> String {
     if size < 9.95 { format!("{size:.1} {}", UNITS[unit]) } else { format!("{size:.0} {}", UNITS[unit]) }
 }
 
-/// A duration in seconds, in the form of a clock: `0:12`, `14:02`, `3:14:02`, `2 d 3 h`.
+/// Formats a duration in seconds like a clock: `0:12`, `14:02`, `3:14:02`, `2 d 3 h`.
 pub fn clock(secs: f64) -> String {
     let s = secs.max(0.0).round() as u64;
     if s >= 48 * 3600 {
@@ -92,7 +91,7 @@ pub fn clock(secs: f64) -> String {
     }
 }
 
-/// The time from `then` to `now`, rounded down: `just now`, `40 s ago`, `12 min ago`, `3 h ago`, `5 d ago`.
+/// Formats the time from `then` to `now`, rounded down: `just now`, `40 s ago`, `12 min ago`, `3 h ago`, `5 d ago`.
 pub fn age(then: Timestamp, now: Timestamp) -> String {
     match now.as_second() - then.as_second() {
         ..5 => "just now".into(),
@@ -103,7 +102,7 @@ pub fn age(then: Timestamp, now: Timestamp) -> String {
     }
 }
 
-/// `1 rank`, `4 ranks`, `1,200 classes`.
+/// Formats a number with a noun: `1 rank`, `4 ranks`, `1,200 classes`.
 pub fn plural(n: u64, noun: &str) -> String {
     format!("{} {}", count(n), nouns(n, noun))
 }

@@ -1,4 +1,4 @@
-//! The page People, for admins, and the page of one's own account.
+//! The page People, for admins, and the page of the viewer's own account.
 
 use crate::layout::{Bar, Nav, Viewer};
 use askama::Template;
@@ -15,16 +15,16 @@ pub struct PeoplePage {
     pub people: Vec<Person>,
     /// The name in the form.
     pub name: String,
-    /// Why the last change was not made; empty for none.
+    /// Why the last change failed. Empty if no change failed.
     pub error: String,
-    /// The person who looks; empty for a token.
+    /// The name of the viewer; empty for a token.
     pub me: String,
     /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
 impl PeoplePage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.
@@ -36,7 +36,7 @@ impl PeoplePage {
         Nav::People.seen_by(&self.viewer)
     }
 
-    /// Each role. For the first person, the highest role comes first.
+    /// Returns all roles. For the first person, the highest role comes first.
     fn roles(&self) -> Vec<Role> {
         let mut roles = vec![Role::Member, Role::Viewer, Role::Admin];
         if self.people.is_empty() {
@@ -50,28 +50,28 @@ impl PeoplePage {
 #[derive(Debug, Clone, Template)]
 #[template(path = "account.html")]
 pub struct AccountPage {
-    /// The person who looks; `None` for a token without an owner.
+    /// The viewer; `None` for a token without an owner.
     pub person: Option<Person>,
     /// Whether the person has a password, and not only an account at an OpenID provider.
     pub has_password: bool,
-    /// The token's name, if no person looks.
+    /// Name of the token, if the viewer is not a person.
     pub token: String,
     /// The person's valid tokens.
     pub tokens: Vec<Token>,
     /// Scopes that a token of the person may have.
     pub scopes: Vec<Scope>,
-    /// The secret of a token that was just made, shown only once; empty for none.
+    /// Secret of a token that was just created, shown only once. Empty otherwise.
     pub secret: String,
-    /// Whether the last change was made.
+    /// Whether the last change was successful.
     pub done: bool,
-    /// Why the last change was not made; empty if it was.
+    /// Why the last change failed. Empty if no change failed.
     pub error: String,
     /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
 impl AccountPage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.

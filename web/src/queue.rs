@@ -1,4 +1,4 @@
-//! The queue: waiting jobs in order, what they wait for, and reserved slots.
+//! The queue: waiting jobs in order, their reasons for waiting, and reserved slots.
 
 use crate::{
     jobs::encoded,
@@ -22,7 +22,7 @@ pub struct QueuePage {
     pub jobs: Vec<QueuedJob>,
     /// The number of jobs on all pages.
     pub total: u64,
-    /// Slots that are kept for jobs.
+    /// Slots that are reserved for jobs.
     pub reservations: Vec<Reservation>,
     /// `?project=vision`: jobs of this project; empty for all.
     pub project: String,
@@ -31,7 +31,7 @@ pub struct QueuePage {
     /// Waiting jobs that the viewer may change.
     pub changeable: HashSet<JobId>,
     pub is_first: bool,
-    /// The cursor of the next page.
+    /// Cursor of the next page.
     pub next: Option<String>,
     /// The time from which ages are computed.
     pub now: Timestamp,
@@ -40,7 +40,7 @@ pub struct QueuePage {
 }
 
 impl QueuePage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.
@@ -60,7 +60,7 @@ impl QueuePage {
         !self.project.is_empty() || !self.owner.is_empty()
     }
 
-    /// `3 jobs wait · 2 slots kept`.
+    /// Counts jobs and slots: `3 jobs wait · 2 slots kept`.
     fn summary(&self) -> String {
         let waits = if self.total == 1 { "waits" } else { "wait" };
         let kept: usize = self.reservations.iter().map(|r| r.free.len() + r.ending.len()).sum();
@@ -69,7 +69,7 @@ impl QueuePage {
         format!("{} {waits}{kept}", plural(self.total, "job"))
     }
 
-    /// The address without one of the filters, or with a cursor.
+    /// Returns the address without one of the filters, or with a cursor.
     fn address(&self, project: bool, owner: bool, cursor: &str) -> String {
         let given = [
             ("project", if project { self.project.as_str() } else { "" }),
@@ -81,7 +81,7 @@ impl QueuePage {
         if given.is_empty() { "/queue".into() } else { format!("/queue?{}", given.join("&")) }
     }
 
-    /// `ada · vision · priority 5`.
+    /// Describes a job: `ada · vision · priority 5`.
     fn about(&self, job: &QueuedJob) -> String {
         let project = job.project.clone().filter(|project| project != DEFAULT_PROJECT);
         let priority = job.priority.filter(|n| *n != 0).map(|n| format!("priority {n}"));
@@ -94,7 +94,7 @@ impl QueuePage {
         job.waiting_since.map(|since| self.waited(since)).unwrap_or_default()
     }
 
-    /// `for 3 min`.
+    /// Formats the waiting time: `for 3 min`.
     fn waited(&self, since: Timestamp) -> String {
         match age(since, self.now).strip_suffix(" ago") {
             Some(age) => format!("for {age}"),
@@ -107,18 +107,18 @@ impl QueuePage {
         Shown::sentence(&job.reason.as_ref().map_or_else(unknown, ToString::to_string))
     }
 
-    /// The name of the job for which slots are kept.
+    /// Returns the name of the job for which slots are reserved.
     fn name(&self, reservation: &Reservation) -> Shown {
         Shown::name(reservation.name.as_deref().unwrap_or_default())
     }
 
-    /// `2 slots kept`; empty for none.
+    /// Counts the slots that are reserved for a job: `2 slots kept`. Empty if there are none.
     fn kept(&self, job: &QueuedJob) -> String {
         let slots = job.kept_slots.filter(|slots| *slots > 0);
         slots.map(|slots| format!("{} kept", plural(slots.into(), "slot"))).unwrap_or_default()
     }
 
-    /// What is kept, as a text after `kept for NAME`: `: slots 0 and 1, and what else becomes free here`.
+    /// Describes the reserved slots, as a text after `kept for NAME`: `: slots 0 and 1, and what else becomes free here`.
     fn what(&self, of: &Reservation) -> String {
         let mut parts = Vec::new();
         if !of.free.is_empty() {
@@ -136,7 +136,7 @@ impl QueuePage {
     }
 }
 
-/// `slot 0`, `slots 0, 1`.
+/// Formats slot numbers: `slot 0`, `slots 0, 1`.
 fn slots(numbers: &[u32]) -> String {
     let list: Vec<_> = numbers.iter().map(ToString::to_string).collect();
     format!("slot{} {}", if list.len() == 1 { "" } else { "s" }, list.join(", "))

@@ -1,7 +1,6 @@
-//! The form for a new job. It works without a script; `static/submit.js` adds checks while typing, and the same
-//! specification as TOML.
+//! The form for a new job. It works without a script. `static/submit.js` adds checks while the reader types, and the specification as TOML.
 //!
-//! A field's name is its path in the specification (`train.lr`), so a mistake at `/train/lr` finds its field.
+//! A field's name is its path in the specification (`train.lr`), so a mistake at `/train/lr` belongs to this field.
 
 use crate::{
     layout::{Bar, Nav, Viewer},
@@ -24,7 +23,7 @@ mod presets;
 
 pub use form::Form;
 
-/// `GET /jobs/new`, and the answer to a `POST /jobs/new` with mistakes.
+/// `GET /jobs/new`, and the response to a `POST /jobs/new` with mistakes.
 #[derive(Debug, Clone)]
 pub struct SubmitPage {
     /// The content of the fields.
@@ -32,7 +31,7 @@ pub struct SubmitPage {
     /// Mistakes in `form`, each shown next to its field.
     pub mistakes: Vec<SpecError>,
     pub datasets: Vec<Dataset>,
-    /// Slots of all online machines, busy or not.
+    /// Number of slots of all online machines, free or not.
     pub slots: u32,
     /// This server's address in the browser, for commands to copy.
     pub server_url: String,
@@ -41,9 +40,9 @@ pub struct SubmitPage {
 }
 
 impl SubmitPage {
-    /// A new form: of the named preset (`?preset=cifar10`), otherwise for the named dataset (`?dataset=flowers`) or the newest one
-    /// without broken files, by the preset for its pictures if there is one. To submit a job again (`?from={id}`), build the page with
-    /// [`Form::from_spec`] instead.
+    /// Creates a new form from the named preset (`?preset=cifar10`). Otherwise, creates a form for the named dataset (`?dataset=flowers`)
+    /// or the newest dataset without broken files, with the preset for its pictures if there is one. To submit a job again (`?from={id}`),
+    /// build the page with [`Form::from_spec`] instead.
     pub fn fresh(
         preset: Option<&str>,
         dataset: Option<&str>,
@@ -71,7 +70,7 @@ impl SubmitPage {
         Self { form, mistakes: Vec::new(), datasets, slots, server_url, viewer: Viewer::NOBODY }
     }
 
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.
@@ -99,13 +98,13 @@ impl SubmitPage {
     }
 }
 
-/// A form with the values that `lockstep init` suggests for the dataset's pictures.
+/// Returns a form with the values that `lockstep init` suggests for the dataset's pictures.
 fn suggested(dataset: Option<&Dataset>) -> Option<Form> {
     let Dataset { name, info, .. } = dataset?;
     Suggestion::of(info).ok()?.spec(name).map(|spec| Form::from_spec(&spec))
 }
 
-/// Whether a mistake belongs to a field: it is at the field's path, or inside its list.
+/// Whether a mistake belongs to a field: its path is the field's path, or an element of the field's list.
 fn belongs(mistake: &SpecError, field: &Field) -> bool {
     let path = mistake.pointer.trim_start_matches('/').replace('/', ".");
     path == field.key || path.strip_prefix(field.key).is_some_and(|rest| rest.starts_with('.'))
@@ -131,12 +130,13 @@ struct FieldView {
 }
 
 impl FieldView {
-    /// The text in a field: defaults are its placeholder. A recipe that sets the key would replace an empty field.
+    /// Returns the text in the field. A default is shown as the placeholder instead, unless the recipe sets the key: the recipe would
+    /// replace an empty field.
     fn shown(&self) -> &str {
         if self.value == self.default && !self.is_of_recipe { "" } else { &self.value }
     }
 
-    /// Each choice, and whether it is selected.
+    /// Returns each choice, and whether it is selected.
     fn options(&self) -> Vec<(&'static str, bool)> {
         let options: &[&str] = if let Kind::Choice(options) = self.field.kind { options } else { &[] };
         options.iter().map(|o| (*o, *o == self.value)).collect()
@@ -172,12 +172,12 @@ impl SubmitTemplate<'_> {
         Nav::Jobs.seen_by(&self.page.viewer)
     }
 
-    /// The id of a section of "More settings".
+    /// Returns the id of a section of "More settings".
     fn anchor(&self, title: &str) -> String {
         format!("more-{}", title.to_lowercase().replace(' ', "-"))
     }
 
-    /// Every mistake, with the id and the label of its field, if it belongs to a field.
+    /// Returns every mistake. If it belongs to a field, also returns the id and the label of the field.
     fn listed(&self) -> Vec<(Option<(&str, &str)>, &str)> {
         let views = || self.groups.iter().chain(&self.more).flat_map(|(_, views)| views);
         let of = |m: &SpecError| views().find(|view| belongs(m, view.field));
@@ -185,31 +185,31 @@ impl SubmitTemplate<'_> {
         self.page.mistakes.iter().map(listed).collect()
     }
 
-    /// Whether "More settings" must be open: it has a mistake, or the key that sets the job's length.
+    /// Whether "More settings" must be open: the section contains a mistake, or the key that sets the job's length.
     fn more_is_needed(&self) -> bool {
         let has_steps = self.page.form.values.get("train.steps").is_some_and(|steps| !steps.is_empty());
         has_steps || self.more.iter().any(|(_, fields)| fields.iter().any(|f| !f.errors.is_empty()))
     }
 
-    /// Whether the pictures that come with the server are not registered under their own name.
+    /// Whether the bundled pictures are not registered under their own name.
     fn lacks_bundled(&self) -> bool {
         self.page.datasets.iter().all(|dataset| dataset.name != "fashion-mnist")
     }
 
-    /// Key, title, description, and the preset's values as JSON for the script.
+    /// Returns key, title, description, and the preset's values as JSON for the script.
     fn presets(&self) -> Vec<(&'static str, &'static str, &'static str, String)> {
         let form = |p| preset_form(p, self.page.slots, &self.page.datasets);
         let values = |p| serde_json::to_string(&form(p).values).unwrap_or_default();
         PRESETS.iter().map(|p| (p.key, p.title, p.about, values(p))).collect()
     }
 
-    /// The values with which each recipe fills fields, as JSON for the script.
+    /// Returns the values with which each recipe fills fields, as JSON for the script.
     fn recipes(&self) -> String {
         let all: BTreeMap<_, _> = Recipe::NAMES.into_iter().map(|name| (name, recipe_values(name))).collect();
         serde_json::to_string(&all).unwrap_or_default()
     }
 
-    /// Name, description and whether it is selected, of each dataset; also of an unregistered dataset in the form.
+    /// Returns name and description of each dataset, and whether it is selected. Includes an unregistered dataset in the form.
     fn datasets(&self) -> Vec<(String, String, bool)> {
         let chosen = self.page.form.text("data.dataset");
         let mut options: Vec<_> = self

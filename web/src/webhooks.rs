@@ -9,11 +9,11 @@ use jiff::Timestamp;
 pub struct WebhookLine {
     pub id: String,
     pub url: String,
-    /// `standard`, `slack`, ...
+    /// Form of the messages: `standard`, `slack`, ...
     pub form: &'static str,
-    /// Empty for all projects.
+    /// Project of the jobs. Empty for all projects.
     pub project: String,
-    /// `succeeded, failed`.
+    /// Names of events, such as `succeeded, failed`.
     pub events: String,
     pub enabled: bool,
     /// The newest messages, newest first.
@@ -24,7 +24,7 @@ pub struct WebhookLine {
 #[derive(Debug, Clone)]
 pub struct DeliveryLine {
     pub at: Timestamp,
-    /// `job.failed`.
+    /// Name of the event, such as `job.failed`.
     pub event: String,
     /// The job's id; empty for a test.
     pub job: String,
@@ -32,7 +32,7 @@ pub struct DeliveryLine {
     pub state: &'static str,
     /// Number of attempts so far.
     pub attempts: usize,
-    /// Why the last attempt failed; empty if it did not.
+    /// Why the last attempt failed. Empty if it did not fail.
     pub error: String,
 }
 
@@ -40,24 +40,24 @@ pub struct DeliveryLine {
 #[derive(Debug, Clone, Template)]
 #[template(path = "webhooks.html")]
 pub struct WebhooksPage {
-    /// The first made first.
+    /// Webhooks, the oldest first.
     pub webhooks: Vec<WebhookLine>,
     /// The forms of messages to choose from.
     pub forms: Vec<&'static str>,
-    /// The events to choose from, and whether each is chosen at first.
+    /// The events to choose from, and whether each is chosen by default.
     pub events: Vec<(&'static str, bool)>,
     /// The address in the form.
     pub url: String,
-    /// Why the last change was not made; empty if it was.
+    /// Why the last change failed. Empty if no change failed.
     pub error: String,
-    /// The secret of a webhook that was just added, shown only once; empty for none.
+    /// Secret of a webhook that was just added, shown only once. Empty otherwise.
     pub secret: String,
     /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
 impl WebhooksPage {
-    /// The page as HTML.
+    /// Renders the page as HTML.
     ///
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.

@@ -75,7 +75,7 @@ async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
             assert!(banner.contains(words), "{words:?} in {banner}");
         }
         // A running one is not said to be stopped.
-        assert_eq!(banner.contains("run the one that stored it"), id != runs, "{banner}");
+        assert_eq!(banner.contains("use the version that stored it"), id != runs, "{banner}");
         assert!(!banner.contains("The job failed"), "{banner}");
     }
 

@@ -1,6 +1,6 @@
-//! Reports once that the server does not answer, and once that it answers again.
+//! Reports once that the server does not respond, and once that it responds again.
 
-/// Whether the server is away.
+/// Whether the server is unreachable.
 #[derive(Debug, Default)]
 pub(crate) struct Away(bool);
 

@@ -1,23 +1,23 @@
-//! Jobs that users name by the start of an id or by a name, including jobs that this version cannot read.
+//! Finds jobs by the start of an id or by a name, including jobs that this version cannot read.
 
 use super::super::{age::age, output::one_line};
 use serde_json::Value;
 use std::{fmt::Write as _, path::Path};
 
-/// The shortest accepted prefix of an id: ids made at about the same time begin alike.
+/// Minimum length of an id's prefix: ids made at about the same time begin alike.
 const SHORTEST_START: usize = 4;
-/// The largest number of jobs that a message lists if a name fits several.
+/// Maximum number of jobs that an error message lists.
 const MOST: usize = 10;
 
 pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
     job.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// The job that `name` names among `jobs` (newest first): the newest that is called so, or the only one whose id begins
-/// so. If several are called so, a note says which was taken.
+/// Chooses among `jobs` (newest first) the newest job called `name`, or the only job whose id begins with `name`. If several jobs are
+/// called `name`, a note names the chosen job.
 ///
 /// # Errors
-/// No job is called so, or several ids begin so; a sentence.
+/// No job matches, or several ids begin with `name`. The error is a sentence.
 pub(super) fn choose<'a>(jobs: &'a [Value], name: &str) -> Result<(&'a Value, Option<String>), String> {
     let called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
     if let [newest, others @ ..] = &called[..] {
@@ -37,14 +37,14 @@ pub(super) fn choose<'a>(jobs: &'a [Value], name: &str) -> Result<(&'a Value, Op
     }
 }
 
-/// Id, state and age of a job.
+/// Formats a job's id, state and age.
 fn words(job: &Value) -> String {
     let created = text(job, "created_at").parse().map(|at| format!(", {} ago", age(at)));
     let [id, state] = ["id", "state"].map(|key| one_line(text(job, key)));
     format!("{id}, {state}{}", created.unwrap_or_default())
 }
 
-/// The message if several ids begin with `name`, with enough of each job to choose one.
+/// Returns the message for several ids that begin with `name`. It describes each job, so that the user can choose.
 fn ambiguous(jobs: &[&Value], name: &str) -> String {
     let count = jobs.len();
     let mut said = format!("{count} ids begin with {name}; give more of one:");

@@ -1,5 +1,5 @@
-//! Requests whose answer decides about something irreversible. Submissions are idempotent, so a retry creates nothing
-//! twice. "Does not exist" is distinguished from "could not be read".
+//! Requests on whose responses irreversible actions depend. Submissions are idempotent, so a retry creates nothing twice. "Does not exist"
+//! is distinguished from "could not be read".
 
 use super::{Api, PATIENCE, problem};
 use crate::cli::{WrongRequest, output};
@@ -11,14 +11,15 @@ use std::time::{Duration, Instant};
 
 /// Pauses before a request is sent again.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
-/// Time limit for the answer to a request that can be repeated.
+/// Time limit for the response to a request that can be repeated.
 const ANSWER: Duration = Duration::from_secs(30);
 
 impl Api {
-    /// The object at a path; `None` if the server says that it does not exist. A proxy's 404 without a server behind it is an error.
+    /// Returns the object at a path, or `None` if the server responds that it does not exist. A 404 that a proxy sends in place of the
+    /// server is an error.
     ///
     /// # Errors
-    /// As [`Api::get`].
+    /// See [`Api::get`].
     pub(crate) async fn find<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<Option<T>> {
         let request = self.client.get(format!("{}/api/v1{path}", self.base)).timeout(ANSWER);
         let answer = request.send().await.map_err(|error| self.unreachable(&error))?;
@@ -33,10 +34,10 @@ impl Api {
         }
     }
 
-    /// Sends a value until there is an answer, for at most a minute. The server recognises repeated requests by their `Idempotency-Key`.
+    /// Sends a value until the server responds, for at most a minute. The server recognises repeated requests by their `Idempotency-Key`.
     ///
     /// # Errors
-    /// The server refuses the request, or does not answer for a minute; then it is unknown whether the request was carried out.
+    /// The server refuses the request, or does not respond for a minute. It may have carried out the request even so.
     pub(crate) async fn post_once<T: DeserializeOwned>(
         &self,
         path: &str,

@@ -1,4 +1,4 @@
-//! A job's stream, for the commands that follow a job.
+//! A job's event stream, for the commands that follow a job.
 
 use super::{Api, problem};
 use anyhow::bail;
@@ -17,17 +17,17 @@ use tokio_tungstenite::{
     tungstenite::{Message, handshake::client::generate_key, protocol::Role},
 };
 
-/// A stream that is silent for longer is dead, even without an error: two heartbeats are missing.
+/// Time without a frame after which a connection counts as lost: two heartbeats are missing.
 const SILENT: Duration = Duration::from_secs(2 * HEARTBEAT_SECS + 5);
 
-/// A job's stream.
+/// A job's event stream.
 pub(crate) struct Stream(WebSocketStream<Upgraded>);
 
 impl Stream {
-    /// The next frame except heartbeats; `None` when the server has closed the stream.
+    /// Returns the next frame other than a heartbeat, or `None` if the server has closed the stream.
     ///
     /// # Errors
-    /// The connection broke, or even heartbeats are missing.
+    /// The connection broke, or heartbeats are missing.
     pub(crate) async fn next(&mut self) -> anyhow::Result<Option<Frame>> {
         loop {
             let message = tokio::time::timeout(SILENT, self.0.next()).await;
@@ -46,10 +46,10 @@ impl Stream {
 }
 
 impl Api {
-    /// Opens a job's stream after event `since`. The client of other requests is used, because it knows the proxy.
+    /// Opens a job's stream after event `since`. Uses the same client as other requests, because that client uses the proxy.
     ///
     /// # Errors
-    /// The server is not reachable.
+    /// The server is unreachable.
     pub(crate) async fn stream(&self, job: &Job, since: u64) -> anyhow::Result<Stream> {
         let url = format!("{}/api/v1/jobs/{}/stream?since={since}", self.base, job.id);
         let request = self.client.get(url).header(CONNECTION, "upgrade").header(UPGRADE, "websocket");

@@ -9,13 +9,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Pictures in a batch; the threads work on two batches at a time.
+/// Number of pictures in a batch. The threads work on two batches at a time.
 const BATCH: usize = 128;
-/// Batches before the clock starts: buffers grow, and the page cache fills.
+/// Number of batches before the measurement starts: buffers grow, and the page cache fills.
 const WARM_UP: usize = 2;
 const MEASURED: Duration = Duration::from_secs(10);
 
-/// Reads, decodes, crops at random like torchvision's `RandomResizedCrop`, and flips. Normalisation is left to the device.
+/// Reads, decodes, crops at random like torchvision's `RandomResizedCrop`, and flips. Pictures are not normalised, which the device does
+/// during training.
 ///
 /// # Errors
 /// The dataset cannot be read, or is too small to measure.
@@ -27,7 +28,7 @@ pub(super) fn run(path: &Path, image_size: u32, threads: usize) -> anyhow::Resul
         crop_padding: 0,
         validation: Validation::Split("none".into()),
         broken_files: BrokenFiles::Skip,
-        // ImageNet's mean and standard deviation; otherwise the dataset's own would have to be computed first.
+        // ImageNet's values. Without values, the dataset's own mean and standard deviation would be computed first.
         mean: Some(vec![0.485, 0.456, 0.406]),
         std: Some(vec![0.229, 0.224, 0.225]),
         ..DataSpec::default()

@@ -1,4 +1,4 @@
-//! Downloads a file over HTTP: continues after a broken connection, checks the file, and gives it its name only when it is whole.
+//! Downloads a file over HTTP: continues after a broken connection, checks the file, and gives it its name only when it is complete.
 
 use super::known::Remote;
 use futures_util::StreamExt as _;
@@ -16,18 +16,18 @@ use std::{
     time::Duration,
 };
 
-/// Number of successive connections without new bytes after which a download is given up.
+/// Maximum number of successive connections without new bytes.
 const ATTEMPTS: u32 = 4;
 const RETRY: Backoff = Backoff::new(Duration::from_millis(250), Duration::from_secs(2));
 
-/// Why a download failed.
+/// The reason why a download failed.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Failure {
-    /// The server does not answer, or connections break. Received bytes are kept for the next attempt.
+    /// The server does not respond, or connections break. Received bytes are kept for the next attempt.
     Unreachable(String),
     /// The address has no such file, or a different file.
     Refused(String),
-    /// A failure on this machine: a full disk, or a folder that cannot be written.
+    /// An error of this machine: a full disk, or a folder that cannot be written.
     Local(String),
 }
 
@@ -37,7 +37,7 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// The temporary path of `path` until the file is whole.
+/// Returns the path under which `path` is written until the file is complete.
 pub(super) fn partial(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".part");
@@ -64,7 +64,8 @@ pub(crate) async fn download(
     if file.try_lock().is_err() {
         return Err(Failure::Local(format!("{} is being written by another download", part.display())));
     }
-    // Bytes of an earlier run may belong to another file and are then downloaded again; bytes of this run are not.
+    // Bytes of an earlier run may belong to another file. If the checksum differs, such bytes are downloaded again once; bytes of this run
+    // are not.
     let mut from_before = file.metadata()?.len() > 0;
     loop {
         receive(client, url, remote, &mut file, progress).await?;
@@ -124,7 +125,8 @@ async fn receive(
         if now == remote.bytes {
             continue;
         }
-        // A server without ranges begins anew each time, so only bytes beyond the maximum so far count as progress.
+        // A server without range requests sends the file from the beginning each time, so only bytes beyond the previous maximum count as
+        // progress.
         in_vain = if now > most { 0 } else { in_vain + 1 };
         most = most.max(now);
         if in_vain >= ATTEMPTS {
@@ -134,7 +136,7 @@ async fn receive(
     }
 }
 
-/// One connection: receives the bytes after `have`, or the whole file if the server has no ranges.
+/// Uses one connection: receives the bytes after `have`, or the whole file if the server does not support range requests.
 async fn once(
     client: &Client,
     url: &str,
@@ -151,7 +153,7 @@ async fn once(
     let answer = request.send().await.map_err(lost)?;
     let mut at = match answer.status() {
         StatusCode::PARTIAL_CONTENT if begins_at(&answer, have, remote.bytes) => have,
-        // The length or the place is wrong: begin from the start.
+        // The length or the offset is wrong: start from the beginning.
         StatusCode::PARTIAL_CONTENT | StatusCode::RANGE_NOT_SATISFIABLE if have > 0 => {
             file.set_len(0)?;
             return Err(Failure::Unreachable(format!("{url} does not continue where it was")));
@@ -186,7 +188,7 @@ async fn once(
     Ok(())
 }
 
-/// Whether a partial answer continues after `have` bytes of a file of `bytes`.
+/// Whether a partial response starts after `have` bytes of a file of `bytes` bytes.
 fn begins_at(answer: &Response, have: u64, bytes: u64) -> bool {
     let range = answer.headers().get(CONTENT_RANGE).and_then(|value| value.to_str().ok());
     let range = range.and_then(|range| range.strip_prefix("bytes "));
@@ -210,7 +212,7 @@ fn sha256(file: &mut File) -> io::Result<String> {
     Ok(hex::encode(hash.finalize()))
 }
 
-/// An error with its causes: the outermost error only says that sending failed.
+/// Formats an error with its causes: the outermost error only says that sending failed.
 pub(crate) fn chain(error: &reqwest::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);

@@ -1,4 +1,4 @@
-//! `lockstep dataset get`: a public dataset, downloaded, checked, unpacked and registered.
+//! `lockstep dataset get`: downloads, checks, unpacks and registers a public dataset.
 
 use super::{
     download::{Failure, download, partial},
@@ -18,7 +18,7 @@ use std::{
     time::Duration,
 };
 
-/// The largest unpacked file. The largest real one, CIFAR-100's training pictures, has 154 MB.
+/// Maximum size of an unpacked file. The largest file of a known dataset, CIFAR-100's training pictures, has 154 MB.
 const MEMBER_BYTES: u64 = 1 << 30;
 
 #[derive(clap::Args)]
@@ -26,10 +26,10 @@ pub(super) struct Args {
     /// The dataset to download
     #[arg(value_name = "NAME", value_parser = KNOWN.map(|known| known.name))]
     name: String,
-    /// The folder for the files [default: datasets/NAME]
+    /// Folder for the files [default: datasets/NAME]
     #[arg(long, value_name = "DIR")]
     to: Option<PathBuf>,
-    /// Address of a mirror: a folder with the publisher's files under their own names
+    /// Address of a mirror: a folder with the publisher's files under their original names
     #[arg(long, value_name = "URL")]
     from: Option<String>,
     /// Do not register the dataset with a server
@@ -42,12 +42,12 @@ pub(super) struct Args {
 /// Downloads the dataset unless it exists already, and registers it under its name if a server runs.
 ///
 /// # Errors
-/// Exit status 1 if the address cannot be reached, 2 if its files are wrong.
+/// Exit status 1 if the address cannot be reached, 2 if a file has wrong content.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let known = KNOWN.into_iter().find(|known| known.name == args.name);
     let known = known.ok_or_else(|| wrong(format!("no dataset {} is known", args.name)))?;
     let to = args.to.clone().unwrap_or_else(|| Path::new("datasets").join(known.name));
-    // Removes a slash at the end.
+    // Removes a trailing slash.
     let to: std::path::PathBuf = to.components().collect();
     let base = args.from.as_deref().unwrap_or(known.base);
     fetch(&known, base, &to)?;
@@ -73,7 +73,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     output::line(format_args!("{}: {}", dataset.name, sentence(&dataset.info)))
 }
 
-/// Puts the dataset's files into `to`, all or none of them. Until then, downloaded files are kept next to `to`.
+/// Puts all of the dataset's files into `to`, or none. Until then, downloaded files are kept next to `to`.
 fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     if to.exists() {
         let missing: Vec<_> = known.parts().filter(|part| !to.join(part).is_file()).collect();
@@ -110,7 +110,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     }
     bar.finish_and_clear();
     let whole = work.join("whole");
-    // An earlier run may have ended while it unpacked.
+    // An earlier run may have ended while it unpacked files.
     if whole.exists() {
         fs::remove_dir_all(&whole).map_err(|e| failed(&whole, e))?;
     }
@@ -127,7 +127,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     fs::remove_dir_all(&work).map_err(|e| failed(&work, e))
 }
 
-/// Puts a checked file, or the members of an archive, into `folder`.
+/// Copies a checked file, or the members of an archive, into `folder`.
 fn place(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
     if file.members.is_empty() {
         return fs::hard_link(from, folder.join(file.name))
@@ -139,7 +139,7 @@ fn place(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
         let entry = entry?;
         let path = entry.path()?.into_owned();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        // Only names of our own are used: nothing in an archive decides where a file goes.
+        // Only known names are used, so an archive cannot choose where a file is written.
         let Some(at) = missing.iter().position(|member| *member == name) else { continue };
         let name = missing.remove(at);
         if !entry.header().entry_type().is_file() || entry.size() > MEMBER_BYTES {
@@ -155,7 +155,7 @@ fn place(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
     Err(io::Error::other(format!("{} has no {}", file.name, missing.join(", "))))
 }
 
-/// Proxies from the environment are used (`https_proxy`), because the files are on the internet.
+/// Returns an HTTP client that uses proxies from the environment (`https_proxy`), because the files are on the internet.
 pub(crate) fn client() -> anyhow::Result<Client> {
     let tls = tls::client_config(None).map_err(wrong)?;
     Ok(Client::builder()
@@ -165,14 +165,14 @@ pub(crate) fn client() -> anyhow::Result<Client> {
         .build()?)
 }
 
-/// A progress bar, hidden if standard error is not a terminal.
+/// Returns a progress bar, which is hidden if standard error is not a terminal.
 pub(crate) fn bar(bytes: u64) -> ProgressBar {
     let style =
         ProgressStyle::with_template("{bytes} of {total_bytes} [{bar:30}] {bytes_per_sec}, {eta} left");
     ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-/// A failure and advice.
+/// Adds advice to a failure.
 fn explained(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path) -> anyhow::Error {
     let addresses: Vec<_> = known.files.iter().map(|file| format!("  {base}{}", file.name)).collect();
     let manually = format!(

@@ -1,4 +1,4 @@
-//! Public datasets that `lockstep dataset get` downloads: their addresses, and the checksum of each file.
+//! The public datasets that `lockstep dataset get` downloads, with their addresses and checksums.
 
 /// A dataset and its files.
 #[derive(Debug, Clone)]
@@ -19,7 +19,7 @@ pub(crate) struct Remote {
     pub(crate) bytes: u64,
     /// Hexadecimal.
     pub(crate) sha256: &'static str,
-    /// Files to unpack from a gzipped tar archive, without their folder in the archive. Empty: the file is kept as it is.
+    /// Files to unpack from a gzipped tar archive, without their folder in the archive. If empty, the file itself is kept.
     pub(crate) members: &'static [&'static str],
 }
 
@@ -27,7 +27,7 @@ const fn plain(name: &'static str, bytes: u64, sha256: &'static str) -> Remote {
     Remote { name, bytes, sha256, members: &[] }
 }
 
-/// Addresses of the publishers. The publishers give MD5 sums; these are SHA-256 sums of the same files.
+/// The known datasets, at their publishers' addresses. The publishers give MD5 checksums; these are SHA-256 checksums of the same files.
 pub(super) const KNOWN: [Known; 3] = [
     Known {
         name: "cifar10",
@@ -88,7 +88,7 @@ pub(super) const KNOWN: [Known; 3] = [
     },
 ];
 
-/// Names in the order of labels, from the publisher's page.
+/// Names of Fashion-MNIST's classes in the order of labels, from the publisher's page.
 const FASHION: [&str; 10] = [
     "T-shirt/top",
     "Trouser",
@@ -103,7 +103,7 @@ const FASHION: [&str; 10] = [
 ];
 
 impl Known {
-    /// Names of the files that the dataset consists of.
+    /// Returns the names of the dataset's files.
     pub(super) fn parts(&self) -> impl Iterator<Item = &'static str> {
         self.files.iter().flat_map(|file| {
             let own: &[&str] =

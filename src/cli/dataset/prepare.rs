@@ -1,5 +1,4 @@
-//! Copies a dataset as shards of small pictures: `lockstep dataset prepare`, and `dataset add --prepare` before it
-//! registers the copy.
+//! Copies a dataset as shards of small pictures, for `lockstep dataset prepare` and `dataset add --prepare`.
 
 use super::{SHOW_EVERY, unnamed};
 use crate::cli::{output, wrong};
@@ -9,30 +8,31 @@ use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::BrokenFiles;
 use std::path::{Path, PathBuf};
 
-/// The largest number of broken files to print. `prepared.json` lists all, except files that were broken when first read.
+/// Maximum number of broken files that are printed. `prepared.json` lists all broken files, except files that were already broken at the
+/// inspection.
 const NAMED: usize = 100;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// A dataset of pictures in files or shards, in the forms of `dataset add`
+    /// Dataset of pictures in files or shards, in a form that `dataset add` accepts
     path: PathBuf,
-    /// The folder for the copy. An interrupted copy continues
+    /// Folder for the copy. An interrupted copy continues
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
-    /// Pictures with a longer short side are resized to this many pixels
+    /// Short side in pixels to which larger pictures are resized
     #[arg(long, default_value_t = 256, value_parser = side())]
     short_side: u32,
     #[command(flatten)]
     pictures: Pictures,
 }
 
-/// How pictures are written to a copy, and what happens to broken files.
+/// Options for the pictures of a copy.
 #[derive(Clone, Copy, clap::Args)]
 pub(super) struct Pictures {
     /// JPEG quality of the copy
     #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u8).range(i64::from(*QUALITIES.start())..=i64::from(*QUALITIES.end())))]
     quality: u8,
-    /// What to do if a picture cannot be decoded: fail, or skip the picture and report it
+    /// If a picture cannot be decoded: fail, or skip the picture and report it
     #[arg(long, default_value = "fail")]
     broken_files: Policy,
 }
@@ -61,7 +61,7 @@ enum Policy {
 /// Writes the copy and prints what it contains.
 ///
 /// # Errors
-/// Exit status 2 when the files are no dataset or cannot be copied, with the reason.
+/// Exit status 2 if the files are not a dataset or cannot be copied.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let path =
         lockstep_data::canonical(&args.path).map_err(|e| wrong(format!("{}: {e}", args.path.display())))?;
@@ -69,8 +69,8 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     report(&args.to, &made)
 }
 
-/// The default folder for a copy in `dataset add --prepare`: `/data/imagenet-256` next to `/data/imagenet`. `None` if
-/// the path is not a folder, such as a pattern of shards.
+/// Returns the default folder for a copy in `dataset add --prepare`: `/data/imagenet-256` next to `/data/imagenet`. `None` if the path is
+/// not a folder, such as a pattern of shards.
 pub(super) fn default_target(path: &Path, short_side: u32) -> Option<PathBuf> {
     let name = path.file_name().filter(|_| path.is_dir())?;
     let mut copy = name.to_owned();
@@ -81,7 +81,7 @@ pub(super) fn default_target(path: &Path, short_side: u32) -> Option<PathBuf> {
 /// Writes the copy, with a progress bar.
 ///
 /// # Errors
-/// As [`run`].
+/// See [`run`].
 pub(super) fn copy(path: &Path, to: &Path, settings: &PrepareSettings) -> anyhow::Result<Prepared> {
     let style = ProgressStyle::with_template("{pos} of {len} pictures [{bar:30}] {per_sec}, {eta} left");
     let per_second = (1000 / SHOW_EVERY.as_millis()) as u8;
@@ -95,7 +95,7 @@ pub(super) fn copy(path: &Path, to: &Path, settings: &PrepareSettings) -> anyhow
     made.map_err(|e| wrong(e.to_string()))
 }
 
-/// Prints what was made.
+/// Prints what the copy contains.
 pub(super) fn report(to: &Path, made: &Prepared) -> anyhow::Result<()> {
     let splits: Vec<_> =
         made.splits.iter().map(|(name, pictures)| format!("{pictures} {}", output::one_line(name))).collect();

@@ -1,21 +1,21 @@
-//! What measurements between machines mean for a job on them, and advice.
+//! Assesses measurements between machines for a job on these machines, with advice.
 
 use super::examined::{ExaminedMachine, Pair};
 use lockstep_worker::doctor::{Finding, Grade, LinkMeasurement};
 use std::time::Duration;
 
-/// Bytes per second below which all-reduces take longer than most steps, so that a job over several machines is
-/// useless. TCP leaves about 117 million bytes per second of a gigabit.
+/// Speed in bytes per second below which all-reduces take longer than most steps, so that several machines are not faster than one. A
+/// gigabit link transfers about 117 million bytes of TCP data per second.
 const SLOW: f64 = 110e6;
 const USELESS: f64 = 11e6;
-/// A link is suspicious if another one is this many times faster.
+/// A link gets a finding if another link is faster by this factor.
 const FASTER: f64 = 2.5;
-/// Bytes of ResNet-50's gradients in float32, to illustrate a speed.
+/// Bytes of ResNet-50's gradients in float32, as an example in messages.
 const RESNET_50: f64 = 102e6;
-/// The longest round trip, in milliseconds, between machines in one room.
+/// Maximum round trip time, in milliseconds, between machines in one room.
 const FAR: f64 = 1.0;
-/// Differences between clocks, in milliseconds, that lead to a note and to a problem: log lines are in order to about a
-/// second, and certificates may be rejected from about a minute.
+/// Clock differences in milliseconds that lead to a note and to a problem: log lines are in order to about a second, and certificates may
+/// be rejected from about a minute.
 const CLOCKS_NOTE: f64 = 1_000.0;
 const CLOCKS_PROBLEM: f64 = 60_000.0;
 
@@ -23,7 +23,7 @@ fn finding(what: &str, grade: Grade, found: String, advice: String) -> Finding {
     Finding { what: what.into(), grade, found, advice: Some(advice) }
 }
 
-/// Compares versions that must be equal on two machines.
+/// Compares the versions that must be equal on two machines.
 pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding> {
     let mut findings = Vec::new();
     let (one, other) = (&a.name, &b.name);
@@ -83,7 +83,8 @@ pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding>
     findings
 }
 
-/// How many milliseconds the clock of `b` is ahead of that of `a`, with the uncertainty, from the direction with the smaller uncertainty.
+/// Returns how far the clock of `b` is ahead of the clock of `a` and the uncertainty, both in milliseconds, from the direction with the
+/// smaller uncertainty.
 pub(super) fn clocks(pair: &Pair) -> Option<(f64, f64)> {
     let there = pair.to_b.as_ref().ok().map(|link| (link.clock_ahead_ms, link.clock_within_ms));
     let back = pair.to_a.as_ref().ok().map(|link| (-link.clock_ahead_ms, link.clock_within_ms));
@@ -111,7 +112,7 @@ fn clock(pair: &Pair) -> Option<Finding> {
     ))
 }
 
-/// A time in milliseconds, printed with a suitable unit.
+/// Formats a time in milliseconds with a suitable unit.
 pub(super) fn duration(ms: f64) -> String {
     match ms {
         ms if ms < 1.0 => format!("{:.0} us", ms * 1e3),
@@ -121,7 +122,7 @@ pub(super) fn duration(ms: f64) -> String {
     }
 }
 
-/// `9.41 Gbit/s`.
+/// Formats a speed: `9.41 Gbit/s`.
 pub(super) fn speed(bytes_per_second: f64) -> String {
     let bits = bytes_per_second * 8.0;
     match bits {
@@ -131,7 +132,7 @@ pub(super) fn speed(bytes_per_second: f64) -> String {
     }
 }
 
-/// The findings about a measured pair. `fastest` is the fastest link among all pairs, in bytes a second.
+/// Returns the findings about a measured pair. `fastest` is the speed of the fastest link among all pairs, in bytes per second.
 pub(super) fn of_pair(pair: &Pair, fastest: f64) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (from, to, link) in [(&pair.a, &pair.b, &pair.to_b), (&pair.b, &pair.a, &pair.to_a)] {
@@ -186,7 +187,7 @@ fn unreachable(from: &str, to: &str, why: &str) -> String {
 
 fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f64) -> Vec<Finding> {
     let mut findings = Vec::new();
-    // `to_b` measures data that comes from b.
+    // `to_b` measures data that `b` sends.
     let (least, slow_from, slow_to) = if there.bytes_per_second < back.bytes_per_second {
         (there.bytes_per_second, &pair.b, &pair.a)
     } else {
@@ -246,12 +247,12 @@ fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f
     findings
 }
 
-/// Whether the link should be measured again, because a finding may be due to a bad measurement.
+/// Whether the link should be measured again, because a busy machine may have caused the finding.
 pub(super) fn is_suspicious(link: &LinkMeasurement) -> bool {
     link.bytes_per_second < SLOW || link.round_trip_ms > FAR
 }
 
-/// The worst grade among the findings.
+/// Returns the worst grade among the findings.
 pub(super) fn worst(findings: &[Finding]) -> Grade {
     let has = |grade| findings.iter().any(|finding| finding.grade == grade);
     if has(Grade::Problem) {
@@ -263,7 +264,7 @@ pub(super) fn worst(findings: &[Finding]) -> Grade {
     }
 }
 
-/// The expected time to measure all pairs of `hosts` machines; disjoint pairs are measured at the same time.
+/// Returns the expected time to measure all pairs of `hosts` machines. Disjoint pairs are measured at the same time.
 pub(super) fn expected(hosts: usize) -> Duration {
     let rounds = if hosts.is_multiple_of(2) { hosts.saturating_sub(1) } else { hosts };
     Duration::from_secs(3) * u32::try_from(rounds).unwrap_or(u32::MAX)

@@ -1,4 +1,4 @@
-//! Results of `lockstep doctor --hosts`: machines, and pairs of machines.
+//! Results of `lockstep doctor --hosts`: machines and pairs of machines.
 
 use lockstep_worker::doctor::{Facts, Finding, Gathered, Grade, LinkMeasurement};
 use serde::{Serialize, Serializer};
@@ -20,15 +20,15 @@ pub(super) struct Pair {
     pub(super) a: String,
     pub(super) b: String,
     pub(super) grade: Grade,
-    /// The link when `a` connects to `b`; the data comes from `b`.
+    /// The link when `a` connects to `b`. `b` sends the data.
     #[serde(serialize_with = "or_error")]
     pub(super) to_b: Result<LinkMeasurement, String>,
     #[serde(serialize_with = "or_error")]
     pub(super) to_a: Result<LinkMeasurement, String>,
-    /// How many milliseconds the clock of `b` is ahead of that of `a`, with an uncertainty.
+    /// How far the clock of `b` is ahead of the clock of `a` and the uncertainty, both in milliseconds.
     pub(super) clock_ahead_ms: Option<f64>,
     pub(super) clock_within_ms: Option<f64>,
-    /// NCCL between the first GPU of each machine, if both have one.
+    /// All-reduces over NCCL between the first GPUs of the two machines, if both have GPUs.
     #[serde(serialize_with = "perhaps_or_error")]
     pub(super) nccl: Option<Result<Gathered, String>>,
     pub(super) findings: Vec<Finding>,

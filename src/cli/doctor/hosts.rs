@@ -1,5 +1,5 @@
-//! `lockstep doctor --hosts`: examines several machines and the links between them. SSH starts `lockstep doctor --peer`
-//! on each machine; this process tells each machine which others to connect to.
+//! `lockstep doctor --hosts`: checks several machines and the links between them. SSH starts `lockstep doctor --peer` on each machine, and
+//! this process tells each machine to which other machines it connects.
 
 use super::{
     super::{
@@ -21,11 +21,11 @@ use std::{
     time::Duration,
 };
 
-/// Time limit of a probe, which has shorter limits for connecting and for each byte.
+/// Time limit of a probe. A probe itself has shorter limits for connecting and for each byte.
 const PROBE: Duration = Duration::from_secs(30);
-/// The largest number of measurements of a link that seems bad.
+/// Maximum number of measurements of a link that seems slow.
 const MEASUREMENTS: u32 = 3;
-/// With more machines than this, the expected time is printed first.
+/// With more than this number of machines, the expected time is printed first.
 const MANY: usize = 8;
 
 #[derive(Serialize)]
@@ -34,7 +34,7 @@ struct Report {
     pairs: Vec<Pair>,
 }
 
-/// A machine that answers.
+/// A machine that responds.
 struct Connected {
     remote: Mutex<Remote>,
     greeting: Greeting,
@@ -60,10 +60,10 @@ pub(super) struct Request<'a> {
     pub(super) json: bool,
 }
 
-/// Examines the machines and prints findings with advice.
+/// Checks the machines and prints findings with advice.
 ///
 /// # Errors
-/// Exit status 2 for mistakes in the lists, 1 when a finding would keep a job from training on these machines.
+/// Exit status 2 for mistakes in the lists, 1 if a finding would prevent training on these machines.
 pub(super) fn run(request: &Request<'_>) -> anyhow::Result<()> {
     let hosts = match (request.hostfile, request.list) {
         (Some(path), _) => read_hostfile(path)?,
@@ -99,7 +99,7 @@ pub(super) fn run(request: &Request<'_>) -> anyhow::Result<()> {
     }
 }
 
-/// Connects to all machines at once.
+/// Connects to all machines at the same time.
 fn connect(
     hosts: &[Host],
     request: &Request<'_>,
@@ -130,7 +130,7 @@ fn connect(
     hosts.iter().zip(started).map(examine).unzip()
 }
 
-/// Measures each pair of machines that answer. Pairs without a common machine are measured at the same time.
+/// Measures each pair of machines that respond. Pairs without a common machine are measured at the same time.
 fn measure(machines: &[ExaminedMachine], connected: &[Option<Connected>]) -> Vec<Pair> {
     let there: Vec<_> = machines
         .iter()
@@ -150,12 +150,12 @@ fn measure(machines: &[ExaminedMachine], connected: &[Option<Connected>]) -> Vec
     measured.into_iter().map(|(_, _, pair)| pair).collect()
 }
 
-/// Rounds in which each of `n` machines meets one other, until all have met (circle method, Lucas 1883).
+/// Returns rounds in which each of `n` machines is paired with one other, until all pairs have occurred (circle method, Lucas 1883).
 fn rounds(n: usize) -> Vec<Vec<(usize, usize)>> {
     if n < 2 {
         return Vec::new();
     }
-    // With an odd number, one machine pauses in each round.
+    // With an odd number of machines, one machine pauses in each round.
     let seats = n.next_multiple_of(2) - 1;
     let round = |r: usize| {
         let others = (1..=seats / 2).map(|i| ((r + i) % seats, (r + seats - i) % seats));
@@ -166,7 +166,7 @@ fn rounds(n: usize) -> Vec<Vec<(usize, usize)>> {
 }
 
 fn pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
-    // In one round no other pair uses these machines.
+    // No other pair of this round uses these machines.
     let (mut by_a, mut by_b) = (at_a.hold(), at_b.hold());
     let to_b = measure_link(&mut by_a, at_b.listens_at());
     let to_a = measure_link(&mut by_b, at_a.listens_at());
@@ -188,14 +188,14 @@ fn pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
     }
 }
 
-/// Runs all-reduces between two machines as ranks of a group. The first is rank 0, to which the other connects.
+/// Runs all-reduces between two machines as a group of two ranks. The first machine is rank 0, to which the other connects.
 fn meet(
     (a, by_a): (&str, &mut Remote),
     (b, by_b): (&str, &mut Remote),
     (addr, port): (String, u16),
 ) -> Result<Gathered, String> {
     by_a.order(&Order::Meet { rank: 0, addr: addr.clone(), port })?;
-    // Rank 0 still waits for rank 1. A late answer would be taken for the answer to the next order, so its connection is closed.
+    // Rank 0 still waits for rank 1. Its late response would be taken for the response to the next order, so its connection is closed.
     by_b.order(&Order::Meet { rank: 1, addr, port }).inspect_err(|_| by_a.close())?;
     let patience = MEETING + Duration::from_secs(20);
     let said = [by_a.answer(patience), by_b.answer(patience)];
@@ -210,14 +210,14 @@ fn meet(
     found.ok_or_else(|| "rank 0 reported no measurement".to_owned())
 }
 
-/// Measures a link, repeatedly if it seems bad: a machine may be busy for a moment.
+/// Measures a link, and measures again if the link seems slow: a machine may be busy for a moment.
 fn measure_link(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     let mut best = call(by, to)?;
     for _ in 1..MEASUREMENTS {
         if !assessment::is_suspicious(&best) {
             break;
         }
-        // An error in a repetition does not discard the earlier measurement.
+        // If a repetition fails, the earlier measurement is kept.
         let Ok(again) = call(by, to) else { break };
         best = best.best(again);
     }
@@ -232,7 +232,7 @@ fn call(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     }
 }
 
-/// Adds the findings that follow from the measurements.
+/// Adds findings from the measurements.
 fn assess(machines: &[ExaminedMachine], pairs: &mut [Pair]) {
     let links = pairs.iter().flat_map(|pair| [&pair.to_a, &pair.to_b]);
     let fastest = links.filter_map(|link| Some(link.as_ref().ok()?.bytes_per_second)).fold(0.0, f64::max);

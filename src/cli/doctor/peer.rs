@@ -1,5 +1,5 @@
-//! `lockstep doctor --peer`, which `doctor --hosts` starts on each machine over SSH. It reports what the machine has,
-//! listens for the others, and connects to them on request. Messages are lines of JSON over standard input and output.
+//! `lockstep doctor --peer`, which `doctor --hosts` starts on each machine over SSH. Describes the machine, listens for connections of
+//! other machines, and connects to other machines on request. Messages are lines of JSON over standard input and output.
 
 use super::super::wrong;
 use lockstep_host::{gpu::devices, nccl_variable, own_program};
@@ -18,11 +18,11 @@ use std::{
     time::Duration,
 };
 
-/// The variable with the secret of this examination. Not an argument, because other accounts can read arguments.
+/// Environment variable with the secret of this check. The secret is not an argument, because other accounts can read arguments.
 const SECRET: &str = "LOCKSTEP_DOCTOR_SECRET";
-/// The largest line in either direction.
+/// Maximum length of a line in either direction.
 pub(super) const LINE_BYTES: u64 = 64 << 10;
-/// Time limit of a pair's all-reduces: NCCL's first start takes a while.
+/// Time limit of a pair's all-reduces: NCCL's first start may take a minute or more.
 pub(super) const MEETING: Duration = Duration::from_secs(90);
 
 /// The first line that a machine receives.
@@ -43,26 +43,26 @@ pub(super) enum Order {
     Meet { rank: u32, addr: String, port: u16 },
 }
 
-/// A message of a machine: first about itself, then an answer to each order.
+/// A message from a machine: first its description, then a response to each order.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum PeerMessage {
     Hello {
         facts: Facts,
-        /// The port for probes, and a free port for a rendezvous.
+        /// Port for probes, and a free port for a rendezvous.
         port: u16,
         meeting_port: u16,
     },
     Link(Result<LinkMeasurement, String>),
     Met(Result<Option<Gathered>, String>),
-    /// Why the machine cannot take orders.
+    /// The reason why the machine cannot take orders.
     Failed(String),
 }
 
-/// Runs until standard input ends.
+/// Handles orders until standard input ends.
 ///
 /// # Errors
-/// Standard input has an invalid line, or output is closed.
+/// Standard input has an invalid line, or standard output is closed.
 pub(super) fn run() -> anyhow::Result<()> {
     let Ok(secret) = std::env::var(SECRET) else { return Err(start_with_environment()) };
     let (facts, port) = match begin(&secret) {
@@ -93,10 +93,11 @@ fn begin(secret: &str) -> Result<(Facts, u16), String> {
     Ok((facts, port))
 }
 
-/// Reads the first line and starts this program again with its variables, which decide where libraries are found and which interface is used.
+/// Reads the first line, and starts this program again with the line's environment variables: they decide where libraries are found and
+/// which network interface is used.
 fn start_with_environment() -> anyhow::Error {
     let read = || -> anyhow::Result<Start> {
-        // Reads exactly the line: the rest is for the program that replaces this one (exec).
+        // Reads exactly this line: the rest of the input is for the program that replaces this one (exec).
         let mut input = File::from(io::stdin().as_fd().try_clone_to_owned()?);
         let (mut line, mut byte) = (Vec::new(), [0]);
         while line.len() < LINE_BYTES as usize && input.read(&mut byte)? == 1 && byte[0] != b'\n' {
@@ -124,7 +125,7 @@ fn say(said: &PeerMessage) -> anyhow::Result<()> {
     Ok(out.flush()?)
 }
 
-/// Runs the all-reduces in a process of its own, so that a hang of NCCL ends with it. Returns what rank 0 found.
+/// Runs the all-reduces in a separate process, which is killed if NCCL hangs. Returns rank 0's result.
 fn meet(facts: &Facts, secret: &str, rank: u32, addr: String, port: u16) -> Result<Option<Gathered>, String> {
     let gpus = devices::usable(None)?.gpus;
     let gpu =

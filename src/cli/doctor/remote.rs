@@ -1,4 +1,4 @@
-//! A machine with `lockstep doctor --peer`, at the other end of an SSH connection.
+//! A machine with `lockstep doctor --peer` at the other end of an SSH connection.
 
 use super::{
     super::launch::{Host, ssh},
@@ -13,12 +13,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Time limit for ssh to connect, with keys and a login shell, and for the machine to examine its GPUs.
+/// Time limit for ssh to connect, with keys and a login shell, and for the machine to check its GPUs.
 const CONNECTING: Duration = Duration::from_secs(40);
 const LOOKING: Duration = Duration::from_secs(60);
-/// Time for processes to end by themselves.
+/// Time for processes to exit before they are killed.
 const FAREWELL: Duration = Duration::from_secs(3);
-/// The largest part of ssh's standard error that is kept.
+/// Maximum size of ssh's standard error that is kept.
 const WORDS_BYTES: u64 = 64 << 10;
 
 pub(super) struct Remote {
@@ -28,14 +28,14 @@ pub(super) struct Remote {
     words: Option<JoinHandle<String>>,
 }
 
-/// A machine's report about itself.
+/// A machine's description.
 pub(super) struct Greeting {
     pub(super) facts: Facts,
     pub(super) port: u16,
     pub(super) meeting_port: u16,
 }
 
-/// Why there is no report, and the version of Lockstep on the machine if it is known.
+/// The reason why a machine sent no description, and the version of Lockstep on the machine if it is known.
 pub(super) struct NoGreeting {
     pub(super) lockstep: Option<String>,
     pub(super) why: String,
@@ -43,7 +43,7 @@ pub(super) struct NoGreeting {
 }
 
 impl Remote {
-    /// Connects, and returns the version of Lockstep on the machine with the machine's report.
+    /// Connects. Returns the version of Lockstep on the machine, and the machine's description.
     pub(super) fn start(
         host: &Host,
         program: &str,
@@ -56,7 +56,7 @@ impl Remote {
             silent(format!("ssh cannot be started: {e}"), "Install OpenSSH's client (openssh-client).")
         })?;
         let start = Start { secret: secret.into(), env: host.env.clone() };
-        // If the program cannot read this, its exit says why.
+        // If the program cannot read the message, its exit status and output explain why.
         let _ = remote.write(&start);
         let version = match remote.line(CONNECTING) {
             Ok(line) => line.trim().trim_start_matches("lockstep ").to_owned(),
@@ -90,7 +90,7 @@ impl Remote {
         Self::run(ssh::to(options, &host.name, &there))
     }
 
-    /// Starts a command, and talks to it over its standard input and output.
+    /// Starts a command, with which messages are exchanged over its standard input and output.
     pub(super) fn run(mut command: Command) -> std::io::Result<Self> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn()?;
@@ -117,7 +117,7 @@ impl Remote {
                 let mut bytes = Vec::new();
                 let mut stderr = stderr;
                 let _ = (&mut stderr).take(WORDS_BYTES).read_to_end(&mut bytes);
-                // The pipe must be read to its end, or the program would block.
+                // The pipe must be read to its end. Otherwise the program blocks when the pipe is full.
                 let _ = std::io::copy(&mut stderr, &mut std::io::sink());
                 String::from_utf8_lossy(&bytes).into_owned()
             })
@@ -144,7 +144,7 @@ impl Remote {
         serde_json::from_str(&line).map_err(|e| format!("unexpected output ({e})"))
     }
 
-    /// Sends an order; [`Self::answer`] waits for its answer.
+    /// Sends an order. [`Self::answer`] waits for the response.
     pub(super) fn order(&mut self, order: &Order) -> Result<(), String> {
         self.write(order)
     }
@@ -152,18 +152,18 @@ impl Remote {
     pub(super) fn answer(&mut self, patience: Duration) -> Result<PeerMessage, String> {
         let said = self.said(patience);
         if said.is_err() {
-            // A late answer would be taken for the answer to the next order.
+            // A late response would be taken for the response to the next order.
             self.close();
         }
         said
     }
 
-    /// Closes the input: no more orders.
+    /// Closes the input, which ends the orders.
     pub(super) fn close(&mut self) {
         self.to = None;
     }
 
-    /// Why there was no answer, from the way in which ssh ended.
+    /// Explains a missing response from the way in which ssh ended.
     fn explain(&mut self, name: &str, why: &str) -> (String, String) {
         let status = self.end(FAREWELL);
         let last = self.last_words();
@@ -176,14 +176,14 @@ impl Remote {
         }
     }
 
-    /// The last line that ssh or the program on the machine wrote to standard error.
+    /// Returns the last line that ssh or the program on the machine wrote to standard error.
     fn last_words(&mut self) -> String {
         self.end(FAREWELL);
         let words = self.words.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
         words.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default().to_owned()
     }
 
-    /// Waits for the process to end, and kills it if it does not.
+    /// Waits for the process to exit. Kills it after the time limit.
     fn end(&mut self, within: Duration) -> Option<std::process::ExitStatus> {
         self.to = None;
         let until = Instant::now() + within;

@@ -23,33 +23,33 @@ use tempfile::TempDir;
 /// Write a checkpoint's network as an ONNX file: opset 17, input `input` (normalised pictures, N x C x H x W), output `output` (logits)
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// The job's id, the start of its id, or its name, or a model's version (`models:/shoes@champion`). Or the path of a checkpoint's
-    /// folder, or of a model.safetensors that Lockstep wrote, which needs no server
+    /// The job's id, the start of its id, or its name, or a version of a model (`models:/shoes@champion`). Or a checkpoint's folder, or a
+    /// model.safetensors that Lockstep wrote; both need no server
     #[arg(value_name = "JOB|PATH")]
     source: PathBuf,
-    /// Of a job: best, latest, a step, or epoch and step (`2-54`)
+    /// The job's checkpoint: best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = "best")]
     checkpoint: String,
-    /// Which of the checkpoint's weights to use
+    /// The weights of the checkpoint to use
     #[arg(long, value_enum, default_value_t = Weights::Model)]
     weights: Weights,
     /// File for the network
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
-    /// Leave out the last layer: the output is the embedding, which is that layer's input
+    /// Leave out the last layer: the output is the embedding, which is the input of that layer
     #[arg(long)]
     embed: bool,
-    /// Make each batch norm part of the convolution before it
+    /// Fold each batch norm into the convolution before it
     #[arg(long)]
     fold_batch_norm: bool,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// Converts a checkpoint of this machine or of a server.
+/// Converts a checkpoint on this machine or on a server.
 ///
 /// # Errors
-/// Exit status 2 when there is no such checkpoint, or its network has no ONNX file.
+/// Exit status 2 if the checkpoint does not exist, or its network cannot be exported to ONNX.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let Args { source, output: place, .. } = args;
     file::check_output(place)?;
@@ -68,7 +68,8 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", place.display()))
 }
 
-/// Whether the source is a path: a file, or a folder that is written as one or has a checkpoint. Another folder may be called as a job is.
+/// Whether the source is a path: a file, a folder with a checkpoint, or a text with the form of a path. Another folder may have the same
+/// name as a job.
 fn is_path(source: &Path) -> bool {
     let has = |file: &str| source.join(file).exists();
     let is_written = source.components().count() > 1 || source.is_absolute();
@@ -78,7 +79,7 @@ fn is_path(source: &Path) -> bool {
 /// Downloads the weights of a job's checkpoint into a folder next to the output.
 fn fetch(args: &Args) -> anyhow::Result<TempDir> {
     let source = args.source.to_string_lossy();
-    // A mistyped path must not need a server.
+    // A mistyped path is reported without a server.
     if source.contains('/') && !source.starts_with(SCHEME) {
         let detail = "there is no such file or folder; name a job with a / in its name by its id";
         return Err(wrong(format!("{source}: {detail}")));

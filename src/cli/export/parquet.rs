@@ -1,4 +1,4 @@
-//! `lockstep export parquet`: jobs' metrics as a Parquet file.
+//! `lockstep export parquet`: writes jobs' metrics into a Parquet file.
 
 use crate::cli::{
     api::{Api, ServerArgs},
@@ -49,7 +49,7 @@ pub(super) struct Args {
 /// Writes the file.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job or no job has metrics.
+/// Exit status 2 if a job does not exist or no job has metrics.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     file::check_output(&args.output)?;
     let api = args.server.api()?;
@@ -61,7 +61,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     output::line(format_args!("{file}: {points} points"))
 }
 
-/// Writes a row group for each rank of each job; returns the number of points.
+/// Writes a row group for each rank of each job. Returns the number of points.
 async fn write(api: &Api, jobs: &[String], path: &Path) -> anyhow::Result<usize> {
     let schema = Arc::new(parse_message_type(SCHEMA)?);
     let compression = Compression::ZSTD(ZstdLevel::default());
@@ -101,7 +101,7 @@ async fn write(api: &Api, jobs: &[String], path: &Path) -> anyhow::Result<usize>
     if written == 0 { Err(wrong("there are no metrics yet")) } else { Ok(written) }
 }
 
-/// Writes the next column of the schema.
+/// Writes the next column of a row group.
 fn column<T: DataType>(
     group: &mut SerializedRowGroupWriter<'_, File>,
     values: &[T::T],

@@ -1,4 +1,4 @@
-//! `lockstep export tensorboard`: jobs' metrics and settings as TensorBoard's event files.
+//! `lockstep export tensorboard`: writes jobs' metrics and settings as TensorBoard's event files.
 
 use crate::cli::{
     api::{Api, ServerArgs, list},
@@ -19,23 +19,23 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Metrics by their names.
+/// Points of each metric, by the metric's name.
 type Series = BTreeMap<String, Vec<Point>>;
 
-/// Write jobs' metrics and settings for TensorBoard: a run for each job, and one for each further rank
+/// Write jobs' metrics and settings for TensorBoard: a run for each job, and another run for each rank after rank 0
 #[derive(clap::Args)]
 pub(super) struct Args {
     /// Jobs: an id, the start of an id, or a name
     #[arg(required = true, value_name = "JOB")]
     jobs: Vec<String>,
-    /// Folder for the runs, which tensorboard takes as --logdir
+    /// Folder for the runs, for tensorboard --logdir
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// The files of a job.
+/// The event files of a job.
 #[derive(Serialize)]
 struct Run {
     job: String,
@@ -46,7 +46,7 @@ struct Run {
 /// Writes a folder for each job. An earlier export of the same job is replaced.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job or it has no metrics.
+/// Exit status 2 if a job does not exist or has no metrics.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
@@ -68,7 +68,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 async fn export(api: &Api, job: &Job, output: &Path) -> anyhow::Result<Run> {
     let attempts = api.all(&format!("/jobs/{}/attempts", job.id), "attempts", &[], None).await?;
     let mut attempts: Vec<AttemptTimes> = list(&Value::Array(attempts), "attempts")?;
-    // A run from elsewhere has one attempt, which is not in the list.
+    // A job that another program has logged has one attempt, which the list lacks.
     if let (true, Some(started_at)) = (attempts.is_empty(), job.started_at) {
         attempts.push(AttemptTimes { attempt: job.attempt, started_at, ended_at: job.finished_at });
     }
@@ -89,8 +89,8 @@ async fn export(api: &Api, job: &Job, output: &Path) -> anyhow::Result<Run> {
     Ok(Run { job: job.id.to_string(), folder, points })
 }
 
-/// A folder's name: the job's name, without characters that paths cannot have, and the end of the id, as names need not be
-/// unique.
+/// Returns the name of a job's folder: the job's name without characters that are invalid in paths, and the end of the id, because names
+/// need not be unique.
 fn run_name(job: &Job) -> String {
     let name = job.name.chars().map(|c| if c.is_alphanumeric() || c == '_' { c } else { '-' });
     // At most 240 bytes; file systems allow 255.
@@ -99,8 +99,7 @@ fn run_name(job: &Job) -> String {
     format!("{name}-{}", &id[id.len().saturating_sub(8)..])
 }
 
-/// Writes the event file of one rank; returns the number of points. With `settings`, also the specification and the result of
-/// that job.
+/// Writes the event file of one rank. Returns the number of points. If `settings` is given, also writes that job's specification and result.
 fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) -> io::Result<usize> {
     fs::create_dir_all(folder)?;
     // TensorBoard must not take the unfinished file for an event file.
@@ -113,7 +112,7 @@ fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) 
         let mut all = BTreeMap::new();
         let settings = match &job.external {
             Some(run) => run.config.clone().into(),
-            // Through text, so that 0.1 in 32 bits stays 0.1.
+            // Converted through text, so that a 32-bit 0.1 stays 0.1.
             None => serde_json::from_str(&serde_json::to_string(&job.spec)?)?,
         };
         add_settings(&mut all, "", &settings);
@@ -123,7 +122,7 @@ fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) 
     for (name, all) in series {
         points.extend(history::without_repeated(all).into_iter().map(|point| (point, name.as_str())));
     }
-    // Points of one step keep the order of their names.
+    // Points of the same step keep the order of the metrics' names.
     points.sort_by_key(|(point, _)| point.step);
     for of_step in points.chunk_by(|(a, _), (b, _)| a.step == b.step) {
         let (first, _) = of_step[0];
@@ -145,7 +144,7 @@ fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) 
     Ok(points.len())
 }
 
-/// Adds the values of a specification with paths such as `train.lr` as their names.
+/// Adds the values of a specification under paths such as `train.lr`.
 fn add_settings(all: &mut BTreeMap<String, Hparam>, path: &str, value: &Value) {
     let mut hparam = Hparam::default();
     match value {
@@ -165,7 +164,7 @@ fn add_settings(all: &mut BTreeMap<String, Hparam>, path: &str, value: &Value) {
     all.insert(path.to_owned(), hparam);
 }
 
-/// An attempt's times.
+/// Start and end of an attempt.
 #[derive(Deserialize)]
 struct AttemptTimes {
     attempt: u32,
@@ -177,11 +176,11 @@ fn seconds(at: Timestamp) -> f64 {
     at.as_millisecond() as f64 / 1000.0
 }
 
-/// The time of each step, interpolated between the start and the end of its attempt, because the server does not keep the time
-/// of each point.
+/// Estimates the time of each step by interpolation between the start and the end of its attempt, because the server does not store the
+/// time of each point.
 struct Clock(BTreeMap<u32, Span>);
 
-/// Times and steps of an attempt.
+/// Start, end, and first and last step of an attempt.
 struct Span {
     from: f64,
     to: f64,
@@ -190,7 +189,7 @@ struct Span {
 }
 
 impl Clock {
-    /// `series`: all points of the rank, with those that later attempts have computed again.
+    /// `series`: all points of the rank, including points that a later attempt computed again.
     fn new(attempts: &[AttemptTimes], series: &Series) -> Self {
         let mut steps = BTreeMap::<u32, (u64, u64)>::new();
         for point in series.values().flatten() {

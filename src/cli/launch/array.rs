@@ -1,4 +1,4 @@
-//! A sweep as a job array of Slurm: each task of the array runs the agents of one of the sweep's jobs.
+//! A sweep as a Slurm job array: each task of the array runs the agents of one of the sweep's jobs.
 
 use super::{
     super::{
@@ -25,13 +25,13 @@ use std::{
     time::Instant,
 };
 
-/// The largest number of agents in a sweep: each has a token, and a server keeps 5000 tokens.
+/// Maximum number of agents in a sweep. Each agent has a token, and a server keeps 5000 tokens.
 const MOST_AGENTS: usize = 500;
 
 /// Submits the sweep's jobs and the array, and follows them.
 ///
 /// # Errors
-/// Exit status 2 for mistakes; 1 unless every job succeeds.
+/// Exit status 2 for mistakes, 1 unless every job succeeds.
 pub(super) async fn run(
     args: &Arc<Args>,
     api: &Api,
@@ -62,7 +62,7 @@ pub(super) async fn run(
         Err(error) => {
             for (task, launch) in array.launches.iter().enumerate() {
                 array.remove_bundle(task);
-                // Cancels the job and prints that.
+                // Cancels the job, and prints a message about it.
                 let _ = launch.finish(Err(anyhow::anyhow!("not started"))).await;
             }
             return Err(error);
@@ -75,7 +75,7 @@ pub(super) async fn run(
     if args.detach { Ok(()) } else { array.follow(args, api, &id).await }
 }
 
-/// Slots on the machines for the largest of the jobs, and whether any job trains on CPU cores.
+/// Returns the machines with slots for the largest of the jobs, and whether any job trains on CPU cores.
 fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Result<(Vec<Host>, Device)> {
     if documents.len() * hosts.len() > MOST_AGENTS {
         return Err(wrong(format!(
@@ -84,7 +84,7 @@ fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Resul
             hosts.len()
         )));
     }
-    // All documents were checked before.
+    // All documents have been checked.
     let specs: Vec<_> = documents.iter().filter_map(|document| read(document).0).collect();
     if let Some(largest) = specs.iter().max_by_key(|spec| spec.parallel.ranks) {
         machines::share_out(&mut hosts, args.slots, largest)?;
@@ -93,7 +93,7 @@ fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Resul
     Ok((hosts, on_cores.unwrap_or(Device::Auto)))
 }
 
-/// What `--dry-run` prints.
+/// Prints the output of `--dry-run`.
 fn show(args: &Args, tag: &str, hosts: Vec<Host>, documents: &[Value]) -> anyhow::Result<()> {
     let (hosts, device) = room(args, hosts, documents)?;
     for (task, document) in documents.iter().enumerate() {
@@ -115,7 +115,7 @@ struct Array {
 }
 
 impl Array {
-    /// Makes the agents' tokens and submits the array to Slurm; returns the array's number.
+    /// Creates the agents' tokens and submits the array to Slurm. Returns the array's number in Slurm.
     async fn start(&mut self, args: &Args, device: Device) -> anyhow::Result<String> {
         self.folder = private_folder(args, &self.tag)?;
         for (task, launch) in self.launches.iter_mut().enumerate() {
@@ -135,18 +135,18 @@ impl Array {
         output::warn("Ctrl-C ends this display and not the jobs");
         let mut left: BTreeMap<usize, &Launch> = self.launches.iter().enumerate().collect();
         let (mut said, mut alone) = (HashMap::new(), HashSet::new());
-        // Times since which jobs are over, and since which their checkpoints are known to be on the server.
+        // For each task: since when its job is over, and since when its checkpoints are known to be on the server.
         let (mut over, mut complete) = (HashMap::new(), HashMap::new());
         let mut succeeded = 0;
         while !left.is_empty() {
             tokio::time::sleep(slurm::POLL).await;
-            // Tasks are listed before jobs, so that a job whose task ends in between does not look like a job without agents.
+            // Tasks are listed before jobs. Otherwise the job of a task that ends between the two requests would seem to have no agents.
             let (Some(tasks), Some(jobs)) = (slurm::tasks(id), self.jobs(api).await) else { continue };
             for (task, launch) in left.clone() {
                 let in_slurm = format!("{id}_{task}");
                 let job = match jobs.get(launch.job.id.as_str()) {
                     Some(job) => job.clone(),
-                    // Somebody may have changed the job's tags.
+                    // The job's tags may have been changed.
                     None => match api.find::<Job>(&format!("/jobs/{}", launch.job.id)).await {
                         Ok(Some(job)) => job,
                         Ok(None) => {
@@ -161,7 +161,7 @@ impl Array {
                     },
                 };
                 if !job.state.is_final() {
-                    // The job may have been over and been retried.
+                    // The job may have been retried after it was over.
                     over.remove(&task);
                     complete.remove(&task);
                 }
@@ -170,7 +170,7 @@ impl Array {
                     succeeded += usize::from(job.state == JobState::Succeeded);
                 }
                 match tasks.get(&task) {
-                    // Agents end with their job, once its checkpoints are on the server. A task that waits or runs longer is cancelled.
+                    // Agents exit after their job, when its checkpoints are on the server. A task that still waits or runs later is cancelled.
                     Some(state) if job.state.is_final() => {
                         let over = *over.entry(task).or_insert_with(Instant::now);
                         match launch.upload_status().await {
@@ -196,7 +196,7 @@ impl Array {
                         launch.finish(Ok(())).await?;
                         left.remove(&task);
                     }
-                    // The last report of the task's agent may still be on its way.
+                    // The last report of the task's agent may not have arrived yet.
                     None if alone.insert(task) => {}
                     None => {
                         let how = slurm::how_it_ended(&in_slurm);
@@ -214,7 +214,7 @@ impl Array {
         if succeeded == all { Ok(()) } else { Err(anyhow::anyhow!("{succeeded} of {all} jobs succeeded")) }
     }
 
-    /// The sweep's jobs by id; `None` while the server does not answer.
+    /// Returns the sweep's jobs by id, or `None` if the server does not respond.
     async fn jobs(&self, api: &Api) -> Option<HashMap<String, Job>> {
         let found = api.all("/jobs", "jobs", &[("tag", self.tag.clone())], None).await.ok()?;
         let job = |value| serde_json::from_value::<Job>(value).ok().map(|job| (job.id.to_string(), job));

@@ -1,12 +1,12 @@
-//! The bundle that a launch passes to its agents: the server's address and CA, and each agent's identity and token. It
-//! is sent over standard input, in an environment or in a file (0600), never on a command line.
+//! The bundle that a launch passes to its agents: the server's address and CA, and each agent's identity and token. The bundle is sent over
+//! standard input, in an environment variable or in a file (0600), never on a command line.
 
 use super::super::wrong;
 use lockstep_protocol::{JobId, numbers::plural, spec::Device};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, path::PathBuf};
 
-/// The largest bundle: 256 nodes with an environment of a few hundred bytes each, and a CA file.
+/// Maximum size of a bundle: 256 nodes with a few hundred bytes of environment variables each, and a CA file.
 pub(super) const BUNDLE_BYTES: u64 = 1 << 20;
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -20,15 +20,16 @@ pub(super) struct Bundle {
     pub(super) dir: PathBuf,
     /// The agents, in the order in which the launcher numbers its processes.
     pub(super) nodes: Vec<Node>,
-    /// Whether the agents run in pods of a Job of Kubernetes, which replaces each pod that ends without success.
+    /// Whether the agents run in pods of a Kubernetes Job, which replaces each pod that ends without success.
     #[serde(default)]
     pub(super) in_pod: bool,
 }
 
 impl Bundle {
-    /// The bundle as JSON, for a way of passing it that allows `most` bytes. `way` describes the way and what may help.
+    /// Returns the bundle as JSON. `most` is the maximum size in bytes, and `way` explains the limit and what to do.
+    ///
     /// # Errors
-    /// Exit status 2: the text is longer.
+    /// Exit status 2 if the text is longer than `most`.
     pub(super) fn text(&self, most: u64, way: &str) -> anyhow::Result<String> {
         let text = serde_json::to_string(self)?;
         if text.len() as u64 <= most {
@@ -41,18 +42,18 @@ impl Bundle {
     }
 }
 
-/// An agent's part of the bundle.
+/// The part of the bundle for one agent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Node {
     pub(super) name: String,
-    /// The machine's name in the list; empty if the launcher chooses the machine.
+    /// The machine's name in the list of machines. Empty if the launcher chooses the machine.
     #[serde(default)]
     pub(super) host: String,
     pub(super) agent_id: String,
     pub(super) token: String,
     pub(super) slots: u32,
     pub(super) device: Device,
-    /// Numbers of the agent's GPUs; empty: the first GPUs.
+    /// Numbers of the agent's GPUs. If empty, the first GPUs are used.
     #[serde(default)]
     pub(super) gpus: Vec<u32>,
     #[serde(default)]

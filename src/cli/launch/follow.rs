@@ -19,15 +19,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Time for agents to end after their job: they learn of its end with a heartbeat.
+/// Time for agents to exit after their job: a heartbeat tells an agent that the job has ended.
 const FAREWELL: Duration = Duration::from_secs(90);
 const POLL: Duration = Duration::from_millis(200);
-/// Bytes at the end of a log in which the last line is looked for.
+/// Number of bytes at the end of a log in which the last line is searched.
 const TAIL_BYTES: u64 = 4096;
 
-/// A process that agents depend on. It has its own process group and writes into a file, so Ctrl-C ends only this command.
+/// A process on which agents depend. It has its own process group and writes into a file, so Ctrl-C ends only this command.
 pub(super) struct Launched {
-    /// Name of the machine or the program.
+    /// Name of the machine, or of the program.
     label: String,
     child: Child,
     log: PathBuf,
@@ -45,13 +45,13 @@ impl Launched {
         command.stdin(Stdio::piped()).stdout(output.try_clone()?).stderr(output).process_group(0);
         let mut child = command.spawn()?;
         if let Some(mut to) = child.stdin.take() {
-            // A process that has ended reads nothing, and its exit status says more than the broken pipe.
+            // A process that has exited does not read. Its exit status explains more than the broken pipe.
             let _ = to.write_all(input);
         }
         Ok(Self { label: label.to_owned(), child, log: log.to_owned(), status: None })
     }
 
-    /// The exit status, once: later calls return `None`.
+    /// Returns the exit status once. Later calls return `None`.
     fn ended(&mut self) -> Option<ExitStatus> {
         if self.status.is_some() {
             return None;
@@ -60,7 +60,7 @@ impl Launched {
         self.status
     }
 
-    /// The last line of the process's log.
+    /// Returns the last line of the process's log.
     fn last_line(&self) -> String {
         let bytes = files::end_of(&self.log, TAIL_BYTES);
         let text = String::from_utf8_lossy(&bytes);
@@ -69,13 +69,13 @@ impl Launched {
     }
 }
 
-/// Turns the end of a launched process (label, status, last line) into a sentence.
+/// Describes the exit of a launched process (label, status, last line) in a sentence.
 pub(super) type Explain = fn(&str, ExitStatus, &str) -> String;
 
 /// Shows the job until it ends, or with `--detach` until the agents are online.
 ///
 /// # Errors
-/// A process ends with an error before the job has started, all of them end before the job does, or the job does not succeed.
+/// A process exits with an error before the job has started, all processes exit before the job ends, or the job does not succeed.
 pub(super) async fn follow(
     launch: &Launch,
     mut launched: Vec<Launched>,
@@ -99,7 +99,7 @@ pub(super) async fn follow(
     } else if let Err(error) = &done
         && launched.iter_mut().any(|one| one.ended().is_none() && one.status.is_none())
     {
-        // The server was away too long for this command; the agents keep trying to reach it.
+        // The server was unreachable for too long for this command. The agents keep trying.
         return Err(LaunchDetached(format!("{error:#}")).into());
     }
     let until = Instant::now() + FAREWELL;
@@ -119,12 +119,12 @@ pub(super) async fn follow(
     done
 }
 
-/// Returns when the launched processes can no longer run the job.
+/// Waits until the launched processes can no longer run the job, and returns the reason.
 async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Error {
     loop {
         for at in 0..launched.len() {
             let Some(status) = launched[at].ended() else { continue };
-            // Each end is reported once. If a network has failed, this request may fail at the same moment.
+            // Each exit is reported once. If the network has failed, this request may fail at the same moment.
             let job = match job_once_read(launch).await {
                 Ok(job) => job,
                 Err(error) => {
@@ -159,8 +159,8 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
     }
 }
 
-/// Waits until all agents are online, or the job has left the queue. A short failure of the server, such as a restart,
-/// says nothing about the agents.
+/// Waits until all agents are online, or the job has left the queue. A short outage of the server, such as a restart, does not mean that
+/// the agents have failed.
 async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Result<()> {
     let (mut away, mut answered) = (Away::default(), Instant::now());
     loop {
@@ -184,10 +184,10 @@ async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Expla
     }
 }
 
-/// The outcome of the wait for the agents; `None` while it continues.
+/// Returns the outcome of the wait for the agents, or `None` while the wait continues.
 ///
 /// # Errors
-/// The server does not answer, or refuses the request.
+/// The server does not respond, or refuses the request.
 async fn online(
     launch: &Launch,
     launched: &mut [Launched],
@@ -216,19 +216,19 @@ async fn online(
     Ok(nodes.all(|(at, node)| has_ended(at) || is_online(&node.name)).then_some(Ok(())))
 }
 
-/// Whether each agent has a process here, in the same order, as with SSH.
+/// Whether each agent has its own process on this machine, in the same order, as with SSH.
 fn is_each(launch: &Launch, launched: &[Launched]) -> bool {
     launched.len() == launch.bundle.nodes.len()
 }
 
-/// Slots of the agents whose processes still run; `None` if one process stands for several agents.
+/// Returns the number of slots of the agents whose processes still run. Returns 0 if one process starts several agents.
 fn slots_left(launch: &Launch, launched: &[Launched]) -> u32 {
     let alive = launched.iter().zip(&launch.bundle.nodes).filter(|(one, _)| one.status.is_none());
     if is_each(launch, launched) { alive.map(|(_, node)| node.slots).sum() } else { 0 }
 }
 
-/// Shows a job whose agents another system runs, until the job is over, or until `ended` returns because that system has ended
-/// them. Also returns whether the job is known to be over. A long failure of the server does not end training.
+/// Shows a job whose agents another system runs, until the job is over, or until `ended` returns because that system has ended the agents.
+/// Also returns whether the job is known to be over. A long outage of the server does not end training.
 pub(super) async fn until_over(
     launch: &Launch,
     ended: impl Future<Output = anyhow::Error>,
@@ -249,10 +249,10 @@ async fn job(api: &Api, launch: &Launch) -> anyhow::Result<Job> {
     found.ok_or_else(|| wrong(format!("there is no job {id} any more")))
 }
 
-/// Reads the job, and retries until the server answers.
+/// Reads the job, and retries while the server does not respond.
 ///
 /// # Errors
-/// The server refuses, or does not answer for a minute.
+/// The server refuses the request, or does not respond for a minute.
 async fn job_once_read(launch: &Launch) -> anyhow::Result<Job> {
     let began = Instant::now();
     loop {

@@ -1,4 +1,4 @@
-//! Lists of machines: a hostfile, `-H`, or a rank table.
+//! Lists of machines: hostfiles, `-H` and rank tables.
 
 use super::{
     super::{file, rank_table::RankTable, wrong},
@@ -7,18 +7,19 @@ use super::{
 use std::{collections::BTreeMap, path::Path};
 
 const HOSTFILE_BYTES: u64 = 1 << 20;
-/// Limits of a machine's variables, in number and total bytes: the variables of 256 machines fit into one environment.
+/// Maximum number of a machine's variables; the next constant limits their size. The variables of 256 machines fit into one environment
+/// variable.
 const MOST_VARIABLES: usize = 32;
 const MOST_VARIABLE_BYTES: usize = 2048;
 const MOST_NAME_BYTES: usize = 253;
 
-/// A machine on which an agent is started.
+/// A machine on which a launch starts an agent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Host {
-    /// A name or address, with `user@` before it if SSH needs a user. Empty: Slurm chooses the machine.
+    /// Name or address, with `user@` before it if SSH needs a user. Empty if Slurm or Kubernetes chooses the machine.
     pub(crate) name: String,
     pub(crate) slots: Option<u32>,
-    /// Numbers of the GPUs to use; empty: the first GPUs.
+    /// Numbers of the GPUs to use. If empty, the first GPUs are used.
     pub(crate) devices: Vec<u32>,
     /// Environment variables of the agent and its ranks.
     pub(crate) env: BTreeMap<String, String>,
@@ -27,7 +28,7 @@ pub(crate) struct Host {
 /// Reads a hostfile.
 ///
 /// # Errors
-/// Exit status 2: what is wrong, with the line number.
+/// Exit status 2. The message has the line number of the mistake.
 pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<Host>> {
     let failed = |detail: String| wrong(format!("--hostfile {}: {detail}", path.display()));
     let bytes =
@@ -86,7 +87,7 @@ fn of_line(name: &str, words: &[String]) -> Result<Host, String> {
     Ok(host)
 }
 
-/// Splits a machine and its slots after a colon: `node1:4`. An IPv6 address with slots is in brackets.
+/// Splits a machine and its slots at the colon: `node1:4`. An IPv6 address with slots needs brackets.
 fn name_and_slots(entry: &str) -> Result<(&str, Option<u32>), String> {
     let is_bare_ipv6 = !entry.contains('[') && entry.matches(':').count() > 1;
     match entry.rsplit_once(':') {
@@ -98,7 +99,7 @@ fn name_and_slots(entry: &str) -> Result<(&str, Option<u32>), String> {
 /// Parses `node1:4,node2:4`.
 ///
 /// # Errors
-/// What is wrong with the list.
+/// Describes the mistake in the list.
 pub(crate) fn of_list(list: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for entry in list.split(',').map(str::trim) {
@@ -108,10 +109,10 @@ pub(crate) fn of_list(list: &str) -> Result<Vec<Host>, String> {
     Ok(hosts)
 }
 
-/// The machines of a rank table, rank 0's machine first, with their devices in the order of ranks.
+/// Returns the machines of a rank table, the machine of rank 0 first, with their devices in the order of ranks.
 ///
 /// # Errors
-/// There are too many machines, or the ranks of a machine are not consecutive: the server numbers ranks machine by machine.
+/// The table has too many machines, or the ranks of a machine are not consecutive: the server numbers ranks machine by machine.
 pub(super) fn of_table(table: &RankTable) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     let mut machines: Vec<_> = table.machines.iter().collect();
@@ -151,7 +152,7 @@ fn slots(text: &str) -> Result<u32, String> {
     slots.ok_or_else(|| format!("slots={text}: must be 1 to {MOST_SLOTS}"))
 }
 
-/// Checks that a name cannot be an option of a program and needs no quotes in a shell.
+/// Checks that a name cannot be mistaken for an option of a program, and needs no quotes in a shell.
 fn checked(name: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.@:[]%".contains(c);
     let is_name = !name.is_empty() && name.len() <= MOST_NAME_BYTES && name.chars().all(plain);
@@ -164,7 +165,7 @@ fn checked(name: &str) -> Result<String, String> {
     }
 }
 
-/// Splits a line at spaces. Double quotes keep spaces in a word, and # begins a comment.
+/// Splits a line at spaces. Double quotes keep spaces in a word, and `#` begins a comment.
 fn words(line: &str) -> Result<Vec<String>, String> {
     let mut words = Vec::new();
     let (mut word, mut is_word, mut is_quoted) = (String::new(), false, false);

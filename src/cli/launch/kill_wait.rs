@@ -1,4 +1,4 @@
-//! Reads how long Slurm waits between SIGTERM and SIGKILL for the processes of a job: `KillWait` in its configuration.
+//! Reads the time that Slurm waits between SIGTERM and SIGKILL for a job's processes: `KillWait` in Slurm's configuration.
 
 use std::{
     io::Read as _,
@@ -7,17 +7,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Time limit for asking Slurm. Without an answer, the agent uses its default.
+/// Time limit for Slurm's response. Without a response, the agent uses its default.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// KillWait in seconds; `None` outside Slurm, or if Slurm does not answer.
+/// Returns KillWait in seconds. `None` outside Slurm, or if Slurm does not respond.
 pub(super) fn of_slurm() -> Option<u32> {
     std::env::var_os("SLURM_JOB_ID")?;
     let mut asked = Command::new("scontrol");
     asked.args(["show", "config"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = asked.spawn().ok()?;
     let mut said = child.stdout.take()?;
-    // The output has hundreds of lines, more than a pipe holds, so it is read while the program runs.
+    // The output is longer than the buffer of a pipe, so it is read while the program runs.
     let reading = thread::spawn(move || {
         let mut text = String::new();
         said.read_to_string(&mut text).map(|_| text)
@@ -34,7 +34,7 @@ pub(super) fn of_slurm() -> Option<u32> {
     seconds(&reading.join().ok()?.ok()?)
 }
 
-/// Parses `KillWait                = 30 sec`.
+/// Parses a line such as `KillWait                = 30 sec`.
 fn seconds(config: &str) -> Option<u32> {
     let line = config.lines().find_map(|line| line.trim_start().strip_prefix("KillWait")?.split_once('='));
     let (name, value) = line?;

@@ -1,4 +1,5 @@
-//! Agents in the pods of an Indexed Job of Kubernetes, which places pods and replaces lost ones. `Job` is Kubernetes', `job` is Lockstep's.
+//! Agents in the pods of an Indexed Job of Kubernetes, which places pods and replaces lost pods. In messages, `Kubernetes' Job` differs
+//! from Lockstep's `job`.
 
 mod cluster;
 mod farewell;
@@ -20,7 +21,7 @@ pub(super) use template::{Template, template};
 
 const POLL: Duration = Duration::from_secs(1);
 
-/// Prints for `--dry-run` the objects, without the Secret's content.
+/// Prints the objects for `--dry-run`, without the content of the Secret.
 pub(super) fn show(
     args: &Args,
     id: &str,
@@ -36,10 +37,10 @@ pub(super) fn show(
     output::json(&json!({"apiVersion": "v1", "kind": "List", "items": items}))
 }
 
-/// Lets Kubernetes start the agents, and follows them.
+/// Starts the agents in Kubernetes, and follows them.
 ///
 /// # Errors
-/// Kubernetes refuses, its Job ends before the job does, or the job does not succeed.
+/// Kubernetes refuses an object, its Job ends before Lockstep's job, or Lockstep's job does not succeed.
 pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::Result<()> {
     let cluster = Cluster::connect(&launch.args).await?;
     let name = objects::name_of(&launch.job);
@@ -61,7 +62,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
             not => not,
         };
         if let Err(error) = made {
-            // No agent has these tokens.
+            // No agent has received these tokens.
             launch.revoke().await;
             return Err(error);
         }
@@ -88,7 +89,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
     }
     match farewell::farewell(&cluster, launch, &name).await {
         Ok(Farewell::Ended) => {
-            // Even if a checkpoint did not reach the server: no agent is left that could upload it.
+            // Done even if a checkpoint has not reached the server: no agent is left that could upload it.
             launch.revoke().await;
             done
         }
@@ -104,7 +105,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
     }
 }
 
-/// Whether an address is loopback, which in a pod means the pod itself.
+/// Whether an address is loopback. In a pod, a loopback address means the pod itself.
 fn is_here(server: &str) -> bool {
     let host = reqwest::Url::parse(server).ok().and_then(|url| url.host_str().map(ToOwned::to_owned));
     host.is_some_and(|host| {
@@ -118,7 +119,7 @@ fn is_ours(object: &Value, job: &Job) -> bool {
     object["metadata"]["labels"][JOB_LABEL] == job.id.as_str()
 }
 
-/// The Job of an earlier launch, if its pods can run the job. A Job that is over or incomplete is deleted.
+/// Returns the Kubernetes Job of an earlier launch, if its pods can run the job. Deletes a Job that is over or incomplete.
 async fn earlier(cluster: &Cluster, name: &str, launch: &Launch) -> anyhow::Result<Option<Value>> {
     let job = &launch.job;
     let Some(found) = cluster.get(Kind::Job, name).await? else { return Ok(None) };
@@ -129,7 +130,8 @@ async fn earlier(cluster: &Cluster, name: &str, launch: &Launch) -> anyhow::Resu
         return Ok(Some(found));
     }
     output::warn(format_args!("Kubernetes' Job {name} of an earlier launch is removed first"));
-    // Only the Job's annotation lists its tokens, so they are revoked with it. Until then its pods may need them to upload a checkpoint.
+    // The tokens are listed only in the Job's annotation, so they are revoked together with the Job. Until then, its pods may need the
+    // tokens to upload a checkpoint.
     let tokens = tokens_of(launch, &found).await;
     cluster.remove(Kind::Job, &found).await?;
     tokens::revoke(&launch.api, &tokens).await;
@@ -147,13 +149,13 @@ fn refuse_foreign(cluster: &Cluster, kind: Kind, found: &Value, job: &Job) -> an
     )))
 }
 
-/// The tokens of the agents of an earlier launch.
+/// Returns the tokens of the agents of an earlier launch.
 async fn tokens_of(launch: &Launch, job: &Value) -> Vec<String> {
     let ids = job["metadata"]["annotations"][TOKENS].as_str().unwrap_or_default();
     tokens::of_earlier_launch(&launch.api, &launch.job, ids).await
 }
 
-/// Creates the objects, then starts the Job, which was created suspended.
+/// Creates the objects. The Job is created suspended, and started after the other objects exist.
 async fn create(
     cluster: &Cluster,
     launch: &mut Launch,
@@ -173,7 +175,7 @@ async fn create(
     let is_this = |found: &Value| found["metadata"]["annotations"][LAUNCH] == plan.launch.as_str();
     let job = match cluster.create(Kind::Job, &plan.job()).await? {
         Created::Now(job) => job,
-        // This launch created the Job, but the response was lost.
+        // This launch created the Job, but the response to the request was lost.
         Created::Exists(found) if is_this(&found) => found,
         Created::Exists(found) => {
             refuse_foreign(cluster, Kind::Job, &found, &launch.job)?;
@@ -190,7 +192,7 @@ async fn create(
                 match cluster.create(kind, &object).await? {
                     Created::Now(_) => break,
                     Created::Exists(found) if is_this(&found) => break,
-                    // The object belongs to a deleted Job and is about to be deleted.
+                    // The object belongs to a deleted Job, and Kubernetes is about to delete it.
                     Created::Exists(found) => {
                         refuse_foreign(cluster, kind, &found, &launch.job)?;
                         cluster.remove(kind, &found).await?;

@@ -1,4 +1,4 @@
-//! The machines of a launch with their slots, and checks before it starts.
+//! The machines of a launch and their slots, with checks before the launch starts.
 
 use super::{
     super::{file, output, rank_table::RankTable, wrong},
@@ -10,7 +10,7 @@ use lockstep_protocol::JobSpec;
 use lockstep_protocol::numbers::plural;
 use std::net::IpAddr;
 
-/// The machines that the arguments name. Machines that Slurm or Kubernetes chooses have no name.
+/// Returns the machines that the arguments name. Machines that Slurm or Kubernetes chooses have no name.
 pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
     let lists = args.hostfile.is_some() || args.hosts.is_some() || args.rank_table.is_some();
     if args.with == LauncherKind::Kubernetes && lists {
@@ -47,7 +47,7 @@ pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
     Ok(hosts)
 }
 
-/// Sets the slots of machines without slots in the lists.
+/// Sets the slots of machines for which no list gives slots.
 pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -> anyhow::Result<()> {
     let ranks = spec.parallel.ranks;
     let given: u32 = hosts.iter().filter_map(|host| host.slots).sum();
@@ -67,7 +67,7 @@ pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -
     Ok(())
 }
 
-/// Checks that other machines can reach the server at the address that they get.
+/// Checks that other machines can reach the server at the given address.
 pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
     let server = &args.agent_server.clone().unwrap_or_else(|| args.server.address());
     let with_scheme = if server.contains("://") { server.clone() } else { format!("http://{server}") };
@@ -77,7 +77,7 @@ pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
         let name = name.rsplit_once('@').map_or(name, |(_, host)| host).trim_matches(['[', ']']);
         name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
     };
-    // Slurm or Kubernetes chooses a machine without a name: only they know whether it is this machine.
+    // Slurm or Kubernetes chooses the machines without a name, which may be this machine.
     if hosts.iter().any(|host| host.name.is_empty()) && own(url.host_str().unwrap_or_default()) {
         output::warn(format_args!(
             "warning: only this machine reaches the server at {server}: give its address for other machines with --agent-server"
@@ -95,7 +95,7 @@ pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The CA certificates that agents trust in addition to their system's.
+/// Returns the CA certificates that agents trust in addition to the system's.
 pub(super) fn ca(args: &Args) -> anyhow::Result<Option<String>> {
     let Some(path) = &args.server.ca_file else { return Ok(None) };
     let failed = |detail: &str| wrong(format!("--ca-file {}: {detail}", path.display()));

@@ -1,5 +1,5 @@
-//! Agents by Open MPI's mpirun: one process on each machine. The bundle is in an environment variable, which mpirun's
-//! own daemons pass on.
+//! Starts agents with Open MPI's mpirun, one process on each machine. The bundle is in an environment variable, which mpirun's daemons pass
+//! on.
 
 use super::{
     Args, Bundle, Launch,
@@ -9,14 +9,14 @@ use super::{
 };
 use std::process::{Command, ExitStatus};
 
-/// The largest bundle: the kernel allows 128 KiB for one variable.
+/// Maximum size of the bundle. The kernel allows 128 KiB for one variable.
 const MOST_BYTES: u64 = 120 << 10;
 
-/// The command, without the variable that has the bundle.
+/// Returns the command, without the environment variable for the bundle.
 pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
     let names: Vec<_> = hosts.iter().map(|host| format!("{}:1", host.name)).collect();
     let mut command = Command::new("mpirun");
-    // One process per machine, on all of its cores: the agent starts the ranks.
+    // Starts one process per machine, on all cores of the machine: the agent starts the ranks.
     command.args([
         "-H",
         &names.join(","),
@@ -31,10 +31,10 @@ pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
     command
 }
 
-/// The bundle as text for the environment.
+/// Returns the bundle as text for the environment variable.
 ///
 /// # Errors
-/// Exit status 2: the text is too long.
+/// Exit status 2 if the text is too long.
 pub(super) fn text(bundle: &Bundle) -> anyhow::Result<String> {
     bundle.text(
         MOST_BYTES,
@@ -45,7 +45,7 @@ pub(super) fn text(bundle: &Bundle) -> anyhow::Result<String> {
 /// Starts the agents and follows them.
 ///
 /// # Errors
-/// The bundle is too long, or see [`follow`].
+/// The bundle is too long. Also see [`follow`].
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let text = text(&launch.bundle)?;
     let mut command = command(&launch.args, &launch.hosts);

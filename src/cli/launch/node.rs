@@ -1,4 +1,4 @@
-//! `lockstep launched`, which a launcher starts on each machine and which becomes the agent.
+//! `lockstep launched`: started by a launcher on each machine, becomes the agent.
 
 use super::{
     super::{file, wrong},
@@ -17,18 +17,18 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// The variable with the bundle, for a launcher that passes environments (mpirun).
+/// Environment variable with the bundle, for a launcher that passes on environments (mpirun).
 pub(super) const VARIABLE: &str = "LOCKSTEP_LAUNCH";
-/// Variables with the index of this process; the first that is set counts.
+/// Environment variables with the index of this process. The first variable that is set is used.
 const NUMBERS: [&str; 5] =
     ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"];
-/// Slurm's name of this machine.
+/// Environment variable with the name that Slurm gives this machine.
 const SLURM_NODE: &str = "SLURMD_NODENAME";
-/// Variables that are removed from the agent's environment: the agent takes server, CA and token only from its files.
+/// Environment variables that are removed from the agent's environment: the agent reads server, CA and token only from its files.
 const NOT_FOR_AGENTS: [&str; 5] =
     [VARIABLE, "LOCKSTEP_SERVER", "LOCKSTEP_CA_FILE", "LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE"];
 
-/// Become the agent that `lockstep launch` described (started by launchers)
+/// Become an agent as described by `lockstep launch` (started by launchers)
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Source of the description: - (standard input), env (LOCKSTEP_LAUNCH) or a file
@@ -38,7 +38,7 @@ pub(crate) struct Args {
 /// Replaces this process by an agent.
 ///
 /// # Errors
-/// The description cannot be read or has no part for this process, or a folder cannot be written.
+/// The description cannot be read or has no entry for this process, or a folder cannot be written.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let text = read(&args.source)?;
@@ -55,15 +55,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(secs) = kill_wait::of_slurm() {
         command.args(["--killed-after", &secs.to_string()]);
     }
-    // On success this does not return.
+    // Returns only if the program cannot be started.
     Err(anyhow::Error::from(command.exec())
         .context(format!("{} cannot be started", own_program()?.display())))
 }
 
-/// The bundle as text for agents.
+/// Returns the bundle as text for agents.
 ///
 /// # Errors
-/// Exit status 2: the text is larger than agents accept.
+/// Exit status 2 if the text is larger than agents accept.
 pub(super) fn text(bundle: &Bundle) -> anyhow::Result<String> {
     bundle.text(
         BUNDLE_BYTES,
@@ -89,13 +89,13 @@ fn read(source: &str) -> anyhow::Result<Vec<u8>> {
     if text.len() as u64 > BUNDLE_BYTES { Err(wrong(format!("{source}: {larger}"))) } else { Ok(text) }
 }
 
-/// The index of this process's node.
+/// Returns the index of this process's node.
 fn index(bundle: &Bundle, variable: impl Fn(&str) -> Option<String>) -> Result<usize, String> {
     let nodes = bundle.nodes.len();
     if nodes == 1 {
         return Ok(0);
     }
-    // Slurm numbers machines in its own order, not in the order of the list.
+    // Slurm numbers machines in its own order, which may differ from the order of the list.
     if let Some(host) = variable(SLURM_NODE)
         && let Some(index) = bundle.nodes.iter().position(|node| node.host == host)
     {
@@ -112,7 +112,7 @@ fn index(bundle: &Bundle, variable: impl Fn(&str) -> Option<String>) -> Result<u
     index.ok_or_else(|| format!("{name}={value:?}, and the launch has {nodes} agents"))
 }
 
-/// Writes the agent's files and returns its command.
+/// Writes the agent's files and returns the agent's command.
 fn agent(bundle: &Bundle, node: &Node, folder: &Path, has_gpus: bool) -> io::Result<Command> {
     make_private_dir(folder)?;
     let (token, ca) = (folder.join("token"), folder.join("ca.crt"));
@@ -148,22 +148,22 @@ fn has_gpus() -> bool {
     Path::new("/dev/nvidiactl").exists()
 }
 
-/// The folder that relative paths start from: the home directory.
+/// Returns the home directory, to which relative paths refer.
 pub(super) fn home() -> PathBuf {
     std::env::var_os("HOME").filter(|home| !home.is_empty()).map_or_else(|| PathBuf::from("/"), PathBuf::from)
 }
 
-/// Creates a folder with mode 0700. An existing folder must belong to this account, and others must not be able to write to it.
+/// Creates a folder with mode 0700. An existing folder must belong to this account, and other accounts must not be able to write into it.
 ///
 /// # Errors
-/// The folder cannot be made or used.
+/// The folder cannot be created or used.
 pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent)?;
     }
     match DirBuilder::new().mode(0o700).create(path) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-            // Otherwise another account could replace files in it.
+            // If other accounts could write into the folder, they could replace its files.
             let found = fs::symlink_metadata(path)?;
             let is_own = found.is_dir() && found.uid() == rustix::process::getuid().as_raw();
             let is_private = found.mode() & 0o022 == 0;

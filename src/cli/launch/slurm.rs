@@ -1,4 +1,5 @@
-//! Agents in a batch job of Slurm, where `srun` starts one on each machine. At Slurm's time limit the job writes a checkpoint and is requeued.
+//! Starts agents in a batch job of Slurm, in which `srun` starts an agent on each machine. At Slurm's time limit, the agents write a
+//! checkpoint and the batch job is requeued.
 
 use super::{
     super::{output, wrong},
@@ -21,21 +22,21 @@ use std::{
 };
 
 pub(super) const POLL: Duration = Duration::from_secs(2);
-/// Time for Slurm to end its job once Lockstep's job is over.
+/// Time limit for Slurm to end its job after Lockstep's job is over.
 pub(super) const FAREWELL: Duration = Duration::from_secs(60);
 
-/// `sbatch`, which reads the script from standard input.
+/// Returns the command `sbatch`, which reads the script from standard input.
 pub(super) fn command(args: &Args) -> Command {
     let mut command = Command::new("sbatch");
     command.arg("--parsable").args(&args.options);
     command
 }
 
-/// A batch job, or an array of batch jobs.
+/// A batch job, or a job array.
 pub(super) struct Batch {
-    /// Name in Slurm, after `lockstep-`.
+    /// Name in Slurm, after the prefix `lockstep-`.
     name: String,
-    /// Number of tasks in the array, and how many of them run at once.
+    /// Number of tasks in the array, and the maximum number that run at the same time.
     array: Option<(usize, Option<u32>)>,
 }
 
@@ -48,15 +49,15 @@ impl Batch {
         Self { name: tag.to_owned(), array: Some((jobs, at_once)) }
     }
 
-    /// The file with the agents' bundle; in an array, the bundle of the task.
+    /// Returns the path of the agents' bundle. In an array, each task has its own bundle.
     pub(super) fn bundle(&self, folder: &Path, task: usize) -> PathBuf {
         folder.join(if self.array.is_some() { format!("bundle-{task}.json") } else { "bundle.json".into() })
     }
 
-    /// The batch script. Options on sbatch's command line have precedence over options in the script.
+    /// Returns the batch script. Options on sbatch's command line have precedence over options in the script.
     ///
     /// # Errors
-    /// The folder's name cannot be written in a line of a script.
+    /// The folder's name has characters that a script's line cannot contain.
     pub(super) fn script(
         &self,
         args: &Args,
@@ -90,7 +91,7 @@ impl Batch {
         if !names.is_empty() {
             option(format!("--nodelist={}", names.join(",")));
         }
-        // Sent two minutes before the time limit, to leave time for a checkpoint.
+        // Sends the signal two minutes before the time limit, so that the agents can write a checkpoint.
         option("--signal=B:USR1@120".into());
         option("--requeue".into());
         option("--open-mode=append".into());
@@ -134,7 +135,7 @@ exit "$status"
 /// Submits the batch job and follows it.
 ///
 /// # Errors
-/// Slurm refuses the batch job, the batch job ends before the job does, or the job does not succeed.
+/// Slurm refuses the batch job, the batch job ends before Lockstep's job, or Lockstep's job does not succeed.
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let folder = launch.folder()?;
     let batch = Batch::of_job(launch.job.id.as_str());
@@ -145,7 +146,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
         Ok(id) => id,
         Err(error) => {
             let _ = fs::remove_file(&bundle);
-            // No agent has these tokens.
+            // No agent has received these tokens.
             launch.revoke().await;
             return Err(error);
         }
@@ -171,7 +172,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
         ))
         .into());
     }
-    // Agents end with their job. A batch job that still waits for machines, or was requeued, has nothing more to do.
+    // Agents exit after Lockstep's job. A batch job that still waits for machines, or was requeued, is no longer needed.
     let until = tokio::time::Instant::now() + FAREWELL;
     loop {
         match state(&id) {
@@ -187,22 +188,22 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     done
 }
 
-/// Writes the agents' bundles, which only this account can read (0600).
+/// Writes the agents' bundle to a file that only this account can read (0600).
 ///
 /// # Errors
-/// Exit status 2: the file cannot be written.
+/// Exit status 2 if the file cannot be written.
 pub(super) fn write_bundle(path: &Path, bundle: &Bundle) -> anyhow::Result<()> {
     write_private(path, node::text(bundle)?.as_bytes())
         .map_err(|e| wrong(format!("--dir: {}: {e}", path.display())))
 }
 
-/// Submits a script to Slurm; returns the number of its job.
+/// Submits a script to Slurm. Returns the number of Slurm's job.
 ///
 /// # Errors
 /// Slurm refuses the script.
 pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
     let mut command = command(args);
-    // The batch job inherits this environment, which must not have this user's token.
+    // The batch job inherits this environment, which must not contain this user's token.
     command.env_remove("LOCKSTEP_TOKEN").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn()?;
     if let Some(mut to) = child.stdin.take() {
@@ -213,7 +214,7 @@ pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
         let why = String::from_utf8_lossy(&said.stderr).trim().to_owned();
         return Err(wrong(format!("Slurm refuses the job: {why} ({})", in_words(&command))));
     }
-    // The output is `12` or `12;cluster`.
+    // sbatch prints `12` or `12;cluster`.
     let text = String::from_utf8_lossy(&said.stdout).into_owned();
     let id = text.trim().split(';').next().unwrap_or_default().to_owned();
     if id.is_empty() || !id.bytes().all(|b| b.is_ascii_digit()) {
@@ -222,24 +223,24 @@ pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
     Ok(id)
 }
 
-/// Ends Slurm's job, or a task of an array. Slurm may already have ended it.
+/// Cancels Slurm's job, or a task of an array. Does nothing if Slurm has already ended it.
 pub(super) fn cancel(id: &str) {
     let _ = Command::new("scancel").arg(id).status();
 }
 
-/// State and reason of Slurm's job, from `squeue`; `None` if the job is gone.
+/// Returns the state and reason of Slurm's job from `squeue`, or `None` if Slurm's job has ended.
 fn state(id: &str) -> Option<String> {
     let said = Command::new("squeue").args(["-h", "-t", "all", "-o", "%T (%r)", "-j", id]).output().ok()?;
     if !said.status.success() {
         let why = String::from_utf8_lossy(&said.stderr).into_owned();
-        // If the controller does not answer, the job is not gone.
+        // Without a response of the controller, the job counts as existing.
         return if why.contains("Invalid job id") { None } else { Some("UNKNOWN".into()) };
     }
     let text = String::from_utf8_lossy(&said.stdout).trim().to_owned();
     if text.is_empty() || is_over(&text) { None } else { Some(text) }
 }
 
-/// Whether a job in this state of `squeue` has ended for good.
+/// Whether a state of `squeue` is final.
 fn is_over(state: &str) -> bool {
     let over = [
         "COMPLETED",
@@ -257,7 +258,7 @@ fn is_over(state: &str) -> bool {
     over.contains(&state.split(' ').next().unwrap_or_default())
 }
 
-/// States and reasons of an array's unfinished tasks, by number; `None` if the controller does not answer.
+/// Returns the states and reasons of an array's unfinished tasks by number, or `None` if the controller does not respond.
 pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
     let said =
         Command::new("squeue").args(["-h", "-r", "-t", "all", "-o", "%K %T (%r)", "-j", id]).output().ok()?;
@@ -273,7 +274,7 @@ pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
     Some(text.lines().filter_map(task).filter(|(_, state)| !is_over(state)).collect())
 }
 
-/// Prints the states of Slurm's job. Returns when Slurm's job is gone and Lockstep's job is not over.
+/// Prints the states of Slurm's job. Returns an error when Slurm's job has ended and Lockstep's job is not over.
 async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
     let mut last = String::new();
     loop {
@@ -285,7 +286,7 @@ async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
             last.clone_from(now);
         }
         if now.is_none() {
-            // The display of Lockstep's job shows its end in a moment.
+            // The display of Lockstep's job reports its end.
             tokio::time::sleep(POLL).await;
             let job: anyhow::Result<Job> = launch.api.get(&format!("/jobs/{}", launch.job.id)).await;
             if let Ok(job) = job
@@ -303,7 +304,7 @@ async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
     }
 }
 
-/// How Slurm's job ended, from Slurm's accounting, or from its controller without accounting.
+/// Describes how Slurm's job ended, from Slurm's accounting, or without accounting from the controller.
 pub(super) fn how_it_ended(id: &str) -> String {
     let sacct = Command::new("sacct").args(["-n", "-X", "-P", "-o", "State,ExitCode", "-j", id]).output();
     if let Ok(said) = sacct

@@ -1,4 +1,4 @@
-//! Agents over SSH, with one connection to each machine. The agent's bundle is sent over standard input.
+//! Starts agents over SSH, with one connection to each machine. The agent's bundle is sent over standard input.
 
 use super::{
     Args, Bundle, Launch,
@@ -8,17 +8,17 @@ use super::{
 };
 use std::process::{Command, ExitStatus};
 
-/// Exit status of ssh itself without a connection.
+/// Exit status of ssh if the connection fails.
 const NO_CONNECTION: i32 = 255;
-/// Exit statuses of a shell if the program was not found or may not be executed.
+/// Exit statuses of a shell if a program is not found or may not be executed.
 const NO_PROGRAM: [i32; 2] = [127, 126];
 
-/// The command for a machine. ssh must not ask for a password.
+/// Returns the ssh command for a machine. ssh must not ask for a password.
 pub(super) fn command(args: &Args, host: &Host) -> Command {
     to(&args.options, &host.name, &format!("{} launched -", quoted(&args.program)))
 }
 
-/// The ssh command with which a shell on `host` runs `there`; `options` are the user's.
+/// Returns the ssh command with which a shell on `host` runs `there`. `options` are the user's options for ssh.
 pub(crate) fn to(options: &[String], host: &str, there: &str) -> Command {
     let mut command = Command::new("ssh");
     command.args(["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]);
@@ -26,7 +26,7 @@ pub(crate) fn to(options: &[String], host: &str, there: &str) -> Command {
     command
 }
 
-/// `USER@HOST` for ssh: an IPv6 address has brackets only in lists of hosts.
+/// Returns `USER@HOST` for ssh, which accepts IPv6 addresses only without brackets.
 fn without_brackets(host: &str) -> String {
     let (user, host) = host.rsplit_once('@').map_or(("", host), |(user, host)| (user, host));
     let host = host.trim_matches(['[', ']']);
@@ -57,7 +57,7 @@ fn explain(host: &str, status: ExitStatus, last: &str) -> String {
     }
 }
 
-/// Why Lockstep did not start on a machine, and advice; `None` if ssh ended in another way.
+/// Explains why Lockstep did not start on a machine, with advice. `None` if ssh ended for another reason.
 pub(crate) fn no_start(host: &str, status: ExitStatus, last: &str) -> Option<(String, String)> {
     match status.code()? {
         NO_CONNECTION => Some((

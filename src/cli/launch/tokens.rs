@@ -13,13 +13,13 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// Tokens expire after this time, in case the launch does not see the job's end and revoke them.
+/// Seconds after which the agents' tokens expire if the launch does not revoke them.
 const TOKEN_SECS: u64 = 30 * 24 * 3600;
-/// Hexadecimal digits of a token's id.
+/// Number of hexadecimal digits in a token's id.
 const ID_CHARS: usize = 32;
 
 impl Launch {
-    /// Makes an identity and a token for each agent.
+    /// Creates an identity and a token for each agent.
     pub(super) async fn introduce(&mut self) -> anyhow::Result<()> {
         let device = self.job.spec.parallel.device;
         for (index, host) in self.hosts.iter().enumerate() {
@@ -62,8 +62,8 @@ pub(super) async fn revoke(api: &Api, ids: &[String]) {
     }
 }
 
-/// Filters these comma-separated token ids for tokens that a launch of this job made. The ids come from an annotation
-/// that others may write, so they are only hints: the server's list decides which tokens belong to this job's agents.
+/// Selects from these comma-separated token ids the tokens that a launch of this job created. The ids come from an annotation that other
+/// accounts may have written, so the server's list decides which tokens belong to this job's agents.
 pub(super) async fn of_earlier_launch(api: &Api, job: &Job, ids: &str) -> Vec<String> {
     let ids: BTreeSet<_> = ids.split(',').map(str::trim).filter(|id| is_id(id)).take(MOST_HOSTS).collect();
     if ids.is_empty() {
@@ -84,7 +84,7 @@ pub(super) async fn of_earlier_launch(api: &Api, job: &Job, ids: &str) -> Vec<St
     }
 }
 
-/// Whether the text has the form of a server's id.
+/// Whether a text has the form of a server's id.
 fn is_id(id: &str) -> bool {
     id.len() == ID_CHARS && id.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }
@@ -93,12 +93,13 @@ fn is_of_launch(token: &Token, job: &Job) -> bool {
     token.scope == Scope::Agent && token.name.starts_with(&name_start(job.id.as_str()))
 }
 
-/// `launch-6f2c1a-`, which ends with the end of the job's id.
+/// Returns the prefix of agents' names, with the end of the job's id: `launch-6f2c1a-`.
 fn name_start(id: &str) -> String {
     format!("launch-{}-", &id[id.len().saturating_sub(6)..])
 }
 
-/// `launch-6f2c1a-0-node1-93be07`, with the start of the agent's id: an agent of an earlier launch of the job keeps its own name.
+/// Returns an agent's name, with the start of the agent's id: `launch-6f2c1a-0-node1-93be07`. So an agent of an earlier launch of the job
+/// has another name.
 fn agent_name(job: &Job, index: usize, host: &Host, agent_id: &str) -> String {
     let start = name_start(job.id.as_str());
     let host: String = host.name.chars().take(60).collect();

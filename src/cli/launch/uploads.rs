@@ -1,4 +1,5 @@
-//! Whether a job's checkpoints are on the server. The launch's agents upload them, so agents are ended only after the uploads.
+//! Checks whether a job's checkpoints are on the server. The launch's agents upload the checkpoints, so the agents are ended only after the
+//! uploads.
 
 use super::{
     super::{WrongRequest, output},
@@ -9,7 +10,7 @@ use lockstep_protocol::Job;
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
-/// The longest wait for the last checkpoint of a job that is over.
+/// Maximum wait for the last checkpoint of a job that is over.
 pub(super) const LAST_UPLOAD: Duration = Duration::from_secs(3600);
 const POLL: Duration = Duration::from_secs(1);
 /// Time limit for a response of the server.
@@ -21,15 +22,15 @@ pub(super) enum UploadStatus {
     Deleted,
     /// A checkpoint is still being uploaded.
     Uploading,
-    /// All are uploaded. Has the job as read after that, because it may have been resumed in the meantime.
+    /// All checkpoints are uploaded. Contains the job as read after that check, because the job may have been resumed.
     Complete(Box<Job>),
 }
 
 impl Launch {
-    /// Reads the list of checkpoints first, then the job.
+    /// Reads the list of checkpoints, then the job.
     ///
     /// # Errors
-    /// The server does not answer, or refuses: nothing is known.
+    /// The server does not respond, or refuses a request. The state of the uploads is then unknown.
     pub(super) async fn upload_status(&self) -> anyhow::Result<UploadStatus> {
         tokio::time::timeout(ANSWER, self.inspect()).await.context("the server does not answer")?
     }
@@ -47,8 +48,8 @@ impl Launch {
         Ok(job().await?.map_or(UploadStatus::Deleted, |job| UploadStatus::Complete(Box::new(job))))
     }
 
-    /// Waits until the checkpoints of a finished job are on the server, even while the server does not answer. Returns
-    /// whether they are, and the job is still over: it may have been queued again.
+    /// Waits until the checkpoints of a finished job are on the server, even while the server does not respond. Returns true if the
+    /// checkpoints are there and the job has not been queued again, or if the job is deleted.
     pub(super) async fn uploaded(&self) -> bool {
         let mut said = false;
         let began = Instant::now();
@@ -66,8 +67,8 @@ impl Launch {
     }
 }
 
-/// Whether one of these checkpoints is still to be uploaded. Checkpoints of attempts before the newest attempt with
-/// uploaded checkpoints do not count: their agents may be gone, and no attempt continues from them.
+/// Whether a checkpoint in the list is still to be uploaded. Ignores attempts before the newest attempt with uploaded checkpoints: their
+/// agents may have exited, and no attempt continues from their checkpoints.
 fn is_awaited(checkpoints: &[Value]) -> bool {
     let attempt = |one: &Value| one.get("attempt").and_then(Value::as_u64).unwrap_or(0);
     let is_coming = |one: &Value| one.get("uploading_from").is_some_and(Value::is_string);
@@ -75,7 +76,7 @@ fn is_awaited(checkpoints: &[Value]) -> bool {
     checkpoints.iter().any(|one| is_coming(one) && attempt(one) >= newest)
 }
 
-/// Prints, once, what this command waits for.
+/// Prints once that the command waits for an upload.
 pub(super) fn say_once(said: &mut bool) {
     if !std::mem::replace(said, true) {
         output::warn("the job's last checkpoint is still being uploaded to the server");

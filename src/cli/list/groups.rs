@@ -1,4 +1,4 @@
-//! `lockstep list --group-by`: groups of jobs with a property in common, and their mean results.
+//! `lockstep list --group-by`: prints groups of jobs with the same properties, and their mean results.
 
 use crate::cli::{
     api::{Api, list},
@@ -28,7 +28,7 @@ struct MetricSummary {
 /// Prints the groups.
 ///
 /// # Errors
-/// The server is not reachable, or refuses the properties to group by, a filter or a sort order.
+/// The server is unreachable, or refuses a property to group by, a filter or a sort order.
 pub(super) fn run(
     api: &Api,
     by: &str,
@@ -38,7 +38,7 @@ pub(super) fn run(
 ) -> anyhow::Result<()> {
     query.push(("by", by.to_owned()));
     let mut metrics = METRICS.to_vec();
-    // The server must also return the value by which groups are sorted.
+    // The response must include the metric by which groups are sorted.
     let sort = query.iter().find(|(key, _)| *key == "sort").map(|(_, sort)| sort.clone()).unwrap_or_default();
     let by_metric = sort.trim_start_matches('-');
     if !["", "group", "jobs", "newest"].contains(&by_metric) && !metrics.contains(&by_metric) {
@@ -76,7 +76,7 @@ fn row(group: &Group) -> [String; 5] {
         let n = if spread.n == group.jobs { String::new() } else { format!(" (n = {})", spread.n) };
         format!("{:.digits$}{std}{unit}{n}", mean * scale)
     };
-    // As many digits as for the speed of a job.
+    // Prints as many digits as for the speed of a job.
     let is_slow = |of: &MetricSummary| of.mean.is_some_and(|mean| mean < 99.95);
     let digits = usize::from(group.metrics.get("speed").is_some_and(is_slow));
     [

@@ -4,7 +4,7 @@ use super::{made, prose, table};
 use clap::{Arg, Command};
 use std::fmt::Write as _;
 
-/// The page.
+/// Returns the page.
 pub(super) fn markdown(mut program: Command) -> String {
     program.build();
     let mut text = made("the definitions of the commands");
@@ -26,7 +26,7 @@ pub(super) fn markdown(mut program: Command) -> String {
     text
 }
 
-/// Commands for people, without hidden commands, which the program starts itself, and without clap's own `help` in subcommands.
+/// Returns the commands for people: without hidden commands, which the program itself starts, and without clap's `help` in subcommands.
 fn shown(command: &Command) -> impl Iterator<Item = &Command> {
     let nested = command.get_name() != "lockstep";
     command.get_subcommands().filter(move |c| !(c.is_hide_set() || nested && c.get_name() == "help"))
@@ -90,7 +90,7 @@ fn row(arg: &Arg) -> [String; 3] {
     [format!("`{name}`"), default, meaning.collect::<Vec<_>>().join(". ")]
 }
 
-/// The first sentence of a command's description.
+/// Returns the first sentence of a command's description.
 fn summary(command: &Command) -> String {
     command.get_about().map(ToString::to_string).unwrap_or_default()
 }
@@ -98,7 +98,7 @@ fn summary(command: &Command) -> String {
 fn about(command: &Command) -> String {
     let text = command.get_long_about().or(command.get_about()).map(ToString::to_string).unwrap_or_default();
     let mut paragraphs = text.split("\n\n").map(|p| p.split_whitespace().collect::<Vec<_>>().join(" "));
-    // Clap removes the full stop of a one-sentence description.
+    // clap removes the full stop of a one-sentence description.
     let first = paragraphs.next().unwrap_or_default();
     let first = if first.ends_with(['.', ':', ')']) { first } else { format!("{first}.") };
     std::iter::once(first).chain(paragraphs).collect::<Vec<_>>().join("\n\n")

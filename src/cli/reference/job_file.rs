@@ -1,15 +1,15 @@
-//! Every key of a job file: a page, and text for a terminal.
+//! Documents every key of a job file: a page, and text for a terminal.
 
 use super::{made, prose, table};
 use lockstep_protocol::spec::{KeyReference, SectionReference, nearest, recipes, reference, sweep_reference};
 use std::fmt::Write as _;
 
-/// Columns of the text for a terminal.
+/// Number of columns of the text for a terminal.
 const WIDTH: usize = 100;
-/// Columns by which the meaning of a key is indented.
+/// Number of columns by which the meaning of a key is indented.
 const INDENT: usize = 6;
 
-/// The page.
+/// Returns the page.
 pub(super) fn markdown() -> String {
     let mut text = made("the specification's types and limits");
     text += "# Keys of a job file\n\n\
@@ -48,10 +48,10 @@ fn title(section: &SectionReference) -> String {
     if section.name.is_empty() { "Top of the file".into() } else { format!("\\[{}\\]", section.name) }
 }
 
-/// The reference for a terminal: the whole reference, a section (`train`), or a key (`train.lr`, or `lr` in any section).
+/// Returns the reference for a terminal: the whole reference, a section (`train`), or a key (`train.lr`, or `lr` in any section).
 ///
 /// # Errors
-/// `wanted` is neither a section nor a key; suggests the nearest name.
+/// `wanted` is neither a section nor a key. The error suggests the nearest name.
 pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
     let sections = sections();
     let path = |section: &SectionReference, key: &KeyReference| match section.name {
@@ -97,7 +97,7 @@ pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
     Err(format!("a job file has no section or key {wanted:?}; {near}"))
 }
 
-/// Lines of at most [`WIDTH`] columns, indented by `indent`. Further lines of a key's own line are indented more.
+/// Wraps text to at most [`WIDTH`] columns, indented by `indent`. Continuation lines of a key's own line are indented further.
 fn wrapped(text: &str, indent: usize) -> String {
     let mut lines = String::new();
     let mut line = " ".repeat(indent);

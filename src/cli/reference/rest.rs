@@ -1,4 +1,4 @@
-//! Every call of the REST interface, from the OpenAPI document.
+//! Documents every call of the REST interface, from the OpenAPI document.
 
 use super::{made, prose, table};
 use serde_json::Value;
@@ -7,7 +7,7 @@ use std::{
     fmt::Write as _,
 };
 
-/// The page.
+/// Returns the page.
 pub(super) fn markdown(document: &Value) -> String {
     let mut text = made("the OpenAPI document");
     text += "# REST interface\n\n";
@@ -43,10 +43,10 @@ pub(super) fn markdown(document: &Value) -> String {
 
 const METHODS: [&str; 5] = ["get", "put", "post", "patch", "delete"];
 
-/// An answer that this many calls share is listed once for all calls.
+/// Number of calls from which a shared response is listed once for all calls.
 const MANY: usize = 5;
 
-/// Error statuses, with their meanings, that many calls share.
+/// Returns error statuses, with their meanings, that many calls share.
 fn shared<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String, String)> {
     let mut counts: BTreeMap<(String, String), usize> = BTreeMap::new();
     for call in calls {
@@ -108,7 +108,7 @@ fn operation(text: &mut String, method: &str, path: &str, call: &Value, shared: 
     let _ = write!(text, "\n{}", table(["status", "body", "meaning"], &answers));
 }
 
-/// The media types of a body with the type of each.
+/// Returns the media types of a body, each with its type.
 fn contents(body: &Value) -> String {
     let kinds = body["content"].as_object().into_iter().flatten();
     let kinds = kinds.map(|(media, content)| match type_of(&content["schema"]) {
@@ -144,7 +144,7 @@ fn of_type(text: &mut String, name: &str, schema: &Value) {
     }
 }
 
-/// The variants of a type, by the field whose value names the variant. `None` for types without such a field.
+/// Returns the variants of a type, and the field whose value names the variant. `None` if the type has no such field.
 fn variants(schema: &Value) -> Option<(&str, Vec<[String; 3]>)> {
     let mut tag = "";
     let mut rows = Vec::new();
@@ -165,7 +165,7 @@ fn variants(schema: &Value) -> Option<(&str, Vec<[String; 3]>)> {
     Some((tag, rows))
 }
 
-/// A field's description; an optional field has it one level deeper.
+/// Returns a field's description. An optional field has its description one level deeper.
 fn described(schema: &Value) -> String {
     let own = one_line(&schema["description"]);
     if !own.is_empty() {
@@ -175,7 +175,7 @@ fn described(schema: &Value) -> String {
     choices.map(|choice| one_line(&choice["description"])).find(|text| !text.is_empty()).unwrap_or_default()
 }
 
-/// A schema in words, with links to named types.
+/// Describes a schema in words, with links to named types.
 fn type_of(schema: &Value) -> String {
     if let Some(name) = schema["$ref"].as_str().and_then(|path| path.rsplit('/').next()) {
         return format!("[{name}](#{})", name.to_lowercase());
@@ -219,7 +219,7 @@ fn type_of(schema: &Value) -> String {
     }
 }
 
-/// A text of the document without line breaks; empty if it is absent.
+/// Returns a text of the document without line breaks. Empty if the text is absent.
 fn one_line(text: &Value) -> String {
     text.as_str().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
 }

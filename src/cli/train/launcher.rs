@@ -1,4 +1,4 @@
-//! The rank of this process when torchrun, Open MPI, Slurm or MindSpore's launcher started it, or a rank table assigns it.
+//! Finds the rank of this process, if torchrun, Open MPI, Slurm or MindSpore's launcher started it, or a rank table assigns it.
 
 mod mindspore;
 mod nodelist;
@@ -10,10 +10,10 @@ pub(super) use table::{RANK_TABLE, Ranks, of_machine, of_rank, rank_id};
 use nodelist::{first_node, tasks_of};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// The rank that a launcher started as this process.
+/// The rank of this process, if a launcher started it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct LaunchedRank {
-    /// The launcher that started it.
+    /// Name of the launcher.
     pub(super) by: &'static str,
     pub(super) rank: u32,
     pub(super) world_size: u32,
@@ -27,18 +27,18 @@ pub(super) struct LaunchedRank {
     pub(super) secret: String,
 }
 
-/// Reads the launcher's variables; `None` without any.
+/// Reads the launcher's environment variables. `None` without such variables.
 ///
-/// The ranks recognise each other by `LOCKSTEP_SECRET`. Without it they use the launcher's name of the job, which
-/// others on the network might guess.
+/// The ranks recognise each other by `LOCKSTEP_SECRET`. Without this variable they use the launcher's name of the job, which other
+/// processes on the network could guess.
 ///
 /// # Errors
-/// Some variables are missing or not numbers; the error is a sentence.
+/// Some variables are missing or are not numbers. The error is a sentence.
 pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchedRank>, String> {
     let number = |name: &str| number(&variable, name);
-    // `job` is the launcher's name of the job, and `port_shift` is added to `MASTER_PORT`.
+    // `job` is the launcher's name of the job. `port_shift` is added to `MASTER_PORT`.
     let (by, rank, world_size, local_rank, local_ranks, job, port_shift);
-    // Slurm's name of rank 0's machine.
+    // The machine of rank 0 in Slurm's list.
     let mut first = None;
     if let (Some(r), Some(w)) = (number("RANK")?, number("WORLD_SIZE")?) {
         by = "torchrun";
@@ -59,7 +59,7 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
     } else if let (Some(r), Some(w), Some(step)) =
         (number("SLURM_PROCID")?, number("SLURM_NTASKS")?, variable("SLURM_STEP_ID"))
     {
-        // Without a step, this process is the batch script itself and not started by srun.
+        // Without a step id, this process is the batch script itself, which srun has not started.
         by = "srun";
         (rank, world_size) = (r, w);
         local_rank = number("SLURM_LOCALID")?;
@@ -113,7 +113,7 @@ fn port(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<u16>, Strin
     given.map(|port| u16::try_from(port).map_err(|_| format!("MASTER_PORT={port} is not a port"))).transpose()
 }
 
-/// The port without `MASTER_PORT`: the same for all ranks of the job, different for other jobs, and below the ephemeral ports.
+/// Returns the port to use without `MASTER_PORT`: the same for all ranks of the job, different for other jobs, and below the ephemeral ports.
 fn port_for(job: &str) -> u16 {
     let mut hash = DefaultHasher::new();
     job.hash(&mut hash);

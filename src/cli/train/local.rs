@@ -1,4 +1,4 @@
-//! Starts, watches and ends the ranks of this machine without an agent.
+//! Starts, monitors and ends the ranks of this machine without an agent.
 
 use super::{
     super::{block_on, output},
@@ -16,30 +16,30 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// When a rank has failed, the others notice; a rank that does not end within this time is asked to end. Ranks that
-/// stop in order have the time that a rank allows itself for its checkpoint.
+/// After a rank has failed, the other ranks notice. A rank that does not end within this time is asked to end. Ranks that stop in order
+/// have the time that a rank allows itself for its checkpoint.
 const END_DELAYS: EndDelays = {
     let within = Duration::from_secs(2);
     EndDelays { certain: within, provisional: within, stopping: Duration::from_secs(20) }
 };
-/// Time from SIGTERM to SIGKILL for ranks whose peer has failed.
+/// Time from SIGTERM to SIGKILL for ranks after another rank has failed.
 const GRACE: Duration = Duration::from_secs(6);
-/// Time from SIGTERM to SIGKILL for ranks that write a checkpoint: longer than ranks allow themselves. A second Ctrl-C
-/// ends them at once.
+/// Time from SIGTERM to SIGKILL for ranks that write a checkpoint. Longer than the time that ranks allow themselves. A second Ctrl-C ends
+/// the ranks at once.
 const STOP: Duration = Duration::from_secs(25);
 
-/// Time for this process to exit after its rank has failed.
+/// Time limit for this process to exit after its rank has failed.
 const EXIT_WITHIN: Duration = Duration::from_secs(5);
 
-/// How training ended.
+/// The outcome of training.
 pub(super) enum Ended {
-    /// The last validation's accuracy, 0 to 1, with its number of pictures, the last step, and a text about the best checkpoint.
+    /// With the accuracy of the last validation, 0 to 1, and its number of pictures; the last step; and a text about the best checkpoint.
     Succeeded { accuracy: Option<(f64, u64)>, step: u64, best: Option<String> },
-    /// This rank has ended; rank 0, in another process, prints the result.
+    /// This rank has ended. Rank 0, in another process, prints the outcome.
     Elsewhere,
-    /// Stopped by Ctrl-C or a signal. The folder shows whether there is a checkpoint of the step.
+    /// Stopped by Ctrl-C or a signal. The folder shows whether a checkpoint of this step exists.
     Stopped { step: u64 },
-    /// The reason, as a sentence.
+    /// With the reason as a sentence.
     Failed(String),
 }
 
@@ -59,7 +59,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
             interrupted: false,
             show: Show::new(&start.spec, &configs.iter().map(|config| config.rank).collect::<Vec<_>>()),
         };
-        // Ranks also end when this command ends by an error or a closed pipe. After SIGKILL of this command they train on.
+        // Ranks also end when this command ends because of an error or a closed pipe. After SIGKILL of this command they continue to train.
         let mut ranks = RankGroup::new(Orphans::Terminate);
         let program = own_program()?;
         for config in configs {
@@ -79,7 +79,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
 struct Command {
     interrupt: Signal,
     terminate: Signal,
-    /// The signal for a closed terminal; `None` if it is ignored.
+    /// The signal that a closed terminal sends; `None` if it is ignored.
     hangup: Option<Signal>,
     interrupted: bool,
     show: Show,
@@ -101,7 +101,7 @@ async fn received(signal: Option<&mut Signal>) {
     }
 }
 
-/// The user pressed Ctrl-C, sent SIGTERM, or closed the terminal.
+/// Ctrl-C, SIGTERM, or a closed terminal.
 struct Interrupt;
 
 impl Policy for Command {
@@ -145,12 +145,12 @@ impl Policy for Command {
     }
 }
 
-/// The end of the run, from the first cause among the ranks' reports and exit statuses.
+/// Returns the outcome from the first cause among the ranks' reports and exit statuses.
 fn ended(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -> Ended {
     if ranks.ends().all(RankEnd::is_success) {
         return Ended::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() };
     }
-    // A rank that stopped in order is not the cause if another rank has reported one.
+    // If a rank has reported a cause, ranks that stopped in order are not the cause.
     let cause = ranks.failure_cause().map(|cause| cause.rank).filter(|end| !end.is_stopping());
     let cause = cause.or_else(|| ranks.ends().find(|end| end.failure.is_some()));
     let has_own_reason = cause.is_some_and(RankEnd::has_own_reason);
@@ -207,19 +207,19 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     show.finish();
     let status = training.join().unwrap_or(-1);
     if status == EXIT_STOPPED && !registry::may_run_exit_handlers(Duration::ZERO) {
-        // The rank has kept the last step, but its GPU still waits for ranks that are gone.
+        // The last step of the rank is saved, but its GPU still waits for ranks that have exited.
         end_by_force_within(EXIT_WITHIN);
     }
     Ok(match status {
         EXIT_FINISHED if config.rank > 0 => Ended::Elsewhere,
         EXIT_FINISHED => Ended::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() },
-        // Only rank 0 has checkpoints.
+        // Only rank 0 writes checkpoints.
         EXIT_STOPPED if config.rank > 0 => Ended::Failed(format!("stopped after step {}", show.step)),
         EXIT_STOPPED => Ended::Stopped { step: show.step },
         _ => {
-            // The reason is printed soon. CUDA's exit handlers may wait for ranks that are gone.
+            // The reason is printed soon. CUDA's exit handlers may wait for ranks that have exited.
             end_by_force_within(EXIT_WITHIN);
-            // Exit handlers free resources that aborts use.
+            // Exit handlers free resources that aborts still use.
             let are_over = registry::may_run_exit_handlers(EXIT_WITHIN / 2);
             let reason = reason.unwrap_or_else(|| "it printed nothing".into());
             let said = format!("rank {} failed at step {}: {reason}", config.rank, show.step);

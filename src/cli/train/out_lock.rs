@@ -5,19 +5,19 @@ use lockstep_host::{lock_within, open_lock};
 use rustix::io::{FdFlags, fcntl_setfd};
 use std::{fs::File, path::Path, time::Duration};
 
-/// The file in the folder that is locked.
+/// Name of the locked file in the folder.
 const LOCK: &str = "train.lock";
-/// Time for the threads of a run that was just killed: they may hold the lock after the process has gone from `ps`.
+/// Time for the threads of a killed run to exit: they may hold the lock after the process has disappeared from `ps`.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// A locked folder, until this value is dropped and every process that inherited the lock has ended.
+/// A locked folder. The lock is held until this value is dropped and every process that inherited the lock has exited.
 pub(super) struct OutLock {
     _file: File,
 }
 
 impl OutLock {
-    /// Locks `out`. Child processes inherit the lock: ranks train on if this process is killed, and the folder stays
-    /// locked until they have ended.
+    /// Locks `out`. Child processes inherit the lock: if this process is killed, its ranks train on, and the folder stays locked until they
+    /// have exited.
     ///
     /// # Errors
     /// Another run uses the folder, or the folder cannot be written.
@@ -35,7 +35,7 @@ impl OutLock {
                     path.display()
                 )));
             }
-            // Some network file systems have no locks.
+            // Some network file systems do not support locks.
             Err(error) => output::warn(format_args!(
                 "{} cannot be locked ({error}): see that no other run uses this folder",
                 path.display()

@@ -7,7 +7,7 @@ use super::{
 };
 use std::path::Path;
 
-/// The variable that replaces `--rank-table`.
+/// Environment variable that replaces `--rank-table`.
 const TABLE_FILE: &str = "RANK_TABLE_FILE";
 
 /// The ranks that this process starts.
@@ -21,7 +21,7 @@ pub(super) enum Part {
 }
 
 impl Part {
-    /// Who decides the number of ranks, and the number.
+    /// Returns the source that determines the number of ranks, and the number.
     pub(super) fn world(&self) -> Option<(&'static str, u32)> {
         match self {
             Part::All => None,
@@ -30,7 +30,7 @@ impl Part {
         }
     }
 
-    /// Whether rank 0 runs here. Rank 0 locks the folder, and reads and writes checkpoints.
+    /// Whether this process starts rank 0, which locks the folder, and reads and writes checkpoints.
     pub(super) fn has_rank_0(&self) -> bool {
         match self {
             Part::All => true,
@@ -39,10 +39,10 @@ impl Part {
         }
     }
 
-    /// Reads the part from a rank table, or from the launcher's variables.
+    /// Determines the part from a rank table, or from the launcher's environment variables.
     ///
     /// # Errors
-    /// Exit status 2: what is missing or wrong in these.
+    /// Exit status 2 if an argument or a variable is missing or invalid.
     pub(super) fn find(args: &Args) -> anyhow::Result<Self> {
         let variable = |name: &str| std::env::var(name).ok();
         let rank = || launcher::rank_id(&variable).map_err(wrong);

@@ -5,7 +5,7 @@ use lockstep_protocol::pickle;
 use lockstep_worker::checkpoint;
 use std::{fs, path::Path};
 
-/// The name of the checkpoint to continue from, under `out/checkpoints`.
+/// Returns the name of the checkpoint to continue from, under `out/checkpoints`.
 pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String>> {
     let directory = out.join("checkpoints");
     let name_of = |folder: &Path| folder.file_name().map(|n| n.to_string_lossy().into_owned());
@@ -33,7 +33,7 @@ pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Op
             let manifest = checkpoint::validate(&folder).map_err(|e| problem(e.to_string()))?;
             let name = checkpoint::folder_name(manifest.epoch, manifest.step);
             let here = directory.join(&name);
-            // The run would later mistake these checkpoints for its own steps and keep neither.
+            // The run would later take these checkpoints for checkpoints of its own steps.
             let later =
                 checkpoint::list(&directory)?.into_iter().rev().find(|(_, step)| *step > manifest.step);
             if let Some((epoch, step)) = later {
@@ -51,7 +51,7 @@ pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Op
                 )));
             }
             if !here.exists() {
-                // Copied to a temporary place first, so that a checkpoint exists completely or not at all.
+                // Copied to a temporary folder first, so that a checkpoint is either complete or absent.
                 let temporary = directory.join(format!(".tmp-{name}"));
                 fs::create_dir_all(&temporary)?;
                 for file in manifest.files.keys().map(String::as_str).chain([checkpoint::MANIFEST]) {

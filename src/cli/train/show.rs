@@ -19,23 +19,23 @@ pub(super) struct Show {
     spec: JobSpec,
     bar: Option<ProgressBar>,
     steps_per_epoch: u64,
-    /// The loss of the ranks whose records are read here.
+    /// The mean loss of the ranks whose records this process reads.
     loss: JobLoss,
-    /// Text that names these ranks, if they are not all ranks.
+    /// A text that names these ranks, if they are not all ranks.
     whose: String,
-    /// Rank 0's lines that are not yet printed: lines of steps wait for the loss of the other ranks.
+    /// Rank 0's lines that have not been printed: the line of a step waits for the losses of the other ranks.
     lines: VecDeque<String>,
-    /// Whether rank 0's lines are read here.
+    /// Whether this process reads rank 0's lines.
     has_lines: bool,
-    /// Losses of steps whose lines are not yet printed.
+    /// Losses of steps whose lines have not been printed.
     losses: BTreeMap<u64, f32>,
-    /// The checkpoints that this run has written and not removed again.
+    /// The checkpoints that this run has written and not removed.
     checkpoints: Vec<CheckpointInfo>,
     /// Throughput, computed as on the server.
     speed: Throughput,
-    /// The accuracy of the newest validation, 0 to 1, and its number of pictures.
+    /// Accuracy of the newest validation, 0 to 1, and its number of pictures.
     pub(super) accuracy: Option<(f64, u64)>,
-    /// Optimizer steps done, of the rank that is furthest.
+    /// Number of optimizer steps of the rank that is furthest ahead.
     pub(super) step: u64,
 }
 
@@ -44,7 +44,7 @@ fn style(template: &str) -> ProgressStyle {
 }
 
 impl Show {
-    /// A display for a run in which the records of `ranks` are read here.
+    /// Creates a display for a run in which this process reads the records of `ranks`.
     pub(super) fn new(spec: &JobSpec, ranks: &[u32]) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
@@ -121,7 +121,7 @@ impl Show {
         self.print(false);
     }
 
-    /// Prints rank 0's lines in order, up to a step whose loss is unknown. `all`: no more losses come.
+    /// Prints rank 0's lines in order, up to the first step whose loss is unknown. `all`: no more losses will arrive.
     fn print(&mut self, all: bool) {
         while let Some(line) = self.lines.front() {
             let text = match of_step(line) {
@@ -140,7 +140,7 @@ impl Show {
             };
             self.lines.pop_front();
             let Some(text) = text else { continue };
-            // Training continues even if nobody reads the output any more.
+            // Training continues even if the reader of the output has exited.
             let _ = match &self.bar {
                 Some(bar) => bar.suspend(|| output::line(&text)),
                 None => output::line(&text),
@@ -148,7 +148,7 @@ impl Show {
         }
     }
 
-    /// `; the best is 2-24 with 88.6 %`, among the checkpoints that this run has written.
+    /// Describes the best of the checkpoints that this run has written: `; the best is 2-24 with 88.6 %`.
     pub(super) fn best(&self) -> Option<String> {
         let (best, accuracy) = best_checkpoint(&self.checkpoints)?;
         Some(format!("; the best is {}-{} with {}", best.epoch, best.step, percent(accuracy)))
@@ -157,7 +157,7 @@ impl Show {
     fn draw(&self) {
         let Some(bar) = &self.bar else { return };
         bar.set_position(self.step);
-        // Before the first step, the time left is unknown.
+        // The time left is unknown before the first step.
         let Some(loss) = self.loss.newest.filter(|_| self.steps_per_epoch > 0) else { return };
         let epoch = self.step.saturating_sub(1) / self.steps_per_epoch + 1;
         let accuracy = self.accuracy.map(|(a, _)| format!(", accuracy {}", percent(a))).unwrap_or_default();
@@ -175,7 +175,7 @@ impl Show {
     }
 }
 
-/// The part of a line before the loss of a step, and the step: `epoch: 1 step: 7, loss is 2.3`.
+/// Returns the part of a log line before the loss of a step, and the step: `epoch: 1 step: 7, loss is 2.3`.
 fn of_step(line: &str) -> Option<(&str, u64)> {
     let (start, _) = line.split_once(", loss is ")?;
     Some((start, start.split_once(" step: ")?.1.parse().ok()?))

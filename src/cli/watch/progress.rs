@@ -14,26 +14,27 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Without a terminal, interval of progress lines.
+/// Interval between two progress lines without a terminal.
 const LINE_EVERY: Duration = Duration::from_secs(2);
 
-/// The display of a job: a bar on a terminal, otherwise lines; or every frame as JSON.
+/// The display of a job: a bar on a terminal, lines without a terminal, or every frame as JSON.
 pub(super) struct Progress {
     json: bool,
     /// The bar, on a terminal, once the run's length is known.
     bar: Option<ProgressBar>,
     state: JobState,
-    /// The text about the job's place that was printed last.
+    /// The last printed text about the job's place in the queue.
     said: String,
     steps_per_epoch: u64,
     total_steps: u64,
     step: u64,
-    /// The number of ranks, and the attempt whose loss is in [`Progress::loss`].
+    /// The number of ranks, and the attempt to which [`Progress::loss`] belongs.
     ranks: u32,
     attempt: u32,
     loss: JobLoss,
     images_per_second: Option<f64>,
-    /// The server's estimate of the time left. A bar's own estimate would start again with each connection and count validations as slow steps.
+    /// The server's estimate of the time left, in seconds. The bar's own estimate would start again with each connection, and count
+    /// validations as slow steps.
     eta_secs: Option<f64>,
     last_line: Option<Instant>,
 }
@@ -72,7 +73,7 @@ impl Progress {
         self.name_state();
     }
 
-    /// Sets the text at the beginning of the bar.
+    /// Sets the prefix and the message of the bar.
     fn name_state(&self) {
         let Some(bar) = &self.bar else { return };
         if let Ok(style) = ProgressStyle::with_template("{prefix:.bold} {wide_bar} {pos}/{len} {msg}") {
@@ -82,7 +83,7 @@ impl Progress {
         bar.set_message(self.words());
     }
 
-    /// The loss, the speed and the time left, as far as known. Only a job that trains has a time left.
+    /// Formats the loss, the speed and the time left, if they are known. Only a running job has a time left.
     fn words(&self) -> String {
         let loss = self.loss.newest.map(|loss| format!("loss {loss:.4}"));
         let speed = self.images_per_second.map(|v| format!("{} images/s", rate(v)));
@@ -96,9 +97,9 @@ impl Progress {
         self.state.is_waiting() && !self.json
     }
 
-    /// Prints the state of a job that does not train, its place in the queue and the reason, once until one of them changes.
+    /// Prints the state of a job that does not train, its place in the queue and the reason. Prints again only after a change.
     pub(super) fn show_place(&mut self, job: &Job) -> anyhow::Result<()> {
-        // The stream may be behind, and reports all other changes in order.
+        // The stream may be behind, but reports all other changes in order.
         let was_shown = job.state == self.state && job.state != JobState::Running && !job.state.is_final();
         let is_known = job.reason.is_some() || job.queue.is_some() || !job.state.is_waiting();
         if self.json || !was_shown || !is_known {
@@ -146,7 +147,7 @@ impl Progress {
                     self.attempt = *attempt;
                     self.loss = JobLoss::of(fewer.unwrap_or(self.ranks) as usize);
                 }
-                // `show_place` prints the place with the reason why the job waits now.
+                // `show_place` prints the place and the current reason for waiting.
                 let still_waits = self.state == *state && state.is_waiting();
                 if self.state != *state {
                     // The server sends a new estimate when the job trains.

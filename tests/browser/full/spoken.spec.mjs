@@ -80,7 +80,7 @@ describe("a screen reader hears", () => {
     await page.goto(`${server.url}/jobs/${job}`);
     await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
     await listen(page);
-    const refused = "That was not done.", says = () => heard(page).then((all) => all.filter((words) => words === `${refused} ${detail}`).length);
+    const refused = "The action failed.", says = () => heard(page).then((all) => all.filter((words) => words === `${refused} ${detail}`).length);
     for (const times of [1, 2]) {
       await page.getByRole("button", { name: "Pause", exact: true }).click();
       await until("it is said", async () => (await says()) === times, 20_000);

@@ -4,17 +4,17 @@
 use pulldown_cmark::{CowStr, Event, HeadingLevel, Options, Parser, Tag, TagEnd};
 use std::collections::HashMap;
 
-/// A page's first heading; empty when it has none.
+/// Returns a page's first heading. Empty if the page has no heading.
 pub fn title(source: &str) -> String {
     source.lines().find_map(|line| line.strip_prefix("# ")).unwrap_or_default().trim().to_owned()
 }
 
-/// The HTML of the page at `path`; `is_page` tells whether another path is a page.
+/// Converts the page at `path` to HTML. `is_page` tells whether another path is a page.
 pub(super) fn html(source: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> String {
     let events: Vec<_> = Parser::new_ext(source, Options::ENABLE_TABLES).collect();
     let mut anchors = HashMap::new();
     let mut out = Vec::with_capacity(events.len());
-    // For each open link, whether it has an address.
+    // For each open link, whether the link has an address.
     let mut links = Vec::new();
     let mut in_image = false;
     for (number, event) in events.iter().enumerate() {
@@ -26,7 +26,7 @@ pub(super) fn html(source: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> 
                 out.push(heading(*level, &anchor(&text, &mut anchors)));
             }
             Event::Start(Tag::Table(_)) => {
-                // Only elements with focus can be scrolled by keyboard.
+                // Only elements with keyboard focus can be scrolled by keyboard.
                 out.push(Event::Html(
                     r#"<div class="wide" role="group" aria-label="Table" tabindex="0">"#.into(),
                 ));
@@ -51,7 +51,7 @@ pub(super) fn html(source: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> 
                     out.push(event.clone());
                 }
             }
-            // Pictures are not served, so their description replaces them.
+            // Pictures are not served, so they are replaced by their descriptions.
             Event::Start(Tag::Image { .. }) => in_image = true,
             Event::End(TagEnd::Image) => in_image = false,
             Event::Text(text) if in_image => out.push(Event::Text(format!("({text})").into())),
@@ -84,7 +84,7 @@ fn plain<'a>(event: &'a Event<'_>) -> Option<&'a str> {
     }
 }
 
-/// The anchor of a heading, as on GitHub; a repeated anchor gets a number.
+/// Returns the anchor of a heading, as on GitHub. A repeated anchor gets a number.
 fn anchor(text: &str, taken: &mut HashMap<String, u32>) -> String {
     let characters = text.trim().to_lowercase();
     let characters = characters.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
@@ -93,7 +93,7 @@ fn anchor(text: &str, taken: &mut HashMap<String, u32>) -> String {
     if *count == 0 { name } else { format!("{name}-{count}") }
 }
 
-/// The address of a link on the page `path`; `None` if the file is not a page.
+/// Returns the address of a link on the page `path`, or `None` if the file is not a page.
 fn address(link: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> Option<String> {
     if link.starts_with('#') || link.starts_with("https://") || link.starts_with("http://") {
         return Some(link.to_owned());

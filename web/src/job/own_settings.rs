@@ -3,10 +3,10 @@
 use lockstep_protocol::spec::JobSpec;
 use serde_json::{Map, Value};
 
-/// Keys that the page shows elsewhere, and that may have changed since the job was submitted.
+/// Keys that the page shows elsewhere, and whose values may have changed since the job was submitted.
 const ELSEWHERE: [&str; 4] = ["name", "priority", "private", "project"];
 
-/// The settings, by keys such as `train.lr`.
+/// Returns the settings of a job that differ from the defaults, by keys such as `train.lr`.
 pub(super) fn of(spec: &JobSpec) -> Vec<(String, String)> {
     let (own, usual) = (tables(spec), tables(&JobSpec::default()));
     let differs = |(key, value): &(String, Value)| {
@@ -15,7 +15,7 @@ pub(super) fn of(spec: &JobSpec) -> Vec<(String, String)> {
     own.into_iter().filter(differs).map(|(key, value)| (key, words(&value))).collect()
 }
 
-/// Whatever a program has named, with the keys of objects.
+/// Returns values with names that a program chose. Keys of nested objects are joined.
 pub(super) fn flat(values: &Map<String, Value>) -> Vec<(String, String)> {
     let mut all = Vec::new();
     for (key, value) in values {
@@ -31,7 +31,7 @@ pub(super) fn flat(values: &Map<String, Value>) -> Vec<(String, String)> {
 
 fn tables(spec: &JobSpec) -> Vec<(String, Value)> {
     let mut all = Vec::new();
-    // Every specification has a JSON form. Its text has numbers in their short form, even 32-bit floats.
+    // Every specification has a JSON form. Converted through text, in which numbers are short, even 32-bit floats.
     let text = serde_json::to_string(spec).unwrap_or_default();
     let Ok(Value::Object(tables)) = serde_json::from_str(&text) else { return all };
     for (name, value) in tables {

@@ -1,4 +1,4 @@
-//! The measurements on a machine's card: name, value, total, and the lines beside them.
+//! The measurements on a machine's card: name, value, total, and the lines of the last hours.
 
 use crate::numbers::{bytes, plural};
 use lockstep_protocol::agent::{GpuSample, MachineSample};
@@ -7,13 +7,13 @@ use lockstep_protocol::agent::{GpuSample, MachineSample};
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Gauge {
     pub(super) name: &'static str,
-    /// `37 %`; a dash if unknown.
+    /// Value, such as `37 %`; a dash if unknown.
     pub(super) value: String,
-    /// `of 64 GB`.
+    /// Total or other value beside it, such as `of 64 GB`.
     pub(super) about: String,
-    /// Metrics of `GET /api/v1/agents/{id}/metrics`.
+    /// Names of the metrics in `GET /api/v1/agents/{id}/metrics`.
     pub(super) lines: &'static [&'static str],
-    /// The value at the top of the lines; 0: the lines' maximum.
+    /// The value at the top of the lines. 0: the lines' maximum.
     pub(super) most: f64,
 }
 
@@ -31,12 +31,12 @@ fn rate(bytes_per_second: Option<u64>) -> String {
     bytes_per_second.map_or(UNKNOWN.into(), |rate| format!("{}/s", bytes(rate)))
 }
 
-/// A number of CPUs: `2`, `1.5`.
+/// Formats a number of CPUs: `2`, `1.5`.
 fn cpus(count: f32) -> String {
     if count.fract() == 0.0 { plural(count as u64, "CPU") } else { format!("{count:.1} CPUs") }
 }
 
-/// Gauges of a machine. Without a sample they have no values, so that nothing moves when a sample arrives.
+/// Returns the gauges of a machine. Without a sample the gauges have no values, so that the layout does not change when a sample arrives.
 pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
     let shown = |text: fn(&MachineSample) -> String| sample.map_or(UNKNOWN.into(), text);
     let more = |text: fn(&MachineSample) -> String| sample.map_or(String::new(), text);
@@ -96,7 +96,8 @@ pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
     ]
 }
 
-/// Gauges of a GPU with this much memory. For a share of CPU cores: of the rank's process (0: no memory limit).
+/// Returns the gauges of a GPU with this memory. For a slot of CPU cores, returns the gauges of the rank's process (`memory_bytes` 0: no
+/// limit).
 pub(super) fn of_slot(sample: Option<&GpuSample>, memory_bytes: u64) -> [Gauge; 4] {
     let shown = |text: fn(&GpuSample) -> Option<String>| sample.and_then(text).unwrap_or(UNKNOWN.into());
     [

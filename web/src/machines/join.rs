@@ -1,19 +1,19 @@
-//! The commands that join another machine, ready to be typed.
+//! The commands that join another machine, ready to copy.
 
-/// The facts that decide how a machine joins this server.
+/// The properties of the server that decide how a machine joins it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Join {
     /// The server's address for other machines; `None` if it listens only on loopback.
     pub server_url: Option<String>,
-    /// The server's address on its own machine, where commands find its token.
+    /// The server's address on its own machine, where commands find the token.
     pub own_url: String,
     /// The port on which the server listens.
     pub port: u16,
-    /// An unused name, to be replaced by the machine's name.
+    /// An unused machine name, which the reader replaces.
     pub name: String,
     /// Whether agents need a token.
     pub with_token: bool,
-    /// Whether the server's certificate is signed by its own authority, which other machines do not trust yet.
+    /// Whether the server's certificate is signed by the server's own authority, which other machines do not trust yet.
     pub with_ca: bool,
     /// The server's data directory, if the viewer may know it.
     pub data_dir: Option<String>,
@@ -21,7 +21,7 @@ pub struct Join {
 
 const CA: &str = "lockstep-ca.crt";
 
-/// A word, quoted for a shell.
+/// Quotes a word for a shell.
 fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/_.-:".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
@@ -31,7 +31,7 @@ fn quoted(word: &str) -> String {
 }
 
 impl Join {
-    /// Commands for the server's machine.
+    /// Returns the commands for the server's machine.
     pub(super) fn here(&self) -> Vec<String> {
         let data_dir =
             || self.data_dir.iter().map(|dir| format!(" --data-dir {}", quoted(dir))).collect::<String>();
@@ -50,7 +50,7 @@ impl Join {
         commands
     }
 
-    /// Files that the commands on the other machine need.
+    /// Lists the files that the commands on the other machine need.
     pub(super) fn files(&self) -> String {
         let token = format!("{}.token", self.name);
         let files = [(self.with_ca, CA), (self.with_token, token.as_str())];
@@ -58,13 +58,13 @@ impl Join {
         files.join(" and ")
     }
 
-    /// The command for the other machine.
+    /// Returns the command for the other machine.
     pub(super) fn there(&self) -> String {
         let mut command = match &self.server_url {
             Some(url) => format!("lockstep agent --server {url}"),
             None => format!("lockstep agent --server {}", self.own_url),
         };
-        // If the server accepts other machines without TLS, the agent must allow that, too.
+        // If the server listens for other machines without TLS, the agent must allow this, too.
         if self.server_url.as_ref().is_some_and(|url| url.starts_with("http://")) {
             command.push_str(" --insecure-http");
         }
@@ -82,7 +82,7 @@ impl Join {
         command
     }
 
-    /// The command that starts the server for other machines, too.
+    /// Returns the command that starts the server for other machines.
     pub(super) fn open(&self) -> String {
         format!("lockstep serve --listen 0.0.0.0:{} --tls-own-ca", self.port)
     }

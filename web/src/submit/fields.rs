@@ -3,7 +3,7 @@
 use lockstep_protocol::spec::{Arch, DEVICE_NAMES, LossKind, OptimizerKind, Recipe};
 use serde_json::{Value, json};
 
-/// The type of a field, which decides how its text becomes JSON.
+/// The type of a field. It determines how the field's text is converted to JSON.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Kind {
     Text,
@@ -12,7 +12,7 @@ pub(super) enum Kind {
     /// A whole number.
     Integer,
     Number,
-    /// A number, otherwise a word: `0.1` or `test`.
+    /// A number or a word: `0.1` or `test`.
     NumberOrText,
     /// Numbers separated by commas.
     Numbers,
@@ -20,7 +20,7 @@ pub(super) enum Kind {
     Words,
     /// A word, numbers separated by commas, or a table: `balanced`, `1, 2.5` or `{"cat": 2.5}`.
     Weights,
-    /// A number, or epochs with the sizes that begin in them: `1: 128, 14: 192`.
+    /// A number, or epochs with the sizes that start there: `1: 128, 14: 192`.
     Sizes,
     Switch,
     Choice(&'static [&'static str]),
@@ -32,7 +32,7 @@ pub(super) struct Field {
     pub(super) key: &'static str,
     pub(super) label: &'static str,
     pub(super) kind: Kind,
-    /// Unit or meaning, in a few words.
+    /// Unit or meaning in a few words.
     pub(super) hint: &'static str,
     /// Whether the field is under `More settings`.
     pub(super) more: bool,
@@ -363,11 +363,11 @@ pub(super) fn fields() -> impl Iterator<Item = &'static Field> {
 impl Kind {
     pub(super) fn json(self, text: &str) -> Value {
         let or_text = |parsed: Option<Value>| parsed.unwrap_or_else(|| text.into());
-        // A float without a fraction becomes an integer: for a person, 1e3 is 1000.
+        // A float without a fraction becomes an integer, because people write 1e3 for 1000.
         let number = |text: &str| text.parse::<f64>().ok().filter(|v| v.is_finite()).map(Value::from);
         let integer =
             |text: &str| text.parse::<i64>().map(Value::from).or(text.parse::<u64>().map(Value::from)).ok();
-        // Also accepts the notation of TOML, JSON and error messages.
+        // Accepts the notations of TOML, JSON and error messages, too.
         let list = || serde_json::from_str::<Vec<Value>>(text).ok().map(Value::from);
         match self {
             Kind::Text | Kind::Choice(_) | Kind::Dataset => text.into(),
@@ -398,7 +398,7 @@ impl Kind {
         }
     }
 
-    /// The type's name for `static/submit.js`.
+    /// Returns the type's name for `static/submit.js`.
     pub(super) fn word(self) -> &'static str {
         match self {
             Kind::Text | Kind::Lines | Kind::Choice(_) | Kind::Dataset => "text",

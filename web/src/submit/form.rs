@@ -1,4 +1,4 @@
-//! Converts the form's texts to a specification and back.
+//! Converts the form's texts to a specification, and a specification to the form's texts.
 
 use super::fields::{Kind, fields};
 use lockstep_protocol::{JobSpec, spec::Recipe};
@@ -13,16 +13,16 @@ pub(super) static DEFAULTS: LazyLock<Form> =
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Form {
     pub(super) values: BTreeMap<String, String>,
-    /// The recipe from which the fields were filled; empty for none. If another recipe is chosen without a script, the
+    /// The recipe with which the fields were filled; empty if there was none. If the user chooses another recipe without a script, the
     /// fields still have this recipe's values.
     pub(super) filled: String,
 }
 
-/// The hidden field with [`Form::filled`].
+/// Name of the hidden field with [`Form::filled`].
 const FILLED: &str = "filled";
 
 impl Form {
-    /// The fields of a posted form. Unknown names are left out.
+    /// Reads the fields of a posted form. Unknown names are ignored.
     pub fn from_pairs(pairs: impl IntoIterator<Item = (String, String)>) -> Self {
         let mut values: BTreeMap<_, _> =
             fields().filter(|f| f.kind == Kind::Switch).map(|f| (f.key.to_owned(), "false".into())).collect();
@@ -37,9 +37,9 @@ impl Form {
         Self { values, filled }
     }
 
-    /// The form that describes `spec`, for submitting a job again with changes.
+    /// Creates the form that describes `spec`, for submitting a job again with changes.
     pub fn from_spec(spec: &JobSpec) -> Self {
-        // Converted through text, so that an f32 of 0.1 reads 0.1 and not its nearest f64.
+        // Converted through text, so that a 32-bit 0.1 is shown as 0.1 and not as its nearest 64-bit value.
         let document = serde_json::to_string(spec).ok().and_then(|text| serde_json::from_str(&text).ok());
         let mut form = Self::default();
         form.flatten("", &document.unwrap_or(Value::Null));
@@ -47,8 +47,8 @@ impl Form {
         form
     }
 
-    /// The untouched fields after `recipe` (a name, or empty) was chosen. The field of the learning rate is empty,
-    /// because it follows from the batch size.
+    /// Returns the untouched fields after `recipe` (a name, or empty) was chosen. The field of the learning rate is empty, because its
+    /// default depends on the batch size.
     fn untouched(recipe: &str) -> Self {
         let mut form = DEFAULTS.clone();
         for (key, value) in recipe_values(recipe) {
@@ -77,7 +77,7 @@ impl Form {
         self.values.insert(at.to_owned(), text);
     }
 
-    /// The specification as JSON, for `spec::from_json`. Empty fields are left out. Text of the wrong type stays text,
+    /// Converts the form to a specification as JSON, for `spec::from_json`. Empty fields are left out. Text of the wrong type stays text,
     /// so that the check reports it.
     pub fn document(&self) -> Value {
         let mut document = Map::new();
@@ -122,14 +122,14 @@ impl Form {
     }
 }
 
-/// Keys that a recipe scales with the job's epochs: sent only if the user has changed them.
+/// Keys that a recipe scales with the job's epochs: they are sent only if the user has changed them.
 const IN_PROPORTION: [&str; 3] = ["train.milestones", "train.warmup_epochs", "data.image_size"];
 
-/// Keys whose default follows from the dataset: sent only if the user has changed them. The same as `LEFT_TO_SERVER` in
+/// Keys whose default depends on the dataset: they are sent only if the user has changed them. The same as `LEFT_TO_SERVER` in
 /// `static/submit.js`.
 const LEFT_TO_SERVER: [&str; 1] = ["data.validation"];
 
-/// One entry of a list: a number, or an epoch and the size that begins in it.
+/// Formats an entry of a list: a number, or an epoch and the size that starts there.
 fn item(value: &Value) -> String {
     match (value.as_array().map(Vec::as_slice), value.as_str()) {
         (Some([epoch, size]), _) => format!("{epoch}: {size}"),
@@ -138,7 +138,7 @@ fn item(value: &Value) -> String {
     }
 }
 
-/// The values with which the recipe of this name fills fields.
+/// Returns the values with which this recipe fills fields.
 pub(super) fn recipe_values(recipe: &str) -> BTreeMap<String, String> {
     let Some((recipe, _)) = Recipe::ALL.into_iter().find(|(_, name)| *name == recipe) else {
         return BTreeMap::new();

@@ -1,16 +1,16 @@
-//! Starting points for the form.
+//! Presets of the form.
 
 use super::form::{DEFAULTS, Form};
 use lockstep_protocol::dataset::{Dataset, DatasetInfo};
 
-/// A starting point for the form.
+/// A preset of the form.
 pub(super) struct Preset {
     pub(super) key: &'static str,
     pub(super) title: &'static str,
     pub(super) about: &'static str,
-    /// Side, channels and number of classes of the preset's pictures, which identify a dataset with another name.
+    /// Side, channels and number of classes of the preset's pictures, by which a dataset with another name is recognised.
     pub(super) pictures: (u32, u32, usize),
-    /// The largest number of ranks; fewer if there are fewer slots.
+    /// Maximum number of ranks. Fewer ranks are used if there are fewer slots.
     pub(super) ranks: u32,
     /// Values that differ from the defaults.
     pub(super) values: &'static [(&'static str, &'static str)],
@@ -75,7 +75,7 @@ pub(super) const PRESETS: [Preset; 3] = [
 ];
 
 impl Preset {
-    /// The registered dataset for the preset: by name, otherwise the first dataset with such pictures.
+    /// Returns the registered dataset for the preset: by name, otherwise the first dataset with such pictures.
     pub(super) fn dataset<'a>(&self, datasets: &'a [Dataset]) -> Option<&'a str> {
         let called = |d: &&Dataset| self.values.contains(&("data.dataset", d.name.as_str()));
         let fits = |d: &&Dataset| {

@@ -19,9 +19,9 @@ use std::{
 
 /// Pauses before a request is retried.
 pub(super) const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
-/// The largest number of retries of a change after conflicts with another writer.
+/// Maximum number of retries of a change after conflicts with another writer.
 const MOST_CONFLICTS: u32 = 20;
-/// Time for an object that is being deleted, whose pods end first.
+/// Time limit for the deletion of an object, whose pods end first.
 const DELETED_WITHIN: Duration = Duration::from_secs(180);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,12 +44,13 @@ impl Kind {
     }
 }
 
-/// Timeouts of requests to a cluster.
+/// Time limits of requests to a cluster.
 #[derive(Debug, Clone, Copy)]
 struct Timeouts {
-    /// Time limit for the response to a request other than a watch. The connection to a machine that has lost power stays open.
+    /// Time limit for the response to a request other than a watch. If the API server's machine loses power, its connections stay open
+    /// without a response.
     answer: Duration,
-    /// How long to retry while the API server is unreachable.
+    /// Time for which requests are retried while the API server is unreachable.
     away: Duration,
 }
 
@@ -60,11 +61,11 @@ pub(super) struct Cluster {
     client: Client,
     waits: Timeouts,
     pub(super) namespace: String,
-    /// Whether the message about an unreachable API server has been printed.
+    /// Whether the message about the unreachable API server has been printed.
     is_away: AtomicBool,
 }
 
-/// The result of creating an object.
+/// Result of the creation of an object.
 pub(super) enum Created {
     Now(Value),
     /// An object with this name exists already.
@@ -72,10 +73,10 @@ pub(super) enum Created {
 }
 
 impl Cluster {
-    /// Connects with a kubeconfig file (`KUBECONFIG`, `~/.kube/config`), or with the service account of the pod in which this runs.
+    /// Connects with a kubeconfig file (`KUBECONFIG`, `~/.kube/config`), or with the service account of the pod in which this process runs.
     ///
     /// # Errors
-    /// Neither exists, or it cannot be used.
+    /// Neither of the two exists, or the connection fails.
     pub(super) async fn connect(args: &Args) -> anyhow::Result<Self> {
         let unusable = |e: &dyn std::error::Error| wrong(format!("Kubernetes: {}", chain(e)));
         let config = match &args.context {
@@ -102,7 +103,7 @@ impl Cluster {
         Api::namespaced_with(self.client.clone(), &self.namespace, &kind.resource())
     }
 
-    /// Prints that the API server does not answer, once until it has answered again.
+    /// Prints that the API server does not respond, unless this has been printed since the last response.
     pub(super) fn note_away(&self, error: &Error) {
         if !self.is_away.swap(true, Ordering::Relaxed) {
             output::warn(format_args!(
@@ -118,7 +119,7 @@ impl Cluster {
         }
     }
 
-    /// Waits for a response. A late response counts as an unreachable server.
+    /// Waits for a response. A response after the time limit counts as an unreachable server.
     pub(super) async fn answer<T>(&self, asked: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
         let within = self.waits.answer;
         let late = |_| Err(Error::Service(format!("no answer within {within:?}").into()));
@@ -141,7 +142,7 @@ impl Cluster {
         }
     }
 
-    /// An error as a sentence with advice.
+    /// Formats an error as a sentence with advice.
     pub(super) fn explain(&self, doing: &str, error: &Error) -> anyhow::Error {
         let namespace = &self.namespace;
         match error {
@@ -158,6 +159,8 @@ impl Cluster {
         }
     }
 
+    /// Returns an object, or `None` if it does not exist.
+    ///
     /// # Errors
     /// The object cannot be read.
     pub(super) async fn get(&self, kind: Kind, name: &str) -> anyhow::Result<Option<Value>> {
@@ -166,6 +169,8 @@ impl Cluster {
         found.map(|found| found.map(plain)).map_err(|e| self.explain(&format!("reading {kind:?} {name}"), &e))
     }
 
+    /// Creates an object.
+    ///
     /// # Errors
     /// Kubernetes refuses the object.
     pub(super) async fn create(&self, kind: Kind, object: &Value) -> anyhow::Result<Created> {
@@ -178,7 +183,7 @@ impl Cluster {
                 Ok(made) => return Ok(Created::Now(plain(made))),
                 Err(Error::Api(status)) if status.code == 409 => match self.get(kind, name).await? {
                     Some(found) => return Ok(Created::Exists(found)),
-                    // The object has been deleted in the meantime.
+                    // The object was deleted between the two requests.
                     None => tokio::time::sleep(RETRY.first).await,
                 },
                 Err(error) => return Err(self.explain(&doing, &error)),
@@ -186,8 +191,7 @@ impl Cluster {
         }
     }
 
-    /// Changes a Job, and retries after a conflict with another writer. `change` edits the Job and returns whether
-    /// anything changes.
+    /// Changes a Job, and retries after a conflict with another writer. `change` edits the Job, and returns whether it has changed anything.
     ///
     /// # Errors
     /// Kubernetes refuses the change, or the Job does not exist.
@@ -224,7 +228,7 @@ impl Cluster {
             ..DeleteParams::foreground()
         };
         match self.patiently(async || api.delete(name, &params).await).await {
-            // 409: another object has the name now.
+            // 409: another object has this name now.
             Err(Error::Api(status)) if ![404, 409].contains(&status.code) => {
                 Err(self.explain(&format!("deleting {kind:?} {name}"), &Error::Api(status)))
             }
@@ -235,10 +239,10 @@ impl Cluster {
         }
     }
 
-    /// Deletes an object and waits until it does not exist.
+    /// Deletes an object, and waits until the object does not exist.
     ///
     /// # Errors
-    /// It still exists after three minutes, or see [`Cluster::delete`].
+    /// See [`Cluster::delete`]. Also if the object still exists after three minutes.
     pub(super) async fn remove(&self, kind: Kind, object: &Value) -> anyhow::Result<()> {
         self.delete(kind, object).await?;
         let name = object["metadata"]["name"].as_str().unwrap_or_default();
@@ -258,7 +262,7 @@ impl Cluster {
     }
 }
 
-/// Whether a repetition of the same request may succeed.
+/// Whether the same request may succeed later.
 pub(super) fn is_away(error: &Error) -> bool {
     match error {
         Error::Api(status) => is_passing(status),
@@ -276,7 +280,7 @@ pub(super) fn plain(object: DynamicObject) -> Value {
     serde_json::to_value(object).unwrap_or_default()
 }
 
-/// An error and its causes; a cause that the error before it quotes is left out.
+/// Formats an error and its causes. Leaves out a cause that the error before it quotes.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

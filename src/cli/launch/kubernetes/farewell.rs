@@ -1,4 +1,4 @@
-//! Ends Kubernetes' Job when Lockstep's job is over.
+//! Ends Kubernetes' Job after Lockstep's job is over.
 
 use super::{
     super::{
@@ -13,21 +13,21 @@ use lockstep_protocol::JobState;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Time for the pods to end once the job is over: their agents learn of its end with a heartbeat.
+/// Time for the pods to end after the job is over: a heartbeat tells an agent that the job has ended.
 const FAREWELL: Duration = Duration::from_secs(90);
 
 pub(super) enum Farewell {
     /// No pod is left, or the last pods are terminating.
     Ended,
-    /// The job was retried in the meantime, and its pods are needed.
+    /// The job was retried, and needs its pods.
     QueuedAgain,
 }
 
-/// Waits for the pods to end once the job is over. Pods of a cancelled job, pods that do not end, and pods that still
-/// wait for a node are deleted, but only after the server has their checkpoints.
+/// Waits for the pods to end after the job is over. Deletes pods of a cancelled job, pods that do not end, and pods that still wait for a
+/// node, but only after the server has their checkpoints.
 ///
 /// # Errors
-/// Kubernetes refuses, or the server does not get the checkpoints within the time limit.
+/// Kubernetes refuses a request, or the server does not receive the checkpoints within the time limit.
 pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> anyhow::Result<Farewell> {
     let began = Instant::now();
     let (mut complete_since, mut said) = (None, false);
@@ -52,11 +52,11 @@ pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> 
                 say_once(&mut said);
                 false
             }
-            // An error says nothing about the uploads.
+            // After an error, the state of the uploads is unknown.
             Err(_) => false,
         };
         if may_end {
-            // A Job that is over stays for a while, for its pods' logs.
+            // A finished Job stays for a while, so that its pods' logs can be read.
             if !is_over {
                 cluster.delete(Kind::Job, &job).await?;
             }

@@ -10,20 +10,20 @@ use serde_json::{Map, Value, json};
 
 /// Label with the id of Lockstep's job.
 pub(super) const JOB_LABEL: &str = "lockstep/job";
-/// Annotation with a random word for the launch, which identifies an object after the response to its creation was lost.
+/// Annotation with a random word for the launch. Identifies an object if the response to its creation was lost.
 pub(super) const LAUNCH: &str = "lockstep/launch";
-/// Annotation with the ids of the agents' tokens, which are revoked when the job is over.
+/// Annotation with the ids of the agents' tokens, which the launch revokes when the job is over.
 pub(super) const TOKENS: &str = "lockstep/tokens";
 /// Annotation of a Job that this program suspended because Lockstep's job is paused.
 pub(super) const PAUSED: &str = "lockstep/paused";
-/// Seconds for which the Job stays after its end, so that its pods' logs can be read.
+/// Number of seconds for which Kubernetes keeps the Job after its end, so that its pods' logs can be read.
 const TTL_SECS: u32 = 3600;
-/// The longest name: pods are called `NAME-INDEX`, which has at most 63 characters.
+/// Maximum length of a name. Pods are called `NAME-INDEX`, which has at most 63 characters.
 const NAME_CHARS: usize = 30;
-/// The largest Secret that Kubernetes accepts, in bytes.
+/// Maximum size of a Secret in Kubernetes, in bytes.
 const SECRET_BYTES: u64 = 1 << 20;
 
-/// The name of the objects: `lockstep-`, the valid characters of the job's name, and the end of its id.
+/// Returns the name of a job's objects: `lockstep-`, the valid characters of the job's name, and the end of its id.
 pub(super) fn name(id: &str, name: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
     let words: String = name.chars().map(plain).collect();
@@ -37,7 +37,7 @@ pub(super) fn name(id: &str, name: &str) -> String {
     }
 }
 
-/// The inputs for the objects.
+/// The values from which the objects are made.
 pub(super) struct Plan<'a> {
     pub(super) name: String,
     /// The id of Lockstep's job.
@@ -61,9 +61,8 @@ impl Plan<'_> {
         json!({"name": self.name, "labels": self.labels(), "annotations": {LAUNCH: self.launch}})
     }
 
-    /// The Job. It is created suspended, because its pods need the Secret, and the Secret needs the UID of the Job as its owner. In a queue of Kueue,
-    /// Kueue starts the Job.
-    /// Kueue starts it.
+    /// Returns the Job. It is created suspended, because its pods need the Secret, and the Secret needs the UID of the Job as its owner. In
+    /// a queue of Kueue, Kueue starts the Job.
     pub(super) fn job(&self) -> Value {
         let pods = self.hosts.len();
         let slots = self.hosts.iter().filter_map(|host| host.slots).max().unwrap_or(1);
@@ -89,13 +88,13 @@ impl Plan<'_> {
                 "completions": pods,
                 "parallelism": pods,
                 "suspend": true,
-                // For lost machines. Failed ranks do not end a pod: the server counts them (`max_restarts`).
+                // Limits the replacements of lost pods. A failed rank does not end a pod: the server counts its restarts (`max_restarts`).
                 "backoffLimit": (3 * pods).max(6),
-                // The only policy that Kubernetes accepts with a podFailurePolicy. Two pods of an index would be the
-                // same agent, and a pod still uploads its checkpoint after it is asked to end.
+                // The only policy that Kubernetes accepts with a podFailurePolicy. Two pods of an index would be the same agent, and a
+                // terminating pod still uploads its checkpoint.
                 "podReplacementPolicy": "Failed",
                 "podFailurePolicy": {"rules": [
-                    // Preempted, evicted, or the node drained: the next pod continues.
+                    // The pod was preempted or evicted, or its node drained: the next pod continues the job.
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                     exit("Ignore", &[IN_POD_SIGNALLED]),
                     // The job has failed, or the agent cannot use its bundle.
@@ -107,7 +106,7 @@ impl Plan<'_> {
         })
     }
 
-    /// The headless Service that gives pods DNS names even before they are ready.
+    /// Returns the headless Service, which gives pods DNS names even before they are ready.
     pub(super) fn service(&self, owner: Option<&Value>) -> Value {
         let mut metadata = self.metadata();
         own(&mut metadata, owner);
@@ -119,7 +118,7 @@ impl Plan<'_> {
         })
     }
 
-    /// The agents' bundles; without `bundle`, only the parts that may be printed.
+    /// Returns the Secret with the agents' bundles. Without `bundle`, contains only the parts that may be printed.
     ///
     /// # Errors
     /// The bundle is larger than Kubernetes allows.
@@ -136,10 +135,10 @@ impl Plan<'_> {
     }
 }
 
-/// The agents' bundle, as text for the Secret.
+/// Returns the agents' bundles as text for the Secret.
 ///
 /// # Errors
-/// Exit status 2: the text is larger than Kubernetes allows.
+/// Exit status 2 if the text is larger than Kubernetes allows.
 fn secret_text(bundle: &Bundle) -> anyhow::Result<String> {
     bundle.text(
         SECRET_BYTES,
@@ -156,12 +155,12 @@ fn own(metadata: &mut Value, owner: Option<&Value>) {
     }
 }
 
-/// A new random word for a launch.
+/// Returns a new random word for a launch.
 pub(super) fn launch_word() -> String {
     uuid::Uuid::new_v4().simple().to_string()
 }
 
-/// The name of a job's objects.
+/// Returns the name of a job's objects.
 pub(super) fn name_of(job: &Job) -> String {
     name(job.id.as_str(), &job.name)
 }

@@ -1,4 +1,4 @@
-//! Lists objects, and then watches changes from the list's version on.
+//! Lists objects, then watches changes that follow the listed version.
 
 use super::cluster::{Cluster, Kind, RETRY, is_away, plain};
 use futures_util::StreamExt as _;
@@ -13,16 +13,16 @@ use std::{
 };
 use tokio::{sync::mpsc::Sender, time::sleep};
 
-/// The API server ends a watch after this time; it is then continued.
+/// Time after which the API server ends a watch. The watch is then continued.
 const WATCH_SECS: u32 = 240;
-/// A connection that is silent for longer is dead.
+/// Time without data after which a connection counts as lost.
 const SILENCE: Duration = Duration::from_secs(WATCH_SECS as u64 + 30);
-/// A watch that ends sooner than this and without a change counts as refused.
+/// A watch that ends before this time and without a change counts as refused.
 const AT_ONCE: Duration = Duration::from_secs(1);
-/// The API server's status when it no longer has the version to continue from (Gone).
+/// Status of the API server if it no longer has the version to continue from (Gone).
 const GONE: u16 = 410;
 
-/// A report about the observed objects.
+/// A message about the observed objects.
 #[derive(Debug)]
 pub(super) enum Seen {
     /// All objects.
@@ -31,11 +31,11 @@ pub(super) enum Seen {
     Gone(Value),
 }
 
-/// Why a watch ended.
+/// The reason why a watch ended.
 enum Ended {
     /// The watch can continue from the last version.
     Cut,
-    /// Changes since the last version are lost: list again.
+    /// Changes since the last version are lost: the objects must be listed again.
     Lost,
 }
 
@@ -85,8 +85,8 @@ pub(super) async fn observe(
                         return Ok(());
                     }
                     if before == version && began.elapsed() < AT_ONCE {
-                        // Pause only for a server that ends each watch at once. A watch without changes ends after its
-                        // time limit and continues without a pause.
+                        // Pauses only after a server that ends each watch at once. A watch without changes ends at its time limit and
+                        // continues without a pause.
                         sleep(backoff.pause()).await;
                     } else {
                         backoff = RETRY;
@@ -94,7 +94,7 @@ pub(super) async fn observe(
                     ended
                 }
                 Err(Error::Api(status)) if status.code == GONE => {
-                    // The API server has already lost the version that it just listed, which happens under load.
+                    // The API server no longer has the version that it just listed, which happens under load.
                     sleep(backoff.pause()).await;
                     Ended::Lost
                 }
@@ -118,7 +118,7 @@ fn seen_version(version: &mut String, object: &DynamicObject) {
     }
 }
 
-/// Passes on the events of one watch until it ends.
+/// Forwards the events of one watch until the watch ends.
 async fn until_cut(
     kind: Kind,
     events: impl futures_util::Stream<Item = Result<WatchEvent<DynamicObject>, Error>>,
@@ -144,7 +144,7 @@ async fn until_cut(
                 seen_version(version, &object);
                 Seen::Gone(plain(object))
             }
-            // Mostly 410. Listing again is right after other errors, too.
+            // Usually status 410. Listing the objects again also handles other errors.
             Ok(Some(Ok(WatchEvent::Error(_)))) => return Ended::Lost,
             Ok(Some(Err(Error::Api(status)))) if status.code == GONE => return Ended::Lost,
             Ok(Some(Err(_)) | None) | Err(_) => return Ended::Cut,

@@ -1,4 +1,4 @@
-//! Follows Kubernetes' Job and its pods, prints their changes, and suspends the Job while Lockstep's job is paused.
+//! Follows Kubernetes' Job and its pods, prints changes, and suspends the Job while Lockstep's job is paused.
 
 use super::{
     super::{
@@ -18,12 +18,12 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use tokio::{sync::mpsc, time::Instant};
 
-/// The largest number of waiting changes.
+/// Maximum number of changes that wait to be handled.
 const BACKLOG: usize = 64;
-/// The number of printed messages that are remembered, so that each is printed once.
+/// Maximum number of printed messages that are remembered. A remembered message is not printed again.
 const MOST_SAID: usize = 4096;
 
-/// Returns when Kubernetes' Job is over or deleted, and Lockstep's job is not over.
+/// Returns an error when Kubernetes' Job is over or deleted and Lockstep's job is not over.
 pub(super) async fn until_over(
     cluster: &Cluster,
     launch: &Launch,
@@ -82,11 +82,11 @@ struct Steering<'a> {
     launch: &'a Launch,
     name: &'a str,
     queue: Option<&'a str>,
-    /// The Job, as last seen.
+    /// The Job in the newest event.
     job: Option<Value>,
-    /// How the Job ended, and when that was seen. It is printed once, even while the server is unreachable.
+    /// How the Job ended, and when this was detected. Printed once, even while the server is unreachable.
     over: Option<(String, Instant)>,
-    /// The line about the Job that was printed last.
+    /// The last printed line about the Job.
     line: String,
     /// Messages about pods that have been printed.
     said: BTreeSet<String>,
@@ -141,7 +141,7 @@ impl Steering<'_> {
         job.context("the job is deleted")
     }
 
-    /// Checks Lockstep's job, and suspends or resumes the Job accordingly.
+    /// Compares the Job with Lockstep's job, and suspends or resumes the Job.
     ///
     /// # Errors
     /// Kubernetes' Job is over or deleted and Lockstep's job is not over, or Kubernetes refuses a change.
@@ -152,10 +152,10 @@ impl Steering<'_> {
         }
     }
 
-    /// Returns an error if Kubernetes' Job has ended and Lockstep's job has not. If both have, the display shows the
-    /// job's end in a moment. Asks again while the server does not answer.
+    /// Returns an error if Kubernetes' Job has ended and Lockstep's job has not. If both have ended, the display of Lockstep's job reports
+    /// it. If the server does not respond, the next poll asks again.
     async fn compare(&self, how: &str, since: Instant) -> anyhow::Result<()> {
-        // Agents end with the job, but their last report may not be stored yet.
+        // Agents exit after the job, but their last report may not be stored yet.
         if since.elapsed() < 2 * POLL {
             return Ok(());
         }
@@ -170,15 +170,15 @@ impl Steering<'_> {
         }
     }
 
-    /// Suspends the Job while Lockstep's job is paused. A Job that somebody else suspended stays suspended.
+    /// Suspends the Job while Lockstep's job is paused. If another user or program has suspended the Job, it stays suspended.
     async fn follow_ours(&mut self) -> anyhow::Result<()> {
         let (None, Some(seen)) = (self.queue, &self.job) else { return Ok(()) };
         let is_by_us = seen["metadata"]["annotations"][PAUSED].is_string();
         let Ok(ours) = self.ours().await else { return Ok(()) };
         let is_paused = ours.state == JobState::Paused;
         if is_paused && !is_by_us && !words::is_suspended(seen) {
-            // The last checkpoint is on the pods' disks, which are deleted with the pods. So the pods stay until the
-            // checkpoint is known to be on the server and, after that, the job is still paused.
+            // The last checkpoint may be only on the pods' disks, which are deleted with the pods. So the pods stay until the checkpoint is
+            // known to be on the server. Then the job is read again: it must still be paused.
             match self.launch.upload_status().await {
                 Ok(UploadStatus::Complete(ours)) if ours.state == JobState::Paused => {}
                 Ok(UploadStatus::Uploading) => {

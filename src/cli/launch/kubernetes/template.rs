@@ -1,4 +1,4 @@
-//! The user's template for pods (YAML): which parts are used or refused, and what the launch adds.
+//! The user's template for pods (YAML): the parts that are used or refused, and the parts that a launch adds.
 
 use super::super::{
     super::{file, wrong},
@@ -13,19 +13,19 @@ use std::{
 };
 
 const TEMPLATE_BYTES: u64 = 256 << 10;
-/// The largest number of containers in a pod, including init containers.
+/// Maximum number of containers in a pod, including init containers.
 const MOST_CONTAINERS: usize = 32;
-/// The container with the agent, if a pod has several.
+/// Name of the container with the agent, if a pod has several containers.
 const CONTAINER: &str = "lockstep";
-/// Folder for the agents' state, unless `--dir` names another.
+/// Default folder for the agents' state.
 const STATE_DIR: &str = "/var/lib/lockstep";
 /// Path at which the Secret with the agents' bundles is mounted.
 pub(super) const BUNDLE_DIR: &str = "/run/lockstep/launch";
 pub(super) const BUNDLE_FILE: &str = "bundle.json";
 const GPU: &str = "nvidia.com/gpu";
-/// Prefix of Kueue's labels, which belong to the Job.
+/// Prefix of Kueue's labels, which are moved to the Job.
 const KUEUE: &str = "kueue.x-k8s.io/";
-/// Grace period of pods: ranks write a checkpoint (20 s), and agents upload it (30 s).
+/// Grace period of pods in seconds: ranks write a checkpoint (20 s), and agents upload it (30 s).
 const GRACE_SECS: u64 = 60;
 
 /// A checked template.
@@ -43,10 +43,10 @@ pub(in super::super) struct Template {
     pub(super) job_labels: BTreeMap<String, String>,
 }
 
-/// The template that the arguments name; `None` if another launcher than Kubernetes starts the agents.
+/// Returns the template that the arguments name, or `None` if the launcher is not Kubernetes.
 ///
 /// # Errors
-/// Exit status 2: what is wrong with the template, and where.
+/// Exit status 2. The message names the mistake in the template, and its place.
 pub(in super::super) fn template(args: &Args) -> anyhow::Result<Option<Template>> {
     let path = match (&args.template, args.with) {
         (Some(path), LauncherKind::Kubernetes) => path,
@@ -62,7 +62,7 @@ pub(in super::super) fn template(args: &Args) -> anyhow::Result<Option<Template>
     let failed = |detail: String| wrong(format!("--template {}: {detail}", path.display()));
     let bytes = file::read(path, TEMPLATE_BYTES, "is larger than 256 KiB").map_err(failed)?;
     let mut template = parse(&bytes).map_err(failed)?;
-    // The default is a folder in a home directory, which few pods have.
+    // The default of `--dir` is relative to a home directory, which few pods have.
     if args.dir.is_absolute() {
         template.dir.clone_from(&args.dir);
     } else if args.dir != Path::new(super::super::DEFAULT_DIR) {
@@ -72,7 +72,7 @@ pub(in super::super) fn template(args: &Args) -> anyhow::Result<Option<Template>
 }
 
 fn parse(bytes: &[u8]) -> Result<Template, String> {
-    // Kubernetes reads YAML's 0440 as octal.
+    // YAML in Kubernetes reads 0440 as octal.
     let options = serde_saphyr::options! { legacy_octal_numbers: true };
     let value: Value = serde_saphyr::from_slice_with_options(bytes, options)
         .map_err(|e| format!("is not YAML: {}", e.to_string().lines().next().unwrap_or_default()))?;
@@ -113,7 +113,7 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
     let agent = &mut spec["containers"][container];
     extensible_parts(agent, &format!("spec.containers[{container}]"))?;
     let gpus = gpus(agent)?;
-    // All pods would have the same name, and the Job decides the namespace.
+    // With a name, all pods would have the same name. The Job decides the namespace.
     metadata.retain(|key, _| key == "labels" || key == "annotations");
     let mut job_labels = BTreeMap::new();
     if let Some(labels) = metadata.get_mut("labels").and_then(Value::as_object_mut) {
@@ -126,7 +126,7 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
     Ok(Template { dir: STATE_DIR.into(), metadata, spec, container, gpus, job_labels })
 }
 
-/// The only container, or the container called `lockstep`.
+/// Returns the index of the only container, or of the container called `lockstep`.
 fn agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
     let containers = spec["containers"].as_array().map_or(&[][..], Vec::as_slice);
     let named = containers.iter().position(|one| one["name"] == CONTAINER);
@@ -150,7 +150,7 @@ fn agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
     Ok(at)
 }
 
-/// Checks the parts of the agent's container to which the launch adds.
+/// Checks the parts of the agent's container that a launch extends.
 fn extensible_parts(container: &mut Value, path: &str) -> Result<(), String> {
     let Some(container) = container.as_object_mut() else { return Err(format!("{path} is not a mapping")) };
     extensible(path, container, "volumeMounts", Value::is_array)?;
@@ -163,7 +163,7 @@ fn extensible_parts(container: &mut Value, path: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks a part to which the launch adds: it must be a mapping or a list. A key without a value counts as absent.
+/// Checks a part that a launch extends: it must be a mapping or a list. A key without a value counts as absent.
 fn extensible(
     path: &str,
     of: &mut Map<String, Value>,
@@ -188,7 +188,7 @@ fn extensible(
     Ok(())
 }
 
-/// Number of GPUs that a container requests.
+/// Returns the number of GPUs that a container requests.
 fn gpus(container: &Value) -> Result<Option<u32>, String> {
     let find = |under: &str| container["resources"][under].get(GPU).cloned();
     let Some(value) = find("limits").or_else(|| find("requests")) else { return Ok(None) };
@@ -198,7 +198,7 @@ fn gpus(container: &Value) -> Result<Option<u32>, String> {
 }
 
 impl Template {
-    /// The queue of Kueue that decides when the Job starts; `None` without Kueue.
+    /// Returns the Kueue queue that decides when the Job starts. `None` without Kueue.
     pub(super) fn queue(&self) -> Option<&str> {
         self.job_labels.get("kueue.x-k8s.io/queue-name").map(String::as_str)
     }
@@ -207,10 +207,11 @@ impl Template {
         self.spec["containers"][self.container]["name"].as_str().unwrap_or_default()
     }
 
-    /// If the job uses GPUs, each pod has as many slots as its container has GPUs. Without `--nodes` there are as many pods as the job needs.
+    /// Sets the slots of machines. If the job uses GPUs, each pod has one slot for each GPU of its container, and without `--nodes`, as
+    /// many pods are added as the job needs.
     ///
     /// # Errors
-    /// `--slots` contradicts the template, or too many pods are needed.
+    /// `--slots` contradicts the template, or the job needs too many pods.
     pub(in super::super) fn give_slots(
         &self,
         hosts: &mut Vec<Host>,
@@ -234,7 +235,7 @@ impl Template {
         Ok(())
     }
 
-    /// The pods of a launch, for the Job's `template`. They find their agents' bundles in the Secret `name`, and each
+    /// Returns the pods of a launch, for the Job's `template`. The pods read their agents' bundles from the Secret `name`, and reach each
     /// other through the Service of the same name.
     pub(super) fn pods(
         &self,
@@ -256,14 +257,14 @@ impl Template {
         spec.insert("subdomain".into(), json!(name));
         or(&mut spec, "terminationGracePeriodSeconds", json!(GRACE_SECS));
         or(&mut spec, "automountServiceAccountToken", json!(false));
-        // The container's user can read the file: through its group if volumes have a group.
+        // The container's user must be able to read the file. If the pod sets fsGroup, the group's permission is enough.
         let has_group = spec.get("securityContext").is_some_and(|of_pod| of_pod.get("fsGroup").is_some());
         let mode = if has_group { 0o440 } else { 0o444 };
         let secret = json!({"name": "lockstep-launch", "secret": {"secretName": name, "defaultMode": mode}});
         let mut volumes = vec![(secret, BUNDLE_DIR.to_owned(), true)];
         let state = self.dir.to_string_lossy().into_owned();
         volumes.push((json!({"name": "lockstep-state", "emptyDir": {}}), state, false));
-        // Ranks of one pod exchange gradients through shared memory, of which Kubernetes otherwise allows 64 MiB.
+        // Ranks of a pod exchange gradients through shared memory, which Kubernetes limits to 64 MiB by default.
         let shm = json!({"name": "lockstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}});
         volumes.push((shm, "/dev/shm".into(), false));
         let container = &mut spec["containers"][self.container];
@@ -282,7 +283,7 @@ impl Template {
         }
         if let Some(mounts) = container["volumeMounts"].as_array_mut() {
             for (volume, path, read_only) in volumes {
-                // The template's own mount is used, such as a persistent volume.
+                // The template has its own mount at this path, such as a persistent volume.
                 if mounts.iter().any(|mount| mount["mountPath"] == path.as_str()) {
                     continue;
                 }

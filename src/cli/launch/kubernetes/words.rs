@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-/// Reasons of a waiting container that do not resolve by themselves.
+/// Reasons for a waiting container that do not resolve by themselves.
 const STUCK: [&str; 8] = [
     "ErrImagePull",
     "ImagePullBackOff",
@@ -13,7 +13,7 @@ const STUCK: [&str; 8] = [
     "RunContainerError",
     "CrashLoopBackOff",
 ];
-/// Messages of Kubernetes are shortened to this length.
+/// Maximum length of a message of Kubernetes. Longer messages are cut.
 const MOST_CHARS: usize = 500;
 
 fn text<'a>(value: &'a Value, key: &str) -> &'a str {
@@ -24,12 +24,12 @@ fn items<'a>(value: &'a Value, key: &str) -> &'a [Value] {
     value.get(key).and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
-/// A condition of an object that has this status.
+/// Returns the object's condition of this kind, if it has this status.
 fn condition<'a>(object: &'a Value, kind: &str, status: &str) -> Option<&'a Value> {
     items(&object["status"], "conditions").iter().find(|one| one["type"] == kind && one["status"] == status)
 }
 
-/// `Unschedulable: 0/3 nodes are available`.
+/// Formats reason and message: `Unschedulable: 0/3 nodes are available`.
 fn reason(of: &Value) -> String {
     let (reason, message) = (text(of, "reason"), text(of, "message"));
     let said = match (reason, message) {
@@ -40,7 +40,7 @@ fn reason(of: &Value) -> String {
     said.chars().take(MOST_CHARS).collect()
 }
 
-/// When another pod replaces a pod that has to leave its node. On a lost node the pod never ends, and Kubernetes waits for its end.
+/// Describes when another pod replaces a pod that has to leave its node. On a lost node the pod never ends, and Kubernetes waits for its end.
 fn successor(pod: &Value, why: &Value) -> String {
     let node = text(&pod["spec"], "nodeName");
     if why["reason"] != "DeletionByTaintManager" || node.is_empty() {
@@ -52,11 +52,11 @@ fn successor(pod: &Value, why: &Value) -> String {
     )
 }
 
-/// What is wrong with a pod, and advice; `None` if nothing is wrong.
+/// Describes a pod's problem, with advice. `None` if there is no problem.
 pub(super) fn of_pod(pod: &Value) -> Option<String> {
     let name = text(&pod["metadata"], "name");
     let status = &pod["status"];
-    // The reason for a pod's end comes first, because exit codes only follow from it.
+    // Checked before exit codes, which follow from this reason.
     if status["reason"] == "Evicted" {
         return Some(format!(
             "pod {name} was evicted from its node: {}; another pod is started",
@@ -98,7 +98,7 @@ pub(super) fn of_pod(pod: &Value) -> Option<String> {
     None
 }
 
-/// The state of the Job, in one line.
+/// Describes the state of the Job in one line.
 pub(super) fn of_job(job: &Value, queue: Option<&str>) -> String {
     if let Some(failed) = condition(job, "Failed", "True") {
         return format!("failed ({})", reason(failed));
@@ -124,7 +124,7 @@ pub(super) fn of_job(job: &Value, queue: Option<&str>) -> String {
     format!("{} of {} pods are running{failed}", number("ready"), job["spec"]["completions"])
 }
 
-/// How the Job ended, if it has.
+/// Describes how the Job ended. `None` if the Job has not ended.
 pub(super) fn end_of_job(job: &Value) -> Option<String> {
     let is_over = condition(job, "Failed", "True").or_else(|| condition(job, "Complete", "True")).is_some();
     is_over.then(|| of_job(job, None))

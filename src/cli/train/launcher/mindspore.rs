@@ -1,4 +1,4 @@
-//! Reads the variables of MindSpore's dynamic cluster, which `msrun` sets: a scheduler process and workers, each of which is a rank.
+//! Reads the environment variables of MindSpore's dynamic cluster, which `msrun` sets: a scheduler process and workers. Each worker is a rank.
 
 use super::{LaunchedRank, number, port, table::of_rank};
 use crate::cli::rank_table::RankTable;
@@ -6,16 +6,17 @@ use std::{net::IpAddr, path::Path};
 
 const BY: &str = "MindSpore";
 
-/// Whether this is the process through which MindSpore's workers find each other. In Lockstep, rank 0 does that.
+/// Whether this is the scheduler process, through which MindSpore's workers find each other. In Lockstep, ranks find each other through
+/// rank 0.
 pub(in super::super) fn is_scheduler(variable: impl Fn(&str) -> Option<String>) -> bool {
     variable("MS_ROLE").is_some_and(|role| role.trim() == "MS_SCHED")
 }
 
-/// The rank of a worker: its number is `MS_NODE_ID`, or `RANK_ID` if node ids are names. Its GPU is `DEVICE_ID`, or
-/// comes from the rank table `RANK_TABLE_FILE`.
+/// Returns the rank of a worker: its number is `MS_NODE_ID`, or `RANK_ID` if node ids are names. Its GPU is `DEVICE_ID`, or is taken from
+/// the rank table in `RANK_TABLE_FILE`.
 ///
 /// # Errors
-/// A variable is missing or not a number.
+/// A variable is missing or is not a number.
 pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<LaunchedRank, String> {
     let role = variable("MS_ROLE").unwrap_or_default();
     if role.trim() != "MS_WORKER" {
@@ -34,7 +35,7 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
     let addr = variable("MASTER_ADDR").or_else(|| variable("MS_SCHED_HOST"));
     let addr = addr.map(|addr| addr.trim().to_owned()).filter(|addr| !addr.is_empty());
     let addr = addr.ok_or_else(|| missing("MS_SCHED_HOST"))?;
-    // The scheduler ends at once, so rank 0 can use its port.
+    // The scheduler process exits at once, so rank 0 can use its port.
     let port = match (port(variable)?, number(variable, "MS_SCHED_PORT")?) {
         (Some(port), _) => port,
         (None, Some(port)) => {

@@ -1,6 +1,6 @@
 //! Parses Slurm's lists of machines and of the tasks on each machine.
 
-/// Number of ranks on a machine, by its index, from Slurm's list for all machines: `4`, or `4(x2),3` if they differ.
+/// Returns the number of ranks on a machine, by its index, from Slurm's list for all machines: `4`, or `4(x2),3` if the numbers differ.
 pub(super) fn tasks_of(list: &str, machine: u32) -> Option<u32> {
     let mut left = machine;
     for entry in list.split(',') {
@@ -16,12 +16,12 @@ pub(super) fn tasks_of(list: &str, machine: u32) -> Option<u32> {
     None
 }
 
-/// The first machine of a list such as `node[007-010,12],login`: names with ranges of numbers in brackets.
+/// Returns the first machine of a list such as `node[007-010,12],login`: names with ranges of numbers in brackets.
 pub(super) fn first_node(list: &str) -> Option<String> {
     let list = list.trim();
     let end = list.find([',', '[']).unwrap_or(list.len());
     let (mut name, mut rest) = (list[..end].to_owned(), &list[end..]);
-    // A name may have several brackets: `rack[1-2]node[1-4]`.
+    // A name may have several pairs of brackets: `rack[1-2]node[1-4]`.
     while let Some(inside) = rest.strip_prefix('[') {
         let (range, after) = inside.split_once(']')?;
         let first = range.split([',', '-']).next()?;

@@ -1,26 +1,27 @@
-//! Ranks from a rank table.
+//! Finds ranks in a rank table.
 
 use super::{LaunchedRank, number, port, port_for};
 use crate::cli::rank_table::{Machine, RankTable};
 use std::fmt::Write as _;
 
-/// Name of the source, in messages.
+/// Name of the rank table in messages.
 pub(in super::super) const RANK_TABLE: &str = "the rank table";
 
-/// The ranks of one machine, all of which this process starts.
+/// The ranks of one machine, which this process starts.
 pub(in super::super) struct Ranks {
     pub(in super::super) world_size: u32,
-    /// Each rank with the number of its device.
+    /// Each rank, with the number of its device.
     pub(in super::super) local: Vec<(u32, u32)>,
     pub(in super::super) addr: String,
     pub(in super::super) port: u16,
     pub(in super::super) secret: String,
 }
 
-/// One rank of the table. Ranks meet at `MASTER_ADDR` and `MASTER_PORT`, or at rank 0's machine and a port that follows from the table.
+/// Returns one rank of the table. Ranks connect to `MASTER_ADDR` and `MASTER_PORT`, or to rank 0's machine and a port that is derived from
+/// the table.
 ///
 /// # Errors
-/// The table has no such rank, or a variable is wrong.
+/// The table has no such rank, or a variable is invalid.
 pub(in super::super) fn of_rank(
     table: &RankTable,
     rank: u32,
@@ -36,10 +37,10 @@ pub(in super::super) fn of_rank(
     Ok(LaunchedRank { by: RANK_TABLE, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
 }
 
-/// The ranks of the machine `node`, an index from 0 in the table's order.
+/// Returns the ranks of the machine `node`, an index from 0 in the table's order.
 ///
 /// # Errors
-/// The table has no such machine, or a variable is wrong.
+/// The table has no such machine, or a variable is invalid.
 pub(in super::super) fn of_machine(
     table: &RankTable,
     node: usize,
@@ -63,7 +64,7 @@ fn rendezvous_address(
     table: &RankTable,
     variable: &impl Fn(&str) -> Option<String>,
 ) -> Result<RendezvousAddress, String> {
-    // The whole table as text, which is the same on every machine.
+    // The whole table as a text, which is the same on every machine.
     let mut text = String::new();
     for machine in &table.machines {
         let _ = write!(text, "{}{:?};", machine.address, machine.devices);
@@ -80,7 +81,7 @@ fn rendezvous_address(
     Ok(RendezvousAddress { addr, port, secret })
 }
 
-/// Reads `RANK_ID`, the rank in the table that MindSpore's scripts give a process.
+/// Reads `RANK_ID`, the rank that MindSpore's scripts assign to a process.
 pub(in super::super) fn rank_id(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<u32>, String> {
     number(variable, "RANK_ID")
 }

@@ -143,7 +143,7 @@ async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
         }
     }
     parsed(&text)
-        .ok_or_else(|| Failure::Refused(format!("{url} is no Git LFS pointer, which has the checksum")))
+        .ok_or_else(|| Failure::Refused(format!("{url} is no Git LFS pointer with the checksum")))
 }
 
 /// Parses a Git LFS pointer.

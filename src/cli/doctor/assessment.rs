@@ -98,7 +98,10 @@ fn clock(pair: &Pair) -> Option<Finding> {
         return None;
     }
     let (grade, why) = if apart > CLOCKS_PROBLEM {
-        (Grade::Problem, "Certificates and tokens of one machine may not be valid yet on the other, or may have expired.")
+        (
+            Grade::Problem,
+            "Certificates and tokens of one machine may not be valid yet on the other, or may have expired.",
+        )
     } else {
         (Grade::Note, "Lines of their logs are out of order.")
     };

@@ -13,7 +13,7 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::{collections::BTreeSet, path::Path};
 
-/// The largest number of jobs in a sweep. In a launched sweep each agent has a token, and a server keeps a thousand tokens.
+/// Maximum number of jobs in a sweep. In a launched sweep each agent has a token, and a server keeps 5000 tokens.
 const MOST_JOBS: usize = 500;
 /// Maximum number of keys in a sweep.
 const MOST_KEYS: usize = 16;

@@ -103,9 +103,9 @@ fn listens_for(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
     match owners.iter().find(|uid| ![owner, ROOT].contains(uid)) {
         None => Ok(()),
         Some(uid) => Err(wrong(format!(
-            "{server}: another account of this machine (user id {uid}) listens there, not the owner of {} (user id {owner}), so the \
-             token is not sent. Start the server again, or name its address with --server; if that account's server is meant, name a \
-             token for it with --token-file",
+            "{server}: another account of this machine (user id {uid}) listens at this address, not the owner of {} (user id {owner}), \
+             so the token is not sent. Start the server again, or name its address with --server. To use the server of that account, name \
+             a token file with --token-file",
             token.display()
         ))),
     }

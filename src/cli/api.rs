@@ -285,7 +285,7 @@ impl Api {
         // A response without a body reads as null.
         let text: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };
         serde_json::from_slice(text)
-            .with_context(|| format!("{} answered in a way that no lockstep server does", self.base))
+            .with_context(|| format!("{}: the response does not come from a Lockstep server", self.base))
     }
 
     fn unreachable(&self, error: &reqwest::Error) -> anyhow::Error {

@@ -143,7 +143,8 @@ fn password(file: Option<&Path>) -> anyhow::Result<String> {
     }
     if !std::io::stdin().is_terminal() {
         return Err(wrong(
-            "no terminal to ask for the password at; name a file with --pkcs12-password-file".to_owned(),
+            "there is no terminal to ask for the password; name a file with --pkcs12-password-file"
+                .to_owned(),
         ));
     }
     let ask = |what: &str| rpassword::prompt_password(format!("{what}: "));

@@ -16,7 +16,7 @@ pub(crate) fn confirmed(yes: bool, question: impl Display, kept: impl Display) -
     }
     if !(io::stdin().is_terminal() && io::stderr().is_terminal()) {
         return Err(wrong(format!(
-            "{kept} stays as it is: there is no terminal to ask for confirmation; add --yes to do it"
+            "{kept} stays as it is: there is no terminal to ask for confirmation; add --yes to confirm"
         )));
     }
     output::warn(format_args!("{question} [y/N]"));

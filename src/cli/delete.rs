@@ -27,7 +27,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         let job = api.find_only_job(&args.job, |_| true).await?;
         let question = format!(
-            "Delete {} ({}, {}) with its history, logs and checkpoints? Nothing brings them back.",
+            "Delete {} ({}, {}) with its history, logs and checkpoints? This cannot be undone.",
             job.name, job.id, job.state
         );
         confirmed(args.yes, question, &job.id)?;

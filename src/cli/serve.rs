@@ -316,7 +316,7 @@ impl Server {
             }
             Err(_) => match ended.await {
                 Ok(Err(error)) => Err(error),
-                Ok(Ok(())) => Err(stopped("it ended before it was ready")),
+                Ok(Ok(())) => Err(stopped("the server ended before it was ready")),
                 Err(error) => Err(stopped(&error.to_string())),
             },
         }

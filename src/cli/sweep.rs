@@ -45,7 +45,7 @@ pub(crate) fn first_trial(document: &Value) -> Option<Value> {
     trial_document(&job, &setting, "sweep").ok()
 }
 
-/// The largest number of jobs in a sweep. In a launched sweep each agent has a token, and a server keeps a thousand tokens.
+/// Maximum number of jobs in a sweep. In a launched sweep each agent has a token, and a server keeps 5000 tokens.
 const MOST_JOBS: usize = 500;
 /// Maximum number of keys in a sweep.
 const MOST_KEYS: usize = 16;

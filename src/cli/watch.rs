@@ -176,7 +176,10 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
             let since_when = *away_since.get_or_insert_with(Instant::now);
             if since_when.elapsed() > PATIENCE {
                 let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| sentence(&e));
-                anyhow::bail!("lost the server: {why}; `lockstep watch {}` continues from here", job.id);
+                anyhow::bail!(
+                    "the connection to the server is lost: {why}; `lockstep watch {}` continues from here",
+                    job.id
+                );
             }
             // The job may have ended or been deleted while no stream was connected.
             match api.get::<Job>(&format!("/jobs/{}", job.id)).await {

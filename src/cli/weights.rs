@@ -142,8 +142,7 @@ async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
             break;
         }
     }
-    parsed(&text)
-        .ok_or_else(|| Failure::Refused(format!("{url} is no Git LFS pointer, which has the checksum")))
+    parsed(&text).ok_or_else(|| Failure::Refused(format!("{url} is no Git LFS pointer with the checksum")))
 }
 
 /// Parses a Git LFS pointer.

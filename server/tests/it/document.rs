@@ -288,6 +288,7 @@ async fn what_is_answered_is_documented() {
     let records = json!({"first": 1, "records": [{"step": 1, "values": {"a/b": 1}}]});
     good("post", "/runs/{id}/records", "a-run", Some(records), 200).await;
     good("patch", "/runs/{id}", "a-run", Some(json!({"state": "succeeded"})), 200).await;
+    good("get", "/runs/{id}/files", "a-run", None, 200).await;
     let archive = crate::dataset_uploads::zipped(&["cat/1.png", "dog/2.png"]);
     let place = "/api/v1/datasets/uploads/zipped/archive";
     assert_eq!(
@@ -299,7 +300,6 @@ async fn what_is_answered_is_documented() {
         held.ask("post", "/api/v1/datasets/uploads/{name}", "/api/v1/datasets/uploads/zipped", ask).await.0,
         201
     );
-    good("get", "/runs/{id}/files", "a-run", None, 200).await;
     let (template, file) = ("/api/v1/runs/{id}/file", "/api/v1/runs/a-run/file?path=a/b.txt");
     assert_eq!(held.ask("put", template, file, |r| r.body("0123456789")).await.0, 200);
     for (name, value, expected) in [

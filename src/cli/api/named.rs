@@ -47,7 +47,7 @@ fn words(job: &Value) -> String {
 /// Returns the message for several ids that begin with `name`. It describes each job, so that the user can choose.
 fn ambiguous(jobs: &[&Value], name: &str) -> String {
     let count = jobs.len();
-    let mut said = format!("{count} ids begin with {name}; give more of one:");
+    let mut said = format!("{count} ids begin with {name}; give a longer part of the id:");
     for job in jobs.iter().take(MOST) {
         let _ = write!(said, "\n  {}  {}", words(job), one_line(text(job, "name")));
     }
@@ -96,7 +96,7 @@ mod tests {
             }
         }
         let said = choose(&jobs[..2], "j000").unwrap_err();
-        let listed = "2 ids begin with j000; give more of one:\n  j0002, running, 1 h ago  pics\n  j0001, failed, 3 d ago  pics";
+        let listed = "2 ids begin with j000; give a longer part of the id:\n  j0002, running, 1 h ago  pics\n  j0001, failed, 3 d ago  pics";
         assert_eq!(said, listed);
         let many: Vec<_> = (0..12).map(|n| job(&format!("j000{n}"), "x", "succeeded", n)).collect();
         assert!(choose(&many, "j000").unwrap_err().ends_with("\n  and 2 more"));

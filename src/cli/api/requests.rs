@@ -26,7 +26,11 @@ impl Api {
         match answer.status() {
             StatusCode::NOT_FOUND => {
                 let said: Value = answer.json().await.unwrap_or_default();
-                anyhow::ensure!(said["code"] == "not_found", "{}: something else answers there", self.base);
+                anyhow::ensure!(
+                    said["code"] == "not_found",
+                    "{}: the response does not come from a Lockstep server",
+                    self.base
+                );
                 Ok(None)
             }
             status if status.is_success() => self.read(answer).await.map(Some),

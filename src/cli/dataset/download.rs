@@ -79,7 +79,7 @@ pub(crate) async fn download(
         if !from_before {
             let _ = fs::remove_file(&part);
             return Err(Failure::Refused(format!(
-                "{url} has other bytes than {} has: its SHA-256 is {sum}, not {}",
+                "{url} does not have the content of {}: its SHA-256 is {sum}, not {}",
                 remote.name, remote.sha256
             )));
         }
@@ -156,7 +156,7 @@ async fn once(
         // The length or the offset is wrong: start from the beginning.
         StatusCode::PARTIAL_CONTENT | StatusCode::RANGE_NOT_SATISFIABLE if have > 0 => {
             file.set_len(0)?;
-            return Err(Failure::Unreachable(format!("{url} does not continue where it was")));
+            return Err(Failure::Unreachable(format!("{url} does not continue at the requested position")));
         }
         StatusCode::OK => 0,
         status if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS => {

@@ -98,17 +98,20 @@ fn clock(pair: &Pair) -> Option<Finding> {
         return None;
     }
     let (grade, why) = if apart > CLOCKS_PROBLEM {
-        (Grade::Problem, "Certificates and tokens of one may not be valid yet, or no longer, on the other.")
+        (
+            Grade::Problem,
+            "Certificates and tokens of one machine may not be valid yet on the other, or may have expired.",
+        )
     } else {
         (Grade::Note, "Lines of their logs are out of order.")
     };
     let (fast, slow) = if ahead > 0.0 { (&pair.b, &pair.a) } else { (&pair.a, &pair.b) };
-    let found = format!("that of {fast} is {} ahead of that of {slow}", duration(ahead.abs()));
+    let found = format!("the clock of {fast} is {} ahead of the clock of {slow}", duration(ahead.abs()));
     Some(finding(
         "clocks",
         grade,
         found,
-        format!("{why} Have both set theirs by NTP (timedatectl set-ntp true)."),
+        format!("{why} Let NTP set both clocks (timedatectl set-ntp true)."),
     ))
 }
 
@@ -218,7 +221,7 @@ fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f
             "speed",
             Grade::Note,
             format!(
-                "{}, and {} between others: a ring goes at the speed of its slowest link",
+                "{}, and {} between others: a ring is as fast as its slowest link",
                 speed(least),
                 speed(fastest)
             ),

@@ -312,7 +312,7 @@ fn between(pair: &Pair) -> String {
     };
     if let (Some(ahead), Some(within)) = (pair.clock_ahead_ms, pair.clock_within_ms) {
         said += &format!(
-            ", clocks {} apart, give or take {}",
+            ", clocks {} apart, ± {}",
             assessment::duration(ahead.abs()),
             assessment::duration(within)
         );

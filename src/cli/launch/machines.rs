@@ -27,7 +27,7 @@ pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
         }
         (None, None, None) => {
             return Err(wrong(
-                "which machines? Give --hostfile FILE, -H host1:4,host2:4 or --rank-table FILE",
+                "no machines are named: give --hostfile FILE, -H host1:4,host2:4 or --rank-table FILE",
             ));
         }
     };

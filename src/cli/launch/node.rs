@@ -104,7 +104,7 @@ fn index(bundle: &Bundle, variable: impl Fn(&str) -> Option<String>) -> Result<u
     let found = NUMBERS.iter().find_map(|name| Some((*name, variable(name)?)));
     let Some((name, value)) = found else {
         return Err(format!(
-            "the launch has {nodes} agents, and none of {} says which one to start here",
+            "the launch has {nodes} agents, and no environment variable selects the agent of this process: set one of {}",
             NUMBERS.join(", ")
         ));
     };

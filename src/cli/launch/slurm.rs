@@ -293,7 +293,7 @@ async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
                 && !job.state.is_final()
             {
                 return anyhow::anyhow!(
-                    "Slurm's job {id} is over ({}) and ours is {}; `lockstep launch {}` starts agents for it again",
+                    "Slurm's job {id} is over ({}) and the job is {}; `lockstep launch {}` starts agents for it again",
                     how_it_ended(id),
                     job.state,
                     job.id

@@ -37,7 +37,7 @@ impl OutLock {
             }
             // Some network file systems do not support locks.
             Err(error) => output::warn(format_args!(
-                "{} cannot be locked ({error}): see that no other run uses this folder",
+                "{} cannot be locked ({error}): make sure that no other run uses this folder",
                 path.display()
             )),
         }

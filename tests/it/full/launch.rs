@@ -171,7 +171,7 @@ async fn what_cannot_be_started_is_said_and_the_job_is_cancelled() {
         &[],
         &["10.9.8.7 cannot reach the server", "--agent-server"],
     );
-    fails(&[file, "--with", "ssh"], &[], &["which machines?"]);
+    fails(&[file, "--with", "ssh"], &[], &["no machines are named"]);
     let mut command = launch(&server, &[file, "--with", "slurm"], &[]);
     let done = Finished::of(command.env("PATH", server.folder().path()));
     assert!(done.stderr.contains("there is no sbatch on the PATH"), "{}", done.stderr);

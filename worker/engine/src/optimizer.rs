@@ -2,7 +2,8 @@
 
 use super::NamedTensors;
 use crate::net::{Network, Role};
-pub use lockstep_kernels::optimizer::{Optimizer, ParameterKind, slots};
+pub(crate) use lockstep_kernels::optimizer::ParameterKind;
+pub use lockstep_kernels::optimizer::{Optimizer, slots};
 
 /// The state of an optimizer between two steps.
 #[derive(Debug, Clone, Default, PartialEq)]

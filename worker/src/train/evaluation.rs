@@ -201,6 +201,6 @@ fn evaluate_batch(
         let of_view = engine.predict(&view.apply(batch, shape.image_size, shape.channels))?;
         logits.iter_mut().zip(of_view).for_each(|(sum, logit)| *sum += view.weight * logit);
     }
-    let loss = loss::cross_entropy(&logits, &batch.labels, None, classes, 0.0, None);
+    let loss = loss::cross_entropy(&logits, &batch.labels, None, classes, 0.0, None, None);
     Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: samples as u64 })
 }

@@ -1,6 +1,6 @@
 //! New jobs, and the results of changes of jobs.
 
-use super::{Annotation, EventRow};
+use super::{Annotation, EventRow, NewTrial};
 use crate::lifecycle::Fork;
 use jiff::Timestamp;
 use lockstep_protocol::{

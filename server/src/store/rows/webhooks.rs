@@ -69,7 +69,7 @@ impl WebhookEvent {
                 .then_some(WebhookEvent::Preempted),
             // A trial goes on, or ends, as its sweep decides.
             JobState::Paused => cause
-                .is_none_or(|cause| *cause.code() != ReasonCode::PausedBySweep)
+                .is_none_or(|cause| !matches!(cause.kind(), ReasonKind::PausedBySweep { .. }))
                 .then_some(WebhookEvent::Paused),
             JobState::Restarting => Some(WebhookEvent::Restarting),
             JobState::Succeeded => Some(WebhookEvent::Succeeded),

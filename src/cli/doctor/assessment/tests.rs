@@ -88,8 +88,11 @@ fn clocks_may_be_a_second_apart_and_a_minute_is_a_problem() {
     };
     assert_eq!(with(1_000.0, 0.0), None);
     assert_eq!(with(1_400.0, 500.0), None, "within what is known");
-    assert!(with(1_001.0, 0.0).unwrap().1.contains("that of b is 1.0 s ahead of that of a"));
-    assert!(with(-59_000.0, 0.0).unwrap() == (Grade::Note, "that of a is 59.0 s ahead of that of b".into()));
+    assert!(with(1_001.0, 0.0).unwrap().1.contains("the clock of b is 1.0 s ahead of the clock of a"));
+    assert!(
+        with(-59_000.0, 0.0).unwrap()
+            == (Grade::Note, "the clock of a is 59.0 s ahead of the clock of b".into())
+    );
     assert_eq!(with(60_001.0, 0.0).unwrap().0, Grade::Problem);
     // The other direction has a smaller uncertainty.
     let mut uneven = pair(Ok(link(1.0, 4.0)), Ok(LinkMeasurement { clock_ahead_ms: 7.0, ..link(1.0, 0.2) }));

@@ -161,7 +161,7 @@ impl Steering<'_> {
         }
         match self.ours().await {
             Ok(job) if !job.state.is_final() => anyhow::bail!(
-                "Kubernetes' Job {} {how}, and ours is {}; `lockstep launch {} --with kubernetes` starts agents for it again",
+                "Kubernetes' Job {} {how}, and the job is {}; `lockstep launch {} --with kubernetes` starts agents for it again",
                 self.name,
                 job.state,
                 job.id

@@ -51,7 +51,7 @@ pub(in super::super) fn template(args: &Args) -> anyhow::Result<Option<Template>
     let path = match (&args.template, args.with) {
         (Some(path), LauncherKind::Kubernetes) => path,
         (None, LauncherKind::Kubernetes) => {
-            return Err(wrong("which pods? Give their template: --template pod.yaml"));
+            return Err(wrong("no template is named: give the pods' template with --template pod.yaml"));
         }
         (Some(_), _) => return Err(wrong("--template is for --with kubernetes")),
         (None, _) => return Ok(None),

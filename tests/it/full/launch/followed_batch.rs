@@ -39,7 +39,7 @@ async fn a_followed_batch_job_says_its_states_and_that_it_is_over() {
     let (status, said) = following.end();
     assert_eq!(status.code(), Some(1), "{said}");
     assert!(said.contains("Slurm's job 1 is over (CANCELLED"), "{said}");
-    let next = format!("and ours is queued; `lockstep launch {id}` starts agents for it again");
+    let next = format!("and the job is queued; `lockstep launch {id}` starts agents for it again");
     assert!(said.contains(&next), "{said}");
     server.cli(&["cancel", &id]).ok();
     // Its folder is in the server's.

@@ -66,7 +66,7 @@ async fn an_end_that_is_seen_while_the_server_is_away_is_told_when_it_is_back() 
     cluster.act("drop", json!({"resource": "jobs"})).await;
     tokio::time::sleep(SEVERAL_QUESTIONS).await;
     server.serve_again().await;
-    following.says(&server, "was deleted, and ours is").await;
+    following.says(&server, "was deleted, and the job is").await;
     let (status, said) = following.end();
     assert!(!status.success() && said.contains("starts agents for it again"), "{said}");
     server.cli(&["cancel", &id]).ok();

@@ -1,6 +1,7 @@
 //! Builds a program: plans, memory and settings.
 
 use super::{facts::SEGMENT_SQUARES, *};
+use crate::cuda::cudnn::Cudnn;
 
 impl Program {
     #[allow(clippy::too_many_arguments)] // Everything from which an engine is built.
@@ -13,6 +14,8 @@ impl Program {
         comm: Arc<dyn ProcessGroup>,
         groups: Option<&Groups>,
         gpu: &GpuConfig,
+        kernels: Kernels,
+        cudnn: Cudnn,
     ) -> Result<Self, EngineError> {
         let plan = StepPlan::new(
             network.clone(),
@@ -26,7 +29,6 @@ impl Program {
         let parts = share.unwrap_or(Share::WHOLE).ranks;
         let layout =
             Layout::new(&network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded, parts);
-        let kernels = Kernels::load(device, dtype)?;
         let ops = Ops::new(dtype, device.multiprocessors, device.capability);
         let first_scale = loss_scale.map_or(1.0, |(scale, _)| scale);
         let running = Running::of_all(&network, plan.norms());
@@ -108,7 +110,7 @@ impl Program {
             rates,
             share,
             shard_squares,
-            tuner: Tuner::new(device, gpu.deterministic)?,
+            tuner: Tuner::new(device, cudnn, gpu.deterministic),
             inputs,
             data_ranks,
             slots,

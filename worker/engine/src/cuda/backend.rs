@@ -192,9 +192,7 @@ impl Backend for Cuda {
     }
 
     fn may_run_exit_handlers(&self, limit: Duration) -> bool {
-        !SKIPS_EXIT_HANDLERS.load(Ordering::Relaxed)
-            && !warm::is_opening()
-            && nccl::wait_for_aborts(limit)
+        !SKIPS_EXIT_HANDLERS.load(Ordering::Relaxed) && !warm::is_opening() && nccl::wait_for_aborts(limit)
     }
 }
 

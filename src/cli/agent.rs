@@ -9,7 +9,7 @@ use super::{
 use lockstep_engine::MOST_CPU_SLOTS;
 use lockstep_protocol::JobId;
 use lockstep_worker::{
-    agent::{self, AgentError, Datasets, Options},
+    agent::{self, AgentError, Datasets, Options, Warm},
     rank::KILLED_AFTER_SECS,
     tls::IdentityFiles,
 };
@@ -89,6 +89,10 @@ pub(crate) struct Args {
     /// Ranks have 10 s less to finish their step and write a checkpoint
     #[arg(long, value_name = "SECS", default_value_t = KILLED_AFTER_SECS, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     killed_after: u32,
+    /// The free GPUs on which a process waits that has opened the GPU, so that the next job starts sooner: `on` (all), `off` (none), or `auto`
+    /// (those with at least 40 GB of memory). The process takes about 0.5 GB of the GPU's memory
+    #[arg(long, value_name = "WHICH", default_value = "auto", value_parser = WARM)]
+    warm: String,
     /// With --job: run until the job is over, even if it pauses, and exit with a status for a Job of Kubernetes
     #[arg(long, hide = true, requires = "job")]
     in_pod: bool,
@@ -96,6 +100,9 @@ pub(crate) struct Args {
     #[arg(long, hide = true)]
     follow_parent: bool,
 }
+
+/// The values of `--warm`.
+pub(crate) const WARM: [&str; 3] = ["auto", "on", "off"];
 
 /// Exit status in a pod if a signal arrives before the job is over: a shell's status after SIGTERM. With 0, the Job would count this pod's
 /// index as completed. With 143, the Job's rules (`launch/kubernetes/objects.rs`) start another pod and count no failure.
@@ -143,6 +150,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         dataset_cache: args.dataset_cache,
         dataset_cache_bytes: args.dataset_cache_limit,
         killed_after_secs: args.killed_after,
+        warm: match args.warm.as_str() {
+            "on" => Warm::On,
+            "off" => Warm::Off,
+            _ => Warm::Auto,
+        },
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let result = runtime.block_on(agent::run(options));

@@ -58,6 +58,8 @@ pub(crate) struct Settings {
     /// File with the agent's token, or `None` if it needs no token. The token is not passed in an argument or a variable, which other
     /// accounts could read and ranks would inherit.
     pub(crate) token_file: Option<PathBuf>,
+    /// The value of `--warm`.
+    pub(crate) warm: Option<String>,
     /// Whether diagnostics are written to `agent.log` in the agent's folder instead of standard error.
     pub(crate) quiet: bool,
 }
@@ -134,6 +136,9 @@ fn spawn(settings: &Settings) -> anyhow::Result<Child> {
     }
     if let Some(address) = &settings.advertise {
         command.args(["--advertise", address]);
+    }
+    if let Some(warm) = &settings.warm {
+        command.args(["--warm", warm]);
     }
     match &settings.slots {
         Slots::Found => {}

@@ -1,13 +1,19 @@
 //! `lockstep rank`: one rank of an attempt, started by an agent or by `lockstep train`.
 
-use super::init_tracing;
+use super::{init_tracing, wrong};
+use lockstep_host::gpu::RankGpu;
 use std::path::PathBuf;
 
 /// One rank of an attempt (started by agents and by `lockstep train`)
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Configuration file: `rank.<r>.json` in the attempt's folder
-    config: PathBuf,
+    #[arg(required_unless_present = "spare")]
+    config: Option<PathBuf>,
+    /// Open this GPU (JSON: its number and the visible GPUs), and become the rank whose configuration file is named on the
+    /// standard input
+    #[arg(long, value_name = "GPU", conflicts_with = "config")]
+    spare: Option<String>,
     /// Shown in process lists; the configuration file has the same value
     #[arg(long)]
     job: Option<String>,
@@ -22,9 +28,16 @@ pub(crate) struct Args {
 /// Trains, then ends the process with a rank's exit status.
 ///
 /// # Errors
-/// Never returns an error: the rank's records contain the reason of a failure.
+/// Exit status 2 if the arguments are wrong. The rank's records contain the reason of a failure.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     let _ = (args.job, args.attempt, args.rank);
-    lockstep_worker::rank::run(&args.config)
+    match (args.config, args.spare) {
+        (Some(config), _) => lockstep_worker::rank::run(&config),
+        (None, spare) => {
+            let gpu: RankGpu = serde_json::from_str(&spare.unwrap_or_default())
+                .map_err(|error| wrong(format!("--spare: {error}")))?;
+            lockstep_worker::rank::run_spare(&gpu)
+        }
+    }
 }

@@ -141,6 +141,9 @@ pub(crate) struct Args {
     /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
     #[arg(long, value_name = "LIST", conflicts_with_all = ["no_local_agent", "cpu_slots"])]
     gpus: Option<String>,
+    /// On which GPUs without a job a process waits that has opened the GPU; see `lockstep agent --help` [default: auto]
+    #[arg(long, value_name = "WHICH", conflicts_with = "no_local_agent", value_parser = super::agent::WARM)]
+    warm: Option<String>,
 }
 
 /// Serves until Ctrl-C or SIGTERM.
@@ -205,6 +208,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let _opened = Opened::of(server.running(), START_PAGE, server.data_dir(), !args.no_open);
         if local_agent {
             server.advertise = args.advertise.or(server.advertise);
+            server.warm = args.warm;
             server.start_agent(slots, false).await?;
         }
         tokio::select! {
@@ -258,6 +262,8 @@ pub(crate) struct Server {
     agent: Option<LocalAgent>,
     /// Address by which ranks on other machines reach this machine's ranks.
     advertise: Option<String>,
+    /// As in `--warm`.
+    warm: Option<String>,
 }
 
 impl Server {
@@ -307,7 +313,8 @@ impl Server {
                 let advertise =
                     (is_free && !ip.is_unspecified() && !ip.is_loopback()).then(|| ip.to_string());
                 let shutdown = Some(shutdown);
-                let server = Self { running, local, data_dir, shutdown, ended, agent: None, advertise };
+                let server =
+                    Self { running, local, data_dir, shutdown, ended, agent: None, advertise, warm: None };
                 // Without this file, commands need the option --server.
                 if let Err(error) = access::record_address(&server.data_dir, &server.url()) {
                     tracing::warn!("{error}; commands in this folder do not find the server by themselves");
@@ -360,8 +367,8 @@ impl Server {
         let agent_id = state_dir::agent_id(&dir)?;
         let token = dir.join("token");
         let token_file = self.running.agent_token(&agent_id, &token).await?.then_some(token);
-        let settings =
-            Settings { server: self.url(), dir, advertise: self.advertise.clone(), slots, quiet, token_file };
+        let (advertise, warm) = (self.advertise.clone(), self.warm.clone());
+        let settings = Settings { server: self.url(), dir, advertise, slots, quiet, token_file, warm };
         self.agent = Some(LocalAgent::start(settings).await?);
         Ok(())
     }

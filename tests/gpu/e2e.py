@@ -43,8 +43,8 @@ class Stage:
         self.notes.append(words)
         print(f"    {words}", flush=True)
 
-    def server(self):
-        server = TestServer(self.program, self.folder, self.device, self.ranks)
+    def server(self, warm="off"):
+        server = TestServer(self.program, self.folder, self.device, self.ranks, warm=warm)
         server.cli("dataset", "add", "pictures", self.dataset)
         return server
 
@@ -270,6 +270,40 @@ def cancel(stage):
     server.stop()
 
 
+def starts(stage):
+    """Seconds from submission to the first step and to the end of ten steps, and from the kill of a rank to the next step, without and
+    with processes that wait."""
+    for warm in ("off", "on"):
+        server = stage.server(warm)
+        # Afterwards kernels and plans are in the cache.
+        server.submit(stage.spec("first", train={"steps": 10})).succeeds()
+        stepped, ended, again = [], [], []
+        for number in range(5):
+            # A process that waits opens its GPU in this time.
+            time.sleep(4)
+            began = time.monotonic()
+            job = server.submit(stage.spec(f"start {number}", train={"steps": 10}))
+            job.until_step(1)
+            stepped.append(time.monotonic() - began)
+            job.succeeds()
+            ended.append(time.monotonic() - began)
+        for number in range(3):
+            spec, _, every = stage.long(f"kill {number}", train={"steps": 100000})
+            job = server.submit(spec)
+            job.until_checkpoint(every)
+            file = next(server.data.rglob(f"{job.id}/attempts/1/rank.0.pid"))
+            os.kill(json.loads(file.read_text())["pid"], signal.SIGKILL)
+            killed = time.monotonic()
+            job.until_step(every + 1, attempt=2)
+            again.append(time.monotonic() - killed)
+            server.request("POST", f"/jobs/{job.id}/cancel")
+            job.end()
+        for words, values in (("first step", stepped), ("ten steps", ended), ("next step after a kill", again)):
+            stage.note(f"--warm {warm}: {words} " + ", ".join(f"{value:.2f}" for value in sorted(values)) + " s")
+        server.stop()
+        shutil.rmtree(stage.folder)
+
+
 def suspend(stage):
     """SIGSTOP of one rank hangs the others in a collective: noticed, named, ended, started anew."""
     server, baseline = stage.server(), gpu_memory()
@@ -373,7 +407,7 @@ def overflow(stage):
     server.stop()
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (stream, twenty, overflow, kill, lost, gang, give_up, cancel, suspend, across)}
+SCENARIOS = {scenario.__name__: scenario for scenario in (stream, twenty, overflow, kill, lost, gang, give_up, cancel, suspend, starts, across)}
 
 
 def main():

@@ -32,7 +32,7 @@ class Machine:
             environment |= {"CUDA_VISIBLE_DEVICES": str(self.number), "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
         address = f"http://127.0.0.1:{self.server.port}"
         self.process = subprocess.Popen(
-            [self.stage.program, "agent", "--server", address, "--token-file", self.token, "--name", f"machine-{self.number}", "--data-dir", self.data, *slots],
+            [self.stage.program, "agent", "--server", address, "--token-file", self.token, "--name", f"machine-{self.number}", "--data-dir", self.data, "--warm", "off", *slots],
             stdout=self.log, stderr=self.log, env=environment, start_new_session=True,
         )
 

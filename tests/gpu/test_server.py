@@ -185,12 +185,13 @@ class Job:
 class TestServer:
     """`lockstep serve` with its agent, in a folder of its own."""
 
-    def __init__(self, program, folder, device, ranks, local_agent=True):
+    def __init__(self, program, folder, device, ranks, local_agent=True, warm="off"):
         self.program, self.folder, self.device, self.size = program, folder, device, ranks
         folder.mkdir(parents=True, exist_ok=True)
         self.data = folder / "data"
         slots = ["--cpu-slots", str(ranks)] if device == "cpu" else []
-        slots = slots if local_agent else ["--no-local-agent"]
+        # A process that waits takes GPU memory, and as a rank it does not name its job in its arguments.
+        slots = [*slots, "--warm", warm] if local_agent else ["--no-local-agent"]
         self.errors = open(folder / "serve.log", "ab")
         self.process = subprocess.Popen(
             [program, "serve", "--listen", "127.0.0.1:0", "--data-dir", str(self.data), *slots],

@@ -58,6 +58,7 @@ mod recipes;
 mod reference;
 mod second_account;
 mod sharded;
+mod spare;
 mod streams;
 mod sweeps;
 mod tls;

@@ -7,6 +7,7 @@ mod config;
 mod error;
 mod machine_metrics;
 mod signals;
+mod spare;
 /// Resolves a name to an address that other machines can reach, which excludes loopback.
 fn outside_address(address: &str) -> Option<std::net::IpAddr> {
     use std::net::ToSocketAddrs;
@@ -21,6 +22,7 @@ fn outside_address(address: &str) -> Option<std::net::IpAddr> {
 mod tests;
 
 pub use config::{KILLED_AFTER_SECS, RankConfig, TO_LEAVE_SECS, stop_within_secs};
+pub use spare::run_spare;
 
 use crate::{
     report::{Observer, Reporter},
@@ -173,6 +175,8 @@ fn attempt(
     let device = config.device();
     let needs = device.backend.needs();
     device.backend.preflight(start.world_size).map_err(TrainError::Impossible)?;
+    // Meanwhile the ranks meet, and the dataset is opened.
+    device.backend.warm_up(device.ordinal, start.world_size, Some(start.spec.train.precision));
     let stall = Duration::from_secs(start.spec.recovery.stall_timeout_secs.into());
     let mut met = None;
     let comm: Arc<dyn ProcessGroup> = if start.world_size == 1 {

@@ -3,6 +3,7 @@
 //!
 //! - [`RankProcess`]: one process, started or adopted, which is signalled together with the processes that it has
 //!   started
+//! - [`Spare`]: a process that has opened a GPU, and becomes a rank there sooner than a new process
 //! - [`Rank`]: a process, and its records in the attempt's folder
 //! - [`RankGroup`]: all ranks, and the kinds of [`Stop`], from the least to the most urgent
 //! - [`failure_cause`]: finds the rank whose end explains the others'
@@ -13,6 +14,7 @@ mod launch;
 mod proc_fs;
 mod process;
 mod rank;
+mod spare;
 mod usage;
 
 pub use cause::{Failure, FailureCause, RankEnd, failure_cause};
@@ -20,6 +22,7 @@ pub use group::{EndDelays, Orphans, RankGroup, Stop};
 pub use launch::{configs, rank_file};
 pub use process::{Exit, RankProcess, UnixProcessGroup};
 pub use rank::{Rank, RecordSink};
+pub use spare::Spare;
 pub use usage::{RankUsage, rank_usage};
 
 use std::{future::Future, time::Duration};

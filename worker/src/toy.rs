@@ -4,7 +4,10 @@ use lockstep_engine::{
     Backend, BuildArgs, Devices, Engine, EngineError, Needs, Selection, build_cpu, registry,
 };
 use lockstep_host::gpu::RankGpu;
-use lockstep_protocol::{agent::Slot, spec::Device};
+use lockstep_protocol::{
+    agent::Slot,
+    spec::{Device, Precision},
+};
 use std::{ffi::OsString, io, sync::Mutex};
 
 /// The prefix of its devices' names.
@@ -69,6 +72,10 @@ impl Backend for Toy {
     fn preflight(&self, world_size: u32) -> Result<(), String> {
         note(format!("preflight for {world_size} ranks"));
         Ok(())
+    }
+
+    fn warm_up(&self, ordinal: i32, ranks: u32, _precision: Option<Precision>) {
+        note(format!("warm-up of device {ordinal} for {ranks} ranks"));
     }
 
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {

@@ -63,7 +63,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
         let mut ranks = RankGroup::new(Orphans::Terminate);
         let program = own_program()?;
         for config in configs {
-            let process = RankProcess::start(&program, config)?;
+            let process = RankProcess::start(&program, config, None)?;
             ranks.ranks.push(Rank::of_attempt(process, &config.attempt_dir(), Vec::new()));
         }
         supervise(&mut command, &mut ranks).await?;

@@ -71,6 +71,14 @@ pub trait Backend: Debug + Sync {
     fn check_plan(&self, _network: &Network, _plan: &Plan) -> Result<(), String> {
         Ok(())
     }
+    /// Begins to open what any engine on device `ordinal` needs in a job of `ranks` ranks, on a thread of its own: [`Backend::build`]
+    /// then takes less time. `precision`: the job's; `None` before a job is known.
+    fn warm_up(&self, _ordinal: i32, _ranks: u32, _precision: Option<Precision>) {}
+    /// Whether the device that [`Backend::warm_up`] has opened can be used, as far as is known without waiting. If not, only another
+    /// process may be able to use it.
+    fn is_sound(&self) -> bool {
+        true
+    }
     /// Builds the engine.
     ///
     /// # Errors

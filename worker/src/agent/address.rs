@@ -194,7 +194,10 @@ impl Address {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use super::{super::Datasets, *};
+    use super::{
+        super::{Datasets, Warm},
+        *,
+    };
 
     pub(in super::super) fn options(server: &str) -> Options {
         Options {
@@ -218,6 +221,7 @@ pub(super) mod tests {
             dataset_cache: None,
             dataset_cache_bytes: 0,
             killed_after_secs: 30,
+            warm: Warm::default(),
         }
     }
 

@@ -7,6 +7,7 @@ use super::{
     place::is_own_disk,
     preflight::Refusal,
     remote::Remote,
+    spares::Spares,
     state_dir::StoredAttempt,
 };
 use crate::report::Tail;
@@ -85,6 +86,8 @@ pub(super) struct AttemptContext {
     pub(super) stop_within_secs: u32,
     /// The devices of ranks, by slot. Empty for ranks on CPU cores.
     pub(super) devices: Arc<BTreeMap<u32, String>>,
+    /// Processes that become ranks.
+    pub(super) spares: Arc<Spares>,
 }
 
 impl AttemptContext {
@@ -116,7 +119,8 @@ impl Attempt {
         } else {
             let over = over.clone();
             let (mut stored, gang) = (stored.clone(), gang.clone());
-            let attempt = stored.start.attempt.clone();
+            let StartAttempt { attempt, ranks: slots, .. } = stored.start.clone();
+            context.spares.reserve(&slots);
             tokio::spawn(async move {
                 let mode = checked(mode, &mut stored, &context, gang.as_ref(), &mut received).await;
                 let (watch, ranks) = Watch::begin(stored, &context, received, mode);
@@ -124,6 +128,7 @@ impl Attempt {
                 release(context.copies.as_ref(), &attempt);
                 over.store(true, Ordering::Release);
                 context.wake.notify_one();
+                context.spares.release(&slots);
             });
         }
         Self { stored, orders, over, gang }

@@ -119,6 +119,7 @@ impl Agent {
     /// Ends the agent in order: notifies the server, and lets ranks write a checkpoint.
     pub(super) fn leave(&mut self, reason: String) {
         self.leaving = Some(Shutdown { reason, announced: false, ranks_gone: None });
+        self.context.spares.close();
         for attempt in self.attempts.values() {
             attempt.order(Order::Leave);
         }

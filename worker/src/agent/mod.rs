@@ -25,10 +25,11 @@ mod session;
 mod signals;
 mod slots;
 mod socket;
+mod spares;
 pub mod state_dir;
 mod uploads;
 
-pub use options::{AgentError, Options};
+pub use options::{AgentError, Options, Warm};
 pub use place::Datasets;
 
 use crate::{fence::Fence, supervisor::RankProcess, tls::IdentityFiles};
@@ -46,6 +47,7 @@ use session::{Outcome, Session};
 use signals::Signals;
 use slots::{nvlink_groups, slots};
 use socket::{NoSession, jittered};
+use spares::Spares;
 use state_dir::StateDir;
 use std::{
     collections::BTreeMap,
@@ -96,8 +98,10 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let uploaded = Arc::new(Progress::default());
     let adopted = state_dir.stored_attempts();
     let copies = dataset_copy::open(&options, state_dir.dir(), &adopted)?;
+    let program = options.program.clone().map_or_else(lockstep_host::own_program, Ok)?;
     let context = AttemptContext {
-        program: options.program.clone().map_or_else(lockstep_host::own_program, Ok)?,
+        spares: Arc::new(Spares::new(&program, &slots, options.warm)),
+        program,
         lease: lease.clone(),
         fence: fence_path,
         check: preflight::check,
@@ -142,6 +146,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "found an earlier agent's attempt");
         agent.take(Attempt::adopt(stored, agent.context.clone()));
     }
+    agent.context.spares.fill();
     let result = agent.serve(&options.server, &request).await;
     fencing.abort();
     uploading.abort();

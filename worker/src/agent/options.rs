@@ -2,7 +2,7 @@
 
 use super::{place::Datasets, state_dir::StateDirError};
 use crate::{rank::TO_LEAVE_SECS, tls::IdentityFiles};
-use lockstep_protocol::job::JobId;
+use lockstep_protocol::{agent::Slot, job::JobId};
 use std::path::PathBuf;
 
 /// The options of an agent.
@@ -50,6 +50,33 @@ pub struct Options {
     pub dataset_cache_bytes: u64,
     /// Time from SIGTERM to SIGKILL, for this agent and its ranks, as configured in the program that runs the agent.
     pub killed_after_secs: u32,
+    /// The GPUs that are kept open for the next job.
+    pub warm: Warm,
+}
+
+/// The memory from which a GPU can spare the context of a waiting process, about 0.5 GB.
+const AMPLE_BYTES: u64 = 40_000_000_000;
+
+/// The GPUs on which an agent keeps a process that has opened the GPU, while no rank runs there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Warm {
+    /// Those with at least 40 GB of memory.
+    #[default]
+    Auto,
+    /// All.
+    On,
+    /// None.
+    Off,
+}
+
+impl Warm {
+    pub(super) fn includes(self, slot: &Slot) -> bool {
+        match self {
+            Self::Auto => slot.memory_bytes >= AMPLE_BYTES,
+            Self::On => true,
+            Self::Off => false,
+        }
+    }
 }
 
 impl Options {

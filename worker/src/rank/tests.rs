@@ -140,10 +140,10 @@ fn a_third_backend_trains_a_rank_that_has_a_device_of_its_own() {
         let all = toy::ASKED.lock().unwrap().clone();
         all.into_iter().filter(|what| !what.starts_with("abort")).collect::<Vec<_>>()
     };
-    assert_eq!(asked(), ["preflight for 1 ranks", "engine on device 1"]);
+    assert_eq!(asked(), ["preflight for 1 ranks", "warm-up of device 1 for 1 ranks", "engine on device 1"]);
     // The test backend computes as the CPU engine does, so the weights must have the same bits.
     assert!(weights == trained(None), "other weights than on the CPU");
-    assert_eq!(asked().len(), 2, "the CPU's rank is not its own");
+    assert_eq!(asked().len(), 3, "the CPU's rank is not its own");
 }
 
 /// As when the watchdog, the agent's lease or a signal ends a rank.

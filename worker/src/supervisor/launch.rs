@@ -6,6 +6,7 @@
 use super::{
     proc_fs::find_rank,
     process::{Identity, RankProcess, UnixProcessGroup},
+    spare::{self, Spare},
 };
 use crate::rank::{RankConfig, stop_within_secs};
 use lockstep_host::{
@@ -13,8 +14,10 @@ use lockstep_host::{
 };
 use lockstep_protocol::agent::StartAttempt;
 use std::{
+    ffi::OsString,
     fs::{self, File},
     io,
+    os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
@@ -22,6 +25,32 @@ use std::{
 /// The file of `rank` with `extension` in an attempt's folder.
 pub fn rank_file(attempt_dir: &Path, rank: u32, extension: &str) -> PathBuf {
     attempt_dir.join(format!("rank.{rank}.{extension}"))
+}
+
+/// The variables of a rank's process, in addition to inherited ones.
+fn environment(config: &RankConfig) -> io::Result<Vec<(OsString, OsString)>> {
+    let mut variables = config.device().backend.environment(config.gpu.as_ref())?;
+    let interface = config.start.network.as_ref().and_then(|network| network.interface.as_ref());
+    if let Some(interface) = interface.filter(|_| nccl_variable().is_none()) {
+        // Without `=`, NCCL takes a name as a prefix.
+        variables.push((NCCL_INTERFACE.into(), format!("={interface}").into()));
+    }
+    Ok(variables)
+}
+
+/// Writes `rank.<r>.json` and creates `rank.<r>.stderr`. Returns the path of the first and the second.
+fn write_files(config: &RankConfig) -> io::Result<(PathBuf, File)> {
+    let dir = config.attempt_dir();
+    let config_path = rank_file(&dir, config.rank, "json");
+    write_private(&config_path, &serde_json::to_vec_pretty(config)?)?;
+    let stderr_path = rank_file(&dir, config.rank, "stderr");
+    let stderr = File::create(&stderr_path).map_err(|e| named(&stderr_path, e))?;
+    Ok((config_path, stderr))
+}
+
+/// Adds the file to an error.
+fn named(path: &Path, error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
 /// The configurations of the ranks of `start` on this machine, which share its cores evenly.
@@ -52,27 +81,23 @@ pub fn configs(
 }
 
 impl RankProcess {
-    /// Writes `rank.<r>.json` and starts the rank with it. The output of the rank goes to `rank.<r>.stderr`.
+    /// Writes `rank.<r>.json` and starts the rank with it. The output of the rank goes to `rank.<r>.stderr`. A `spare` of
+    /// the rank's slot becomes the rank, if a new process would be like it, and is ended otherwise.
     ///
     /// # Errors
     /// The error names the file or program that could not be used.
-    pub fn start(program: &Path, config: &RankConfig) -> io::Result<Self> {
-        let dir = config.attempt_dir();
-        let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
-        let config_path = rank_file(&dir, config.rank, "json");
-        write_private(&config_path, &serde_json::to_vec_pretty(config)?)?;
-        let stderr_path = rank_file(&dir, config.rank, "stderr");
-        let stderr = File::create(&stderr_path).map_err(|e| named(&stderr_path, e))?;
+    pub fn start(program: &Path, config: &RankConfig, spare: Option<Spare>) -> io::Result<Self> {
+        if let Some(spare) = spare
+            && let Some(process) = Self::of_spare(program, config, spare)?
+        {
+            return Ok(process);
+        }
+        let (config_path, stderr) = write_files(config)?;
         let stdout = stderr.try_clone()?;
         let attempt = &config.start.attempt;
         let mut command = Command::new(program);
-        let interface = config.start.network.as_ref().and_then(|network| network.interface.as_ref());
-        if let Some(interface) = interface.filter(|_| nccl_variable().is_none()) {
-            // Without `=`, NCCL takes a name as a prefix.
-            command.env(NCCL_INTERFACE, format!("={interface}"));
-        }
         command
-            .envs(config.device().backend.environment(config.gpu.as_ref())?)
+            .envs(environment(config)?)
             .arg("rank")
             .arg(&config_path)
             .args(["--job", attempt.job.as_str()])
@@ -83,12 +108,40 @@ impl RankProcess {
             .stderr(stderr);
         let mut process =
             Self::spawn(config.rank, &mut command, UnixProcessGroup::Own).map_err(|e| named(program, e))?;
-        let identity_path = rank_file(&dir, config.rank, "pid");
-        if let Err(error) = write_whole(&identity_path, &serde_json::to_vec(&process.identity)?) {
-            process.kill_and_wait();
-            return Err(error);
-        }
+        process.record(&config.attempt_dir())?;
         Ok(process)
+    }
+
+    /// Makes a spare process the rank. `None` if a new process would differ from it, or if it has just ended.
+    fn of_spare(program: &Path, config: &RankConfig, mut spare: Spare) -> io::Result<Option<Self>> {
+        let config = RankConfig { gpu: Some(spare.gpu().clone()), ..config.clone() };
+        if !spare.is_like(program, &environment(&config)?) {
+            return Ok(None);
+        }
+        let (config_path, _) = write_files(&config)?;
+        let Some(mut process) = spare.into_process(config.rank) else { return Ok(None) };
+        let dir = config.attempt_dir();
+        // Before the process becomes the rank, because its arguments do not name the rank. If this agent dies before it
+        // tells the process, the process ends by itself, and the next agent finds a rank that has ended.
+        process.record(&dir)?;
+        // The path fits into the pipe as a whole.
+        if process.tell(config_path.as_os_str().as_bytes()).is_err() {
+            spare::end(process);
+            // The new process is found by its arguments until it has its own file.
+            fs::remove_file(rank_file(&dir, config.rank, "pid"))?;
+            return Ok(None);
+        }
+        Ok(Some(process))
+    }
+
+    /// Writes the file by which a later agent finds the process, or ends it.
+    fn record(&mut self, attempt_dir: &Path) -> io::Result<()> {
+        let path = rank_file(attempt_dir, self.rank, "pid");
+        let written = write_whole(&path, &serde_json::to_vec(&self.identity)?);
+        if written.is_err() {
+            self.kill_and_wait();
+        }
+        written
     }
 
     /// Whether an earlier agent was about to start a rank, or has started it.
@@ -118,7 +171,11 @@ mod tests {
         *,
     };
     use crate::toy;
-    use lockstep_protocol::{agent::AttemptRef, job::JobId, spec::JobSpec};
+    use lockstep_protocol::{
+        agent::{AttemptRef, RankNetwork},
+        job::JobId,
+        spec::JobSpec,
+    };
     use rustix::process::Signal;
     use std::time::{Duration, Instant};
 
@@ -176,7 +233,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let config = config(dir.path());
         let mut process =
-            RankProcess::start(&program(dir.path(), "echo out; echo err >&2; exit 7"), &config).unwrap();
+            RankProcess::start(&program(dir.path(), "echo out; echo err >&2; exit 7"), &config, None)
+                .unwrap();
         assert_eq!(wait(&mut process), Exit::Status(7));
         let printed = fs::read_to_string(rank_file(&config.attempt_dir(), 0, "stderr")).unwrap();
         assert!(printed.contains("out") && printed.contains("err"), "{printed}");
@@ -189,7 +247,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let script = program(dir.path(), "echo \"$CUDA_VISIBLE_DEVICES|$LD_LIBRARY_PATH|$HOME\"");
         let printed = |config: &RankConfig| {
-            let mut process = RankProcess::start(&script, config).unwrap();
+            let mut process = RankProcess::start(&script, config, None).unwrap();
             assert_eq!(wait(&mut process), Exit::Status(0));
             fs::read_to_string(rank_file(&config.attempt_dir(), 0, "stderr")).unwrap()
         };
@@ -212,10 +270,64 @@ mod tests {
         let mut config = config(dir.path());
         let device = toy::device("a");
         config.gpu = Some(RankGpu { ordinal: 0, visible: vec![device.clone()] });
-        let mut process = RankProcess::start(&script, &config).unwrap();
+        let mut process = RankProcess::start(&script, &config, None).unwrap();
         assert_eq!(wait(&mut process), Exit::Status(0));
         let printed = fs::read_to_string(rank_file(&config.attempt_dir(), 0, "stderr")).unwrap();
         assert_eq!(printed.trim_end(), device);
+    }
+
+    /// What it prints says whether it was a spare process.
+    const EITHER: &str = "if [ \"$2\" = --spare ]; then\npath=$(cat)\n[ \"$path\" ] || exit 9\nexec >\"${path%json}stderr\"\n\
+        echo spare\nelse echo new\nfi\nexec sleep 1000";
+
+    #[test]
+    fn a_spare_becomes_the_rank_if_a_new_process_would_be_like_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let script = program(dir.path(), EITHER);
+        let gpu = RankGpu { ordinal: 1, visible: vec![toy::device("a"), toy::device("b")] };
+        let spare = || Spare::start(&script, &gpu).unwrap();
+        let mut left = spare();
+        left.process().tell(b"").unwrap();
+        assert_eq!(wait(left.process()), Exit::Status(9), "its agent has ended");
+
+        type Change = fn(&mut Spare, &mut RankConfig, &Path);
+        let cases: [(Change, &str); 4] = [
+            (|_, _, _| {}, "spare"),
+            (|spare, _, _| spare.process().kill_and_wait(), "new"),
+            (
+                |_, config, _| {
+                    let (address, interface) = ("127.0.0.1".into(), Some("lo".into()));
+                    config.start.network = Some(RankNetwork { address, interface, named_by: None });
+                },
+                "new",
+            ),
+            // The program was replaced by another version.
+            (|_, _, script| crate::test_script::write_script(script, EITHER), "new"),
+        ];
+        for (change, printed) in cases {
+            let dir = tempfile::tempdir().unwrap();
+            let mut config = config(dir.path());
+            config.gpu = Some(RankGpu { ordinal: 0, visible: vec![toy::device("b")] });
+            let mut spare = spare();
+            change(&mut spare, &mut config, &script);
+            let mut process = RankProcess::start(&script, &config, Some(spare)).unwrap();
+            let file = |extension| rank_file(&config.attempt_dir(), 0, extension);
+            let began = Instant::now();
+            let mut text = String::new();
+            while text.is_empty() {
+                assert!(began.elapsed() < Duration::from_secs(20), "it printed nothing");
+                text = fs::read_to_string(file("stderr")).unwrap();
+            }
+            assert_eq!(text.trim_end(), printed);
+            let written: RankConfig = serde_json::from_slice(&fs::read(file("json")).unwrap()).unwrap();
+            let expected = if printed == "spare" { Some(gpu.clone()) } else { config.gpu.clone() };
+            assert_eq!(written.gpu, expected);
+            // The next agent adopts either.
+            let mut adopted = RankProcess::adopt(&config.attempt_dir(), 0);
+            assert_eq!(adopted.poll(), None);
+            adopted.signal(Signal::KILL);
+            assert_eq!(wait(&mut process), Exit::Signal(9));
+        }
     }
 
     #[test]
@@ -224,7 +336,7 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             let config = config(dir.path());
             let mut started =
-                RankProcess::start(&program(dir.path(), "while :; do :; done"), &config).unwrap();
+                RankProcess::start(&program(dir.path(), "while :; do :; done"), &config, None).unwrap();
             if lose_file {
                 fs::remove_file(rank_file(&config.attempt_dir(), 0, "pid")).unwrap();
             }

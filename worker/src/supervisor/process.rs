@@ -6,7 +6,8 @@ use lockstep_protocol::fault;
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde::{Deserialize, Serialize};
 use std::{
-    fmt, io,
+    fmt,
+    io::{self, Write},
     os::unix::process::{CommandExt, ExitStatusExt},
     process::{Child, ChildStderr, ChildStdout, Command, ExitStatus},
 };
@@ -63,7 +64,7 @@ impl Identity {
 /// A rank process, started by this process or by an earlier one.
 #[derive(Debug)]
 pub struct RankProcess {
-    rank: u32,
+    pub(super) rank: u32,
     group: UnixProcessGroup,
     pub(super) identity: Identity,
     /// `None` if an earlier process started it.
@@ -104,6 +105,15 @@ impl RankProcess {
     /// The output of the process, if its command pipes it. Can be taken once.
     pub fn take_output(&mut self) -> (Option<ChildStdout>, Option<ChildStderr>) {
         self.child.as_mut().map_or((None, None), |child| (child.stdout.take(), child.stderr.take()))
+    }
+
+    /// Writes to the standard input of the process, if its command pipes it, and closes it.
+    ///
+    /// # Errors
+    /// The process does not read.
+    pub(super) fn tell(&mut self, text: &[u8]) -> io::Result<()> {
+        let input = self.child.as_mut().and_then(|child| child.stdin.take());
+        input.ok_or(io::ErrorKind::BrokenPipe)?.write_all(text)
     }
 
     /// How the process ended, if it has ended. The result does not change afterwards.

@@ -141,6 +141,7 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         dataset_cache: None,
         dataset_cache_bytes: 0,
         killed_after_secs: 30,
+        warm: agent::Warm::default(),
     };
     fs::create_dir_all(dir.join("job")).unwrap();
     fs::write(dir.join("job").join(MARK), "here").unwrap();

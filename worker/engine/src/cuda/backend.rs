@@ -1,6 +1,6 @@
 //! NVIDIA's GPUs as a backend.
 
-use super::{CudaError, GpuConfig, build, build_decoder, check_sample, program};
+use super::{CudaError, GpuConfig, build, build_decoder, check_sample, dtype_of, program, warm};
 use crate::{
     Engine, EngineError,
     backend::{Backend, BuildArgs, DeviceError, DeviceMetrics, Devices, Needs, Selection, SharedMemory},
@@ -159,6 +159,14 @@ impl Backend for Cuda {
         SharedMemory { bytes: SHARED_MEMORY * ranks as u64, library: "NCCL" }
     }
 
+    fn warm_up(&self, ordinal: i32, ranks: u32, precision: Option<Precision>) {
+        warm::begin(ordinal, ranks, precision.map(dtype_of));
+    }
+
+    fn is_sound(&self) -> bool {
+        warm::is_sound()
+    }
+
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {
         let gpu = GpuConfig {
             plan: args.plan,
@@ -192,7 +200,7 @@ impl Backend for Cuda {
     }
 
     fn may_run_exit_handlers(&self, limit: Duration) -> bool {
-        !SKIPS_EXIT_HANDLERS.load(Ordering::Relaxed) && nccl::wait_for_aborts(limit)
+        !SKIPS_EXIT_HANDLERS.load(Ordering::Relaxed) && !warm::is_opening() && nccl::wait_for_aborts(limit)
     }
 }
 

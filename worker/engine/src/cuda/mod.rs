@@ -36,6 +36,7 @@ mod steps;
 #[cfg(test)]
 mod tests;
 mod tuner;
+mod warm;
 
 use config::GpuConfig;
 use dtype::DType;
@@ -131,12 +132,23 @@ fn build(
         Some(groups) if plan.mesh.stage > 1 => groups.data.clone(),
         _ => comm.clone(),
     };
-    let device = Device::open(gpu.ordinal)?;
+    let warm::Opened { device, kernels, cudnn, .. } = warm::open(gpu.ordinal, dtype)?;
     let (free_before, total) = device.memory();
     fits(&part, config.batch_size, dtype, (free_before, total))?;
     // The watchdog counts this process's steps, whichever engine does them.
     let counted = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
-    let program = Program::new(&device, part, &config, dtype, loss_scale, of_stage, groups.as_ref(), gpu)?;
+    let program = Program::new(
+        &device,
+        part,
+        &config,
+        dtype,
+        loss_scale,
+        of_stage,
+        groups.as_ref(),
+        gpu,
+        kernels,
+        cudnn,
+    )?;
     let mut engine = CudaEngine {
         recovery_stream: RecoveryStream::new(program.state.kept_of.bytes)?,
         program,

@@ -2,6 +2,7 @@
 
 use super::{
     convolution::{Convolution, Direction},
+    cudnn::Cudnn,
     device::Device,
     dtype::DType,
     kernels::Kernels,
@@ -42,7 +43,7 @@ fn gpu_convolutions_have_plans() {
         let network = Arc::new(network);
         for dtype in [DType::F16, DType::Bf16] {
             let began = Instant::now();
-            let mut tuner = Tuner::new(&device, true).unwrap();
+            let mut tuner = Tuner::new(&device, Cudnn::new().unwrap(), true);
             let mut all = Vec::new();
             let plan = StepPlan::new(network.clone(), batch, dtype, capabilities(false)).unwrap();
             for (convolution, first) in plan.convolutions() {
@@ -76,7 +77,7 @@ fn gpu_convolutions_have_plans() {
                 eprintln!("  {c}: {:.1} us", 1e3 * ms);
             }
             let began = Instant::now();
-            let mut again = Tuner::new(&device, true).unwrap();
+            let mut again = Tuner::new(&device, Cudnn::new().unwrap(), true);
             again.prepare(&device, &all).unwrap();
             eprintln!(
                 "  again from the cache: {:.2} s, {} timed anew",

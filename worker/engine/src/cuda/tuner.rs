@@ -43,19 +43,19 @@ pub(super) struct Tuner {
 
 impl Tuner {
     /// `deterministic`: only plans that give the same bits in every run.
-    pub(super) fn new(device: &Device, deterministic: bool) -> Result<Self, CudaError> {
+    pub(super) fn new(device: &Device, cudnn: Cudnn, deterministic: bool) -> Self {
         let gpu: String =
             device.name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         let any = if deterministic { "" } else { "-any" };
         let file = format!("plans-{gpu}-cudnn{}{any}.json", Cudnn::version());
-        Ok(Self {
-            cudnn: Cudnn::new()?,
+        Self {
+            cudnn,
             plans: HashMap::new(),
             choices: choices_in(&file),
             file,
             deterministic,
             timed: Vec::new(),
-        })
+        }
     }
 
     pub(super) fn cudnn(&self) -> &Cudnn {

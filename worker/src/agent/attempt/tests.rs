@@ -1,14 +1,18 @@
 mod own_disk;
 mod preflight;
 
-use super::{watch::GRACE, *};
+use super::{super::Warm, watch::GRACE, *};
 use crate::{
     fence::Fence,
     report::{Observer, Reporter},
     supervisor::{RankProcess, rank_file},
 };
 use lockstep_protocol::{
-    agent::LogLine, job::JobId, metric::MetricColumn, reason::ReasonKind, spec::JobSpec,
+    agent::{LogLine, Slot},
+    job::JobId,
+    metric::MetricColumn,
+    reason::ReasonKind,
+    spec::JobSpec,
 };
 use rustix::process::Signal;
 use std::{
@@ -54,6 +58,7 @@ fn place(ranks: u32, script: &str) -> Fixture {
         copies: None,
         stop_within_secs: 20,
         devices: Arc::default(),
+        spares: Arc::default(),
     };
     Fixture { dir, stored, context }
 }
@@ -112,6 +117,35 @@ async fn ranks_that_end_well_succeed() {
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 12 });
     assert!(!attempt.has_failed());
+}
+
+#[tokio::test]
+async fn a_spare_of_the_slot_becomes_the_rank_and_another_follows_it() {
+    let script = "[ $2 != --spare ] || { path=$(cat); [ \"$path\" ] || exit 9; exec >\"${path%json}stderr\"; echo spare; }; exit 0";
+    let mut place = place(1, script);
+    place.recorded(0, &[step(12)]);
+    let uuid = crate::toy::device("a");
+    let (device, name) = ("toy".into(), "a".into());
+    let slots = [Slot { index: 0, device, name, memory_bytes: 0, uuid: Some(uuid.clone()) }];
+    place.context.devices = Arc::new(BTreeMap::from([(0, uuid)]));
+    let spares = Arc::new(Spares::new(&place.context.program, &slots, Warm::On));
+    place.context.spares = spares.clone();
+    spares.fill();
+    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
+    assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 12 });
+    let printed = fs::read_to_string(rank_file(&place.stored.attempt_dir(), 0, "stderr")).unwrap();
+    assert_eq!(printed, "spare\n");
+    let follows = async {
+        while spares.take(0).is_none() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), follows).await.expect("no spare follows");
+    // When the agent ends in order, none is started any more.
+    spares.fill();
+    spares.close();
+    spares.fill();
+    assert!(spares.take(0).is_none());
 }
 
 #[tokio::test]

@@ -121,7 +121,8 @@ impl Watch {
         let all = configs(start, &context.devices_of(start), Some(&context.fence), &self.stored.job_dir);
         for config in all {
             let config = RankConfig { stop_within_secs: context.stop_within_secs, ..config };
-            ranks.ranks.push(self.watched(RankProcess::start(&context.program, &config)?));
+            let spare = context.spares.take(config.slot);
+            ranks.ranks.push(self.watched(RankProcess::start(&context.program, &config, spare)?));
         }
         Ok(())
     }

@@ -4,6 +4,7 @@ use super::{
     facts::{SEGMENT_SQUARES, policies},
     *,
 };
+use crate::cuda::cudnn::Cudnn;
 
 impl Program {
     #[allow(clippy::too_many_arguments)] // Everything from which an engine is built.
@@ -16,6 +17,8 @@ impl Program {
         comm: Arc<dyn ProcessGroup>,
         groups: Option<&Groups>,
         gpu: &GpuConfig,
+        kernels: Kernels,
+        cudnn: Cudnn,
     ) -> Result<Self, EngineError> {
         let plan = StepPlan::new(
             network.clone(),
@@ -29,7 +32,6 @@ impl Program {
         let parts = share.unwrap_or(Share::WHOLE).ranks;
         let layout =
             Layout::new(&network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded, parts);
-        let kernels = Kernels::load(device, dtype)?;
         let ops = Ops::new(dtype, device.multiprocessors, device.capability);
         let first_scale = loss_scale.map_or(1.0, |(scale, _)| scale);
         let running = Running::of_all(&network, plan.norms());
@@ -116,7 +118,7 @@ impl Program {
             policies,
             share,
             shard_squares,
-            tuner: Tuner::new(device, gpu.deterministic)?,
+            tuner: Tuner::new(device, cudnn, gpu.deterministic),
             inputs,
             data_ranks,
             slots,

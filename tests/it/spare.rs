@@ -1,0 +1,88 @@
+//! `lockstep rank --spare`: a process that has opened a GPU and becomes a rank. Here without the GPU: the rank is started
+//! again in the same process, which must train as any other.
+
+use crate::{pictures, server::turn};
+use lockstep_host::gpu::RankGpu;
+use lockstep_protocol::{
+    agent::{AttemptRef, StartAttempt},
+    job::JobId,
+    spec::{Arch, Device, JobSpec},
+};
+use lockstep_worker::{
+    checkpoint,
+    rank::{EXIT_FINISHED, RankConfig, stop_within_secs},
+    supervisor::rank_file,
+};
+use std::{
+    fs::{self, File},
+    io::Write,
+    os::unix::ffi::OsStrExt,
+    process::{Child, Command, Stdio},
+};
+
+const STEPS: u64 = 2;
+
+fn spare(gpu: &RankGpu) -> Child {
+    Command::new(env!("CARGO_BIN_EXE_lockstep"))
+        .args(["rank", "--spare", &serde_json::to_string(gpu).expect("JSON")])
+        .env("CUDA_VISIBLE_DEVICES", gpu.visible.join(","))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("it starts")
+}
+
+#[tokio::test]
+async fn it_becomes_the_rank_that_it_is_told_and_ends_with_its_agent() {
+    let _turn = turn().await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let gpu = RankGpu { ordinal: 0, visible: vec!["GPU-none".into()] };
+    let mut left = spare(&gpu);
+    drop(left.stdin.take());
+    assert_eq!(left.wait().expect("its status").code(), Some(0));
+
+    let mut spec = JobSpec::default();
+    spec.model.arch = Arch::ResNet20;
+    spec.train.epochs = None;
+    spec.train.steps = Some(STEPS);
+    spec.train.global_batch_size = Some(8);
+    spec.parallel.device = Device::Cpu;
+    let config = RankConfig {
+        start: StartAttempt {
+            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
+            spec,
+            dataset_path: pictures::idx_dataset(folder.path(), 32, 8).display().to_string(),
+            world_size: 1,
+            ranks: vec![(0, 0)],
+            master_addr: "127.0.0.1".into(),
+            master_port: 1,
+            secret: String::new(),
+            job_dir: None,
+            resume: None,
+            network: None,
+            files: Default::default(),
+        },
+        rank: 0,
+        slot: 0,
+        local_ranks: 1,
+        threads: 1,
+        gpu: Some(gpu.clone()),
+        lease: None,
+        job_dir: folder.path().join("job"),
+        stop_within_secs: stop_within_secs(),
+    };
+    fs::create_dir_all(config.attempt_dir()).expect("a folder");
+    fs::create_dir_all(config.checkpoints_dir()).expect("a folder");
+    let file = |extension| rank_file(&config.attempt_dir(), 0, extension);
+    fs::write(file("json"), serde_json::to_vec(&config).expect("JSON")).expect("the configuration");
+    File::create(file("stderr")).expect("the output");
+    let mut told = spare(&gpu);
+    let path = file("json");
+    told.stdin.take().expect("a pipe").write_all(path.as_os_str().as_bytes()).expect("it reads");
+    let status = told.wait().expect("its status");
+    let printed = fs::read_to_string(file("stderr")).expect("its output");
+    assert_eq!(status.code(), Some(EXIT_FINISHED), "{printed}");
+    let kept = checkpoint::list(&config.checkpoints_dir()).expect("checkpoints");
+    assert_eq!(kept.len(), 1, "{printed}");
+}

@@ -1,0 +1,160 @@
+//! What every engine needs of a GPU, whatever its network: the context, our kernels, and cuDNN. A thread opens it in advance,
+//! while a rank meets the others and opens its dataset, or before a job is known.
+
+use super::{
+    convolution::{Convolution, Direction},
+    cudnn::Cudnn,
+    device::Device,
+    dtype::DType,
+    error::CudaError,
+    kernels::Kernels,
+};
+use lockstep_host::gpu::libraries::{self, Library};
+use std::{
+    mem,
+    sync::{Mutex, MutexGuard, PoisonError},
+    thread::{self, JoinHandle},
+};
+
+/// The opened parts.
+pub(super) struct Opened {
+    // Fields are dropped in this order: everything uses the device.
+    pub(super) kernels: Kernels,
+    pub(super) cudnn: Cudnn,
+    pub(super) device: Device,
+    ordinal: i32,
+    dtype: DType,
+}
+
+/// What was opened in advance and not used yet.
+enum State {
+    Nothing,
+    Opening(JoinHandle<Result<Opened, CudaError>>),
+    Open(Box<Opened>),
+}
+
+impl State {
+    /// Waits for the thread. `None` if it failed: who needs the parts opens them and reports the error.
+    fn settled(self) -> Option<Opened> {
+        match self {
+            Self::Nothing => None,
+            Self::Opening(thread) => thread.join().ok()?.ok(),
+            Self::Open(opened) => Some(*opened),
+        }
+    }
+}
+
+static STATE: Mutex<State> = Mutex::new(State::Nothing);
+
+fn locked() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Begins to open GPU `ordinal` for a job of `ranks` ranks that computes in `dtype`; `None`: no job is known yet.
+pub(super) fn begin(ordinal: i32, ranks: u32, dtype: Option<DType>) {
+    let mut state = locked();
+    let before = mem::replace(&mut *state, State::Nothing);
+    let open = move || -> Result<Opened, CudaError> {
+        libraries::ready(&[Library::Driver, Library::Cudnn]).map_err(CudaError::Missing)?;
+        // float16 is the format of `train.precision = "auto"`.
+        let opened = completed(before.settled(), ordinal, dtype.unwrap_or(DType::F16))?;
+        if ranks > 1 && libraries::ready(&[Library::Nccl]).is_ok() {
+            // Loads the library.
+            let _ = cudarc::nccl::result::get_nccl_version();
+        }
+        if dtype.is_none() {
+            load_engines(&opened.cudnn);
+        }
+        Ok(opened)
+    };
+    if let Ok(thread) = thread::Builder::new().name("warm-up".into()).spawn(open) {
+        *state = State::Opening(thread);
+    }
+}
+
+/// Opens GPU `ordinal` and makes it current on the calling thread. Takes what was opened in advance.
+pub(super) fn open(ordinal: i32, dtype: DType) -> Result<Opened, CudaError> {
+    // The lock is released before the wait for the thread.
+    let before = mem::replace(&mut *locked(), State::Nothing);
+    completed(before.settled(), ordinal, dtype)
+}
+
+/// Whether a thread is opening the GPU. Exit handlers must not run meanwhile.
+pub(super) fn is_opening() -> bool {
+    matches!(&*locked(), State::Opening(thread) if !thread.is_finished())
+}
+
+/// Whether the GPU can be used: it was opened, and has not been reset since then. True while it is being opened.
+pub(super) fn is_sound() -> bool {
+    let mut state = locked();
+    if matches!(&*state, State::Opening(thread) if !thread.is_finished()) {
+        return true;
+    }
+    let Some(opened) = mem::replace(&mut *state, State::Nothing).settled() else { return false };
+    let works = opened.device.bind().and_then(|()| opened.device.zeros(256)).is_ok();
+    *state = State::Open(Box::new(opened));
+    works
+}
+
+/// Opens what is missing of `before`.
+fn completed(before: Option<Opened>, ordinal: i32, dtype: DType) -> Result<Opened, CudaError> {
+    let Some(opened) = before.filter(|opened| opened.ordinal == ordinal) else {
+        let device = Device::open(ordinal)?;
+        let kernels = Kernels::load(&device, dtype)?;
+        return Ok(Opened { kernels, cudnn: Cudnn::new()?, device, ordinal, dtype });
+    };
+    opened.device.bind()?;
+    if opened.dtype == dtype {
+        return Ok(opened);
+    }
+    let kernels = Kernels::load(&opened.device, dtype)?;
+    Ok(Opened { kernels, dtype, ..opened })
+}
+
+/// Makes cuDNN load the libraries of its engines, by a plan for a convolution.
+fn load_engines(cudnn: &Cudnn) {
+    let convolution = Convolution {
+        direction: Direction::Forward,
+        dtype: DType::F16,
+        batch: 32,
+        in_h: 32,
+        in_w: 32,
+        in_c: 64,
+        out_h: 32,
+        out_w: 32,
+        out_c: 64,
+        kernel: 3,
+        stride: 1,
+        padding: 1,
+        row_padding: 1,
+        groups: 1,
+        sums: false,
+    };
+    if let Ok(mut plans) = cudnn.candidates(&convolution, usize::MAX, false, false) {
+        drop(plans.next());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A second opening takes the parts of the first, also for another number format.
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn gpu_what_was_opened_in_advance_is_used_and_is_sound() {
+        assert!(!is_sound(), "nothing was opened");
+        begin(0, 2, None);
+        assert!(is_sound(), "it is being opened");
+        drop(open(0, DType::F16).unwrap());
+        assert!(!is_sound(), "it was taken");
+        begin(0, 1, None);
+        begin(0, 1, Some(DType::Bf16));
+        while is_opening() {
+            thread::yield_now();
+        }
+        assert!(is_sound());
+        let opened = open(0, DType::Bf16).unwrap();
+        assert!(opened.device.zeros(256).is_ok());
+    }
+}

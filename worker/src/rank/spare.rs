@@ -1,0 +1,56 @@
+//! A process that has opened a GPU before a job needs it, and becomes a rank.
+
+use super::{EXIT_FAILED, EXIT_FINISHED, FAIL_WITHIN, leave, run};
+use lockstep_engine::registry;
+use lockstep_host::{exit_without_handlers, gpu::RankGpu, own_program};
+use lockstep_protocol::spec::Device;
+use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
+use std::{
+    ffi::OsString,
+    fs::File,
+    io::{self, Read},
+    os::unix::{ffi::OsStringExt, process::CommandExt},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+/// Opens `gpu`, and waits until the program that started this process writes the path of a rank's configuration to the
+/// standard input; then becomes this rank. Ends if the input is closed without a path: that program has ended.
+pub fn run_spare(gpu: &RankGpu) -> ! {
+    let device = registry::device_of(Some(gpu), Device::Auto);
+    device.backend.warm_up(device.ordinal, gpu.visible.len() as u32, None);
+    let mut path = Vec::new();
+    if io::stdin().read_to_end(&mut path).is_err() || path.is_empty() {
+        // The GPU may still be being opened.
+        exit_without_handlers(EXIT_FINISHED);
+    }
+    let path = PathBuf::from(OsString::from_vec(path));
+    if let Err(error) = redirect(&path) {
+        tracing::error!("{}: {error}", path.display());
+        leave(EXIT_FAILED, FAIL_WITHIN);
+    }
+    if !device.backend.is_sound() {
+        // The GPU could not be opened, or has been reset. A new program in this process opens it again, and reports errors.
+        let error = restart(&path);
+        tracing::error!("the rank's program does not start: {error}");
+        leave(EXIT_FAILED, FAIL_WITHIN);
+    }
+    run(&path)
+}
+
+/// Connects the standard streams as those of a new rank.
+fn redirect(config_path: &Path) -> io::Result<()> {
+    let output = File::options().append(true).open(config_path.with_extension("stderr"))?;
+    dup2_stdin(File::open("/dev/null")?)?;
+    dup2_stdout(&output)?;
+    dup2_stderr(&output)?;
+    Ok(())
+}
+
+/// Replaces the program of this process by that of a new rank. Returns only if this fails.
+fn restart(config_path: &Path) -> io::Error {
+    match own_program() {
+        Ok(program) => Command::new(program).arg("rank").arg(config_path).exec(),
+        Err(error) => error,
+    }
+}

@@ -60,6 +60,7 @@ async fn it_becomes_the_rank_that_it_is_told_and_ends_with_its_agent() {
             secret: String::new(),
             job_dir: None,
             resume: None,
+            pause_after: None,
             network: None,
             files: Default::default(),
         },

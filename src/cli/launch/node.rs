@@ -214,9 +214,9 @@ mod tests {
         assert_eq!(with("JOB_COMPLETION_INDEX", "1"), Ok(1));
         // Found by the machine's name, even if Slurm has sorted the list.
         assert_eq!(with("SLURMD_NODENAME", "host-2"), Ok(2));
-        assert!(with("SLURMD_NODENAME", "host-9").unwrap_err().contains("none of"));
+        assert!(with("SLURMD_NODENAME", "host-9").unwrap_err().contains("set one of"));
         assert!(with("SLURM_PROCID", "3").unwrap_err().contains("3 agents"));
-        assert!(with("OTHER", "1").unwrap_err().contains("none of"));
+        assert!(with("OTHER", "1").unwrap_err().contains("set one of"));
         assert_eq!(index(&bundle(1), |_| None), Ok(0));
     }
 

@@ -17,6 +17,7 @@ use crate::{
         listener::{self, Listener},
         tls::ServerCertificate,
     },
+    ingest::run_files,
     store::{Location, Store, StoreError},
     util::private,
 };
@@ -227,6 +228,7 @@ async fn open(
         store.close().await;
         return Err(error);
     }
+    run_files::clear_incoming(&config.data_dir.join("jobs"));
     let oidc = config.oidc.clone().map(Oidc::new).transpose().map_err(ServeError::Oidc)?;
     let artifact_store = match artifacts {
         Some((storage, away)) => match known_artifacts(&config, &*store, storage, away).await {

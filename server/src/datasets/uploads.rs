@@ -2,7 +2,7 @@
 //! unpacked beside it. What is unpacked becomes a dataset, and the zip file is removed. An archive is read with little memory, whatever
 //! its directory says: a zip file of a few bytes may claim any size.
 
-use lockstep_protocol::dataset::Dataset;
+use crate::util::disk_space::check_space;
 use sha2::{Digest, Sha256};
 use std::{
     cell::Cell,
@@ -26,18 +26,17 @@ pub(crate) const PIECE_BYTES: usize = 8 << 20;
 const ARCHIVE_BYTES: u64 = 8 << 30;
 const UNPACKED_BYTES: u64 = 16 << 30;
 const FILES: usize = 200_000;
+/// The names of all entries of a zip file: they are held in memory.
+const NAMES_BYTES: usize = 64 << 20;
 /// Names of folders and of the file in one path, and the bytes of each.
 const DEPTH: usize = 8;
 const NAME_BYTES: usize = 255;
 /// Read at most for the end of an archive, where its directory is found.
 const END_BYTES: u64 = 1 << 20;
-/// The disk keeps so much free, for the database.
-const FREE_BYTES: u64 = 1 << 30;
 /// An upload that nobody continues is removed after this time.
 const KEPT: Duration = Duration::from_secs(24 * 3600);
 
 const ARCHIVE: &str = "archive.zip";
-const PICTURES: &str = "pictures";
 
 /// Why a piece or an archive is refused.
 #[derive(Debug)]
@@ -58,9 +57,10 @@ impl From<io::Error> for Refused {
 
 type Result<T> = std::result::Result<T, Refused>;
 
-/// How many of an archive's files are unpacked.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// How many of an archive's files are unpacked, and into which folder.
+#[derive(Debug)]
 pub(crate) struct Unpacked {
+    pub(crate) pictures: PathBuf,
     pub(crate) files: u64,
     pub(crate) total: u64,
 }
@@ -77,9 +77,15 @@ impl Upload {
         Self(uploads.join(hex::encode(&hash[..16])))
     }
 
-    /// The folder of classes, once it is unpacked.
-    pub(crate) fn pictures(&self) -> PathBuf {
-        self.0.join(PICTURES)
+    /// Whether a dataset's path is in the folder.
+    pub(crate) fn has(&self, path: &str) -> bool {
+        Path::new(path).starts_with(&self.0)
+    }
+
+    /// The folder of classes. Its name is new with each first piece, so that an inspection of earlier pictures says nothing about these.
+    fn pictures(&self) -> io::Result<PathBuf> {
+        let mut entries = fs::read_dir(&self.0)?.flatten().map(|entry| entry.path());
+        entries.find(|path| path.is_dir()).ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
     /// Writes a piece; `offset` is how much of the file was sent before. The first piece replaces an earlier upload.
@@ -94,8 +100,8 @@ impl Upload {
             )));
         }
         if offset == 0 {
-            self.remove()?;
-            fs::create_dir_all(&self.0)?;
+            remove(&self.0)?;
+            fs::create_dir_all(self.0.join(uuid::Uuid::new_v4().simple().to_string()))?;
         }
         let path = self.0.join(ARCHIVE);
         let opened = File::options().write(true).create(offset == 0).truncate(false).open(path);
@@ -130,7 +136,7 @@ impl Upload {
         left.set(u64::MAX);
         if zip.len() > FILES {
             return Err(Refused::Wrong(format!(
-                "the zip file has {} entries; at most {FILES} are taken",
+                "the zip file has {} entries; at most {FILES} are allowed",
                 zip.len()
             )));
         }
@@ -139,13 +145,13 @@ impl Upload {
         let bytes = files.iter().flatten().fold(0_u64, |sum, file| sum.saturating_add(file.bytes));
         if bytes > UNPACKED_BYTES {
             return Err(Refused::Wrong(format!(
-                "the zip file becomes {} GiB; at most {} are taken",
+                "the zip file unpacks to {} GiB; at most {} GiB are allowed",
                 bytes >> 30,
                 UNPACKED_BYTES >> 30
             )));
         }
-        let root = self.pictures();
-        fs::create_dir_all(&root)?;
+        let root = self.pictures()?;
+        let so_far = |files| Unpacked { pictures: root.clone(), files, total };
         let is_there = |file: &Listed| {
             root.join(&file.path).metadata().is_ok_and(|there| there.is_file() && there.len() == file.bytes)
         };
@@ -160,7 +166,7 @@ impl Upload {
             let Some(file) = file else { continue };
             if !is_there(file) {
                 if written > 0 && Instant::now() >= until {
-                    return Ok(Unpacked { files: unpacked, total });
+                    return Ok(so_far(unpacked));
                 }
                 write_file(entry.map_err(unreadable)?, file, &root)?;
                 written += 1;
@@ -168,7 +174,7 @@ impl Upload {
             unpacked += 1;
         }
         rustix::fs::syncfs(File::open(&root)?).map_err(io::Error::from)?;
-        Ok(Unpacked { files: unpacked, total })
+        Ok(so_far(unpacked))
     }
 
     /// Removes the zip file, after its pictures have become a dataset.
@@ -176,11 +182,7 @@ impl Upload {
     /// # Errors
     /// The disk.
     pub(crate) fn finish(&self) -> io::Result<()> {
-        fs::remove_file(self.0.join(ARCHIVE))
-    }
-
-    fn remove(&self) -> io::Result<()> {
-        remove(&self.0)
+        unless_missing(fs::remove_file(self.0.join(ARCHIVE)))
     }
 }
 
@@ -189,23 +191,31 @@ impl Upload {
 /// # Errors
 /// The disk.
 pub(crate) fn remove(folder: &Path) -> io::Result<()> {
-    match fs::remove_dir_all(folder) {
+    unless_missing(fs::remove_dir_all(folder))
+}
+
+fn unless_missing(removed: io::Result<()>) -> io::Result<()> {
+    match removed {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         removed => removed,
     }
 }
 
-/// Removes uploads that nobody has continued and that are no dataset.
-pub(crate) fn sweep(uploads: &Path, datasets: &[Dataset]) {
+/// Removes uploads that nobody has continued and that are no dataset, and what a crash left: zip files of datasets, and pictures of
+/// removed ones. `datasets`: the paths of all datasets.
+pub(crate) fn sweep(uploads: &Path, datasets: &[String]) {
     for folder in fs::read_dir(uploads).into_iter().flatten().flatten().map(|entry| entry.path()) {
-        let changed = folder.join(ARCHIVE).metadata().and_then(|about| about.modified());
+        let upload = Upload(folder);
+        let archive = upload.0.join(ARCHIVE).metadata();
+        let changed = archive.or_else(|_| upload.0.metadata()).and_then(|about| about.modified());
         let is_old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > KEPT));
-        let is_dataset = datasets.iter().any(|dataset| Path::new(&dataset.path).starts_with(&folder));
-        if is_old
-            && !is_dataset
-            && let Err(error) = remove(&folder)
-        {
-            tracing::warn!(folder = %folder.display(), %error, "an upload that nobody continues stays on the disk");
+        let swept = match datasets.iter().any(|path| upload.has(path)) {
+            true => upload.finish(),
+            false if is_old => remove(&upload.0),
+            false => Ok(()),
+        };
+        if let Err(error) = swept {
+            tracing::warn!(folder = %upload.0.display(), %error, "files of an upload stay on the disk");
         }
     }
 }
@@ -221,18 +231,27 @@ struct Listed {
 /// The files of an archive in its order; none for folders, and for what operating systems add. A folder around all others is left out.
 fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
     let mut all = Vec::new();
+    let mut names_bytes = 0;
     for entry in zip.files().map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
         // Some programs of Windows write its own separator.
         let name = entry.name().map_err(unreadable)?.replace('\\', "/");
         let wrong =
             |what: &str| Err(Refused::Wrong(format!("{:?} in the zip file {what}", shortened(&name))));
+        names_bytes += name.len();
+        if names_bytes > NAMES_BYTES {
+            return Err(Refused::Wrong(format!(
+                "the names in the zip file have more than {} MiB together; shorten them",
+                NAMES_BYTES >> 20
+            )));
+        }
         let parts: Vec<String> = name.split('/').filter(|part| *part != ".").map(str::to_owned).collect();
         if entry.is_dir() || name.ends_with('/') {
             all.push(None);
             continue;
         }
-        if parts.iter().any(|part| part.is_empty() || part == ".." || part.contains('\0')) {
+        if parts.is_empty() || parts.iter().any(|part| part.is_empty() || part == ".." || part.contains('\0'))
+        {
             return wrong("leads out of its folder; pack the folder of classes anew");
         }
         if parts.iter().any(|part| part.starts_with('.') || part == "__MACOSX" || part == "Thumbs.db") {
@@ -259,33 +278,33 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
         let same = first.iter().zip(parts).take_while(|(a, b)| a == b).count();
         common.min(same).min(folders(parts))
     });
+    let below =
+        |(parts, bytes): (Vec<String>, u64)| Listed { path: parts.iter().skip(common).collect(), bytes };
+    let listed: Vec<_> = all.into_iter().map(|file| file.map(below)).collect();
     let mut seen = HashSet::new();
-    let mut listed = Vec::with_capacity(all.len());
-    for file in all {
-        let Some((parts, bytes)) = file else {
-            listed.push(None);
-            continue;
-        };
-        let path: PathBuf = parts.iter().skip(common).collect();
-        if !seen.insert(path.clone()) {
-            return Err(Refused::Wrong(format!(
-                "the zip file has {:?} twice; pack the folder anew",
-                shortened(&parts.join("/"))
-            )));
-        }
-        listed.push(Some(Listed { path, bytes }));
+    if let Some(twice) = listed.iter().flatten().find(|file| !seen.insert(&file.path)) {
+        return Err(Refused::Wrong(format!(
+            "the zip file has {:?} twice; pack the folder anew",
+            shortened(&twice.path.to_string_lossy())
+        )));
     }
+    drop(seen);
     Ok(listed)
 }
 
 /// Writes a file of the archive; none where it cannot be read to its end.
 fn write_file(mut entry: impl Read, file: &Listed, root: &Path) -> Result<()> {
+    use io::ErrorKind::{AlreadyExists, IsADirectory, NotADirectory};
     let path = root.join(&file.path);
-    if let Some(folder) = path.parent() {
-        fs::create_dir_all(folder)?;
-    }
-    let copied =
-        File::create(&path).and_then(|mut to| io::copy(&mut entry.by_ref().take(file.bytes), &mut to));
+    let created = path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| File::create(&path));
+    let mut to = created.map_err(|error| match error.kind() {
+        AlreadyExists | IsADirectory | NotADirectory => Refused::Wrong(format!(
+            "the zip file has a file and a folder with the same path at {:?}; pack the folder anew",
+            shortened(&file.path.to_string_lossy())
+        )),
+        _ => Refused::Io(error),
+    })?;
+    let copied = io::copy(&mut entry.by_ref().take(file.bytes), &mut to);
     // Its checksum is compared at its end.
     let copied = copied.and_then(|copied| Ok((copied, entry.read(&mut [0])?)));
     match copied {
@@ -298,18 +317,6 @@ fn write_file(mut entry: impl Read, file: &Listed, root: &Path) -> Result<()> {
         "{:?} in the zip file is damaged; pack the folder anew",
         shortened(&file.path.to_string_lossy())
     )))
-}
-
-/// # Errors
-/// The disk would be full.
-fn check_space(folder: &Path, bytes: u64) -> Result<()> {
-    let disk = rustix::fs::statvfs(folder).map_err(io::Error::from)?;
-    let free = disk.f_bavail.saturating_mul(disk.f_frsize);
-    if free < bytes.saturating_add(FREE_BYTES) {
-        let words = format!("{} MiB are free, of which {} stay free", free >> 20, FREE_BYTES >> 20);
-        return Err(io::Error::new(io::ErrorKind::StorageFull, words).into());
-    }
-    Ok(())
 }
 
 fn unreadable(error: ZipError) -> Refused {
@@ -390,13 +397,15 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             let upload = upload(dir.path(), names);
             let now = Instant::now();
-            assert_eq!(upload.unpack(now).unwrap(), Unpacked { files: 1, total: 2 }, "one at least");
-            assert_eq!(upload.unpack(now).unwrap(), Unpacked { files: 2, total: 2 });
+            let unpack = || upload.unpack(now).map(|unpacked| (unpacked.files, unpacked.total)).unwrap();
+            assert_eq!(unpack(), (1, 2), "one at least");
+            assert_eq!(unpack(), (2, 2));
+            let pictures = upload.pictures().unwrap();
             for file in expected {
-                let content = fs::read_to_string(upload.pictures().join(file)).unwrap();
+                let content = fs::read_to_string(pictures.join(file)).unwrap();
                 assert!(content.replace('\\', "/").ends_with(file), "{file}: {content}");
             }
-            assert!(!upload.pictures().join("__MACOSX").exists());
+            assert!(!pictures.join("__MACOSX").exists());
         }
     }
 
@@ -405,6 +414,9 @@ mod tests {
         for (names, words) in [
             (&["a/1.png", "../b/2.png"][..], "leads out"),
             (&["/etc/x"], "leads out"),
+            (&["."], "leads out"),
+            (&["a", "a/1.png"], "same path"),
+            (&["a/1.png", "a"], "same path"),
             (&["a/1.png", "link:a/2.png"], "symbolic link"),
             (&["a/1.png", "a\\1.png"], "twice"),
             (&["1/2/3/4/5/6/7/8/9.png"], "too long"),
@@ -430,7 +442,7 @@ mod tests {
         fs::write(&archive, &bytes).unwrap();
         let refused = upload.unpack(later()).unwrap_err();
         assert!(matches!(&refused, Refused::Wrong(why) if why.contains("damaged")), "{refused:?}");
-        assert!(!upload.pictures().join("a/1.png").exists());
+        assert!(!upload.pictures().unwrap().join("a/1.png").exists());
         fs::write(&archive, "no archive").unwrap();
         assert!(matches!(upload.unpack(later()), Err(Refused::Wrong(_))));
     }
@@ -441,8 +453,15 @@ mod tests {
         let upload = upload(dir.path(), &["a/1.png"]);
         sweep(dir.path(), &[]);
         assert!(upload.0.exists(), "it is new");
-        let archive = File::options().write(true).open(upload.0.join(ARCHIVE)).unwrap();
-        archive.set_modified(std::time::SystemTime::now() - 2 * KEPT).unwrap();
+        let age = |file: File| file.set_modified(std::time::SystemTime::now() - 2 * KEPT).unwrap();
+        age(File::options().write(true).open(upload.0.join(ARCHIVE)).unwrap());
+        let path = upload.pictures().unwrap().to_string_lossy().into_owned();
+        sweep(dir.path(), &[path]);
+        assert!(upload.pictures().is_ok() && !upload.0.join(ARCHIVE).exists(), "its pictures are enough");
+        // The dataset was removed.
+        sweep(dir.path(), &[]);
+        assert!(upload.0.exists(), "it was changed just now");
+        age(File::open(&upload.0).unwrap());
         sweep(dir.path(), &[]);
         assert!(!upload.0.exists());
     }

@@ -13,6 +13,7 @@ use axum::{
 use lockstep_protocol::{JobState, spec::SpecError};
 use lockstep_web::layout::{MessagePage, Viewer};
 use serde::Serialize;
+use std::io;
 use utoipa::ToSchema;
 
 /// Why a request failed. The response says what a client can correct. Faults of the server are logged, once, here.
@@ -270,8 +271,28 @@ impl From<PathRejection> for Error {
     }
 }
 
-impl From<std::io::Error> for Error {
-    fn from(error: std::io::Error) -> Self {
+impl From<io::Error> for Error {
+    fn from(error: io::Error) -> Self {
         Error::Internal(error.to_string())
     }
+}
+
+/// The error for a file that cannot be stored: 507 if the disk is full, otherwise 503.
+pub(crate) fn disk(error: &io::Error) -> Error {
+    let detail = format!("the server cannot write to its disk: {error}");
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            Error::Refused(StatusCode::INSUFFICIENT_STORAGE, detail)
+        }
+        _ => Error::Unavailable(detail),
+    }
+}
+
+/// Runs work on files on a thread for blocking work. The work is completed even if the client disconnects.
+///
+/// # Errors
+/// The work panicked.
+pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|e| Error::Internal(format!("work on files: {e}")))
 }

@@ -1,5 +1,6 @@
 //! Files of a run from elsewhere: the folder `files` in the job's folder, which is removed with the job.
 
+use crate::util::disk_space::check_space;
 use lockstep_protocol::{
     job::RunFile,
     limits::{RUN_FILE_PATH_BYTES, RUN_FILES, RUN_FILES_BYTES},
@@ -13,6 +14,8 @@ use std::{
 
 /// The last millisecond of the year 9999: file systems have their own ends.
 const LAST_MS: u64 = 253_402_300_799_999;
+/// The folder of files that are being uploaded, in the job's folder.
+const INCOMING: &str = "incoming";
 /// Held while a file gets its place, so that requests at the same time do not exceed the limits of a run.
 static PLACING: Mutex<()> = Mutex::new(());
 
@@ -109,7 +112,7 @@ impl RunFiles {
         let mut others = self.list()?;
         others.retain(|file| file.path != path);
         if others.len() >= RUN_FILES {
-            return Err(Refused::Full(format!("a run has at most {RUN_FILES} files: delete some before")));
+            return Err(Refused::Full(format!("a run has at most {RUN_FILES} files: delete some first")));
         }
         Ok(RUN_FILES_BYTES.saturating_sub(others.iter().map(|file| file.size_bytes).sum()))
     }
@@ -119,18 +122,25 @@ impl RunFiles {
     /// # Errors
     /// The disk.
     pub(crate) fn incoming(&self) -> io::Result<Incoming> {
-        let folder = self.job_dir.join("incoming");
+        let folder = self.job_dir.join(INCOMING);
         fs::create_dir_all(&folder)?;
+        check_space(&folder, 0)?;
         let incoming = Incoming(folder.join(uuid::Uuid::new_v4().simple().to_string()));
         fs::File::create_new(incoming.path())?;
         Ok(incoming)
     }
 
-    /// Gives an uploaded file its place, also that of a file with the same path.
+    /// Gives an uploaded file of `size_bytes` its place, also that of a file with the same path.
     ///
     /// # Errors
-    /// The file does not fit into the run, or a folder has this path.
-    pub(crate) fn put(&self, path: &str, incoming: Incoming, modified_ms: Option<u64>) -> Result<RunFile> {
+    /// The file is not whole or does not fit into the run, or a folder has this path.
+    pub(crate) fn put(
+        &self,
+        path: &str,
+        incoming: Incoming,
+        size_bytes: u64,
+        modified_ms: Option<u64>,
+    ) -> Result<RunFile> {
         use io::ErrorKind::{AlreadyExists, DirectoryNotEmpty, IsADirectory, NotADirectory};
         let place = self.place(path)?;
         if let Some(ms) = modified_ms {
@@ -141,6 +151,10 @@ impl RunFiles {
             file.set_modified(UNIX_EPOCH + Duration::from_millis(ms))?;
         }
         let about = fs::metadata(incoming.path())?;
+        if about.len() != size_bytes {
+            let detail = format!("{} of {size_bytes} bytes were written", about.len());
+            return Err(Refused::Io(io::Error::other(detail)));
+        }
         let _one_at_a_time = PLACING.lock().unwrap_or_else(PoisonError::into_inner);
         check_size(about.len(), self.room(path)?)?;
         let put = || -> io::Result<()> {
@@ -155,7 +169,7 @@ impl RunFiles {
                 if matches!(e.kind(), AlreadyExists | DirectoryNotEmpty | IsADirectory | NotADirectory) =>
             {
                 Err(Refused::Taken(format!(
-                    "the run has a folder {path}, or a file where this path needs a folder: delete that before"
+                    "the run has a folder {path}, or a file where this path needs a folder: delete that first"
                 )))
             }
             Err(error) => Err(error.into()),
@@ -189,6 +203,13 @@ impl RunFiles {
             }
         }
         Ok(true)
+    }
+}
+
+/// Removes what a crash left of uploads, from the folders of all jobs.
+pub(crate) fn clear_incoming(jobs: &Path) {
+    for job in fs::read_dir(jobs).into_iter().flatten().flatten() {
+        let _ = fs::remove_dir_all(job.path().join(INCOMING));
     }
 }
 
@@ -247,5 +268,24 @@ mod tests {
             assert!(matches!(files.place(path), Err(Refused::Path(_))), "{path:?}");
         }
         assert!(files.place(&"a".repeat(256)).is_err());
+    }
+
+    #[test]
+    fn a_file_that_is_not_whole_does_not_replace_another() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = RunFiles::of(dir.path().join("j1"));
+        let put = |content: &str, size_bytes| {
+            let incoming = files.incoming().unwrap();
+            fs::write(incoming.path(), content).unwrap();
+            files.put("a", incoming, size_bytes, None)
+        };
+        put("whole", 5).unwrap();
+        assert!(matches!(put("who", 5), Err(Refused::Io(_))));
+        assert_eq!(fs::read_to_string(files.place("a").unwrap()).unwrap(), "whole");
+        // As after a crash.
+        let left = dir.path().join("j1").join(INCOMING);
+        fs::write(left.join("part"), "x").unwrap();
+        clear_incoming(dir.path());
+        assert!(!left.exists() && files.place("a").unwrap().exists());
     }
 }

@@ -3,7 +3,6 @@
 
 use super::requesting_agent::RequestingAgent;
 use crate::{
-    api::agents::files::blocking,
     auth::{Auth, access::Caller},
     datasets::{
         Datasets,
@@ -11,7 +10,7 @@ use crate::{
         files::{List, MOST_FILES, Parts, Tree},
     },
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Problem, Result, blocking},
         extract::Path,
     },
 };

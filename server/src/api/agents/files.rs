@@ -16,7 +16,7 @@ use crate::{
     datasets::notes,
     events::Events,
     http::{
-        error::{Code, Error, Problem, Result},
+        error::{Code, Error, Problem, Result, blocking, disk},
         extract::{Path, Query},
     },
     store::Store,
@@ -32,7 +32,6 @@ use bytes::Bytes;
 use lockstep_protocol::agent::{AttemptRef, UploadState, WhatIsNeeded};
 use serde::Deserialize;
 use serde_json::Value;
-use std::io;
 use std::sync::Arc;
 use utoipa::IntoParams;
 
@@ -270,7 +269,10 @@ async fn complain(events: &Events, attempt: &AttemptRef, name: &str, why: Refuse
 fn refusal(why: Refused) -> Error {
     match why {
         Refused::Wrong(detail) => Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail),
-        Refused::Offset(there) => Error::Conflict(format!("{there} bytes of this file have come"), None),
+        Refused::Offset(there) => Error::Conflict(
+            format!("the server has {there} bytes of this file: continue at offset={there}"),
+            None,
+        ),
         Refused::Damaged(how) => Error::Of(Code::CheckpointDamaged, format!("{how}; send it anew")),
         Refused::Busy => Error::Unavailable("another request works on this checkpoint; try again".into()),
         Refused::Stored => Error::Forbidden(
@@ -279,19 +281,4 @@ fn refusal(why: Refused) -> Error {
         ),
         Refused::Io(error) => disk(&error),
     }
-}
-
-fn disk(error: &io::Error) -> Error {
-    let detail = format!("the server's disk does not take this: {error}");
-    match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            Error::Refused(StatusCode::INSUFFICIENT_STORAGE, detail)
-        }
-        _ => Error::Unavailable(detail),
-    }
-}
-
-pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|e| Error::Internal(format!("work on files: {e}")))
 }

@@ -268,7 +268,7 @@ pub(super) async fn fetched(config: &ServeConfig, row: &CheckpointRow, fetch: Fe
             "this checkpoint is in the object store, which cannot be asked now ({why}); try again later"
         ))),
         Some(Err(NotFetched::Disk(why))) => Err(Error::Unavailable(format!(
-            "this checkpoint cannot be fetched from the object store: the server's disk does not take it ({why})"
+            "this checkpoint cannot be fetched from the object store: the server cannot write to its disk ({why})"
         ))),
         None => Err(Error::Unavailable(
             "this checkpoint is being fetched from the object store; ask again in a moment".into(),

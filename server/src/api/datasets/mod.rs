@@ -5,7 +5,10 @@ pub(crate) mod inspections;
 pub(crate) mod pages;
 pub(crate) mod uploads;
 
-use super::list::{Elements, List, ListParams, Page};
+use super::{
+    list::{Elements, List, ListParams, Page},
+    to_the_end,
+};
 use crate::{
     auth::access::Caller,
     datasets::Datasets,
@@ -146,7 +149,11 @@ pub(crate) async fn register(
         return Err(Error::Invalid(errors));
     }
     check_free(datasets, &new.name).await?;
-    inspect_and_add(datasets, caller, new, patience).await
+    let registered = inspected(datasets, caller, new, patience).await?;
+    if let Registered::Done(dataset) = &registered {
+        datasets.store.add_dataset(dataset).await?;
+    }
+    Ok(registered)
 }
 
 /// Checks that no dataset has this name.
@@ -162,8 +169,8 @@ async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
     Err(Error::Of(Code::NameTaken, detail))
 }
 
-/// Lets an agent inspect files of an allowed path, and stores the dataset.
-async fn inspect_and_add(
+/// Lets an agent inspect files of an allowed path. Returns the dataset to store.
+async fn inspected(
     datasets: &Arc<Datasets>,
     caller: &Caller,
     new: NewDataset,
@@ -176,16 +183,14 @@ async fn inspect_and_add(
         }
         Inspected::UnderWay(under_way) => return Ok(Registered::UnderWay(under_way)),
     };
-    let dataset = Dataset {
+    Ok(Registered::Done(Box::new(Dataset {
         name: new.name,
         path,
         info,
         added_at: crate::now(),
         owner: caller.owner().map(str::to_owned),
         private: new.private,
-    };
-    datasets.store.add_dataset(&dataset).await?;
-    Ok(Registered::Done(Box::new(dataset)))
+    })))
 }
 
 /// Checks the canonical path of a dataset.
@@ -361,13 +366,12 @@ pub(crate) async fn delete(
 ) -> Result<StatusCode> {
     let store = &datasets.store;
     let uploaded = store.dataset(&name).await?.and_then(|dataset| datasets.roots.upload(&dataset.path));
-    match store.remove_dataset(&name).await {
-        Ok(()) => {
-            if let Some(folder) = uploaded {
-                uploads::remove(&datasets, folder).await?;
-            }
-            Ok(StatusCode::NO_CONTENT)
-        }
+    let removed = match uploaded {
+        Some(folder) => to_the_end(uploads::remove(Arc::clone(&datasets), name.clone(), folder)).await?,
+        None => store.remove_dataset(&name).await,
+    };
+    match removed {
+        Ok(()) => Ok(StatusCode::NO_CONTENT),
         Err(error @ StoreError::DatasetInUse(_)) => {
             let mut jobs = store.unfinished().await?;
             jobs.retain(|job| job.spec.data.dataset == name);

@@ -2,20 +2,22 @@
 //! and a failed request can be repeated.
 
 use super::{
-    NewDataset, Registered, check_free, inspect_and_add,
+    NewDataset, Registered, check_free, inspected,
     inspections::{InspectionProgress, WaitQuery},
     name_mistake,
 };
 use crate::{
+    api::to_the_end,
     auth::access::Caller,
     datasets::{
         Datasets,
         uploads::{self, PIECE_BYTES, Refused, Upload},
     },
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Problem, Result, blocking, disk},
         extract::{Body, Path, Query},
     },
+    store::StoreError,
 };
 use axum::{
     Extension, Json,
@@ -26,16 +28,16 @@ use axum::{
 use lockstep_protocol::dataset::Dataset;
 use serde::Deserialize;
 use std::{
-    io,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
-use tokio::sync::Semaphore;
+use tokio::sync::Mutex;
 use utoipa::{IntoParams, ToSchema};
 
-/// Limits the number of archives that are unpacked at the same time.
-static UNPACKING: Semaphore = Semaphore::const_new(1);
+/// Held while the folder of an upload is emptied, unpacked into, registered or removed. Work on threads for blocking work holds it to its
+/// end, also after the client has disconnected.
+static FOLDERS: Mutex<()> = Mutex::const_new(());
 /// Time for which an archive is unpacked before the next archive gets its turn.
 const TURN: Duration = Duration::from_secs(5);
 
@@ -72,20 +74,29 @@ pub(crate) async fn upload_archive(
     Query(at): Query<ArchiveQuery>,
     request: Request,
 ) -> Result<StatusCode> {
-    let upload = upload(&datasets, &caller, &name).await?;
+    let upload = upload(&datasets, &caller, &name)?;
+    check_free(&datasets, &name).await?;
     let body = axum::body::to_bytes(request.into_body(), PIECE_BYTES).await.map_err(|error| {
         let detail = format!("a piece of at most {PIECE_BYTES} bytes was expected: {error}");
         Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
     })?;
-    let known = if at.offset == 0 { datasets.store.datasets().await? } else { Vec::new() };
+    if at.offset > 0 {
+        blocking(move || upload.write(at.offset, &body)).await?.map_err(refusal)?;
+        return Ok(StatusCode::NO_CONTENT);
+    }
+    let lock = FOLDERS.lock().await;
+    let known = paths(&datasets).await?;
+    if known.iter().any(|path| upload.has(path)) {
+        let detail = "a dataset uses the pictures of an earlier upload of this name; choose another name";
+        return Err(Error::Conflict(detail.into(), None));
+    }
     let folder = datasets.roots.uploads.clone();
-    blocking(move || {
-        if at.offset == 0 {
-            uploads::sweep(&folder, &known);
-        }
-        upload.write(at.offset, &body)
-    })
-    .await?;
+    let written = blocking(move || {
+        let _lock = lock;
+        uploads::sweep(&folder, &known);
+        upload.write(0, &body)
+    });
+    written.await?.map_err(refusal)?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -104,12 +115,23 @@ pub(crate) async fn register_upload(
     Path(name): Path<String>,
     Body(new, _): Body<UploadedDataset>,
 ) -> Result<Response> {
-    let upload = upload(&datasets, &caller, &name).await?;
+    let upload = upload(&datasets, &caller, &name)?;
     let patience = wait.patience()?;
+    // The response to an earlier request may have been lost.
+    if let Some(dataset) = datasets.store.dataset(&name).await?
+        && upload.has(&dataset.path)
+    {
+        return Ok(created(dataset));
+    }
+    check_free(&datasets, &name).await?;
     let unpacked = {
-        let _turn = UNPACKING.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
+        let lock = FOLDERS.lock().await;
         let (upload, until) = (upload.clone(), Instant::now() + patience.min(TURN));
-        blocking(move || upload.unpack(until)).await?
+        let unpacked = blocking(move || {
+            let _lock = lock;
+            upload.unpack(until)
+        });
+        unpacked.await?.map_err(refusal)?
     };
     if unpacked.files < unpacked.total {
         let detail = format!("unpacking {name}: {} of {} files; ask again", unpacked.files, unpacked.total);
@@ -117,61 +139,95 @@ pub(crate) async fn register_upload(
             InspectionProgress { detail, inspected: Some(unpacked.files), total: Some(unpacked.total) };
         return Ok((StatusCode::ACCEPTED, Json(progress)).into_response());
     }
-    let path = upload.pictures().to_string_lossy().into_owned();
+    let path = unpacked.pictures.to_string_lossy().into_owned();
     let new = NewDataset { name, path, private: new.private };
-    let dataset = match inspect_and_add(&datasets, &caller, new, patience).await? {
-        Registered::Done(dataset) => dataset,
-        Registered::UnderWay(under_way) => return Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
-    };
-    blocking(move || Ok(upload.finish()?)).await?;
-    Ok((
-        StatusCode::CREATED,
-        [(header::LOCATION, format!("/api/v1/datasets/{}", dataset.name))],
-        Json(dataset),
-    )
-        .into_response())
+    let registered = inspected(&datasets, &caller, new, patience).await?;
+    match registered {
+        Registered::Done(dataset) => {
+            to_the_end(add(datasets, upload, unpacked.pictures, *dataset)).await.map(created)
+        }
+        Registered::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
+    }
 }
 
-/// Removes the files of a dataset that was uploaded.
+fn created(dataset: Dataset) -> Response {
+    let location = [(header::LOCATION, format!("/api/v1/datasets/{}", dataset.name))];
+    (StatusCode::CREATED, location, Json(dataset)).into_response()
+}
+
+/// Stores the dataset of inspected `pictures`, and removes the zip file.
 ///
 /// # Errors
-/// The files cannot be removed, or the store cannot be read.
-pub(super) async fn remove(datasets: &Datasets, folder: PathBuf) -> Result<()> {
-    // The folder may also be registered under another name.
-    let others = datasets.store.datasets().await?;
-    if others.iter().any(|dataset| datasets.roots.upload(&dataset.path).as_ref() == Some(&folder)) {
-        return Ok(());
+/// The zip file was sent anew during the inspection, the dataset cannot be stored, or the zip file cannot be removed.
+async fn add(
+    datasets: Arc<Datasets>,
+    upload: Upload,
+    pictures: PathBuf,
+    dataset: Dataset,
+) -> Result<Dataset> {
+    let lock = FOLDERS.lock().await;
+    if !tokio::fs::try_exists(&pictures).await? {
+        let detail = "the zip file was sent anew during the inspection of its pictures; ask again";
+        return Err(Error::Conflict(detail.into(), None));
     }
-    blocking(move || Ok(uploads::remove(&folder)?)).await
+    datasets.store.add_dataset(&dataset).await?;
+    let finished = blocking(move || {
+        let _lock = lock;
+        upload.finish()
+    });
+    finished.await?.map_err(|e| disk(&e))?;
+    Ok(dataset)
+}
+
+/// Removes a dataset that was uploaded, and its files. Returns whether the store has removed the dataset.
+///
+/// # Errors
+/// The files of the removed dataset cannot be removed, or the store cannot be read.
+pub(super) async fn remove(
+    datasets: Arc<Datasets>,
+    name: String,
+    folder: PathBuf,
+) -> Result<std::result::Result<(), StoreError>> {
+    let lock = FOLDERS.lock().await;
+    if let Err(error) = datasets.store.remove_dataset(&name).await {
+        return Ok(Err(error));
+    }
+    // The folder may also be registered under another name.
+    let others = paths(&datasets).await?;
+    if others.iter().any(|path| datasets.roots.upload(path).as_ref() == Some(&folder)) {
+        return Ok(Ok(()));
+    }
+    let removed = blocking(move || {
+        let _lock = lock;
+        uploads::remove(&folder)
+    });
+    removed.await?.map_err(|e| disk(&e))?;
+    Ok(Ok(()))
+}
+
+/// The paths of all datasets.
+async fn paths(datasets: &Datasets) -> Result<Vec<String>> {
+    Ok(datasets.store.datasets().await?.into_iter().map(|dataset| dataset.path).collect())
 }
 
 /// Returns the caller's upload of this name.
 ///
 /// # Errors
-/// The name is invalid, or a dataset has it already.
-async fn upload(datasets: &Datasets, caller: &Caller, name: &str) -> Result<Upload> {
+/// The name is invalid.
+fn upload(datasets: &Datasets, caller: &Caller, name: &str) -> Result<Upload> {
     if let Some(mistake) = name_mistake(name) {
         return Err(Error::Invalid(vec![mistake]));
     }
-    check_free(datasets, name).await?;
     Ok(Upload::of(&datasets.roots.uploads, caller.owner().unwrap_or_default(), name))
 }
 
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> std::result::Result<T, Refused> + Send + 'static,
-) -> Result<T> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|error| Error::Internal(format!("an upload: {error}")))?.map_err(|refused| match refused {
+fn refusal(why: Refused) -> Error {
+    match why {
         Refused::Wrong(detail) => Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail),
-        Refused::Offset(there) => Error::Conflict(format!("{there} bytes of this file have come"), None),
-        Refused::Io(error) => {
-            let detail = format!("the server's disk does not take this: {error}");
-            match error.kind() {
-                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-                    Error::Refused(StatusCode::INSUFFICIENT_STORAGE, detail)
-                }
-                _ => Error::Unavailable(detail),
-            }
-        }
-    })
+        Refused::Offset(there) => Error::Conflict(
+            format!("the server has {there} bytes of this file: continue at offset={there}"),
+            None,
+        ),
+        Refused::Io(error) => disk(&error),
+    }
 }

@@ -2,16 +2,17 @@
 //! `mlflow/artifacts.rs`.
 
 use crate::{
-    api::{agents::files::blocking, jobs, to_the_end},
+    api::{jobs, to_the_end},
     auth::{Auth, access::Caller},
     config::ServeConfig,
     http::{
         conditional,
-        error::{Error, Problem, Result},
+        error::{Error, Problem, Result, blocking, disk},
         extract::{Path, Query},
     },
     ingest::run_files::{Refused, RunFiles, check_size},
     store::Store,
+    util::disk_space::check_space,
 };
 use axum::{
     Extension, Json,
@@ -24,10 +25,13 @@ use futures_util::StreamExt;
 use lockstep_protocol::{JobId, job::RunFile};
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::{Deserialize, Serialize};
-use std::{io, sync::Arc};
+use std::sync::Arc;
 use tokio::io::AsyncWriteExt;
 use tower_http::services::ServeFile;
 use utoipa::{IntoParams, ToSchema};
+
+/// The free space of the disk is checked each time so many bytes of a file have come.
+const CHECKED_BYTES: usize = 8 << 20;
 
 /// Which file.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -80,19 +84,9 @@ fn refusal(why: Refused) -> Error {
     }
 }
 
-fn disk(error: &io::Error) -> Error {
-    let detail = format!("the server's disk does not take this file: {error}");
-    match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            Error::Refused(StatusCode::INSUFFICIENT_STORAGE, detail)
-        }
-        _ => Error::Unavailable(detail),
-    }
-}
-
 /// List the files of a run
 #[utoipa::path(get, path = "/runs/{id}/files", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose")),
-    responses((status = 200, body = FilesOfRun), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is none of a program's")))]
+    responses((status = 200, body = FilesOfRun), (status = 404, body = Problem), (status = 409, body = Problem, description = "The server's own ranks train the job")))]
 pub(crate) async fn list(
     State(config): State<Arc<ServeConfig>>,
     State(store): State<Arc<dyn Store>>,
@@ -118,7 +112,7 @@ pub(super) async fn listed(files: RunFiles) -> Result<Vec<RunFile>> {
 #[utoipa::path(put, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose"), UploadQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
     responses((status = 200, body = RunFile), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "It is none of a program's, or a folder has this path"),
+        (status = 409, body = Problem, description = "The server's own ranks train the job, or a folder has this path"),
         (status = 413, body = Problem, description = "The run has too many files, or they are too large"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
 pub(crate) async fn upload(
@@ -148,15 +142,22 @@ pub(super) async fn stored(
     let begun = blocking(move || Ok::<_, Refused>((own.room(&wanted)?, own.incoming()?))).await?;
     let (room, incoming) = begun.map_err(refusal)?;
     let mut file = tokio::fs::File::create(incoming.path()).await.map_err(|e| disk(&e))?;
-    let (mut parts, mut size_bytes) = (body.into_data_stream(), 0);
+    let (mut parts, mut size_bytes, mut unchecked) = (body.into_data_stream(), 0, 0);
     while let Some(part) = parts.next().await {
         let part = part.map_err(|e| Error::BadRequest(format!("the file did not come whole: {e}")))?;
         size_bytes += part.len() as u64;
         check_size(size_bytes, room).map_err(refusal)?;
+        unchecked += part.len();
+        if unchecked >= CHECKED_BYTES {
+            check_space(incoming.path(), 0).map_err(|e| disk(&e))?;
+            unchecked = 0;
+        }
         file.write_all(&part).await.map_err(|e| disk(&e))?;
     }
+    // `sync_data` drops the error of the last write.
+    file.flush().await.map_err(|e| disk(&e))?;
     file.sync_data().await.map_err(|e| disk(&e))?;
-    blocking(move || files.put(&path, incoming, modified_ms)).await?.map_err(refusal)
+    blocking(move || files.put(&path, incoming, size_bytes, modified_ms)).await?.map_err(refusal)
 }
 
 /// Download a file of a run
@@ -166,7 +167,7 @@ pub(super) async fn stored(
     responses((status = 200, content_type = "application/octet-stream", body = Vec<u8>),
         (status = 206, content_type = "application/octet-stream", body = Vec<u8>, description = "The range that was asked for"),
         (status = 304, description = "Not changed since"), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "It is none of a program's"), (status = 416, description = "There is no such range")))]
+        (status = 409, body = Problem, description = "The server's own ranks train the job"), (status = 416, description = "There is no such range")))]
 pub(crate) async fn download(
     State(config): State<Arc<ServeConfig>>,
     State(store): State<Arc<dyn Store>>,
@@ -211,7 +212,7 @@ pub(super) async fn sent(files: &RunFiles, path: &str, mut request: Request<Body
 ///
 /// Or a folder with all files in it.
 #[utoipa::path(delete, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose"), FileQuery),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is none of a program's")))]
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "The server's own ranks train the job")))]
 pub(crate) async fn delete(
     State(config): State<Arc<ServeConfig>>,
     State(store): State<Arc<dyn Store>>,

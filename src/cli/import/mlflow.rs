@@ -121,7 +121,8 @@ fn settings(run: &mut Run, params: Vec<(String, String)>, tags: Vec<(String, Str
 }
 
 /// Adds points, each with time, metric, step and value, in the order in which they were logged, as far as their times tell: what is
-/// logged later comes last. Of one time, the order is always the same, whatever else was logged at that time.
+/// logged later comes last. Points of the same time are in the order of their steps and
+/// names.
 fn add_points(run: &mut Run, mut points: Vec<(i64, String, i64, f64)>) {
     points.sort_by(|(at, name, step, _), (other_at, other_name, other_step, _)| {
         (at, step, name).cmp(&(other_at, other_step, other_name))

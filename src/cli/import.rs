@@ -203,7 +203,7 @@ impl Run {
         };
         self.points += 1;
         match self.records.last_mut() {
-            Some(last) if last.step == step && !last.values.contains_key(name) => {
+            Some(last) if last.step == step && last.at == at && !last.values.contains_key(name) => {
                 last.values.insert(name.to_owned(), value);
             }
             _ => {
@@ -211,6 +211,19 @@ impl Run {
                 self.records.push(Record { step, at, values });
             }
         }
+    }
+
+    /// Leaves out the newest records of a run without an end: its program may still log at their time, and the server tells records only by
+    /// their numbers.
+    fn hold_back(&mut self) {
+        let Some(newest) = self.records.last().map(|record| record.at) else { return };
+        let kept = match newest {
+            Some(_) => self.records.iter().rposition(|record| record.at != newest).map_or(0, |last| last + 1),
+            None => self.records.len() - 1,
+        };
+        let points: u64 = self.records.drain(kept..).map(|record| record.values.len() as u64).sum();
+        self.points -= points;
+        self.leave_out("newest points of a run without an end", points);
     }
 }
 
@@ -239,7 +252,7 @@ impl Report {
 }
 
 /// Sends what the server lacks of a run.
-async fn send(api: &Api, run: Run, project: Option<&str>) -> anyhow::Result<Report> {
+async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<Report> {
     #[derive(Deserialize)]
     struct Stored {
         acknowledged: u64,
@@ -248,6 +261,9 @@ async fn send(api: &Api, run: Run, project: Option<&str>) -> anyhow::Result<Repo
     struct Batch<'a> {
         first: u64,
         records: &'a [Record],
+    }
+    if run.failure == Some(Failure::NoEnd) {
+        run.hold_back();
     }
     let path = format!("/runs/{}", run.id);
     let is_known = api.find::<Value>(&format!("{path}/files")).await?.is_some();

@@ -14,7 +14,9 @@ const number = (id) => { const given = byId(id).value.trim(); return given ? lit
 function parameter(given) {
   const range = /^(\S+)\s+to\s+(\S+)(\s+log)?$/.exec(given);
   if (range) return { min: literal(range[1]), max: literal(range[2]), ...(range[3] ? { distribution: "log" } : {}) };
-  return { values: given.split(",").map((value) => value.trim()).filter(Boolean).map(literal) };
+  // Values may be lists.
+  const values = literal(`[${given}]`);
+  return { values: Array.isArray(values) ? values : given.split(",").map((value) => value.trim()).filter(Boolean).map(literal) };
 }
 
 /** Parameters by key path, also of tables in tables. */

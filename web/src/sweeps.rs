@@ -11,12 +11,6 @@ use lockstep_protocol::{
     sweep::{Sweep, SweepState, Trial},
 };
 use serde_json::Value;
-use std::{cmp::Ordering, fmt::Write as _};
-
-/// Size of the curve, in its own units, and the space around it.
-const WIDTH: f64 = 600.0;
-const HEIGHT: f64 = 160.0;
-const EDGE: f64 = 8.0;
 
 /// `GET /sweeps`.
 #[derive(Debug, Clone, Template)]
@@ -62,14 +56,6 @@ pub struct SweepPage {
     pub viewer: Viewer,
 }
 
-/// The best metric so far, over the trials in their order.
-struct Curve {
-    /// Of an SVG polyline.
-    points: String,
-    low: String,
-    high: String,
-}
-
 impl SweepPage {
     /// The page as HTML.
     ///
@@ -110,28 +96,6 @@ impl SweepPage {
 
     fn is_best(&self, trial: &Trial) -> bool {
         self.sweep.best.as_ref().is_some_and(|best| best.number == trial.number)
-    }
-
-    /// `None` until two trials have been compared.
-    fn curve(&self) -> Option<Curve> {
-        let metric = metric_of(&self.sweep)?;
-        let mut best: Vec<f64> = Vec::new();
-        for found in self.sweep.trials.iter().filter_map(|trial| trial.metric) {
-            let before = best.last().copied().unwrap_or(found);
-            let is_better = metric.order(Some(found), Some(before)) == Ordering::Less;
-            best.push(if is_better { found } else { before });
-        }
-        let low = best.iter().copied().reduce(f64::min)?;
-        let high = best.iter().copied().reduce(f64::max)?;
-        let last = best.len().checked_sub(1).filter(|last| *last > 0)?;
-        let mut points = String::new();
-        for (index, value) in best.iter().enumerate() {
-            let x = EDGE + (WIDTH - 2.0 * EDGE) * index as f64 / last as f64;
-            let share = if high > low { (value - low) / (high - low) } else { 0.5 };
-            let y = HEIGHT - EDGE - (HEIGHT - 2.0 * EDGE) * share;
-            let _ = write!(points, "{x:.1},{y:.1} ");
-        }
-        Some(Curve { points, low: in_words(metric, low), high: in_words(metric, high) })
     }
 }
 
@@ -228,7 +192,7 @@ mod tests {
             "epoch 3",
             "75.0 %",
             "not started",
-            "polyline",
+            "Best val_accuracy: 75.0 %",
             "data-act=\"pause\"",
             "data-act=\"cancel\"",
         ] {

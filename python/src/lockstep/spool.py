@@ -205,6 +205,11 @@ class Sender:
         run = read_run(self.path)
         self._seek(self.acknowledged)
         before = self._next
+        self._send_records()
+        has_changes, has_files = self._send_changes(run), self._send_files()
+        return has_changes or has_files or self._next != before
+
+    def _send_records(self) -> None:
         while lines := self._batch():
             self._make_durable()
             try:
@@ -215,8 +220,6 @@ class Sender:
                     raise
                 self._known = {"state": "running"}
             self._seek(acknowledged)
-        has_changes, has_files = self._send_changes(run), self._send_files()
-        return has_changes or has_files or self._next != before
 
     def _send_changes(self, run: Json) -> bool:
         has_sent, refused = False, None
@@ -262,6 +265,8 @@ class Sender:
                 continue
             self._files[name] = version
             has_sent = True
+            # What was logged since does not wait for the other files.
+            self._send_records()
         if refused:
             raise refused
         return has_sent

@@ -6,6 +6,8 @@ use crate::{
     lifecycle::external::{self, RunChange},
     store::{Appended, Created, EventRow, JobRow, NewJob, Result, RunRecords, Store, StoreError},
 };
+use axum::body::Body;
+use futures_util::StreamExt;
 use lockstep_protocol::{
     job::{Job, JobId, JobState},
     metric::MetricColumn,
@@ -48,6 +50,12 @@ impl Runs {
 
     fn note(&self, id: &JobId) {
         self.heard().insert(id.clone(), Instant::now());
+    }
+
+    /// The body of an upload, each part of which counts as a sign of life of the run.
+    pub(crate) fn noted(self: &Arc<Self>, id: &JobId, body: Body) -> Body {
+        let (runs, id) = (self.clone(), id.clone());
+        Body::from_stream(body.into_data_stream().inspect(move |_| runs.note(&id)))
     }
 
     /// Creates a run. Returns `None` if a run has the same id, or if rows of a deleted run with this id are left.

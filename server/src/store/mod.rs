@@ -419,8 +419,9 @@ pub trait Store: Send + Sync + 'static {
     /// Removes messages that were created before this time.
     async fn purge_deliveries(&self, before: Timestamp) -> Result<()>;
 
-    /// Stores a new sweep, of which no trial has started, with the checked specifications of its trials.
-    async fn add_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<()>;
+    /// Stores a new sweep, of which no trial has started, with the checked specifications of its trials. Returns false, and changes
+    /// nothing, if there is a sweep with the same id.
+    async fn add_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<bool>;
     /// Every sweep, newest first.
     async fn sweeps(&self) -> Result<Vec<SweepRow>>;
     /// Sweeps that are not over, oldest first.

@@ -74,6 +74,11 @@ mod dialect {
         format!("json_text_in({column}, '{}')", path.join("', '"))
     }
 
+    /// Condition that a column of JSON has a number at the path, or a text that is wholly a number. [`json_number`] checks that itself.
+    pub(super) fn json_is_number(_column: &str, _path: &[&str]) -> String {
+        "TRUE".into()
+    }
+
     /// Makes the next attempt's fencing token greater than all restored ones.
     pub(super) const AFTER_COPY: &str = "SELECT setval(pg_get_serial_sequence('attempts', 'fencing_token'), \
         greatest((SELECT coalesce(max(fencing_token), 0) FROM attempts), 1))";

@@ -80,6 +80,16 @@ mod dialect {
         )
     }
 
+    /// Condition that a column of JSON has a number at the path, or a text that is wholly a number.
+    pub(super) fn json_is_number(column: &str, path: &[&str]) -> String {
+        // The comparison with a number converts the text if all of it is one.
+        let (text, at) = (json_text(column, path), path.join("."));
+        format!(
+            "CASE WHEN json_valid({column}) THEN json_type({column}, '$.{at}') END IN ('integer', 'real', 'text') \
+             AND CAST({text} AS NUMERIC) = {text}"
+        )
+    }
+
     /// Nothing to do: AUTOINCREMENT takes restored rows into account.
     pub(super) const AFTER_COPY: &str = "SELECT 1";
 }

@@ -35,13 +35,23 @@ impl Rules {
     pub(crate) fn of(row: &SweepRow) -> Option<Self> {
         let SweepSpec { metric, reduction, max_concurrent, .. } = read_sweep(row.spec.get("sweep")?).ok()?;
         Some(Self {
-            state: row.state,
             metric,
             reduction: reduction.max(2),
+            max_concurrent: max_concurrent.unwrap_or(u32::MAX),
+            ..Self::to_cancel(row)
+        })
+    }
+
+    /// Rules for a sweep that is being cancelled: no trial starts or is compared.
+    pub(crate) fn to_cancel(row: &SweepRow) -> Self {
+        Self {
+            state: row.state,
+            metric: SweepMetric { name: "val_accuracy", maximize: true },
+            reduction: 2,
             rungs: row.rungs.clone(),
             trials: u32::try_from(row.settings.len()).unwrap_or(u32::MAX),
-            max_concurrent: max_concurrent.unwrap_or(u32::MAX),
-        })
+            max_concurrent: 0,
+        }
     }
 }
 
@@ -136,22 +146,28 @@ pub(crate) fn decide(rules: &Rules, trials: &[TrialState]) -> Vec<Action> {
 }
 
 /// Trials that wait at a rung and are certain to be among the best there, with the rung, and the ends of those that are certain not to be.
+/// A trial that trained on because another one had failed ends at its next rung if that one was retried and has taken its place.
 fn compare(rules: &Rules, trials: &[TrialState]) -> (Vec<(u32, usize)>, Vec<Action>) {
     let (mut promoted, mut ends) = (Vec::new(), Vec::new());
     // Those that are certain to come to the rung, and how many will.
     let (mut entered, mut places) = (trials.iter().collect::<Vec<_>>(), rules.trials as usize);
     for rung in 0..rules.rungs.len().saturating_sub(1) {
         let keep = (places / rules.reduction as usize).max(1);
+        let waits = |trial: &TrialState| trial.stage == Stage::AtRung && trial.values.len() == rung + 1;
+        if entered.len() == places {
+            let has_entered = |trial: &TrialState| entered.iter().any(|other| other.number == trial.number);
+            let displaced = trials.iter().filter(|trial| waits(trial) && !has_entered(trial));
+            ends.extend(displaced.map(|trial| Action::End { number: trial.number }));
+        }
         let mut known: Vec<_> = entered.iter().filter_map(|trial| Some((*trial, trial.at(rung)?))).collect();
         known.sort_by(|(a, x), (b, y)| rules.metric.order(*x, *y).then(a.number.cmp(&b.number)));
         // Each of the others may turn out to be better than all of these.
         let unknown = places.saturating_sub(known.len());
         let certain = keep.saturating_sub(unknown);
         for (place, (trial, _)) in known.iter().enumerate() {
-            let waits = trial.stage == Stage::AtRung && trial.values.len() == rung + 1;
-            if waits && place < certain {
+            if waits(trial) && place < certain {
                 promoted.push((trial.number, rung));
-            } else if waits && place >= keep {
+            } else if waits(trial) && place >= keep {
                 ends.push(Action::End { number: trial.number });
             }
         }

@@ -74,16 +74,26 @@ impl Sweeps {
     }
 
     async fn advance_all(&self) -> Result<()> {
+        let mut all = Ok(());
         for sweep in self.scheduler.store.unfinished_sweeps().await? {
-            self.advance(&sweep).await?;
+            let done = match self.advance(&sweep).await {
+                Err(error @ StoreError::Corrupt(_)) if sweep.state == SweepState::Running => {
+                    self.pause(&sweep, &error.to_string()).await
+                }
+                done => done,
+            };
+            // The other sweeps go on.
+            all = all.and(done);
         }
-        Ok(())
+        all
     }
 
     async fn advance(&self, sweep: &SweepRow) -> Result<()> {
         let store = &self.scheduler.store;
-        let Some(rules) = Rules::of(sweep) else {
-            return self.pause(sweep, "another version of lockstep stored the sweep").await;
+        let rules = match Rules::of(sweep) {
+            Some(rules) => rules,
+            None if sweep.state == SweepState::Cancelled => Rules::to_cancel(sweep),
+            None => return self.pause(sweep, "another version of lockstep stored the sweep").await,
         };
         let rows = store.trials(&sweep.id).await?;
         let trials: Vec<_> = rows.iter().filter_map(|row| TrialState::of(&rules, row)).collect();

@@ -41,14 +41,22 @@ fn step(step: u64, values: Value) -> Value {
 #[tokio::test]
 async fn settings_of_runs_are_compared_under_the_names_of_keys() {
     let server = TestServer::new().await;
-    for (id, lr) in [("a", json!(0.3)), ("b", json!("auto")), ("c", json!("0.01")), ("d", Value::Null)] {
+    for (id, lr) in [
+        ("a", json!(0.3)),
+        ("b", json!("auto")),
+        ("c", json!("0.01")),
+        ("d", Value::Null),
+        ("e", json!("10 of 20")),
+        ("f", json!("-")),
+        ("g", json!(true)),
+    ] {
         server.run(&json!({"id": id, "name": id, "config": {"lr": lr, "dataset": "own"}})).await;
     }
     for (condition, expected) in [
         ("train.lr>0.2", &["a"][..]),
         ("lr<0.2", &["c"]),
         ("lr=0.1", &[]),
-        ("data.dataset=own", &["a", "b", "c", "d"]),
+        ("data.dataset=own", &["a", "b", "c", "d", "e", "f", "g"]),
     ] {
         let (status, list) = server.get(&format!("/jobs?sort=name&where={condition}")).await;
         let names: Vec<_> =

@@ -213,7 +213,9 @@ async fn a_sweep(store: &dyn Store) {
         created_at: at,
         finished_at: None,
     };
-    store.add_sweep(&row, &[spec("lr lr=0.1")]).await.unwrap();
+    assert!(store.add_sweep(&row, &[spec("lr lr=0.1")]).await.unwrap());
+    let again = SweepRow { name: "other".into(), ..row.clone() };
+    assert!(!store.add_sweep(&again, &[]).await.unwrap(), "it is there");
     assert_eq!(store.sweep("sweep-1").await.unwrap(), Some(row.clone()));
     assert_eq!(store.sweep("sweep-2").await.unwrap(), None);
     assert_eq!(store.sweep_specs("sweep-1").await.unwrap(), [spec("lr lr=0.1")]);

@@ -121,9 +121,12 @@ fn settings(run: &mut Run, params: Vec<(String, String)>, tags: Vec<(String, Str
 }
 
 /// Adds points, each with time, metric, step and value, in the order in which they were logged, as far as their times tell: what is
-/// logged later comes last.
+/// logged later comes last. Points of the same time are in the order of their steps and
+/// names.
 fn add_points(run: &mut Run, mut points: Vec<(i64, String, i64, f64)>) {
-    points.sort_by_key(|(at, ..)| *at);
+    points.sort_by(|(at, name, step, _), (other_at, other_name, other_step, _)| {
+        (at, step, name).cmp(&(other_at, other_step, other_name))
+    });
     for (at, name, step, value) in points {
         run.add(step, Some(at), &name, value);
     }
@@ -163,6 +166,23 @@ fn files(folder: &Path, found: &mut Vec<PathBuf>) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_run_logs_later_comes_after_what_was_imported() {
+        let point = |at: i64, name: &str, step: i64| (at, name.to_owned(), step, 0.5);
+        let before = vec![point(1, "loss", 0), point(2, "loss", 1)];
+        let later = vec![point(2, "acc", 1), point(3, "acc", 2), point(1, "loss", 0), point(2, "loss", 1)];
+        let records = |points| {
+            let mut run = Run::default();
+            add_points(&mut run, points);
+            run.hold_back();
+            serde_json::to_value(&run.records).unwrap()
+        };
+        let first = serde_json::json!({"step": 0, "at": 1, "values": {"loss": 0.5}});
+        let second = serde_json::json!({"step": 1, "at": 2, "values": {"acc": 0.5, "loss": 0.5}});
+        assert_eq!(records(before), serde_json::json!([first]));
+        assert_eq!(records(later), serde_json::json!([first, second]));
+    }
 
     #[test]
     fn a_line_has_time_value_and_step() {

@@ -247,10 +247,21 @@ pub(crate) async fn retry(
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    fit::check_newest(&scheduler.checkpoints, &caller, &find(&scheduler, &id).await?).await?;
-    let at = crate::now();
-    let changed =
-        scheduler.events.change_job(&job_id(&id)?, Box::new(move |row| lifecycle::retry(row, at))).await?;
+    let job = find(&scheduler, &id).await?;
+    fit::check_newest(&scheduler.checkpoints, &caller, &job).await?;
+    let sweep = match &job.trial {
+        Some(trial) => scheduler.store.sweep(&trial.sweep).await?,
+        None => None,
+    };
+    let (at, is_compared) = (crate::now(), sweep.is_some_and(|sweep| sweep.finished_at.is_none()));
+    let retry = move |row: &mut JobRow| {
+        if !is_compared {
+            // No sweep would let it train on after a rung.
+            row.progress.pause_after = None;
+        }
+        lifecycle::retry(row, at)
+    };
+    let changed = scheduler.events.change_job(&job.id, Box::new(retry)).await?;
     Ok((StatusCode::ACCEPTED, Json(changed.job)))
 }
 

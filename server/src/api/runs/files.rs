@@ -10,7 +10,10 @@ use crate::{
         error::{Error, Problem, Result, blocking, disk},
         extract::{Path, Query},
     },
-    ingest::run_files::{Refused, RunFiles, check_size},
+    ingest::{
+        run_files::{Refused, RunFiles, check_size},
+        runs::Runs,
+    },
     store::Store,
     util::disk_space::check_space,
 };
@@ -115,8 +118,10 @@ pub(super) async fn listed(files: RunFiles) -> Result<Vec<RunFile>> {
         (status = 409, body = Problem, description = "The server's own ranks train the job, or a folder has this path"),
         (status = 413, body = Problem, description = "The run has too many files, or they are too large"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
+#[expect(clippy::too_many_arguments, reason = "what a handler needs, it extracts")]
 pub(crate) async fn upload(
     State(config): State<Arc<ServeConfig>>,
+    State(runs): State<Arc<Runs>>,
     State(store): State<Arc<dyn Store>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
@@ -124,8 +129,9 @@ pub(crate) async fn upload(
     Query(query): Query<UploadQuery>,
     request: Request<Body>,
 ) -> Result<Json<RunFile>> {
-    let files = of(&config, &run(&*store, &auth, &caller, &id).await?);
-    Ok(Json(stored(files, query.path, query.modified_ms, request.into_body()).await?))
+    let id = run(&*store, &auth, &caller, &id).await?;
+    let body = runs.noted(&id, request.into_body());
+    Ok(Json(stored(of(&config, &id), query.path, query.modified_ms, body).await?))
 }
 
 /// Stores a file as it comes.

@@ -123,6 +123,22 @@ pub(crate) async fn create(
     Ok((status, [(header::LOCATION, format!("/api/v1/sweeps/{}", sweep.id))], Json(sweep)))
 }
 
+/// Answers with the sweep that the same request has made.
+///
+/// # Errors
+/// 409: another request has made it, or the caller does not see it.
+async fn made_before(
+    store: &dyn Store,
+    caller: &Caller,
+    row: &SweepRow,
+    document: &Value,
+) -> Result<(StatusCode, Sweep)> {
+    if !caller.sees(row.owned.private, row.owned.owner.as_deref()) || row.spec != *document {
+        return Err(StoreError::KeyReused.into());
+    }
+    Ok((StatusCode::OK, with_trials(store, row).await?))
+}
+
 async fn submit(
     scheduler: &Scheduler,
     sweeps: &Sweeps,
@@ -141,11 +157,7 @@ async fn submit(
     let seed = key.map_or_else(|| uuid::Uuid::new_v4().to_string(), |(key, _)| key);
     let id = format!("sweep-{}", &hex::encode(Sha256::digest(seed))[..12]);
     if has_key && let Some(row) = store.sweep(&id).await? {
-        let is_seen = caller.sees(row.owned.private, row.owned.owner.as_deref());
-        if !is_seen || row.spec != document {
-            return Err(StoreError::KeyReused.into());
-        }
-        return Ok((StatusCode::OK, with_trials(store, &row).await?));
+        return made_before(store, caller, &row, &document).await;
     }
     let all = usize::MAX;
     let checked = check_sweep(scheduler, caller, (&section, &job), &id, all, jobs::Slots::Now).await?;
@@ -168,7 +180,10 @@ async fn submit(
         created_at: crate::now(),
         finished_at: None,
     };
-    store.add_sweep(&row, &specs).await?;
+    if !store.add_sweep(&row, &specs).await? {
+        // The same request came twice at once.
+        return made_before(store, caller, &find(store, &row.id).await?, &row.spec).await;
+    }
     sweeps.wake();
     // Before a trial has started.
     Ok((StatusCode::CREATED, shown(&row, &[])))

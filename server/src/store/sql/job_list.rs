@@ -5,7 +5,7 @@ mod groups;
 
 use self::groups::push_group;
 use super::{
-    super::dialect::{FALSE, POSITION, TRUE, json_number, json_text},
+    super::dialect::{FALSE, POSITION, TRUE, json_is_number, json_number, json_text},
     Db, DbRow, SqlStore,
     jobs::{JOB, JOB_AND_NOTES, job_row, part_of},
     pages::bounded,
@@ -92,9 +92,9 @@ fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
     let mut config = json("jobs.external", &path);
     if is_number {
         // An external program may log a text for a setting that is a number here.
-        let text = json_text("jobs.external", &path);
+        let (text, is) = (json_text("jobs.external", &path), json_is_number("jobs.external", &path));
         let starts = "('0', '1', '2', '3', '4', '5', '6', '7', '8', '9', '-', '.')";
-        config = format!("CASE WHEN substr({text}, 1, 1) IN {starts} THEN {config} END");
+        config = format!("CASE WHEN substr({text}, 1, 1) IN {starts} AND {is} THEN {config} END");
     }
     format!("CASE WHEN jobs.external IS NULL THEN {own} ELSE {config} END")
 }

@@ -447,7 +447,7 @@ impl Store for SqlStore {
     async fn purge_deliveries(&self, before: Timestamp) -> Result<()> {
         self.remove_old_deliveries(before).await
     }
-    async fn add_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<()> {
+    async fn add_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<bool> {
         self.insert_sweep(row, specs).await
     }
     async fn sweeps(&self) -> Result<Vec<SweepRow>> {

@@ -60,10 +60,10 @@ pub(super) async fn require_over(db: &mut Connection, trial: &TrialOf, state: Jo
 }
 
 impl SqlStore {
-    pub(super) async fn insert_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<()> {
-        sqlx::query(
+    pub(super) async fn insert_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<bool> {
+        let done = sqlx::query(
             "INSERT INTO sweeps (id, name, project, state, spec, settings, rungs, specs, owner, private, created_at) \
-             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT DO NOTHING",
         )
         .bind(&row.id)
         .bind(plain(&row.name))
@@ -78,7 +78,7 @@ impl SqlStore {
         .bind(row.created_at.as_millisecond())
         .execute(&self.writer)
         .await?;
-        Ok(())
+        Ok(done.rows_affected() > 0)
     }
 
     pub(super) async fn list_sweeps(&self) -> Result<Vec<SweepRow>> {

@@ -1,5 +1,5 @@
 use super::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 fn rules(trials: u32, rungs: &[u32], max_concurrent: u32) -> Rules {
     Rules {
@@ -85,6 +85,12 @@ fn trials_train_on_or_end_as_soon_as_that_is_certain() {
             ],
         ),
         (
+            "a retried trial takes the place of one that had trained on",
+            rules(3, &[1, 3, 9], 10),
+            started(&[(Active, &[0.5]), (AtRung, &[0.4, 0.6]), (Over, &[0.1])]),
+            vec![End { number: 2 }],
+        ),
+        (
             "a paused sweep only ends trials",
             with(SweepState::Paused),
             started(&[(AtRung, &[0.4]), (AtRung, &[0.3]), (AtRung, &[0.2])]),
@@ -119,8 +125,10 @@ impl Order {
 }
 
 /// Runs a sweep whose trials have these metrics (`None` fails), in an order given by `seed`; the epochs that each trial has trained.
-fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64) -> BTreeMap<u32, u32> {
+/// `retries`: failed trials are retried once, at any time until the sweep is over, and then do not fail.
+fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, retries: bool) -> BTreeMap<u32, u32> {
     let (mut order, mut trials, mut epochs) = (Order(seed), Vec::<TrialState>::new(), BTreeMap::new());
+    let (mut failed, mut retried) = (BTreeSet::new(), BTreeSet::new());
     let mut targets = BTreeMap::<u32, Option<u32>>::new();
     for _ in 0..10_000 {
         // A server that is killed carries out only some of the actions.
@@ -147,6 +155,13 @@ fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64) -> BTreeMap<u32, 
                 Action::Cancel { .. } => panic!("nobody cancels it"),
             }
         }
+        if retries
+            && order.below(4) == 0
+            && let Some(number) = failed.pop_last()
+        {
+            trials.iter_mut().find(|trial| trial.number == number).unwrap().stage = Stage::Active;
+            retried.insert(number);
+        }
         let mut active: Vec<_> = trials.iter_mut().filter(|trial| trial.stage == Stage::Active).collect();
         assert!(active.len() <= rules.max_concurrent as usize);
         if active.is_empty() {
@@ -155,11 +170,14 @@ fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64) -> BTreeMap<u32, 
         let place = order.below(active.len());
         let arrived = &mut active[place];
         let rung = arrived.values.len();
-        let metric = metrics[arrived.number as usize - 1][rung];
+        let again = retried.contains(&arrived.number).then(|| f64::from(arrived.number % 50));
+        let metric = metrics[arrived.number as usize - 1][rung].or(again);
         epochs.insert(arrived.number, rules.rungs[rung]);
         assert_eq!(targets[&arrived.number].unwrap_or(*rules.rungs.last().unwrap()), rules.rungs[rung]);
         if metric.is_some() {
             arrived.values.push(metric);
+        } else {
+            failed.insert(arrived.number);
         }
         let is_over = metric.is_none() || rung + 1 == rules.rungs.len();
         arrived.stage = if is_over { Stage::Over } else { Stage::AtRung };
@@ -176,14 +194,17 @@ fn a_sweep_ends_with_the_same_trials_in_any_order_of_arrival() {
         for case in 0..20 {
             let mut metric = |_| (numbers.below(8) > 0).then(|| numbers.below(50) as f64);
             let metrics: Vec<Vec<_>> = (0..trials).map(|_| rungs.iter().map(&mut metric).collect()).collect();
-            let expected = run(&rules(trials, &rungs, u32::MAX), &metrics, 0);
+            let expected = run(&rules(trials, &rungs, u32::MAX), &metrics, 0, false);
             for seed in 1..6 {
                 let limited = rules(trials, &rungs, 1 + seed as u32);
                 assert_eq!(
-                    run(&limited, &metrics, seed),
+                    run(&limited, &metrics, seed, false),
                     expected,
                     "{trials} trials, case {case}, order {seed}"
                 );
+            }
+            for seed in 1..6 {
+                run(&rules(trials, &rungs, u32::MAX), &metrics, seed, true);
             }
             // At most so many trials come to each rung.
             let mut places = trials;

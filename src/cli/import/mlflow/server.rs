@@ -1,8 +1,9 @@
 //! Runs of a server that has MLflow's REST interface (2.0), asked as MLflow's own client asks.
 
-use super::{Read, Run, Sources, add_points, described, settings, text};
+use super::{Failure, Read, Run, Sources, add_points, described, settings, text};
 use crate::cli::{block_on, wrong};
 use anyhow::{Context, anyhow};
+use jiff::Timestamp;
 use lockstep_worker::tls;
 use reqwest::{Client, Method};
 use serde_json::{Map, Value, json};
@@ -55,6 +56,7 @@ impl Server {
     }
 
     async fn read(&self, experiment: &str, found: &Value) -> anyhow::Result<Run> {
+        let began = Timestamp::now().as_millisecond();
         let id = text(&found["info"], "run_id");
         let mut run = described(&id, experiment, &found["info"]);
         let list = |key: &str| found["data"][key].as_array().cloned().unwrap_or_default();
@@ -78,6 +80,10 @@ impl Server {
                     Err(_) => run.leave_out("values that are not numbers", 1),
                 }
             }
+        }
+        if run.failure == Some(Failure::NoEnd) {
+            // Metrics are read one after the other, so those that were read first may lack points that were logged meanwhile.
+            points.retain(|(at, ..)| *at < began);
         }
         add_points(&mut run, points);
         Ok(run)

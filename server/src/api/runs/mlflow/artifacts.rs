@@ -6,7 +6,7 @@ use crate::{
     api::runs::files,
     auth::{Auth, access::Caller},
     config::ServeConfig,
-    ingest::run_files::RunFiles,
+    ingest::{run_files::RunFiles, runs::Runs},
     scheduler::Scheduler,
 };
 use axum::{
@@ -100,13 +100,14 @@ async fn in_address(
 /// `GET`, `PUT` and `DELETE /api/2.0/mlflow-artifacts/artifacts/RUN/PATH`.
 pub(crate) async fn file(
     State(config): State<Arc<ServeConfig>>,
+    State(runs): State<Arc<Runs>>,
     State(scheduler): State<Arc<Scheduler>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
     Path(address): Path<String>,
     request: Request,
 ) -> Response {
-    answered(of_file(&config, &scheduler, &auth, &caller, &address, request).await)
+    answered(of_file(&config, &runs, &scheduler, &auth, &caller, &address, request).await)
 }
 
 fn answered(answer: Result<Response>) -> Response {
@@ -115,6 +116,7 @@ fn answered(answer: Result<Response>) -> Response {
 
 async fn of_file(
     config: &ServeConfig,
+    runs: &Arc<Runs>,
     scheduler: &Scheduler,
     auth: &Auth,
     caller: &Caller,
@@ -132,7 +134,8 @@ async fn of_file(
     check_own(auth, caller, &job)?;
     match method {
         Method::PUT => {
-            files::stored(files, path.to_owned(), None, request.into_body()).await?;
+            let body = runs.noted(&job.id, request.into_body());
+            files::stored(files, path.to_owned(), None, body).await?;
         }
         // All of them.
         Method::DELETE if path.is_empty() => {

@@ -308,7 +308,7 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
     let place = place(2, "while :; do sleep 0.05; done");
     let (_, orders) = mpsc::unbounded_channel();
     let mode = StartMode::Launch { refusal: None };
-    let (_, mut first) = Watch::begin(place.stored.clone(), &place.context, orders, mode);
+    let (_, mut first) = Watch::begin(place.stored.clone(), &place.context, orders, mode).await;
     place.recorded(0, &[step(7)]);
     // The first agent is gone; rank 1 dies unnoticed.
     first.ranks[1].process.signal(Signal::KILL);

@@ -56,6 +56,8 @@ pub const EXIT_FINISHED: i32 = 0;
 pub const EXIT_FAILED: i32 = 1;
 /// The exit status of a rank that was asked to stop (SIGTERM or SIGINT) and lost no step.
 pub const EXIT_STOPPED: i32 = 3;
+/// The exit status of a rank that has reached the epoch after which its job pauses.
+pub const EXIT_PAUSED: i32 = 4;
 
 /// Time limit for ranks to meet at the rendezvous.
 const MEET_WITHIN: Duration = Duration::from_secs(30);
@@ -116,6 +118,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
     let status = match result {
         Ok(Outcome::Finished { .. }) => EXIT_FINISHED,
         Ok(Outcome::Stopped { .. }) => EXIT_STOPPED,
+        Ok(Outcome::Paused { .. }) => EXIT_PAUSED,
         // The other ranks were asked to stop as well, and some have already ended.
         Err(error) if asked_to_stop && error.is_secondary() => match state.lost(config.rank) {
             None => EXIT_STOPPED,

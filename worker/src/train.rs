@@ -118,8 +118,10 @@ impl Training<'_> {
 pub enum Outcome {
     /// All steps are done, or the run was stopped early.
     Finished { step: u64 },
-    /// The ranks were asked to stop, or pause after an epoch. They stopped after this step, with a checkpoint of it.
+    /// The ranks were asked to stop. They stopped after this step, with a checkpoint of it.
     Stopped { step: u64 },
+    /// The ranks have reached the epoch of [`Training::pause_after`], which this step ends, with a checkpoint of it.
+    Paused { step: u64 },
 }
 
 /// Builds an engine with initial weights, like [`plan::build_engine`]. Tests use engines whose float16 overflows.
@@ -288,7 +290,8 @@ impl Run<'_> {
             if !self.evaluate()? {
                 return self.stopped();
             }
-            if left_over && self.plan.checkpoint_after_epoch(self.step) {
+            let ends_here = self.stops_early().is_some() || self.is_at_pause();
+            if left_over && (ends_here || self.plan.checkpoint_after_epoch(self.step)) {
                 self.save()?;
             }
         }

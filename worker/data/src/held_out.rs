@@ -6,8 +6,9 @@
 //! fraction holds out all pictures of a smaller one. The price: the fraction of each class is only approximately the
 //! requested one, and of a class with few pictures possibly none is held out.
 //!
-//! Folds are equal parts of each class and of the whole split, up to one picture. They depend on all pictures, so
-//! adding or removing some moves others.
+//! Folds are equal parts of each class and of the whole split, up to one picture. Pictures of a class with the same
+//! content (in folders, the same name) are in the same fold, so with duplicates the parts are less equal. Folds depend
+//! on all pictures, so adding or removing some moves others.
 
 use super::{Catalog, ChangeDetection, DataError, Random, Samples, index::content_hash, listing::Listing};
 use lockstep_protocol::{
@@ -46,10 +47,12 @@ pub(crate) fn held_out(division: &Division, pictures: &[Identity], labels: &[u32
     };
     let mut order: Vec<usize> = (0..pictures.len()).collect();
     order.sort_by_cached_key(in_random_order);
-    // Numbers run on from class to class, so folds differ by at most one picture in all, too.
+    // Numbers run on from class to class, so folds of different pictures differ by at most one in all, too.
     let mut held_out = vec![false; pictures.len()];
-    for (number, place) in order.into_iter().enumerate() {
-        held_out[place] = number % folds as usize + 1 == fold as usize;
+    let duplicates = order.chunk_by(|one, next| pictures[*one].key == pictures[*next].key);
+    for (number, places) in duplicates.enumerate() {
+        let is_held_out = number % folds as usize + 1 == fold as usize;
+        places.iter().for_each(|place| held_out[*place] = is_held_out);
     }
     held_out
 }
@@ -242,6 +245,8 @@ mod tests {
             let batch = source.validation(0, 1, 64, 1).next().unwrap().unwrap();
             let count = |class| batch.labels.iter().filter(|label| **label == class).count();
             assert!((8..=9).contains(&count(0)) && (2..=3).contains(&count(1)), "{:?}", batch.labels);
+            let trained: BTreeSet<u64> = (0..33).map(|number| source.training_place(number)).collect();
+            assert!(trained.len() == 33 && batch.indices.iter().all(|place| !trained.contains(place)));
             seen.extend(batch.indices);
             // Another fold has trained on all of these pictures.
             let other = [Division::of(&spec(fold % 4 + 1, 0)), Division::of(&spec(fold, 0))];
@@ -253,6 +258,21 @@ mod tests {
         let many = DataSpec { folds: Some(45), ..spec(1, 0) };
         let error = DataSource::open(dir.path(), &many, 1).unwrap_err().to_string();
         assert!(error.contains("data.folds = 45") && error.contains("44 training pictures"), "{error}");
+    }
+
+    #[test]
+    fn equal_pictures_are_in_the_same_fold() {
+        // Each of 20 pictures of one pixel twice.
+        let pixels: Vec<u8> = (0..20).chain(0..20).collect();
+        let labels: Vec<u32> = (0..40).map(|place| place % 2).collect();
+        let identities = identities_of_packed(&pixels, 1);
+        for fold in 1..=4 {
+            let spec = DataSpec { folds: Some(4), fold: Some(fold), ..spec(0.1, 0) };
+            let held_out = super::held_out(&Division::of(&spec), &identities, &labels);
+            let (first, second) = held_out.split_at(20);
+            assert_eq!(first, second);
+            assert_eq!(first.iter().filter(|is_held_out| **is_held_out).count(), 5);
+        }
     }
 
     #[test]

@@ -128,6 +128,11 @@ impl DataSource {
         counts
     }
 
+    /// The place in its split of training picture `number`, which is below [`Shape::train_samples`].
+    pub fn training_place(&self, number: u64) -> u64 {
+        self.train.chosen[number as usize].into()
+    }
+
     /// Sets the weight of each class in the loss.
     pub fn set_class_weights(&mut self, weights: Vec<f32>) {
         self.shape.class_weights = Some(weights.into());

@@ -123,7 +123,7 @@ impl Attempt {
             context.spares.reserve(&slots);
             tokio::spawn(async move {
                 let mode = checked(mode, &mut stored, &context, gang.as_ref(), &mut received).await;
-                let (watch, ranks) = Watch::begin(stored, &context, received, mode);
+                let (watch, ranks) = Watch::begin(stored, &context, received, mode).await;
                 watch.run(ranks).await;
                 release(context.copies.as_ref(), &attempt);
                 over.store(true, Ordering::Release);

@@ -2,7 +2,7 @@
 
 use super::Warm;
 use crate::supervisor::Spare;
-use lockstep_host::gpu::RankGpu;
+use lockstep_host::gpu::{RankGpu, metrics::Reader};
 use lockstep_protocol::agent::Slot;
 use std::{
     collections::BTreeMap,
@@ -28,11 +28,15 @@ struct Place {
 }
 
 impl Spares {
-    /// No process is started before [`Spares::fill`].
+    /// No process is started before [`Spares::fill`], and none on a GPU that only one process can use: a rank could start
+    /// there before the driver has closed the GPU for the spare.
     pub(super) fn new(program: &Path, slots: &[Slot], warm: Warm) -> Self {
         let gpus = || slots.iter().filter_map(|slot| Some((slot, slot.uuid.clone()?)));
         let visible: Vec<String> = gpus().map(|(_, uuid)| uuid).collect();
-        let warm = (0..).zip(gpus()).filter(|(_, (slot, _))| warm.includes(slot));
+        let nvml = Reader::open().ok();
+        let is_exclusive = |uuid: &str| nvml.as_ref().is_some_and(|nvml| nvml.is_exclusive(uuid));
+        let is_kept = |(slot, uuid): &(&Slot, String)| warm.includes(slot) && !is_exclusive(uuid);
+        let warm = (0..).zip(gpus()).filter(|(_, gpu)| is_kept(gpu));
         let places = warm.map(|(ordinal, (slot, _))| {
             let gpu = RankGpu { ordinal, visible: visible.clone() };
             (slot.index, Place { gpu, attempts: 0, spare: None })

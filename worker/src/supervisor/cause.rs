@@ -1,7 +1,7 @@
 //! Why ranks failed: finds the primary cause in their records and in how they ended.
 
 use super::process::Exit;
-use crate::rank::{EXIT_FINISHED, EXIT_STOPPED};
+use crate::rank::{EXIT_FINISHED, EXIT_PAUSED, EXIT_STOPPED};
 use lockstep_protocol::{
     agent::Ending,
     reason::{FailureCode, ReasonKind},
@@ -46,9 +46,10 @@ impl RankEnd {
         }
     }
 
-    /// Whether it is running, or has ended like a rank that was asked to stop.
+    /// Whether it is running, or has ended like a rank that was asked to stop or pauses.
     pub fn is_stopping(&self) -> bool {
-        let in_order = matches!(self.exit, None | Some(Exit::Status(EXIT_STOPPED | EXIT_FINISHED)));
+        let in_order =
+            matches!(self.exit, None | Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED | EXIT_FINISHED)));
         in_order && self.failure.is_none()
     }
 
@@ -80,7 +81,7 @@ impl RankEnd {
             (Some(_), _) => Some(5),
             (None, Some(Exit::Signal(_))) => Some(1),
             (None, Some(Exit::Unseen)) => Some(2),
-            (None, Some(Exit::Status(EXIT_STOPPED))) => Some(4),
+            (None, Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED))) => Some(4),
             (None, Some(Exit::Status(_))) => Some(3),
             (None, None) => None,
         }
@@ -92,7 +93,7 @@ impl RankEnd {
         let kind = match (&self.failure, self.exit) {
             (Some(failure), _) => failure.code.of_rank(rank, step, failure.reason.as_str().into()),
             (None, Some(Exit::Signal(signal))) => ReasonKind::RankKilled { rank, step, signal },
-            (None, Some(Exit::Status(EXIT_STOPPED))) => ReasonKind::RankStopped { rank, step },
+            (None, Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED))) => ReasonKind::RankStopped { rank, step },
             (None, Some(Exit::Status(exit_status))) => {
                 let detail = self.last_stderr_line.as_deref().map(Into::into);
                 ReasonKind::RankExited { rank, step, exit_status, detail }

@@ -5,7 +5,7 @@ use super::{
     process::Exit,
     rank::{Rank, RecordSink},
 };
-use crate::rank::{EXIT_FINISHED, EXIT_STOPPED};
+use crate::rank::{EXIT_FINISHED, EXIT_PAUSED, EXIT_STOPPED};
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
 
@@ -162,7 +162,8 @@ impl<N: RecordSink> RankGroup<N> {
         let Some(Stopping { how, since, kills }) = self.stopping else { return };
         match how {
             Stop::Save { within } => {
-                let in_order = |exit| matches!(exit, Exit::Status(EXIT_STOPPED | EXIT_FINISHED));
+                let in_order =
+                    |exit| matches!(exit, Exit::Status(EXIT_STOPPED | EXIT_PAUSED | EXIT_FINISHED));
                 let broken = self.ends().any(|end| end.exit.is_some_and(|exit| !in_order(exit)));
                 if broken || since.elapsed() >= within {
                     self.stop(Stop::Terminate);

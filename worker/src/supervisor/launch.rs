@@ -82,7 +82,7 @@ pub fn configs(
 
 impl RankProcess {
     /// Writes `rank.<r>.json` and starts the rank with it. The output of the rank goes to `rank.<r>.stderr`. A `spare` of
-    /// the rank's slot becomes the rank, if a new process would be like it, and is ended otherwise.
+    /// the rank's slot becomes the rank, if a new process would be like it. Otherwise its end is awaited.
     ///
     /// # Errors
     /// The error names the file or program that could not be used.
@@ -116,6 +116,7 @@ impl RankProcess {
     fn of_spare(program: &Path, config: &RankConfig, mut spare: Spare) -> io::Result<Option<Self>> {
         let config = RankConfig { gpu: Some(spare.gpu().clone()), ..config.clone() };
         if !spare.is_like(program, &environment(&config)?) {
+            spare.end();
             return Ok(None);
         }
         let (config_path, _) = write_files(&config)?;
@@ -126,7 +127,7 @@ impl RankProcess {
         process.record(&dir)?;
         // The path fits into the pipe as a whole.
         if process.tell(config_path.as_os_str().as_bytes()).is_err() {
-            spare::end(process);
+            spare::kill_and_wait(process);
             // The new process is found by its arguments until it has its own file.
             fs::remove_file(rank_file(&dir, config.rank, "pid"))?;
             return Ok(None);

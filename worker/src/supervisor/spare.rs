@@ -11,8 +11,13 @@ use std::{
     os::unix::fs::MetadataExt,
     path::Path,
     process::{Command, Stdio},
+    sync::mpsc::{Receiver, channel},
     thread,
+    time::Duration,
 };
+
+/// Time limit for the end of a spare whose GPU a new process needs.
+const END_WITHIN: Duration = Duration::from_secs(3);
 
 /// A process that was started as `rank --spare GPU`. It ends when this is dropped, or when the process that started it
 /// ends, because its standard input is then closed.
@@ -61,6 +66,13 @@ impl Spare {
             && version(program).is_ok_and(|version| version == self.version)
     }
 
+    /// Kills the process, and waits for its end.
+    pub(super) fn end(mut self) {
+        if let Some(process) = self.process.take() {
+            kill_and_wait(process);
+        }
+    }
+
     /// The process, which becomes that of `rank` when it is told the path of a configuration.
     pub(super) fn into_process(mut self, rank: u32) -> Option<RankProcess> {
         let mut process = self.process.take()?;
@@ -77,16 +89,27 @@ impl Spare {
 impl Drop for Spare {
     fn drop(&mut self) {
         if let Some(process) = self.process.take() {
-            end(process);
+            kill(process);
         }
     }
 }
 
-/// Kills a process, and waits for its end on a thread of its own: a driver may take a second to close a GPU.
-pub(super) fn end(mut process: RankProcess) {
+/// Kills a process, and waits for its end on a thread of its own: a driver may take a second to close a GPU. The
+/// receiver is disconnected at the end.
+fn kill(mut process: RankProcess) -> Receiver<()> {
     process.signal(Signal::KILL);
+    let (ended, end) = channel();
     // Without a thread the process stays in the table of processes until this one ends.
-    let _ = thread::Builder::new().name("spare".into()).spawn(move || process.kill_and_wait());
+    let _ = thread::Builder::new().name("spare".into()).spawn(move || {
+        process.kill_and_wait();
+        drop(ended);
+    });
+    end
+}
+
+/// Kills a process, and waits until it no longer uses its GPU, but at most for [`END_WITHIN`].
+pub(super) fn kill_and_wait(process: RankProcess) {
+    let _ = kill(process).recv_timeout(END_WITHIN);
 }
 
 /// What differs between two versions of a program's file.

@@ -22,6 +22,12 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
     if spec.train.deterministic && mixing.is_on() {
         data.stay();
     }
+    // A GPU shifts the views of pictures in its memory before it scales them, and the host after that.
+    let side = data.shape.image_size;
+    let is_scaled = data.resident().is_some_and(|all| (all.height, all.width) != (side, side));
+    if spec.evaluate.views == 6 && is_scaled {
+        data.stay();
+    }
     if let Some(weights) = &spec.loss.class_weights {
         let counts = data.class_counts();
         let weights = weights

@@ -111,7 +111,8 @@ impl Run<'_> {
     /// checkpoint is complete.
     pub(super) fn stopped(&mut self) -> Result<Outcome, TrainError> {
         self.save()?;
-        self.stop("asked to stop: stopped")
+        self.end_after_step("asked to stop: stopped")?;
+        Ok(Outcome::Stopped { step: self.step })
     }
 
     /// Ends a run after the epoch at which it pauses, with a checkpoint.
@@ -119,14 +120,15 @@ impl Run<'_> {
         if self.step > self.began_after && !self.plan.checkpoint_after_epoch(self.step) {
             self.save()?;
         }
-        self.stop("at a rung of its sweep: paused")
+        self.end_after_step("at a rung of its sweep: paused")?;
+        Ok(Outcome::Paused { step: self.step })
     }
 
-    fn stop(&mut self, why: &str) -> Result<Outcome, TrainError> {
+    fn end_after_step(&mut self, why: &str) -> Result<(), TrainError> {
         self.flush_checkpoints()?;
         self.training.observer.log(&format!("{why} after step {}", self.step));
         self.throughput.report("stopped");
-        Ok(Outcome::Stopped { step: self.step })
+        Ok(())
     }
 
     /// Waits until the newest checkpoint is on disk, because unwritten data is lost with this process. If the disk is

@@ -8,6 +8,7 @@ use crate::{
 };
 use lockstep_comm::{ProcessGroup, Reduction};
 use lockstep_data::{
+    DataError,
     held_out::foreign_divisions,
     loader::{DataSource, Shape},
 };
@@ -25,7 +26,7 @@ use lockstep_protocol::{
     dataset::classes_differ,
     numbers::plural,
     schedule::{self, Schedule},
-    spec::{Division, Precision, read_leniently},
+    spec::{BrokenFiles, Division, Precision, read_leniently},
 };
 use serde::{Serialize, de::DeserializeOwned};
 use std::path::{Path, PathBuf};
@@ -101,7 +102,8 @@ pub(super) fn begin(
     let whitened = net::whitening::whitened(&plan.network).filter(|_| pretrained.is_none());
     if let (Some(name), true) = (whitened, training.is_first()) {
         let mut weights = engine.parameters()?;
-        weights.insert(name.into(), whitening(data)?);
+        let skips = training.spec.data.broken_files == BrokenFiles::Skip;
+        weights.insert(name.into(), whitening(data, skips)?);
         engine.set_parameters(&weights)?;
     }
     if pretrained.is_some() || whitened.is_some() || training.spec.parallel.parameter_broadcast {
@@ -127,13 +129,18 @@ pub(super) fn begin(
     })
 }
 
-/// Filters that whiten patches of training pictures, of at most [`WHITENED_PICTURES`] spread over the split.
-fn whitening(data: &DataSource) -> Result<HostTensor, TrainError> {
+/// Filters that whiten patches of training pictures, of at most [`WHITENED_PICTURES`] spread over the split. `skips`:
+/// without the pictures that can no longer be read.
+fn whitening(data: &DataSource, skips: bool) -> Result<HostTensor, TrainError> {
     let Shape { channels, train_samples, mean, std, .. } = &data.shape;
     let count = (*train_samples).min(WHITENED_PICTURES);
     let mut patches = None;
     for number in 0..count {
-        let (_, picture) = data.picture(false, number * train_samples / count, None)?;
+        let place = data.training_place(number * train_samples / count);
+        let picture = match data.picture(false, place, None) {
+            Err(DataError::File { .. }) if skips => continue,
+            made => made?.1,
+        };
         let values: Vec<f32> = picture
             .pixels
             .iter()

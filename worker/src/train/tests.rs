@@ -51,6 +51,8 @@ struct Bench {
     ranks: u32,
     /// The rank that has other weights from the beginning.
     differs: Option<u32>,
+    /// As [`Training::pause_after`]. No epoch then ends with a checkpoint of its own.
+    pause_after: Option<u32>,
 }
 
 /// The result of a run.
@@ -86,7 +88,7 @@ impl Bench {
             fs::write(dataset.join(format!("{name}-labels-idx1-ubyte")), labels).unwrap();
         }
         fs::create_dir(folder.path().join("checkpoints")).unwrap();
-        Self { folder, ranks, differs: None }
+        Self { folder, ranks, differs: None, pause_after: None }
     }
 
     fn spec(&self) -> JobSpec {
@@ -98,6 +100,7 @@ impl Bench {
         spec.train.global_batch_size = Some(4);
         spec.train.precision = Precision::Auto;
         spec.parallel.ranks = self.ranks;
+        spec.checkpoint.every_epochs = self.pause_after.map(|_| 0);
         spec
     }
 
@@ -196,7 +199,7 @@ impl Bench {
             changes: ChangeDetection::Files,
             checkpoints: &checkpoints,
             resume: resume.as_deref(),
-            pause_after: None,
+            pause_after: self.pause_after,
             // An engine that computes in 16 bits.
             device: registry::device_of(Some(&gpu), Device::Auto),
             local_ranks: 1,
@@ -271,6 +274,16 @@ fn a_stop_before_bfloat16_takes_over_in_an_evaluation_ends_all_ranks_without_con
         assert_eq!(ended.engines, BOTH);
         assert!(bench.state("1-20").val_loss.is_some(), "the evaluation is caught up on");
     }
+}
+
+#[test]
+fn a_pause_after_an_evaluation_that_was_left_over_keeps_its_values() {
+    let bench = Bench { pause_after: Some(1), ..Bench::new(1) };
+    bench.train(Overflow::Validation, StopIn::Validation, None);
+    assert_eq!(bench.state("1-20").val_loss, None);
+    let ended = bench.train(Overflow::Validation, StopIn::Never, Some("1-20"));
+    assert_eq!(ended.outcomes, [Outcome::Paused { step: 20 }], "{}", ended.log);
+    assert!(bench.state("1-20").val_loss.is_some());
 }
 
 #[test]

@@ -443,7 +443,7 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
 pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
     let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
     match (&spec.data.validation, spec.data.fold.zip(spec.data.folds)) {
-        // The first folds have one picture more if the pictures cannot be divided evenly.
+        // The first folds have one picture more if the pictures cannot be divided evenly. Without regard to duplicates.
         (_, Some((fold, folds))) => {
             let (fold, folds) = (u64::from(fold), u64::from(folds.max(1)));
             train - train / folds - u64::from(fold <= train % folds)

@@ -119,7 +119,7 @@ impl DataSource {
         let (held_out, train_chosen): (Vec<u32>, Vec<u32>) =
             all(train.labels.len()).into_iter().partition(|place| is_held_out[*place as usize]);
         let notes = match (&division.fold, &spec.validation) {
-            (Some((_, folds)), _) => check_folds(&catalog.classes, &train.labels, *folds)?,
+            (Some((_, folds)), _) => check_folds(&catalog.classes, &train.labels, &held_out, *folds)?,
             (None, Validation::Fraction(fraction)) => {
                 check_held_out(&catalog.classes, &train.labels, &held_out, &train_chosen, *fraction)?
             }
@@ -295,12 +295,17 @@ fn check_held_out(
 /// A note for the log if a class has fewer pictures than there are folds.
 ///
 /// # Errors
-/// The split has fewer pictures than there are folds.
-fn check_folds(classes: &[String], labels: &[u32], folds: u32) -> Result<Vec<String>, DataError> {
+/// The split has fewer pictures than there are folds, or the fold has none or all of them.
+fn check_folds(
+    classes: &[String],
+    labels: &[u32],
+    held_out: &[u32],
+    folds: u32,
+) -> Result<Vec<String>, DataError> {
     let pictures = plural(labels.len() as u64, "training picture");
-    if labels.len() < folds as usize {
+    if labels.len() < folds as usize || held_out.is_empty() || held_out.len() == labels.len() {
         return Err(DataError::Invalid(format!(
-            "data.folds = {folds} leaves some folds of {pictures} empty: give a smaller number"
+            "data.folds = {folds} leaves some folds of {pictures} empty (equal pictures are in the same fold): give a smaller number"
         )));
     }
     let mut counts = vec![0; classes.len()];

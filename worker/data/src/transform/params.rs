@@ -15,7 +15,7 @@ const VERTICAL_FLIP: u64 = 5;
 const COLOR_JITTER: u64 = 6;
 const AUTO_AUGMENT: u64 = 7;
 const ERASING: u64 = 8;
-const ALTERNATING_FLIP: u64 = 10;
+const ALTERNATING_FLIP: u64 = 12;
 
 /// torchvision's defaults of `RandomErasing`: fraction of the area, and height over width.
 const ERASED_SCALE: [f64; 2] = [0.02, 0.33];

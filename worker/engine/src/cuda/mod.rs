@@ -132,9 +132,8 @@ fn build(
         Some(groups) if plan.mesh.stage > 1 => groups.data.clone(),
         _ => comm.clone(),
     };
-    let warm::Opened { device, kernels, cudnn, .. } = warm::open(gpu.ordinal, dtype)?;
-    let (free_before, total) = device.memory();
-    fits(&part, config.batch_size, dtype, (free_before, total))?;
+    let warm::Opened { device, kernels, cudnn, free_before, .. } = warm::open(gpu.ordinal, dtype)?;
+    fits(&part, config.batch_size, dtype, device.memory())?;
     // The watchdog counts this process's steps, whichever engine does them.
     let counted = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
     let program = Program::new(
@@ -251,7 +250,7 @@ struct CudaEngine {
     recovery_stream: RecoveryStream,
     /// End of the newest finished step, on the GPU's clock, while steps directly follow each other.
     last_end: Option<u64>,
-    /// Free GPU memory in bytes before this engine allocated any.
+    /// Free GPU memory in bytes before this process loaded its kernels and allocated any.
     free_before: u64,
     /// Whether an error has left unfinished work on the GPU.
     failed: bool,

@@ -22,6 +22,8 @@ pub(super) struct Opened {
     pub(super) kernels: Kernels,
     pub(super) cudnn: Cudnn,
     pub(super) device: Device,
+    /// Free GPU memory in bytes before kernels and cuDNN were loaded.
+    pub(super) free_before: u64,
     ordinal: i32,
     dtype: DType,
 }
@@ -100,8 +102,9 @@ pub(super) fn is_sound() -> bool {
 fn completed(before: Option<Opened>, ordinal: i32, dtype: DType) -> Result<Opened, CudaError> {
     let Some(opened) = before.filter(|opened| opened.ordinal == ordinal) else {
         let device = Device::open(ordinal)?;
+        let (free_before, _) = device.memory();
         let kernels = Kernels::load(&device, dtype)?;
-        return Ok(Opened { kernels, cudnn: Cudnn::new()?, device, ordinal, dtype });
+        return Ok(Opened { kernels, cudnn: Cudnn::new()?, device, free_before, ordinal, dtype });
     };
     opened.device.bind()?;
     if opened.dtype == dtype {

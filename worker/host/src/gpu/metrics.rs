@@ -3,7 +3,7 @@
 use super::libraries::{Libraries, Library};
 use nvml_wrapper::{
     Nvml,
-    enum_wrappers::device::{P2pCapabilitiesIndex, P2pStatus, TemperatureSensor},
+    enum_wrappers::device::{ComputeMode, P2pCapabilitiesIndex, P2pStatus, TemperatureSensor},
     error::NvmlError,
 };
 
@@ -58,6 +58,12 @@ impl Reader {
             return false;
         };
         matches!(one.p2p_status(&other, P2pCapabilitiesIndex::NvLink), Ok(P2pStatus::Ok))
+    }
+
+    /// Whether NVML reports that only one process at a time can use a GPU (`nvidia-smi --compute-mode`).
+    pub fn is_exclusive(&self, uuid: &str) -> bool {
+        let mode = self.0.device_by_uuid(uuid).and_then(|device| device.compute_mode());
+        matches!(mode, Ok(ComputeMode::ExclusiveProcess | ComputeMode::ExclusiveThread))
     }
 }
 

@@ -5,7 +5,7 @@ use super::{
     watch::{RecordSummary, Watch},
 };
 use crate::{
-    rank::EXIT_STOPPED,
+    rank::{EXIT_PAUSED, EXIT_STOPPED},
     report::Records,
     supervisor::{Exit, RankEnd, RankGroup},
 };
@@ -28,7 +28,7 @@ impl Watch {
         for watched in &ranks.ranks {
             let RankEnd { rank, ref exit, .. } = watched.end;
             let mut texts = Vec::new();
-            if !watched.end.is_success() && !matches!(exit, Some(Exit::Status(EXIT_STOPPED))) {
+            if !watched.end.is_success() && !matches!(exit, Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED))) {
                 texts = watched.stderr_lines();
             }
             texts.extend(watched.damaged.clone());
@@ -50,16 +50,14 @@ impl Watch {
         }
         events.extend(unreported.into_iter().map(AttemptEvent::Checkpoint));
         let ends: Vec<_> = ranks.ends().cloned().collect();
-        let start = &self.stored.start;
-        let stopped = |end: &RankEnd| end.exit == Some(Exit::Status(EXIT_STOPPED)) && end.failure.is_none();
-        let has_paused = start.pause_after.is_some() && !ends.is_empty() && ends.iter().all(stopped);
-        let ending = if has_paused && self.decided.is_none() {
+        let paused = |end: &RankEnd| end.exit == Some(Exit::Status(EXIT_PAUSED)) && end.failure.is_none();
+        let ending = if self.decided.is_none() && !ends.is_empty() && ends.iter().all(paused) {
             Ending::Stopped
         } else if !ends.is_empty() && ends.iter().all(RankEnd::is_success) {
             Ending::Succeeded { step: ends.iter().map(|r| r.step).max().unwrap_or(0) }
         } else {
             let unexplained = || Ending::Failed { reason: ReasonKind::Unexplained.into(), retriable: true };
-            let is_shared = start.is_shared();
+            let is_shared = self.stored.start.is_shared();
             let cause = || {
                 let cause = ranks.failure_cause()?;
                 Some(match cause.rank.ending() {

@@ -228,6 +228,20 @@ async fn ranks_that_stop_by_themselves_have_time_for_their_checkpoint() {
 }
 
 #[tokio::test]
+async fn only_ranks_at_their_pause_end_the_attempt_in_order() {
+    for (script, has_paused) in [("exit 4", true), ("exit 3", false), ("[ $R = 1 ] && exit 4; exit 3", false)]
+    {
+        let mut place = place(2, script);
+        place.stored.start.pause_after = Some(1);
+        let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
+        match place.end_of(&attempt).await {
+            Ending::Stopped => assert!(has_paused, "{script}"),
+            ending => assert!(!has_paused && reason(ending).contains("was stopped at step"), "{script}"),
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_stop_without_a_checkpoint_says_what_is_lost() {
     let kept = AttemptEvent::Checkpoint(lockstep_protocol::agent::CheckpointInfo {
         epoch: 1,
@@ -294,7 +308,7 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
     let place = place(2, "while :; do sleep 0.05; done");
     let (_, orders) = mpsc::unbounded_channel();
     let mode = StartMode::Launch { refusal: None };
-    let (_, mut first) = Watch::begin(place.stored.clone(), &place.context, orders, mode);
+    let (_, mut first) = Watch::begin(place.stored.clone(), &place.context, orders, mode).await;
     place.recorded(0, &[step(7)]);
     // The first agent is gone; rank 1 dies unnoticed.
     first.ranks[1].process.signal(Signal::KILL);

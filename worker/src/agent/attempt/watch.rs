@@ -23,7 +23,7 @@ use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
-use tokio::sync::mpsc;
+use tokio::{sync::mpsc, task::spawn_blocking};
 
 /// Interval between two reads of the ranks' records.
 const READ_EVERY: Duration = Duration::from_millis(100);
@@ -77,7 +77,7 @@ pub(super) struct Watch {
 
 impl Watch {
     /// Starts the ranks, or adopts the ranks of an earlier agent.
-    pub(super) fn begin(
+    pub(super) async fn begin(
         stored: StoredAttempt,
         context: &AttemptContext,
         orders: mpsc::UnboundedReceiver<Order>,
@@ -98,7 +98,7 @@ impl Watch {
         let mut ranks = RankGroup::new(Orphans::Stay).killing_suspended();
         let decided = match beginning {
             StartMode::Launch { refusal: None } => {
-                let launched = this.launch(context, &mut ranks);
+                let launched = this.launch(context, &mut ranks).await;
                 launched.err().map(|error| not_started(Refusal::NotStarted(error.to_string())))
             }
             StartMode::Launch { refusal: Some(refusal) } => Some(not_started(refusal)),
@@ -116,13 +116,15 @@ impl Watch {
         (this, ranks)
     }
 
-    fn launch(&self, context: &AttemptContext, ranks: &mut RankGroup<RecordSummary>) -> io::Result<()> {
+    async fn launch(&self, context: &AttemptContext, ranks: &mut RankGroup<RecordSummary>) -> io::Result<()> {
         let start = &self.stored.start;
         let all = configs(start, &context.devices_of(start), Some(&context.fence), &self.stored.job_dir);
         for config in all {
             let config = RankConfig { stop_within_secs: context.stop_within_secs, ..config };
-            let spare = context.spares.take(config.slot);
-            ranks.ranks.push(self.watched(RankProcess::start(&context.program, &config, spare)?));
+            let (program, spare) = (context.program.clone(), context.spares.take(config.slot));
+            // Waits for the end of a spare that cannot become the rank.
+            let start = move || RankProcess::start(&program, &config, spare);
+            ranks.ranks.push(self.watched(spawn_blocking(start).await??));
         }
         Ok(())
     }

@@ -183,7 +183,7 @@ impl Run {
     /// Adds a point behind those that the run has. `at`: milliseconds since 1970.
     fn add(&mut self, step: i64, at: Option<i64>, name: &str, value: f64) {
         let Some(step) = u64::try_from(step).ok().filter(|step| *step < 1 << 53) else {
-            return self.leave_out("points at steps below 0 or above 2^53", 1);
+            return self.leave_out("points at steps below 0, or 2^53 and above", 1);
         };
         if name_mistake(name).is_some() {
             return self
@@ -307,7 +307,10 @@ async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<
         None => ("succeeded", None),
         Some(Failure::Failed) => ("failed", None),
         Some(Failure::Cancelled) => ("cancelled", None),
-        Some(Failure::NoEnd) => ("failed", Some("where it was imported from, the run has no end")),
+        Some(Failure::NoEnd) => (
+            "failed",
+            Some("the imported run has no recorded end: its program was killed or was still running"),
+        ),
     };
     let news = json!({
         "config": run.config, "summary": run.summary, "state": state, "reason": reason, "ended_at": run.ended_at,

@@ -27,7 +27,7 @@ enum Action {
     },
     /// Show a sweep's trials
     Show(One),
-    /// Start and continue no trial; those that train go on to their next rung or to their end
+    /// Pause a sweep: no trial starts or continues; running trials go on to their next rung, or to their end
     Pause(One),
     /// Carry on a paused sweep
     Resume(One),

@@ -38,7 +38,7 @@ def check_program(program, folder):
 def check_archive(archive, folder):
     subprocess.run(["tar", "-xzf", archive, "-C", folder], check=True)
     [files] = folder.iterdir()
-    check_program(files / "lockstep", folder)
+    check_program(files / "bin/lockstep", folder)
     for name in ("README.md", "LICENSE-MIT", "LICENSE-APACHE", "man/lockstep-serve.1", "completions/_lockstep"):
         assert (files / name).stat().st_size > 500, name
 

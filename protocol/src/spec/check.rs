@@ -332,7 +332,10 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
 fn check_folds(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     match (spec.data.folds, spec.data.fold) {
         (Some(folds), None) => {
-            mistake("/data/fold", format!("is missing: give the fold that measures this job, 1 to {folds}"));
+            mistake(
+                "/data/fold",
+                format!("is missing: give the fold that this job is validated on, 1 to {folds}"),
+            );
         }
         (None, Some(_)) => {
             mistake("/data/folds", "is missing: give the number of folds to which data.fold belongs".into());

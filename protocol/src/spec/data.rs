@@ -23,7 +23,7 @@ pub struct DataSpec {
     /// stays untouched.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub folds: Option<u32>,
-    /// Number of the fold that measures the job, 1 to `folds`.
+    /// Number of the fold that the job is validated on, 1 to `folds`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fold: Option<u32>,
     /// Height and width of the network's input, in pixels, or a list of `[epoch, pixels]`, in which each size begins in
@@ -83,7 +83,7 @@ pub struct Division {
     pub dataset: String,
     pub validation: Validation,
     pub validation_seed: u64,
-    /// The fold that measures the job, and the number of folds.
+    /// The fold that the job is validated on, and the number of folds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fold: Option<(u32, u32)>,
 }

@@ -105,7 +105,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
             ),
             more("data.validation_seed", "Validation seed", Kind::Integer, "chooses the pictures of a share"),
             more("data.folds", "Folds", Kind::Integer, "cross-validation: parts of the training pictures"),
-            more("data.fold", "Fold", Kind::Integer, "the part that measures this job, from 1"),
+            more("data.fold", "Fold", Kind::Integer, "the part that validates this job, from 1"),
             more("data.validation_size", "Validation size", Kind::Integer, "pixels; empty: the image size"),
             more(
                 "data.resize_size",

@@ -21,6 +21,10 @@ use std::{
     collections::HashMap,
     ffi::{CStr, CString, c_void},
     path::Path,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
@@ -257,21 +261,43 @@ fn options(capability: u32, dtype: DType) -> Vec<String> {
 }
 
 /// Compiles the kernels for every GPU of [`CAPABILITIES`] in every number format, and writes them into `dir` as
-/// [`Kernels::load`] looks for them. Needs NVRTC but no GPU, and several minutes.
+/// [`Kernels::load`] looks for them. Needs NVRTC but no GPU, and minutes.
 ///
 /// # Errors
 /// NVRTC is missing or rejects the kernels, or `dir` cannot be written.
 pub fn compile_all(dir: &Path) -> Result<(), String> {
-    for capability in CAPABILITIES {
-        for dtype in DTYPES {
-            let options = options(capability, dtype);
-            let image = compile(&options).map_err(|e| e.to_string())?;
-            let name = cache_name(capability, dtype, &options);
-            cache::write_file(dir, &name, &image)
-                .map_err(|e| format!("{}: {e}", dir.join(&name).display()))?;
+    libraries::ready(&[Library::Nvrtc])?;
+    compile_each(&CAPABILITIES, &[], |name, image| {
+        cache::write_file(dir, name, image).map_err(|e| format!("{}: {e}", dir.join(name).display()))
+    })
+}
+
+/// Compiles the kernels for these compute capabilities in every number format, on all cores, with the options `more` in addition
+/// to the engine's. `take` gets the name and the content of each file.
+fn compile_each(
+    capabilities: &[u32],
+    more: &[&str],
+    take: impl Fn(&str, &[u8]) -> Result<(), String> + Sync,
+) -> Result<(), String> {
+    let cases: Vec<_> = capabilities.iter().flat_map(|c| DTYPES.map(|dtype| (*c, dtype))).collect();
+    let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let one = |capability, dtype| {
+        let mut options = options(capability, dtype);
+        let name = cache_name(capability, dtype, &options);
+        options.extend(more.iter().map(|option| (*option).to_owned()));
+        take(&name, &compile(&options).map_err(|e| format!("{capability} {}: {e}", dtype.name()))?)
+    };
+    let work = || {
+        while let Some(&(capability, dtype)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if let Err(error) = one(capability, dtype) {
+                failures.lock().unwrap_or_else(PoisonError::into_inner).push(error);
+            }
         }
-    }
-    Ok(())
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
+    let failures = failures.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if failures.is_empty() { Ok(()) } else { Err(failures.join("\n")) }
 }
 
 /// Name of the machine code in the cache.
@@ -283,14 +309,13 @@ fn cache_name(capability: u32, dtype: DType, options: &[String]) -> String {
     format!("kernels-sm{capability}-{}-{key}.cubin", dtype.name())
 }
 
-/// Loads the module from the cache, or the one that a package has installed. A file of the cache that the driver cannot
+/// Loads the module that a package has installed, or the one from the cache. A file of the cache that the driver cannot
 /// load is removed.
 fn cached(name: &str) -> Option<sys::CUmodule> {
-    let own = cache::read(name).and_then(|i| load_module(&i).inspect_err(|e| cache::remove(name, e)).ok());
-    own.or_else(|| {
-        let unusable = |e: &CudaError| tracing::warn!("the installed {name} cannot be used: {e}");
-        load_module(&cache::read_installed(name)?).inspect_err(unusable).ok()
-    })
+    let unusable = |e: &CudaError| tracing::warn!("the installed {name} cannot be used: {e}");
+    let installed =
+        cache::read_installed(name).and_then(|image| load_module(&image).inspect_err(unusable).ok());
+    installed.or_else(|| load_module(&cache::read(name)?).inspect_err(|e| cache::remove(name, e)).ok())
 }
 
 /// Loads machine code. `image` must be undamaged: the driver crashes on truncated or damaged machine code.

@@ -265,7 +265,7 @@ async fn runs_of_w_and_b_s_folders_are_imported_as_far_as_they_are_whole() {
         (text(&job, "state"), text(&job, "name"), text(&job, "project")),
         ("succeeded", "sole-1", "my-shoes")
     );
-    assert_eq!((text(&job, "notes"), &job["tags"]), ("why", &json!(["tag", "a group"])));
+    assert_eq!((text(&job, "notes"), &job["tags"]), ("why", &json!(["a group", "tag"])));
     assert_eq!(job["external"]["config"], json!({"lr": 0.1, "net": {"depth": 20}}));
     assert_eq!(job["external"]["summary"], json!({"best": 0.25}));
     assert!(text(&job, "created_at").starts_with("2023-11-14T22:13:20"), "{job}");

@@ -45,7 +45,7 @@ fn the_reference_has_every_command_and_no_hidden_one() {
     for command in commands() {
         assert!(page.contains(&format!("\n## lockstep {command}\n")), "{command}");
     }
-    for hidden in ["rank", "inspect", "reference"] {
+    for hidden in ["rank", "inspect", "reference", "kernels"] {
         assert!(!page.contains(&format!("## lockstep {hidden}\n")), "{hidden}");
     }
     for option in ["`--set <KEY.PATH=VALUE>`", "`LOCKSTEP_SERVER`", "### lockstep dataset add"] {

@@ -306,7 +306,7 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
             "train",
             "optimizer = \"lamb\"\n[loss]\nsample_share = 0.1",
             "optimizer",
-            &["lamb needs the norms", "momentum, nesterov or adamw"],
+            &["lamb needs whole parameters", "momentum, nesterov or adamw"],
         ),
         (
             "train",

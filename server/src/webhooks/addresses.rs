@@ -152,6 +152,6 @@ mod tests {
     #[tokio::test]
     async fn a_name_of_this_machine_is_not_resolved() {
         let refused = PublicResolver.resolve("localhost".parse().unwrap()).await.err().unwrap();
-        assert!(refused.to_string().contains("localhost is of this machine"), "{refused}");
+        assert!(refused.to_string().contains("localhost belongs to this machine"), "{refused}");
     }
 }

@@ -153,7 +153,7 @@ async fn what_a_list_does_not_have_is_refused_by_name() {
         ("/jobs?sort=spec.train.lr'--".into(), "no setting"),
         ("/jobs?where=train.lrr%3E1".into(), "did you mean \"train.lr\"?"),
         ("/jobs?where=train.lr".into(), "needs a key"),
-        ("/jobs?where=model.arch%3Eresnet50".into(), "= and != alone"),
+        ("/jobs?where=model.arch%3Eresnet50".into(), "only with = and !="),
         (format!("/jobs?where={}", ["train.lr%3E0"; 11].join(",")), "at most 10"),
         ("/jobs?fields=id,nane".into(), "did you mean \"name\"?"),
         ("/jobs?state=running,done".into(), "the states are"),

@@ -31,7 +31,7 @@ async fn refused(server: &TestServer, token: &str, said: FromAgent) -> String {
 async fn the_first_message_of_a_connection_has_a_length() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    for (bytes, wanted) in [(2 << 20, "cannot be read"), ((2 << 20) + 1, "longer than 2 MiB")] {
+    for (bytes, wanted) in [(2 << 20, "cannot be read"), ((2 << 20) + 1, "longer than the 2 MiB")] {
         let (mut socket, _) = connect_async(server.socket("/agent/socket", &token)).await.expect("a socket");
         socket.send(Message::Binary(vec![0xc0; bytes].into())).await.expect("sent");
         let closed = loop {

@@ -52,7 +52,7 @@ async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
         (vec![part(vec![0x00; 4000])], 1002, "cannot be read"),
         // Before Hello, by which it is known who speaks, messages are short.
         (zeros(2 << 20), 1002, "cannot be read"),
-        (zeros((2 << 20) + 1), 1002, "longer than 2 MiB"),
+        (zeros((2 << 20) + 1), 1002, "longer than the 2 MiB"),
         (parts(2 << 20), 1002, "cannot be read"),
         (parts((2 << 20) + 1), 1002, "a message of more than 2 MiB"),
         (after_hello(zeros(16 << 20)), 1002, "cannot be read"),

@@ -262,7 +262,7 @@ async fn calls_agree_with_mlflow_s_own_tests() {
     assert_eq!(experiment, json!({"experiment_id": "Oh-My"}));
     let (_, made) = ask("POST", "runs/create", json!({"experiment_id": experiment["experiment_id"]})).await;
     let id = made["run"]["info"]["run_id"].clone();
-    assert_eq!(made["run"]["info"]["user_id"], "unknown");
+    assert_eq!(made["run"]["info"]["user_id"], "this machine");
     let with = |mut fields: Value| {
         fields["run_id"] = id.clone();
         fields

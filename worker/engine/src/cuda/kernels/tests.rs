@@ -3,13 +3,7 @@
 use super::*;
 use libloading::os::unix::{Library as Handle, RTLD_GLOBAL, RTLD_NOW};
 use lockstep_host::gpu::libraries::{Libraries, SETTING};
-use std::{
-    path::PathBuf,
-    sync::{
-        Mutex,
-        atomic::{AtomicUsize, Ordering},
-    },
-};
+use std::path::PathBuf;
 
 /// The path at which `tests/run` installs NVRTC.
 fn installed() -> PathBuf {

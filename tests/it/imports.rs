@@ -244,7 +244,7 @@ async fn runs_of_w_and_b_s_folders_are_imported_as_far_as_they_are_whole() {
     let [part] = runs.as_array().expect("runs").as_slice() else { panic!("{runs}") };
     let job = server.job(text(part, "job")).await;
     assert_eq!((text(&job, "state"), &part["points"]), ("failed", &json!(2002)), "the newest may get more");
-    assert!(text(&job, "reason").contains("no end"), "{job}");
+    assert!(text(&job, "reason").contains("no recorded end"), "{job}");
 
     server.folder().write(place, &whole);
     let runs = imported(&server, &["wandb", "."]);

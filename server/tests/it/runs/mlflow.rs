@@ -306,7 +306,7 @@ async fn calls_agree_with_mlflow_s_own_tests() {
         ("runs/log-metric", metric(json!({"timestamp": "foo"})), invalid("\"foo\"", "timestamp")),
         ("runs/log-metric", metric(json!({"run_id": null})), missing("run_id")),
         ("runs/log-metric", metric(json!({"key": null})), missing("key")),
-        ("runs/log-parameter", json!({"run_id": 31, "key": "p", "value": 41}), invalid("31", "run_id")),
+        ("runs/log-parameter", json!({"run_id": 31, "key": "p", "value": "41"}), invalid("31", "run_id")),
         ("runs/log-parameter", with(json!({"key": 31, "value": 41})), invalid("31", "key")),
         ("runs/set-tag", with(json!({"key": "p", "value": 41})), invalid("41", "value")),
         ("runs/set-tag", with(json!({"value": "v"})), missing("key")),

@@ -92,7 +92,7 @@ function specification({ defaults }) {
 
 function toml({ sweep, ...spec }) {
   const isTable = (v) => typeof v === "object" && v !== null && !Array.isArray(v);
-  const inTable = (v) => Object.entries(v).map(([k, w]) => `${JSON.stringify(k)} = ${literal(w)}`).join(", ");
+  const inTable = (v) => Object.entries(v).map(([k, w]) => `${/^[\w-]+$/.test(k) ? k : JSON.stringify(k)} = ${literal(w)}`).join(", ");
   const literal = (v) => (Array.isArray(v) ? `[${v.map(literal).join(", ")}]` : isTable(v) ? `{ ${inTable(v)} }` : typeof v === "string" ? JSON.stringify(v) : String(v));
   const lines = (entries) => entries.map(([k, v]) => `${k} = ${literal(v)}`).join("\n");
   const [values, tables] = [false, true].map((wanted) => Object.entries(spec).filter(([, v]) => isTable(v) === wanted));

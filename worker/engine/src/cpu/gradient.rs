@@ -67,7 +67,7 @@ impl Executor {
                 );
                 out.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, out)| {
                     if micro_batch.first {
-                        out.fill(0.0);
+                        sums::clear(out);
                     }
                     for part in parts.chunks_exact(len) {
                         let part = &part[chunk * CHUNK..][..out.len()];

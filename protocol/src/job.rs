@@ -325,6 +325,12 @@ impl Job {
         self.cause = reason;
     }
 
+    /// Whether the job is a trial that is paused at a rung until its sweep has compared it, and not by a person.
+    pub fn waits_for_sweep(&self) -> bool {
+        let is_rung = |why: &Reason| matches!(why.kind(), ReasonKind::PausedBySweep { .. });
+        self.state == JobState::Paused && self.cause.as_ref().is_some_and(is_rung)
+    }
+
     /// Whether the job's last attempt ended because something was lost, and neither on request nor for a job of higher
     /// priority. Only then may the job continue on fewer ranks.
     pub fn has_lost_attempt(&self) -> bool {

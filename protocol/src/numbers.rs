@@ -5,6 +5,20 @@ pub fn percent(share: f64) -> String {
     format!("{:.1} %", (share * 100.0).next_up())
 }
 
+/// Formats a loss or a learning rate with four decimals; a small value with three digits and a power of ten.
+pub fn value(v: f64) -> String {
+    let size = v.abs();
+    if !v.is_finite() {
+        "not finite".into()
+    } else if size >= 1e5 || (size > 0.0 && size < 1e-3) {
+        format!("{v:.2e}")
+    } else if size >= 100.0 {
+        format!("{v:.1}")
+    } else {
+        format!("{v:.4}")
+    }
+}
+
 /// A number as it was written: through text, so that 0.1 stays 0.1.
 pub fn exact(value: f32) -> f64 {
     value.to_string().parse().unwrap_or_else(|_| f64::from(value))

@@ -60,13 +60,17 @@ pub struct Sweep {
     pub rungs: Vec<u32>,
     /// Number of trials, also of those that have not started.
     pub trial_count: u32,
-    /// Number of trials that are over.
+    /// Number of trials that are over. All that have started when the sweep is over, even if somebody retries or deletes
+    /// some of them afterwards.
     pub ended: u32,
+    /// Numbers of the trials that somebody has paused: the sweep cannot end until these are resumed or cancelled.
+    #[serde(default)]
+    pub paused: Vec<u32>,
     /// The best trial so far: of those that have come furthest, the one with the best metric. Absent before the first
     /// trial has been compared.
     #[serde(default)]
     pub best: Option<Trial>,
-    /// Optimizer steps of all trials together.
+    /// Optimizer steps of all trials together, without deleted ones.
     pub steps: u64,
     /// Every trial, in the order in which they start. Only in `GET /sweeps/{id}` and in the answer to a submission.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -76,6 +80,22 @@ pub struct Sweep {
     #[schema(value_type = Option<String>)]
     #[serde(default)]
     pub finished_at: Option<jiff::Timestamp>,
+}
+
+impl Sweep {
+    /// `trial 3 is paused: the sweep cannot end until the trial is resumed or cancelled`; `None` if nobody has paused one.
+    pub fn paused_in_words(&self) -> Option<String> {
+        let (noun, be) = match &self.paused[..] {
+            [] => return None,
+            [_] => ("trial", "is"),
+            _ => ("trials", "are"),
+        };
+        let numbers: Vec<_> = self.paused.iter().map(u32::to_string).collect();
+        let numbers = numbers.join(", ");
+        Some(format!(
+            "{noun} {numbers} {be} paused: the sweep cannot end until the {noun} {be} resumed or cancelled"
+        ))
+    }
 }
 
 /// A trial of a sweep.
@@ -90,6 +110,9 @@ pub struct Trial {
     #[schema(value_type = Option<String>)]
     #[serde(default)]
     pub job: Option<JobId>,
+    /// Whether the job was deleted.
+    #[serde(default)]
+    pub deleted: bool,
     /// The job's state.
     #[serde(default)]
     pub state: Option<JobState>,
@@ -98,6 +121,10 @@ pub struct Trial {
     /// The metric at the newest rung, if it had a finite value; absent before the first.
     #[serde(default)]
     pub metric: Option<f64>,
+    /// The epoch after which the trial was compared last: that of the newest rung, or the trial's last epoch if it has
+    /// succeeded; absent before the first rung.
+    #[serde(default)]
+    pub epoch: Option<u32>,
     /// Optimizer steps done.
     pub step: u64,
 }

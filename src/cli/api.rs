@@ -11,7 +11,7 @@ use super::{
 };
 use anyhow::{Context, anyhow};
 pub(crate) use away::Away;
-use lockstep_protocol::{Job, JobState};
+use lockstep_protocol::{Job, JobState, sweep::Sweep};
 use lockstep_worker::tls;
 use reqwest::{
     Client, Method, Response, StatusCode,
@@ -157,8 +157,37 @@ impl Api {
         if all.iter().any(|job| called(job) && !is_other(job)) {
             all.retain(|job| !(called(job) && is_other(job)));
         }
-        let (job, note) = named::choose(&all, id).map_err(wrong)?;
+        let (job, note) = named::choose(named::JOB, &all, id).map_err(wrong)?;
         Ok((self.get(&format!("/jobs/{}", named::text(job, "id"))).await?, note))
+    }
+
+    /// Returns the sweep with this id, name or start of an id. `changes`: for a command that changes the sweep, a name means the only sweep
+    /// that is called so and is not over.
+    ///
+    /// # Errors
+    /// See [`Api::find_only_job`].
+    pub(crate) async fn find_sweep(&self, id: &str, changes: bool) -> anyhow::Result<Sweep> {
+        let is_whole = |digits: &str| digits.len() == 12 && digits.bytes().all(|b| b.is_ascii_hexdigit());
+        if id.strip_prefix("sweep-").is_some_and(is_whole) {
+            return self.get(&format!("/sweeps/{id}")).await;
+        }
+        let mut all = self.all("/sweeps", "sweeps", &[], None).await?;
+        let called = |sweep: &Value| named::text(sweep, "name") == id;
+        let is_over = |sweep: &Value| !named::text(sweep, "finished_at").is_empty();
+        if changes && all.iter().any(|sweep| called(sweep) && !is_over(sweep)) {
+            all.retain(|sweep| !(called(sweep) && is_over(sweep)));
+        }
+        let (sweep, note) = named::choose(named::SWEEP, &all, id).map_err(wrong)?;
+        match note {
+            Some(_) if changes => {
+                return Err(wrong(format!(
+                    "several sweeps are called {id}: give the id of one, which `lockstep sweep list` shows"
+                )));
+            }
+            Some(note) => output::warn(note),
+            None => {}
+        }
+        self.get(&format!("/sweeps/{}", named::text(sweep, "id"))).await
     }
 
     /// Returns all jobs, newest first.

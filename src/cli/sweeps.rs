@@ -3,10 +3,10 @@
 use super::{
     age::age,
     api::{ServerArgs, list},
-    block_on, output, wrong,
+    block_on, output,
 };
 use lockstep_protocol::{
-    numbers::percent,
+    numbers::{percent, value},
     sweep::{Sweep, Trial},
 };
 use serde_json::{Value, json};
@@ -37,7 +37,7 @@ enum Action {
 
 #[derive(clap::Args)]
 struct One {
-    /// The sweep's id
+    /// The sweep's id, the start of its id, or its name
     sweep: String,
     #[command(flatten)]
     server: ServerArgs,
@@ -66,17 +66,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             )
         }
         Action::Show(One { sweep, server }) => {
-            let found: Sweep = block_on(server.api()?.get(&path(&sweep)?))?;
+            let found = block_on(server.api()?.find_sweep(&sweep, false))?;
             if server.json {
                 return output::json(&found);
             }
+            output::line(head(&found))?;
             let rows: Vec<_> = found.trials.iter().map(|trial| row_of_trial(&found, trial)).collect();
+            let metric = metric_name(&found).to_uppercase();
             output::table_of_names(
-                ["TRIAL", "JOB", "STATE", "SETTING", "METRIC", "EPOCH", "STEPS"],
+                ["TRIAL", "JOB", "STATE", "SETTING", &metric, "EPOCH", "STEPS"],
                 &["SETTING"],
                 &rows,
             )?;
-            output::line(in_words(&found))
+            output::line(in_words(&found))?;
+            found.paused_in_words().map_or(Ok(()), output::line)
         }
         Action::Pause(one) => change(&one, "pause"),
         Action::Resume(one) => change(&one, "resume"),
@@ -84,20 +87,31 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-/// An address of a sweep.
-///
-/// # Errors
-/// Exit status 2: no sweep has such an id, which may mean something else in an address.
-fn path(id: &str) -> anyhow::Result<String> {
-    match id.strip_prefix("sweep-").is_some_and(|rest| rest.bytes().all(|byte| byte.is_ascii_hexdigit())) {
-        true => Ok(format!("/sweeps/{id}")),
-        false => Err(wrong("no sweep has this id; `lockstep sweep list` shows the ids")),
-    }
+fn change(One { sweep, server }: &One, what: &str) -> anyhow::Result<()> {
+    let api = server.api()?;
+    let changed: Sweep = block_on(async {
+        let Sweep { id, .. } = api.find_sweep(sweep, true).await?;
+        api.post(&format!("/sweeps/{id}/{what}"), &json!({})).await
+    })?;
+    if server.json { output::json(&changed) } else { output::line(in_words(&changed)) }
 }
 
-fn change(One { sweep, server }: &One, what: &str) -> anyhow::Result<()> {
-    let changed: Sweep = block_on(server.api()?.post(&format!("{}/{what}", path(sweep)?), &json!({})))?;
-    if server.json { output::json(&changed) } else { output::line(in_words(&changed)) }
+/// `cifar-lr: asha, compared by val_accuracy after epochs 1, 3, 9, 27`
+fn head(sweep: &Sweep) -> String {
+    let method = sweep.spec.pointer("/sweep/method").and_then(Value::as_str).unwrap_or_default();
+    let rungs: Vec<_> = sweep.rungs.iter().map(u32::to_string).collect();
+    let epochs = if rungs.len() == 1 { "epoch" } else { "epochs" };
+    format!(
+        "{}: {method}, compared by {} after {epochs} {}",
+        sweep.name,
+        metric_name(sweep),
+        rungs.join(", ")
+    )
+}
+
+/// `val_accuracy` or `val_loss`.
+fn metric_name(sweep: &Sweep) -> &str {
+    sweep.spec.pointer("/sweep/metric/name").and_then(Value::as_str).unwrap_or("val_accuracy")
 }
 
 /// `sweep-1a2b3c4d5e6f is running: 3 of 27 trials over, 400 steps`
@@ -108,8 +122,8 @@ fn in_words(sweep: &Sweep) -> String {
 }
 
 fn metric(sweep: &Sweep, trial: &Trial) -> String {
-    let is_loss = sweep.spec.pointer("/sweep/metric/name").is_some_and(|name| name == "val_loss");
-    let shown = trial.metric.map(|metric| if is_loss { format!("{metric:.4}") } else { percent(metric) });
+    let is_loss = metric_name(sweep) == "val_loss";
+    let shown = trial.metric.map(|metric| if is_loss { value(metric) } else { percent(metric) });
     shown.unwrap_or_default()
 }
 
@@ -132,14 +146,19 @@ fn row(sweep: &Sweep) -> [String; 7] {
 }
 
 fn row_of_trial(sweep: &Sweep, trial: &Trial) -> [String; 7] {
-    let epoch = (trial.rung as usize).checked_sub(1).and_then(|index| sweep.rungs.get(index));
+    let state = match trial.state {
+        Some(state) => state.as_str(),
+        None if trial.deleted => "deleted",
+        None => "not started",
+    };
+    let is_best = sweep.best.as_ref().is_some_and(|best| best.number == trial.number);
     [
         trial.number.to_string(),
         trial.job.as_ref().map(ToString::to_string).unwrap_or_default(),
-        trial.state.map_or("not started", |state| state.as_str()).to_owned(),
+        format!("{state}{}", if is_best { ", best" } else { "" }),
         setting(trial),
         metric(sweep, trial),
-        epoch.map(u32::to_string).unwrap_or_default(),
+        trial.epoch.map(|epoch| epoch.to_string()).unwrap_or_default(),
         trial.step.to_string(),
     ]
 }

@@ -40,8 +40,10 @@ export class Actions {
   }
 
   show() {
-    const { state } = this.page.job();
+    const { state, cause } = this.page.job();
     for (const [what, states] of Object.entries(WHEN)) byId(what).hidden = !states.includes(state);
+    // A trial at a rung is resumed by its sweep.
+    if (cause?.code === "paused_by_sweep") byId("resume").hidden = true;
     byId("fork").hidden = !this.page.checkpoints.size;
     const priority = byId("priority"), now = String(this.page.job().spec.priority);
     if (priority) byId("waits").hidden = !isRanked(this.page.job());

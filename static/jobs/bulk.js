@@ -5,7 +5,7 @@ import { bytes, plural } from "../numbers.js";
 import { FINAL } from "./row.js";
 
 const FITS = {
-  pause: (j) => j.state === "running" || j.state === "queued", resume: (j) => j.state === "paused", retry: (j) => j.state === "failed" || j.state === "cancelled",
+  pause: (j) => j.state === "running" || j.state === "queued", resume: (j) => j.state === "paused" && j.cause?.code !== "paused_by_sweep", retry: (j) => j.state === "failed" || j.state === "cancelled",
   cancel: (j) => !FINAL.includes(j.state), delete: (j) => FINAL.includes(j.state),
 };
 

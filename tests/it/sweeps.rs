@@ -246,11 +246,13 @@ async fn a_sweep_pauses_and_is_cancelled_with_its_trials() {
     let first = trials(&server.get(&path).await)[0]["job"].as_str().expect("an id").to_owned();
     server.cli(&["cancel", &first]).ok();
     server.cli(&["delete", &first, "--yes"]).wrong(&["the job is trial 1 of sweep-"]);
-    server.cli(&["sweep", "cancel", &id]).ok();
+    server.cli(&["sweep", "cancel", "swept"]).ok();
     let sweep = sweep_over(&server, &id).await;
     assert_eq!((&sweep["state"], &sweep["ended"]), (&json!("cancelled"), &json!(2)), "{sweep:#}");
     assert!(trials(&sweep)[2]["job"].is_null());
     server.cli(&["delete", &first, "--yes"]).ok();
+    let after = server.get(&path).await;
+    assert_eq!((&after["ended"], &trials(&after)[0]["deleted"]), (&json!(2), &json!(true)), "{after:#}");
     server.folder().write("wrong.toml", sweep_file(1, "method = \"asha\"\nrun_cap = 2\n"));
     server.cli(&["submit", "wrong.toml"]).wrong(&["sweep.run_cap: no key is called"]);
     server.stop().await;

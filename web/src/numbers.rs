@@ -17,7 +17,7 @@ pub fn count(n: u64) -> String {
 }
 
 use lockstep_protocol::numbers::nouns;
-pub use lockstep_protocol::numbers::percent;
+pub use lockstep_protocol::numbers::{percent, value};
 
 /// A text, shortened to the space that a page has for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -42,20 +42,6 @@ impl Shown {
     /// Shortens long names and paths in a sentence.
     pub fn sentence(words: &str) -> Self {
         Self::of(words, cut::long_words(words))
-    }
-}
-
-/// Formats a loss or a learning rate with four decimals; a small value with the same number of digits and a power of ten.
-pub fn value(v: f64) -> String {
-    let size = v.abs();
-    if !v.is_finite() {
-        "not finite".into()
-    } else if size >= 1e5 || (size > 0.0 && size < 1e-3) {
-        format!("{v:.2e}")
-    } else if size >= 100.0 {
-        format!("{v:.1}")
-    } else {
-        format!("{v:.4}")
     }
 }
 

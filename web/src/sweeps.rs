@@ -90,8 +90,7 @@ impl SweepPage {
     }
 
     fn rung(&self, trial: &Trial) -> String {
-        let reached = (trial.rung as usize).checked_sub(1).and_then(|index| self.sweep.rungs.get(index));
-        reached.map_or_else(|| "–".into(), |epoch| format!("epoch {}", count(u64::from(*epoch))))
+        trial.epoch.map_or_else(|| "–".into(), |epoch| format!("epoch {}", count(u64::from(epoch))))
     }
 
     fn is_best(&self, trial: &Trial) -> bool {
@@ -158,12 +157,14 @@ mod tests {
             number,
             setting: [("train.lr".into(), json!("<b>0.1"))].into(),
             job: metric.map(|_| JobId::generate()),
+            deleted: number == 4,
             state: metric.map(|_| JobState::Succeeded),
             rung: u32::from(metric.is_some()),
             metric,
+            epoch: metric.map(|_| 3),
             step: 10,
         };
-        let trials = vec![trial(1, Some(0.25)), trial(2, Some(0.75)), trial(3, None)];
+        let trials = vec![trial(1, Some(0.25)), trial(2, Some(0.75)), trial(3, None), trial(4, None)];
         let sweep = Sweep {
             id: "sweep-1".into(),
             name: "<i>lrs".into(),
@@ -174,8 +175,9 @@ mod tests {
             private: false,
             spec: json!({"sweep": {"method": "grid", "parameters": {"train.lr": {"values": ["<b>0.1"]}}}}),
             rungs: vec![3],
-            trial_count: 3,
+            trial_count: 4,
             ended: 2,
+            paused: vec![3],
             best: Some(trials[1].clone()),
             steps: 1200,
             trials,
@@ -188,7 +190,9 @@ mod tests {
         };
         let html = page(true);
         for part in [
-            "2 of 3 trials over · 1,200 steps",
+            "2 of 4 trials over · 1,200 steps",
+            "trial 3 is paused",
+            "deleted",
             "epoch 3",
             "75.0 %",
             "not started",

@@ -196,6 +196,7 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
 /// Resumes a paused job for a user.
 pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     external::refuse_external(row, "resumed")?;
+    trial::refuse_at_rung(row)?;
     let state = row.job.state;
     if state != JobState::Paused {
         let hint = match state {

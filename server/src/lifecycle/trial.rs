@@ -5,7 +5,7 @@ use super::{JobRow, Refused, go, progress::Rung, queue, refused};
 use jiff::Timestamp;
 use lockstep_protocol::{
     job::JobState,
-    reason::{Next, Reason, ReasonKind},
+    reason::{Next, ReasonKind},
     stream::EventBody,
 };
 
@@ -25,14 +25,21 @@ pub(super) fn reached(row: &mut JobRow, at: Timestamp) -> Result<EventBody, Refu
     go(row, JobState::Paused, Some(ReasonKind::PausedBySweep { epoch }.into()), Some(next), at)
 }
 
-/// Whether a job is paused for this reason by its sweep, and not by a person.
-pub(crate) fn is_paused_by_sweep(reason: Option<&Reason>) -> bool {
-    reason.is_some_and(|reason| matches!(reason.kind(), ReasonKind::PausedBySweep { .. }))
+/// Refuses a request to resume a trial that waits at a rung: it would train on without being compared.
+pub(super) fn refuse_at_rung(row: &JobRow) -> Result<(), Refused> {
+    let Some(trial) = row.job.trial.as_ref().filter(|_| row.job.waits_for_sweep()) else { return Ok(()) };
+    let detail = format!(
+        "the job is trial {} of {sweep} and waits at a rung, where its sweep compares it with other trials and then resumes or ends it; \
+         if the sweep is paused, resume it with `lockstep sweep resume {sweep}`; a trial that the sweep ends can be retried after the sweep is over",
+        trial.number,
+        sweep = trial.sweep,
+    );
+    Err(refused(row.job.state, detail))
 }
 
 /// Checks that a trial waits at a rung for its sweep.
 fn require_waiting(row: &JobRow) -> Result<(), Refused> {
-    match row.job.state == JobState::Paused && is_paused_by_sweep(row.job.cause.as_ref()) {
+    match row.job.waits_for_sweep() {
         true => Ok(()),
         false => Err(refused(row.job.state, "the trial does not wait for its sweep")),
     }
@@ -51,4 +58,48 @@ pub fn promote(row: &mut JobRow, pause_after: Option<u32>, at: Timestamp) -> Res
 pub fn end(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     require_waiting(row)?;
     Ok(vec![go(row, JobState::Cancelled, Some(ReasonKind::EndedBySweep.into()), None, at)?])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lifecycle::{pause, resume};
+    use lockstep_protocol::{job::JobId, spec::JobSpec};
+    use serde_json::json;
+
+    fn trial() -> JobRow {
+        let at = Timestamp::UNIX_EPOCH;
+        let job = json!({"id": JobId::generate(), "name": "a trial", "state": "queued", "spec": JobSpec::default(), "attempt": 0,
+            "ranks": 1, "agents": [], "step": 0, "epoch": 0, "total_steps": 0, "steps_per_epoch": 0, "created_at": at, "last": {},
+            "last_seq": 1, "sparkline": [], "trial": {"sweep": "sweep-1", "number": 2}});
+        JobRow {
+            job: serde_json::from_value(job).unwrap(),
+            announced: JobState::Queued,
+            stop: None,
+            private_parent: None,
+            restarts: 0,
+            waiting_since: None,
+            fencing_token: None,
+            progress: Default::default(),
+            ended: None,
+            unknown_state: None,
+        }
+    }
+
+    #[test]
+    fn a_person_resumes_a_trial_between_rungs_and_only_the_sweep_at_a_rung() {
+        let (mut row, at) = (trial(), Timestamp::UNIX_EPOCH);
+        row.progress.pause_after = Some(1);
+        pause(&mut row, at).unwrap();
+        resume(&mut row, at).unwrap();
+        assert_eq!((row.job.state, row.progress.pause_after), (JobState::Queued, Some(1)));
+        row.job.state = JobState::Running;
+        reached(&mut row, at).unwrap();
+        let waiting = row.clone();
+        let said = resume(&mut row, at).unwrap_err().detail;
+        assert!(said.contains("`lockstep sweep resume sweep-1`"), "{said}");
+        assert_eq!(row, waiting);
+        promote(&mut row, Some(3), at).unwrap();
+        assert_eq!((row.job.state, row.progress.pause_after), (JobState::Queued, Some(3)));
+    }
 }

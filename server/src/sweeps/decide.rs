@@ -6,10 +6,7 @@
 //! arrive: not from the slots, from restarts of the server, or from lost ranks. Asynchronous halving would keep slots busy at the end of
 //! a rung, but its result depends on who arrives first.
 
-use crate::{
-    lifecycle::trial::is_paused_by_sweep,
-    store::{JobRow, SweepRow},
-};
+use crate::store::{JobRow, SweepRow};
 use lockstep_protocol::{
     job::JobState,
     spec::{SweepMetric, SweepSpec, read_sweep},
@@ -82,7 +79,7 @@ impl TrialState {
         let mut values: Vec<_> =
             row.progress.rungs.iter().map(|rung| rules.metric.of(rung.val_accuracy, rung.val_loss)).collect();
         if job.state == JobState::Succeeded {
-            // Somebody may have resumed it at a rung, and so past the others.
+            // It may have stopped early, or been retried at a rung, and so past the others.
             values.resize(
                 rules.rungs.len().max(values.len()),
                 rules.metric.of(last.val_accuracy, last.val_loss),
@@ -90,7 +87,7 @@ impl TrialState {
         }
         let stage = match job.state {
             state if state.is_final() => Stage::Over,
-            JobState::Paused if is_paused_by_sweep(job.cause.as_ref()) => Stage::AtRung,
+            _ if job.waits_for_sweep() => Stage::AtRung,
             _ => Stage::Active,
         };
         Some(Self { number: job.trial.as_ref()?.number, stage, values })

@@ -18,7 +18,7 @@ use decide::{Action, Rules, TrialState, decide};
 use lockstep_protocol::{
     JobId,
     backoff::Backoff,
-    job::TrialOf,
+    job::{JobState, TrialOf},
     spec::Setting,
     sweep::{Sweep, SweepState, Trial},
 };
@@ -165,19 +165,30 @@ impl Sweeps {
 }
 
 /// A sweep as it is shown.
-pub(crate) fn shown(row: &SweepRow, trials: &[JobRow]) -> Sweep {
+pub(crate) fn shown(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
     let rules = Rules::of(row);
+    let number_of = |row: &JobRow| row.job.trial.as_ref().map(|of| of.number);
+    // Trials start in the order of their numbers.
+    let started = match row.state {
+        SweepState::Finished => u32::MAX,
+        _ => jobs.iter().filter_map(number_of).max().unwrap_or(0),
+    };
     let one = |(number, setting): (u32, &Setting)| {
-        let job = trials.iter().find(|row| row.job.trial.as_ref().is_some_and(|of| of.number == number));
+        let job = jobs.iter().find(|row| number_of(row) == Some(number));
         let state = rules.as_ref().zip(job).and_then(|(rules, job)| TrialState::of(rules, job));
         let values = state.map(|state| state.values).unwrap_or_default();
         Trial {
             number,
             setting: setting.clone(),
             job: job.map(|row| row.job.id.clone()),
+            deleted: job.is_none() && number <= started,
             state: job.map(|row| row.job.state),
             rung: u32::try_from(values.len()).unwrap_or(u32::MAX),
             metric: values.last().copied().flatten(),
+            epoch: job.and_then(|row| match row.job.state {
+                JobState::Succeeded => Some(row.job.epoch),
+                _ => row.progress.rungs.last().map(|rung| rung.epoch),
+            }),
             step: job.map_or(0, |row| row.job.step),
         }
     };
@@ -191,7 +202,12 @@ pub(crate) fn shown(row: &SweepRow, trials: &[JobRow]) -> Sweep {
                 .then_with(|| a.number.cmp(&b.number))
         })
     });
-    let is_over = |trial: &&Trial| trial.state.is_some_and(|state| state.is_final());
+    let is_over = |trial: &&Trial| match row.finished_at {
+        Some(_) => trial.number <= started,
+        None => trial.state.is_some_and(|state| state.is_final()),
+    };
+    let is_paused = |row: &&JobRow| row.job.state == JobState::Paused && !row.job.waits_for_sweep();
+    let paused = jobs.iter().filter(|_| row.finished_at.is_none()).filter(is_paused).filter_map(number_of);
     Sweep {
         id: row.id.clone(),
         name: row.name.clone(),
@@ -204,6 +220,7 @@ pub(crate) fn shown(row: &SweepRow, trials: &[JobRow]) -> Sweep {
         rungs: row.rungs.clone(),
         trial_count: u32::try_from(trials.len()).unwrap_or(u32::MAX),
         ended: u32::try_from(trials.iter().filter(is_over).count()).unwrap_or(u32::MAX),
+        paused: paused.collect(),
         best: best.cloned(),
         steps: trials.iter().map(|trial| trial.step).sum(),
         trials,

@@ -1,4 +1,4 @@
-//! Finds jobs by the start of an id or by a name, including jobs that this version cannot read.
+//! Finds jobs and sweeps by the start of an id or by a name, including those that this version cannot read.
 
 use super::super::{age::age, output::one_line};
 use serde_json::Value;
@@ -6,6 +6,9 @@ use std::{fmt::Write as _, path::Path};
 
 /// Minimum length of an id's prefix: ids made at about the same time begin alike.
 const SHORTEST_START: usize = 4;
+/// What a name stands for, and the command that lists all of them.
+pub(super) const JOB: (&str, &str) = ("job", "lockstep list");
+pub(super) const SWEEP: (&str, &str) = ("sweep", "lockstep sweep list");
 /// Maximum number of jobs that an error message lists.
 const MOST: usize = 10;
 
@@ -14,25 +17,29 @@ pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
 }
 
 /// Chooses among `jobs` (newest first) the newest job called `name`, or the only job whose id begins with `name`. If several jobs are
-/// called `name`, a note names the chosen job.
+/// called `name`, a note names the chosen job. The first argument is [`JOB`] or [`SWEEP`].
 ///
 /// # Errors
 /// No job matches, or several ids begin with `name`. The error is a sentence.
-pub(super) fn choose<'a>(jobs: &'a [Value], name: &str) -> Result<(&'a Value, Option<String>), String> {
+pub(super) fn choose<'a>(
+    (noun, list): (&str, &str),
+    jobs: &'a [Value],
+    name: &str,
+) -> Result<(&'a Value, Option<String>), String> {
     let called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
     if let [newest, others @ ..] = &called[..] {
         let note =
-            || format!("{} jobs are called {name}; the newest is taken: {}", called.len(), words(newest));
+            || format!("{} {noun}s are called {name}; the newest is taken: {}", called.len(), words(newest));
         return Ok((*newest, (!others.is_empty()).then(note)));
     }
     let begins = |job: &&Value| name.len() >= SHORTEST_START && text(job, "id").starts_with(name);
     let begin: Vec<_> = jobs.iter().filter(begins).collect();
     match &begin[..] {
         [job] => Ok((*job, None)),
-        [] if Path::new(name).is_file() => Err(format!(
+        [] if noun == JOB.0 && Path::new(name).is_file() => Err(format!(
             "no job is called {name}; it is a file, and the job comes first, as in `lockstep predict JOB {name}`"
         )),
-        [] => Err(format!("no job is called {name}; `lockstep list` shows all jobs")),
+        [] => Err(format!("no {noun} is called {name}; `{list}` shows all {noun}s")),
         several => Err(ambiguous(several, name)),
     }
 }
@@ -88,17 +95,17 @@ mod tests {
                 "it is a file, and the job comes first, as in `lockstep predict JOB Cargo.toml`",
             ),
         ] {
-            match choose(&jobs, name) {
+            match choose(JOB, &jobs, name) {
                 Ok((job, note)) => {
                     assert_eq!((Some(text(job, "id")), note.unwrap_or_default().as_str()), (taken, said));
                 }
                 Err(why) => assert!(taken.is_none() && why.contains(said), "{name}: {why}"),
             }
         }
-        let said = choose(&jobs[..2], "j000").unwrap_err();
+        let said = choose(JOB, &jobs[..2], "j000").unwrap_err();
         let listed = "2 ids begin with j000; give a longer part of the id:\n  j0002, running, 1 h ago  pics\n  j0001, failed, 3 d ago  pics";
         assert_eq!(said, listed);
         let many: Vec<_> = (0..12).map(|n| job(&format!("j000{n}"), "x", "succeeded", n)).collect();
-        assert!(choose(&many, "j000").unwrap_err().ends_with("\n  and 2 more"));
+        assert!(choose(JOB, &many, "j000").unwrap_err().ends_with("\n  and 2 more"));
     }
 }

@@ -222,7 +222,7 @@ pub(crate) async fn pause(
 ///
 /// The job's next attempt continues from the newest checkpoint. The resulting weights are the same as without the pause.
 #[utoipa::path(post, path = "/jobs/{id}/resume", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job is not paused"),
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job is not paused, or is a trial that waits at a rung for its sweep"),
         (status = 422, body = Problem, description = "The job's dataset is not registered, or was registered anew and does not fit the newest checkpoint")))]
 pub(crate) async fn resume(
     State(scheduler): State<Arc<Scheduler>>,

@@ -65,6 +65,7 @@ const LIST: List<Sweep> = List {
         "rungs",
         "trial_count",
         "ended",
+        "paused",
         "best",
         "steps",
         "created_at",

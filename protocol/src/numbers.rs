@@ -33,12 +33,12 @@ pub fn accuracy_of(accuracy: f64, pictures: u64) -> String {
     format!("{}{} of {}", percent(accuracy), standard_error(accuracy, pictures), plural(pictures, "picture"))
 }
 
-/// ` ± 2.6`: the standard error of an accuracy in percent; empty for many pictures.
+/// ` ± 2.6`: the standard error of an accuracy in percent; empty for many pictures, and where all or none are right, which would give 0.
 pub fn standard_error(accuracy: f64, pictures: u64) -> String {
-    if pictures == 0 || pictures >= FEW {
+    if pictures == 0 || pictures >= FEW || accuracy <= 0.0 || accuracy >= 1.0 {
         return String::new();
     }
-    let error = (accuracy * (1.0 - accuracy)).max(0.0) / pictures as f64;
+    let error = accuracy * (1.0 - accuracy) / pictures as f64;
     format!(" ± {:.1}", 100.0 * error.sqrt())
 }
 
@@ -91,7 +91,7 @@ mod tests {
     fn an_accuracy_of_few_pictures_has_its_standard_error() {
         for (accuracy, pictures, words) in [
             (0.84, 200, "84.0 % ± 2.6 of 200 pictures"),
-            (1.0, 1, "100.0 % ± 0.0 of 1 picture"),
+            (1.0, 1, "100.0 % of 1 picture"),
             (0.9, 9_999, "90.0 % ± 0.3 of 9999 pictures"),
             (0.9, 10_000, "90.0 % of 10000 pictures"),
         ] {

@@ -110,6 +110,9 @@ fn parse(name: &str) -> Option<(Option<u32>, u64)> {
 pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result<Listed> {
     let all = api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await?;
     let all: Vec<Listed> = list(&Value::Array(all), "checkpoints")?;
+    if all.is_empty() && job.external.is_some() {
+        return Err(only_files(api, job).await?);
+    }
     let newest = || all.iter().max_by_key(|c| c.info.step);
     let found = match wanted {
         "latest" => newest(),
@@ -132,4 +135,24 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
             wrong(format!("{} has no checkpoint {wanted}; it has {}", job.id, names.join(", ")))
         }
     })
+}
+
+/// The error for a run from elsewhere, which has files in place of checkpoints.
+async fn only_files(api: &Api, job: &Job) -> anyhow::Result<anyhow::Error> {
+    const NAMED: usize = 20;
+    let id = &job.id;
+    let found: Value = api.get(&format!("/runs/{id}/files")).await?;
+    let none = Vec::new();
+    let files = found.get("files").and_then(Value::as_array).unwrap_or(&none);
+    let names: Vec<_> = files.iter().filter_map(|file| file.get("path")?.as_str()).take(NAMED).collect();
+    let it_has = match files.len() {
+        0 => "it has no files".to_owned(),
+        count => {
+            let more = count.saturating_sub(NAMED);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            let names = names.join(", ");
+            format!("download its files from its page or with job.download_file in Python: {names}{more}")
+        }
+    };
+    Ok(wrong(format!("{id} is a run from elsewhere and has no checkpoints; {it_has}")))
 }

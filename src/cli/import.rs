@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     fs,
     path::{Path, PathBuf},
 };
@@ -53,10 +53,10 @@ enum Format {
     /// Import runs from a CSV file
     ///
     /// Either a row has the metrics of a step, each in a column, or one value, with the columns step, value and metric or name. A
-    /// column run, run_id or job tells several runs apart.
-    Csv(Source),
+    /// column run, run_id or job tells several runs apart. The file's path identifies its runs.
+    Csv(TableSource),
     /// Import runs from a Parquet file, with columns as for CSV
-    Parquet(Source),
+    Parquet(TableSource),
 }
 
 #[derive(clap::Args)]
@@ -69,6 +69,15 @@ struct Source {
     project: Option<String>,
     #[command(flatten)]
     server: ServerArgs,
+}
+
+#[derive(clap::Args)]
+struct TableSource {
+    #[command(flatten)]
+    source: Source,
+    /// Identify the file's runs by this text, which stays the same when the file is renamed [default: the file's absolute path]
+    #[arg(long)]
+    id: Option<String>,
 }
 
 /// Reads runs.
@@ -85,8 +94,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Format::Tensorboard(source) => (source, tensorboard::sources(&source.path)),
         Format::Mlflow(source) => (source, mlflow::sources(&source.path)),
         Format::Wandb(source) => (source, wandb::sources(&source.path)),
-        Format::Csv(source) => (source, table::sources(&source.path, table::csv)),
-        Format::Parquet(source) => (source, table::sources(&source.path, table::parquet)),
+        Format::Csv(TableSource { source, id }) => {
+            (source, table::sources(&source.path, id.as_deref(), table::csv))
+        }
+        Format::Parquet(TableSource { source, id }) => {
+            (source, table::sources(&source.path, id.as_deref(), table::parquet))
+        }
     };
     if let Some(mistake) = source.project.as_deref().and_then(project_mistake) {
         return Err(wrong(format!("--project {mistake}")));
@@ -143,6 +156,10 @@ struct Run {
     points: u64,
     /// What is not imported, and how much of it.
     left_out: BTreeMap<&'static str, u64>,
+    /// Whether the source may have other points than an earlier source with the same id.
+    may_differ: bool,
+    /// Whether the next point begins a record even if its step and time are those of the last record.
+    begins_record: bool,
 }
 
 /// How a run ended that did not succeed.
@@ -202,8 +219,14 @@ impl Run {
             value => Value::from(value),
         };
         self.points += 1;
+        let begins_record = std::mem::take(&mut self.begins_record);
         match self.records.last_mut() {
-            Some(last) if last.step == step && last.at == at && !last.values.contains_key(name) => {
+            Some(last)
+                if !begins_record
+                    && last.step == step
+                    && last.at == at
+                    && !last.values.contains_key(name) =>
+            {
                 last.values.insert(name.to_owned(), value);
             }
             _ => {
@@ -244,7 +267,7 @@ impl Report {
     fn in_words(&self) -> String {
         let Self { job, name, metrics, points, new_points, left_out } = self;
         let (points, metrics) = (plural(*points, "point"), plural(*metrics as u64, "metric"));
-        let left_out: Vec<_> = left_out.iter().map(|(what, count)| format!("{count} {what}")).collect();
+        let left_out: Vec<_> = left_out.iter().map(|(what, count)| format!("{what} ({count})")).collect();
         let left_out =
             if left_out.is_empty() { String::new() } else { format!("; left out: {}", left_out.join(", ")) };
         format!("{job} {}: {points} of {metrics}, {new_points} of them new{left_out}", output::one_line(name))
@@ -283,6 +306,9 @@ async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<
     }
     let records = format!("{path}/records");
     let Stored { mut acknowledged } = api.post(&records, &Batch { first: 1, records: &[] }).await?;
+    if run.may_differ && acknowledged > 0 {
+        check_stored(api, &path, &run, acknowledged).await?;
+    }
     let mut new_points = 0;
     while let Some(rest) = usize::try_from(acknowledged).ok().and_then(|at| run.records.get(at..)) {
         let (mut count, mut values, mut size_bytes) = (0, 0, 0);
@@ -326,6 +352,32 @@ async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<
         new_points,
         left_out: run.left_out,
     })
+}
+
+/// Compares the stored points of a run with its first `acknowledged` records. Of several values of a metric at a step, the last one counts:
+/// the server keeps no other for long.
+///
+/// # Errors
+/// They differ.
+async fn check_stored(api: &Api, path: &str, run: &Run, acknowledged: u64) -> anyhow::Result<()> {
+    // An update without a change answers with the job.
+    let answer = api.request(Method::PATCH, path, Some(&json!({}))).await?;
+    let job: Value = api.read(answer).await?;
+    let id = job.get("id").and_then(Value::as_str).unwrap_or_default();
+    let csv = api.request(Method::GET, &format!("/jobs/{id}/metrics.csv"), None::<&()>).await?.text().await?;
+    let mut points = HashMap::new();
+    for record in run.records.iter().take(usize::try_from(acknowledged)?) {
+        for (name, value) in &record.values {
+            let number = value.as_f64().or_else(|| value.as_str()?.parse().ok()).unwrap_or_default();
+            points.insert((name.clone(), record.step), table::bits(number as f32));
+        }
+    }
+    anyhow::ensure!(
+        points == table::stored_points(&csv),
+        "the file does not begin with the rows that were imported from it as job {id}, so nothing was added: import it as another run with \
+         --id and a name, or delete the job first"
+    );
+    Ok(())
 }
 
 /// The entries of a folder in the order of their names.

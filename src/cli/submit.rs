@@ -66,6 +66,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut document = document(&args.job, &args.sets)?;
     label(&mut document, &args);
     if !args.sweeps.is_empty() || args.folds.is_some() {
+        if document.get("sweep").is_some() {
+            return Err(wrong(format!(
+                "--folds and --sweep cannot be combined with a section [sweep], and {} has one: remove the section, or put the values \
+                 into [sweep.parameters]",
+                args.job.display()
+            )));
+        }
         return run_sweep(&args, document);
     }
     if let Some((_, own)) = sweep::mistakes(&document) {
@@ -137,7 +144,7 @@ fn run_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
     let sweep = SweptValues::parse(&sweeps)?;
     let api = args.server.api()?;
     block_on(async {
-        let tag = sweep::new_tag();
+        let tag = sweep::new_tag(if args.folds.is_some() { "folds" } else { "sweep" });
         let documents = sweep::prepare(&api, &args.job, &sweep, &document, &tag, false).await?;
         let submitted = sweep::submit(&api, "/jobs", tag, &documents).await?;
         submitted.show(&api, args.server.json)?;

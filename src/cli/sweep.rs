@@ -186,9 +186,9 @@ fn in_words(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// Returns a tag that no other sweep has.
-pub(crate) fn new_tag() -> String {
-    format!("sweep-{}", &uuid::Uuid::new_v4().simple().to_string()[..8])
+/// Returns a tag that no other sweep has. It begins with `kind`.
+pub(crate) fn new_tag(kind: &str) -> String {
+    format!("{kind}-{}", &uuid::Uuid::new_v4().simple().to_string()[..8])
 }
 
 /// Returns job files for all combinations, checked here and by the server (`launched`: agents for the jobs are about to be started).

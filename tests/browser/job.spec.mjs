@@ -59,7 +59,7 @@ describe("a job", () => {
     });
     await until("the second tab shows the same", async () => { assert.deepEqual(await losses(tab), whole); return true; });
     await until("all steps are told", async () => (await page.locator("#step").textContent()) === "120");
-    await until("its accuracy is told", async () => /^\d+\.\d % ± \d+\.\d$/.test(await page.locator("#accuracy").textContent()));
+    await until("its accuracy is told", async () => /^\d+\.\d %( ± \d+\.\d)?$/.test(await page.locator("#accuracy").textContent()));
     await until("the clock has stopped", async () => (await page.locator("#facts dt").nth(2).textContent()) === "Ran for");
     // Drawn at the same time as the clock; while it trained, a rank may have been slow on a busy machine.
     assert.equal(await page.locator("#banner").isVisible(), false, "nothing is wrong, so nothing is said");

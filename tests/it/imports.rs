@@ -81,6 +81,41 @@ async fn what_was_exported_comes_back_with_every_value() {
     let jobs = server.get("/jobs?limit=100").await;
     assert_eq!(jobs["jobs"].as_array().expect("jobs").len(), before, "the same run from another place");
 
+    // The path of a table identifies its run, or --id does.
+    let import = |arguments: &[&str]| server.cli(&[&["import", "csv", "--json"], arguments].concat());
+    let one = |arguments: &[&str]| {
+        let runs = import(arguments).json();
+        (text(&runs[0], "job").to_owned(), runs[0]["new_points"].as_u64())
+    };
+    let rows = "step,loss,time\n0,1.5,2023-11-14T22:13:20Z\n1,0.5,2023-11-14T22:13:21Z\n";
+    server.folder().write("a/metrics.csv", rows);
+    server.folder().write("b/metrics.csv", "step,loss\n0,1.5\n1,0.25\n2,0.125\n");
+    let (a, new) = one(&["a/metrics.csv"]);
+    assert_eq!(new, Some(2));
+    assert!(text(&server.job(&a).await, "created_at").starts_with("2023-11-14T22:13:20"));
+    let (b, new) = one(&["b/metrics.csv"]);
+    assert!(a != b && new == Some(3), "another file with the same name and first row");
+    server
+        .cli(&["download", &a, "-o", "w"])
+        .wrong(&["from elsewhere and has no checkpoints; it has no files"]);
+    server.folder().write("a/metrics.csv", format!("{rows}2,inf,\n"));
+    assert_eq!(one(&["a/metrics.csv"]), (a.clone(), Some(1)), "a longer file");
+    assert_eq!(one(&["a/metrics.csv"]), (a.clone(), Some(0)));
+    server.folder().write("a/metrics.csv", "step,loss\n0,3\n1,2\n2,1\n3,0\n");
+    import(&["a/metrics.csv"]).fails(1, &["does not begin with the rows", &a, "--id"]);
+    assert_eq!(points(&server, &a).len(), 3);
+    let (again, new) = one(&["a/metrics.csv", "--id", "second"]);
+    assert!(again != a && new == Some(4));
+    assert_eq!(one(&["b/../a/metrics.csv", "--id", "second"]), (again, Some(0)));
+    for (content, words) in [
+        ("step,loss\n", "no rows below"),
+        ("step;loss\n0;1,5\n", "no number was found below the columns [\"step;loss\"] in 1 row"),
+        ("step,note\n0,fine\n", "no number was found"),
+    ] {
+        server.folder().write("nothing.csv", content);
+        import(&["nothing.csv"]).fails(1, &[words]);
+    }
+
     server.cli(&["import", "tensorboard", "elsewhere/nothing"]).wrong(&["no such folder"]);
     server.cli(&["import", "wandb", "elsewhere"]).wrong(&["no runs of W&B"]);
     server.cli(&["import", "mlflow", "elsewhere"]).wrong(&["no runs of MLflow"]);

@@ -138,6 +138,11 @@ async fn swept_paths_are_registered_and_a_lost_answer_makes_no_second_job() {
         server.succeeded(&id).await;
     }
     let tag = said["tag"].as_str().expect("a tag");
+    assert!(tag.starts_with("folds-"), "{tag}");
+    server.folder().write("sweep.toml", sweep_file(1, "[sweep.parameters]\ntrain.lr = { values = [0.1] }\n"));
+    for options in [["--folds", "2"], ["--sweep", "train.seed=1,2"]] {
+        server.cli(&[&["submit", "sweep.toml"], &options[..]].concat()).wrong(&["cannot be combined with"]);
+    }
     let groups = server.cli(&["list", "--tag", tag, "--group-by", "tag"]);
     let has_spread = |line: &str| line.starts_with(tag) && line.contains('±');
     assert!(groups.ok().lines().any(has_spread), "{}", groups.stdout);

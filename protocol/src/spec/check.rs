@@ -187,7 +187,7 @@ pub(super) fn check_section(
 fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
     let mut detail = format!("no key is called {:?} here", shortened(key));
     if key == "sweep" && section.is_empty() {
-        detail = "this file is a sweep of several jobs, and here is only one: `lockstep submit` and POST /api/v1/sweeps take it".into();
+        detail = "this file is a sweep of several jobs, and only one job is taken here: submit a sweep with `lockstep submit FILE` or POST /api/v1/sweeps".into();
     } else if let Some(near) = nearest(key, names.iter().copied()) {
         let _ = write!(detail, "; did you mean {near:?}?");
     } else if let Some(owner) =

@@ -7,12 +7,13 @@ use utoipa::ToSchema;
 /// The metrics of a validation.
 pub(super) const METRICS: [&str; 4] = ["val_accuracy", "val_loss", "val_ema_accuracy", "val_ema_loss"];
 
-/// Early stopping: the run ends, as succeeded, after `patience` validations in a row without an improvement. Without `patience` it does all
-/// its steps.
+/// Early stopping: the run ends, as succeeded, after `patience` validations in a row without an improvement. Without this section it does
+/// all its steps.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct StopSpec {
-    /// Number of validations in a row without an improvement after which the run ends; no early stopping when absent.
+    /// Number of validations in a row without an improvement after which the run ends. Required if another key of this section
+    /// is given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub patience: Option<u32>,
     /// The metric that has to improve, `val_accuracy` when absent. `val_ema_accuracy` and `val_ema_loss` are of the averaged weights and need

@@ -31,6 +31,8 @@ const NAMES_BYTES: usize = 64 << 20;
 /// Names of folders and of the file in one path, and the bytes of each.
 const DEPTH: usize = 8;
 const NAME_BYTES: usize = 255;
+/// What files of pictures are called.
+const PICTURES: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
 /// Read at most for the end of an archive, where its directory is found.
 const END_BYTES: u64 = 1 << 20;
 /// An upload that nobody continues is removed after this time.
@@ -278,6 +280,7 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
         let same = first.iter().zip(parts).take_while(|(a, b)| a == b).count();
         common.min(same).min(folders(parts))
     });
+    let around = first[..common].last().cloned();
     let below =
         |(parts, bytes): (Vec<String>, u64)| Listed { path: parts.iter().skip(common).collect(), bytes };
     let listed: Vec<_> = all.into_iter().map(|file| file.map(below)).collect();
@@ -289,6 +292,20 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
         )));
     }
     drop(seen);
+    let is_picture = |file: &Listed| {
+        let extension = file.path.extension();
+        extension.is_some_and(|is| PICTURES.iter().any(|known| is.eq_ignore_ascii_case(known)))
+    };
+    let files = || listed.iter().flatten();
+    if files().all(|file| file.path.components().count() == 1) && files().any(is_picture) {
+        let found = around.map_or_else(
+            || "has no class folder: its pictures lie directly in it".into(),
+            |folder| format!("has only one class folder ({})", shortened(&folder)),
+        );
+        return Err(Refused::Wrong(format!(
+            "the zip file {found}; put the pictures of each class into a folder of its own, at least two"
+        )));
+    }
     Ok(listed)
 }
 
@@ -421,6 +438,9 @@ mod tests {
             (&["a/1.png", "a\\1.png"], "twice"),
             (&["1/2/3/4/5/6/7/8/9.png"], "too long"),
             (&[".hidden"], "no file"),
+            (&["a/1.png", "a/2.JPG"], "only one class folder (a)"),
+            (&["train/a/1.png"], "only one class folder (a)"),
+            (&["1.png", "2.png"], "lie directly in it"),
         ] {
             let dir = tempfile::tempdir().unwrap();
             let upload = upload(dir.path(), names);

@@ -3,12 +3,14 @@
 use super::{Read, Run, Sources, file_name, id_of};
 use crate::cli::wrong;
 use anyhow::Context;
+use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
+use lockstep_protocol::numbers::plural;
 use parquet::{
     file::reader::{FileReader, SerializedFileReader},
     record::Field,
 };
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     fs::{self, File},
     path::Path,
 };
@@ -24,16 +26,19 @@ pub(super) struct Table {
     rows: Vec<Vec<String>>,
 }
 
-/// The runs in a file.
+/// The runs in a file. `id` identifies them in place of the file's path.
 pub(super) fn sources(
     file: &Path,
+    id: Option<&str>,
     read: impl Fn(&Path) -> anyhow::Result<Table> + 'static,
 ) -> anyhow::Result<Sources> {
     if !file.is_file() {
         return Err(wrong(format!("{}: there is no such file", file.display())));
     }
-    let (shown, path) = (file.display().to_string(), file.to_owned());
-    let read: Read = Box::new(move || runs(&file_name(&path), &read(&path)?));
+    let shown = file.display().to_string();
+    let path = file.canonicalize().with_context(|| shown.clone())?;
+    let place = id.map_or_else(|| path.to_string_lossy().into_owned(), str::to_owned);
+    let read: Read = Box::new(move || runs(&file_name(&path), &place, &read(&path)?));
     Ok(vec![(shown, read)])
 }
 
@@ -94,11 +99,37 @@ pub(super) fn parquet(path: &Path) -> anyhow::Result<Table> {
         };
         table.rows.push(row.iter().map(|(_, field)| text(field)).collect());
     }
-    anyhow::ensure!(!table.rows.is_empty(), "the file has no rows");
     Ok(table)
 }
 
-fn runs(file: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
+/// A value for comparisons. The server's CSV does not distinguish values that are not finite.
+pub(super) fn bits(value: f32) -> Option<u32> {
+    value.is_finite().then(|| value.to_bits())
+}
+
+/// The points in the server's CSV of a run: values by metrics and steps, the last one of each.
+pub(super) fn stored_points(csv: &str) -> HashMap<(String, u64), Option<u32>> {
+    let point = |row: Vec<String>| {
+        let [_, _, name, step, value] = <[String; 5]>::try_from(row).ok()?;
+        Some(((name, step.parse().ok()?), bits(value.parse().ok()?)))
+    };
+    rows_of(csv).into_iter().filter_map(point).collect()
+}
+
+/// Milliseconds since 1970 of a number of seconds or milliseconds, or of a time by ISO 8601, which is in UTC unless it says otherwise.
+fn time_of(text: &str) -> Option<i64> {
+    if let Ok(at) = text.parse::<f64>() {
+        return at.is_finite().then_some((if at > 1e11 { at } else { at * 1000.0 }) as i64);
+    }
+    let at = text.parse::<Timestamp>().or_else(|_| TimeZone::UTC.to_timestamp(text.parse::<DateTime>()?));
+    at.ok().map(Timestamp::as_millisecond)
+}
+
+fn runs(file: &str, place: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
+    anyhow::ensure!(
+        !table.rows.is_empty(),
+        "the file has no rows below the names of its columns: import it once it has some"
+    );
     let columns: Vec<String> = table.columns.iter().map(|name| name.trim().to_lowercase()).collect();
     let one = |name: &str| columns.iter().position(|column| column == name);
     let first = |names: &[&str]| names.iter().find_map(|name| one(name));
@@ -109,7 +140,6 @@ fn runs(file: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
     let name = one("name").filter(|name| metric.is_some_and(|metric| metric != *name));
     let stem =
         Path::new(file).file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned());
-    let header = columns.join(",");
 
     let mut found = BTreeMap::<(String, String), Run>::new();
     let mut order = Vec::new();
@@ -120,15 +150,17 @@ fn runs(file: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
         let rank = if rank == "0" { "" } else { rank };
         let key = (of_run.to_owned(), rank.to_owned());
         let run = found.entry(key.clone()).or_insert_with(|| {
-            let first_row = row.join(",");
-            let parts = [file, header.as_str(), of_run, rank, first_row.as_str()].map(str::as_bytes);
+            let parts = [place, of_run, rank].map(str::as_bytes);
             let names = [cell(name), of_run, stem.as_str()];
             let name = names.into_iter().find(|name| !name.is_empty()).unwrap_or_default();
             let name = if rank.is_empty() { name.to_owned() } else { format!("{name} rank {rank}") };
             order.push(key.clone());
-            Run { id: id_of("table", &parts), name, ..Run::default() }
+            Run { id: id_of("table", &parts), name, may_differ: true, ..Run::default() }
         });
-        let at = cell(time).parse::<f64>().ok().map(|at| (if at > 1e11 { at } else { at * 1000.0 }) as i64);
+        // A row that is added later adds records and changes none.
+        run.begins_record = true;
+        let at = time_of(cell(time));
+        run.leave_out("times that cannot be read", u64::from(at.is_none() && !cell(time).is_empty()));
         run.started_at = run.started_at.or(at);
         run.ended_at = run.ended_at.max(at);
         let at_step = match step {
@@ -158,7 +190,15 @@ fn runs(file: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
             }
         }
     }
-    Ok(order.into_iter().filter_map(|key| found.remove(&key)).collect())
+    let runs: Vec<Run> = order.into_iter().filter_map(|key| found.remove(&key)).collect();
+    anyhow::ensure!(
+        runs.iter().any(|run| run.points > 0),
+        "no number was found below the columns {:?} in {}: separate columns by commas, write numbers such as 0.5, and steps as whole \
+         numbers",
+        table.columns,
+        plural(table.rows.len() as u64, "row")
+    );
+    Ok(runs)
 }
 
 #[cfg(test)]
@@ -168,7 +208,7 @@ mod tests {
 
     fn read(text: &str) -> Vec<Run> {
         let mut rows = rows_of(text);
-        runs("losses.csv", &Table { columns: rows.remove(0), rows }).unwrap()
+        runs("losses.csv", "/losses.csv", &Table { columns: rows.remove(0), rows }).unwrap()
     }
 
     fn records(run: &Run) -> Value {
@@ -192,12 +232,23 @@ mod tests {
         let names: Vec<_> = ours.iter().map(|run| run.name.as_str()).collect();
         assert_eq!(names, ["losses", "losses rank 1"]);
         let expected = json!([
-            {"step": 1, "values": {"loss": 2.0, "a,\"b\"": 4.0}},
+            {"step": 1, "values": {"loss": 2.0}},
+            {"step": 1, "values": {"a,\"b\"": 4.0}},
             {"step": 2, "values": {"loss": 1.5}},
         ]);
         assert_eq!(records(&ours[0]), expected);
         let several = read("job,name,metric,step,value\nj1,shoes,loss,1,2\nj2,boots,loss,1,3\n");
         assert_eq!(several.iter().map(|run| run.name.as_str()).collect::<Vec<_>>(), ["shoes", "boots"]);
+        let times = read("loss,time\n1,2023-11-14T22:13:20.5Z\n2,2023-11-14 22:13:21\n3,noon\n");
+        assert_eq!(
+            records(&times[0]),
+            json!([
+                {"step": 0, "at": 1_700_000_000_500i64, "values": {"loss": 1.0}},
+                {"step": 1, "at": 1_700_000_001_000i64, "values": {"loss": 2.0}},
+                {"step": 2, "values": {"loss": 3.0}},
+            ])
+        );
+        assert_eq!(times[0].left_out["times that cannot be read"], 1);
         // The same file with more rows is the same run.
         let longer = read("a,b\n1,2\n3,4\n");
         assert_eq!(longer[0].id, read("a,b\n1,2\n")[0].id);

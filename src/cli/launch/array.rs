@@ -39,7 +39,7 @@ pub(super) async fn run(
     document: &Value,
 ) -> anyhow::Result<()> {
     let sweep = Sweep::parse(&args.sweeps)?;
-    let (path, tag) = (Path::new(&args.job), sweep::new_tag());
+    let (path, tag) = (Path::new(&args.job), sweep::new_tag("sweep"));
     if args.dry_run {
         let documents = sweep.documents(document, &tag)?;
         sweep::check(None, true, path, &documents).await?;

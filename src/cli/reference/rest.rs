@@ -198,6 +198,7 @@ fn type_of(schema: &Value) -> String {
             items => format!("list of {items}"),
         },
         "integer" => "whole number".into(),
+        "string" if schema["format"] == "binary" => "bytes".into(),
         "string" => "text".into(),
         "boolean" => "true or false".into(),
         "object" => match schema["properties"].as_object() {

@@ -140,9 +140,17 @@ pub(crate) async fn register_upload(
         return Ok((StatusCode::ACCEPTED, Json(progress)).into_response());
     }
     let path = unpacked.pictures.to_string_lossy().into_owned();
-    let new = NewDataset { name, path, private: new.private };
-    let registered = inspected(&datasets, &caller, new, patience).await?;
-    match registered {
+    let new = NewDataset { name, path: path.clone(), private: new.private };
+    let registered = inspected(&datasets, &caller, new, patience).await.map_err(|error| match error {
+        // The sender knows no path on the server.
+        Error::Invalid(mistakes) => {
+            let details: Vec<_> = mistakes.into_iter().map(|mistake| mistake.detail).collect();
+            let detail = details.join("; ").replace(&path, "the zip file");
+            Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
+        }
+        other => other,
+    });
+    match registered? {
         Registered::Done(dataset) => {
             to_the_end(add(datasets, upload, unpacked.pictures, *dataset)).await.map(created)
         }

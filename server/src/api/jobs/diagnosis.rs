@@ -86,7 +86,7 @@ impl Course {
         let margin = self.pictures.map_or(0.0, |pictures| margin(last, pictures));
         if margin > UNCERTAIN {
             return Some(format!(
-                "Too few validation pictures to tell: with {} the accuracy is certain to ± {:.0} points only. Add pictures, or hold \
+                "Too few validation pictures to tell: with {} the accuracy is certain only to ± {:.0} points. Add pictures, or hold \
                  more of them out (data.validation).",
                 plural(self.pictures.unwrap_or_default(), "picture"),
                 100.0 * margin
@@ -151,7 +151,7 @@ mod tests {
             (Some(0.99), &[0.9, 0.98], Some(1000), None),
             (Some(0.93), &[0.91, 0.91, 0.91], Some(1000), None),
             // Few pictures are told first, whatever they say; one in two of a hundred is certain enough.
-            (Some(0.5), &[1.0], Some(4), Some("with 4 pictures the accuracy is certain to ± 24 points only")),
+            (Some(0.5), &[1.0], Some(4), Some("with 4 pictures the accuracy is certain only to ± 24 points")),
             (Some(0.5), RISING, Some(20), Some("Too few validation pictures to tell: with 20 pictures")),
             (Some(0.5), &[0.5], Some(100), Some("low, too (50.0 %)")),
             (Some(0.5), &[0.5], None, Some("low, too (50.0 %)")),

@@ -1,12 +1,12 @@
-//! Values of parameters and fields that the schemas generated from Rust types leave open: limits of unsigned integers, and patterns of short
-//! texts.
+//! Values of parameters and fields that the schemas generated from Rust types leave open: limits of unsigned integers, patterns of short
+//! texts, and bodies of bytes.
 
 use super::operations;
 use utoipa::{
     Number,
     openapi::{
         Content, KnownFormat, OpenApi, RefOr, Schema, SchemaFormat,
-        schema::{AdditionalProperties, ArrayItems, Object, SchemaType, Type},
+        schema::{AdditionalProperties, ArrayItems, Object, ObjectBuilder, SchemaType, Type},
     },
 };
 
@@ -34,11 +34,11 @@ pub(super) fn complete(document: &mut OpenApi) {
                 parameter.schema.iter_mut().for_each(schema);
             }
             if let Some(RefOr::T(body)) = &mut operation.request_body {
-                body.content.values_mut().for_each(content);
+                body.content.iter_mut().for_each(content);
             }
             for response in operation.responses.responses.values_mut() {
                 if let RefOr::T(response) = response {
-                    response.content.values_mut().for_each(content);
+                    response.content.iter_mut().for_each(content);
                 }
             }
         }
@@ -48,10 +48,15 @@ pub(super) fn complete(document: &mut OpenApi) {
     }
 }
 
-fn content(content: &mut RefOr<Content>) {
-    if let RefOr::T(content) = content {
-        content.schema.iter_mut().for_each(schema);
+fn content((media, content): (&String, &mut RefOr<Content>)) {
+    let RefOr::T(content) = content else { return };
+    // `Vec<u8>` is a list of numbers.
+    if media == "application/octet-stream" {
+        let bytes = ObjectBuilder::new().schema_type(Type::String);
+        let bytes = bytes.format(Some(SchemaFormat::KnownFormat(KnownFormat::Binary)));
+        content.schema = Some(bytes.into());
     }
+    content.schema.iter_mut().for_each(schema);
 }
 
 fn schema(of: &mut RefOr<Schema>) {
@@ -137,6 +142,9 @@ mod tests {
         assert_eq!((&shuffle["format"], &shuffle["maximum"]), (&json!("uint64"), &json!(u64::MAX)));
         assert_eq!(parameter("/api/v1/jobs", "limit")["maximum"], 1000);
         assert_eq!(parameter("/api/v1/jobs", "sort")["pattern"], "^(-?([a-z][A-Za-z0-9_.]*|tag:.+))?$");
+        let archive = &document["paths"]["/api/v1/datasets/uploads/{name}/archive"]["put"]["requestBody"];
+        let schema = &archive["content"]["application/octet-stream"]["schema"];
+        assert_eq!(*schema, json!({"type": "string", "format": "binary"}));
         let attempt = &document["components"]["schemas"]["Attempt"]["properties"]["attempt"];
         assert_eq!((&attempt["format"], &attempt["maximum"]), (&json!("uint32"), &json!(u32::MAX)));
     }

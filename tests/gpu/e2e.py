@@ -291,7 +291,7 @@ def starts(stage):
             spec, _, every = stage.long(f"kill {number}", train={"steps": 100000})
             job = server.submit(spec)
             job.until_checkpoint(every)
-            file = next(server.data.rglob(f"{job.id}/attempts/1/rank.0.pid"))
+            [file] = server.data.rglob(f"{job.id}/attempts/*/rank.0.pid")
             os.kill(json.loads(file.read_text())["pid"], signal.SIGKILL)
             killed = time.monotonic()
             job.until_step(every + 1, attempt=2)

@@ -103,7 +103,7 @@ def evaluated(net, pictures):
     padded, logits = functional.pad(pictures, (1,) * 4, "reflect"), 0
     for y, weight in ((1, 0.5), (0, 0.25), (2, 0.25)):
         view = padded[:, :, y : y + 32, y : y + 32]
-        logits = logits + weight / 2 * (net(view) + net(view.flip(-1)))
+        logits = logits + weight / 2 * (net(view).clone() + net(view.flip(-1)))
     return logits
 
 

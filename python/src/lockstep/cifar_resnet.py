@@ -9,8 +9,8 @@ The shortcut is a 1x1 convolution where the shape changes. The file needs nothin
     model.load_state_dict(load_file("model.safetensors"), strict=True)
     logits = model.eval()(pictures)
 
-`pictures`: float32 of shape (N, channels, height, width), pixels from 0 to 1 minus `mean` and divided by `std`; both are
-in the metadata of the safetensors file.
+`pictures`: float32 of shape (N, channels, height, width), pixels from 0 to 1 minus `mean` and divided by `std`; both
+are in the metadata of the safetensors file.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def test_mlflow_s_client_logs_and_reads(
         ("model/MLmodel", []),
     ]:
         assert [(found.path, found.is_dir) for found in client.list_artifacts(run_id, path)] == expected
-    for path in (".", "model", "model/data/weights.safetensors"):
-        copies = tmp_path / "copies" / path.replace("/", "-")
+    for number, path in enumerate([".", "model", "model/data/weights.safetensors"]):
+        copies = tmp_path / f"copy-{number}"
         mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path, dst_path=str(copies))
         [weights] = copies.rglob("weights.safetensors")
         assert weights.read_bytes() == bytes(range(256)) * 9000

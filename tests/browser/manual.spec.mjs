@@ -156,8 +156,12 @@ describe("side by side", () => {
     const link = page.url(), tab = await page.tab(new URL(link).pathname + new URL(link).search);
     await until("the address shows the same", async () => (await tab.locator("#results tr").count()) === 2);
     assert.equal(await tab.getByRole("button", { name: "images/s", exact: true }).first().getAttribute("aria-pressed"), "true");
-    await tab.locator("#results").getByRole("button", { name: "Leave out slow learner" }).click();
-    await until("one is left out", async () => (await tab.locator("#results tr").count()) === 1);
+    // A click is lost if the table is drawn again between its two halves.
+    await until("one is left out", async () => {
+      if ((await tab.locator("#results tr").count()) === 1) return true;
+      await tab.locator("#results").getByRole("button", { name: "Leave out slow learner" }).click({ timeout: 1000 }).catch(() => {});
+      return false;
+    });
     await page.end();
   });
 });

@@ -20,6 +20,9 @@ const NOT_HERE: &[(&str, &str)] = &[
     ("cargo ", "the program has been built to run this test"),
     ("bash tests/run", "it would run this test again"),
     ("pip install ./python", "python/tests takes the package where it lies"),
+    ("python -m lockstep sync", "python/tests syncs folders of runs"),
+    ("lockstep submit sweep.toml", "sweep.rs trains a sweep"),
+    ("lockstep sweep show", "tests/it/sweeps.rs shows one"),
     ("lockstep import mlflow", "tests/it/imports.rs has MLflow write the files"),
     ("lockstep import wandb", "tests/it/imports.rs has W&B write the files"),
 ];
@@ -51,6 +54,14 @@ fn stage(folder: &Path) {
     let copied =
         Command::new("cp").arg("-r").arg(&made).arg(home.join("imagenet")).status().expect("cp runs");
     assert!(copied.success());
+    let zip = folder.join("pets.zip");
+    let zipped = Command::new("python3")
+        .args(["-m", "zipfile", "-c"])
+        .arg(&zip)
+        .args(["train", "val"])
+        .current_dir(&made)
+        .status();
+    assert!(zipped.expect("python3 runs").success());
     let shoe = fs::read_dir(made.join("val/boot")).expect("pictures").flatten().next().expect("one").path();
     for name in ["shoe.png", "bag.jpg"] {
         image::open(&shoe).expect("a picture").save(folder.join(name)).expect("a picture");

@@ -14,17 +14,17 @@ async fn asha_finds_the_setting_of_a_grid_with_less_than_half_of_its_steps() {
     let database = crate::postgres::wanted().then(crate::postgres::database);
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, database, environment).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 320)).await;
-    let file = |method: &str| {
+    let file = |method: &str, rungs: &str| {
         format!(
             "name = \"{method}\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n\
              [train]\nepochs = 9\nbatch_size = 16\n[parallel]\nranks = 1\ndevice = \"cpu\"\n\
-             [sweep]\nmethod = \"{method}\"\nmetric = {{ name = \"val_loss\" }}\n[sweep.parameters]\n\
-             train.lr = {{ values = [0.000001, 0.00001, 0.05] }}\ntrain.momentum = {{ values = [0.0, 0.5, 0.9] }}\n\
+             [sweep]\nmethod = \"{method}\"\n{rungs}metric = {{ name = \"val_loss\" }}\n[sweep.parameters]\n\
+             train.lr = {{ values = [0.000001, 0.00001, 0.05] }}\ntrain.momentum = {{ values = [0.0, 0.5, 0.99] }}\n\
              train.weight_decay = {{ values = [0.0, 0.8, 1.0] }}\n"
         )
     };
-    let grid = sweep_over(&server, &submit_sweep(&server, &file("grid"))).await;
-    let asha = sweep_over(&server, &submit_sweep(&server, &file("asha"))).await;
+    let grid = sweep_over(&server, &submit_sweep(&server, &file("grid", ""))).await;
+    let asha = sweep_over(&server, &submit_sweep(&server, &file("asha", "reduction = 2\nrungs = 4\n"))).await;
     assert_eq!(asha["best"]["setting"], grid["best"]["setting"], "{grid:#} {asha:#}");
     assert_eq!(
         asha["best"]["metric"], grid["best"]["metric"],

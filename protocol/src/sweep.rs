@@ -13,7 +13,7 @@ use utoipa::ToSchema;
 #[serde(rename_all = "lowercase")]
 pub enum SweepState {
     Running,
-    /// No trial starts or continues; those that train go on to their next rung.
+    /// No trial starts or continues. Running trials go on to their next rung.
     Paused,
     /// Every trial is over.
     Finished,
@@ -58,7 +58,7 @@ pub struct Sweep {
     pub spec: Value,
     /// Epochs after which trials are compared; the last is the end of training.
     pub rungs: Vec<u32>,
-    /// Number of trials, also of those that have not started.
+    /// Number of trials, including trials that have not started.
     pub trial_count: u32,
     /// Number of trials that are over. All that have started when the sweep is over, even if somebody retries or deletes
     /// some of them afterwards.
@@ -66,7 +66,7 @@ pub struct Sweep {
     /// Numbers of the trials that somebody has paused: the sweep cannot end until these are resumed or cancelled.
     #[serde(default)]
     pub paused: Vec<u32>,
-    /// The best trial so far: of those that have come furthest, the one with the best metric. Absent before the first
+    /// The best trial so far: among the trials at the highest rung, the one with the best metric. Absent before the first
     /// trial has been compared.
     #[serde(default)]
     pub best: Option<Trial>,

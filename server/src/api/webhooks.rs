@@ -288,7 +288,7 @@ pub(crate) async fn change(
 
 /// Remove a webhook
 ///
-/// The webhook's messages are removed, too, including those that wait.
+/// The webhook's messages are removed, too, including messages that wait to be sent.
 #[utoipa::path(delete, path = "/webhooks/{id}", tag = "webhooks", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn delete(

@@ -22,7 +22,7 @@ pub(crate) struct Rules {
     pub(crate) reduction: u32,
     /// Epochs, the last of which ends the training.
     pub(crate) rungs: Vec<u32>,
-    /// Number of trials, also of those that have not started.
+    /// Number of trials, including trials that have not started.
     pub(crate) trials: u32,
     pub(crate) max_concurrent: u32,
 }

@@ -233,6 +233,41 @@ def lost(stage):
     server.stop()
 
 
+def modes(stage):
+    """kill -9 of a rank under every parallel plan: the weights become those of an undisturbed job, bit for bit."""
+    server, ranks = stage.server(), stage.ranks
+    plans = {
+        "data": {},
+        "ZeRO-1": {"optimizer_sharding": True},
+        "model": {"mode": "hybrid", "model": ranks},
+        "height": {"mode": "hybrid", "height": ranks},
+        "pipeline": {"mode": "hybrid", "pipeline": ranks},
+    }
+    steps, every = (1500, 500) if stage.device == "cuda" else (60, 20)
+    for name, parallel in plans.items():
+        spec = stage.spec(name, model={"arch": "resnet18"}, data={"image_size": 64}, parallel=parallel)
+        spec["train"] = {"steps": steps, "batch_size": 8, "accumulate": 4, "lr": 0.05, "precision": "auto", "deterministic": True}
+        spec["checkpoint"] = {"every_epochs": None, "every_steps": every, "sharded": name != "data"}
+        spec["evaluate"] = {"every_epochs": 0}
+
+        def end_of(job):
+            job.succeeds()
+            return next((server.data / "jobs" / job.id / "checkpoints").glob(f"*-{steps}"))
+
+        whole = end_of(server.submit(spec))
+        job = server.submit({**spec, "name": f"{name}, killed"})
+        job.until_checkpoint(every)
+        victim, process = max(job.ranks(1).items())
+        os.kill(process, signal.SIGKILL)
+        ended = end_of(job)
+        expect(begun(job, 2) > every, f"{name}: attempt 2 began with step {begun(job, 2)}")
+        expected, found = tensors(whole), tensors(ended)
+        differ = [of for of in expected if found.get(of) != expected[of]]
+        expect(not differ and len(found) == len(expected), f"{name}: {len(differ)} of {len(expected)} tensors differ: {differ[:5]}")
+        stage.note(f"{name}: {len(expected)} tensors of the undisturbed job after rank {victim} was killed")
+    server.stop()
+
+
 def gang(stage):
     over_two_agents(stage, tensors, begun, attempt_of)
 
@@ -407,7 +442,7 @@ def overflow(stage):
     server.stop()
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (stream, twenty, overflow, kill, lost, gang, give_up, cancel, suspend, starts, across)}
+SCENARIOS = {scenario.__name__: scenario for scenario in (stream, twenty, overflow, kill, lost, modes, gang, give_up, cancel, suspend, starts, across)}
 
 
 def main():

@@ -5,7 +5,7 @@ import { cp, writeFile } from "node:fs/promises";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { fileURLToPath } from "node:url";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open(), Browser.open()]); });
@@ -63,7 +63,7 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("follows the dataset: its split measures, and its broken files are told before the job is sent", async () => {
+  inFull("follows the dataset: its split measures, and its broken files are told before the job is sent", async () => {
     const hub = join(server.dir, "hub");
     await cp(fileURLToPath(new URL("../data/parquet/hub", import.meta.url)), hub, { recursive: true });
     await writeFile(join(hub, "data/train-00002-of-00002.parquet"), "no pictures");
@@ -90,7 +90,7 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("works without scripts", async () => {
+  inFull("works without scripts", async () => {
     const page = await browser.page(server, "/jobs/new", { javaScriptEnabled: false, expected: [/422/] });
     await page.getByLabel("Name", { exact: true }).fill("no script");
     await page.getByLabel("Learning rate", { exact: true }).fill("-1");
@@ -144,7 +144,7 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("takes sizes by epoch, and tells the nearest right name of a key, also in the text beside", async () => {
+  inFull("takes sizes by epoch, and tells the nearest right name of a key, also in the text beside", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const sizes = page.getByLabel("Image size", { exact: true }), words = page.locator("#spec-text");
     await sizes.fill("1: 16, 2: 24");
@@ -156,7 +156,7 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("names a dataset that there is not together with what else is wrong", async () => {
+  inFull("names a dataset that there is not together with what else is wrong", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     await page.locator("#spec-text").fill('name = "two mistakes"\n\n[data]\ndataset = "fashion-minst"\n\n[train]\nepochs = 1\nlr = -1\n');
     const said = page.locator("#spec-error");

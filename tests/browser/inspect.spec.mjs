@@ -7,7 +7,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { fits, picture, readable } from "./looks.mjs";
-import { BINARY, Browser, TestServer, until } from "./test-server.mjs";
+import { BINARY, Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser, job, dir;
 before(async () => {
@@ -57,7 +57,7 @@ describe("a model", () => {
     await page.end();
   });
 
-  test("of how many pictures its accuracy is, and how a fork's learning rate goes on before it is made", async () => {
+  inFull("of how many pictures its accuracy is, and how a fork's learning rate goes on before it is made", async () => {
     const page = await browser.page(server, `/jobs/${job.id}?tab=checkpoints`);
     assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ %( ± [0-9.]+)? of 187/);
     await page.locator("#fork").click();
@@ -103,7 +103,7 @@ describe("a model", () => {
     await page.end();
   });
 
-  test("is downloaded whole, and looked at from its row", async () => {
+  inFull("is downloaded whole, and looked at from its row", async () => {
     const page = await browser.page(server, `/jobs/${job.id}`);
     const row = page.locator("#checkpoints tr").first();
     await row.getByText("Download", { exact: true }).click();
@@ -206,7 +206,7 @@ describe("data", () => {
     await page.end();
   });
 
-  test("a folder is looked at while its path is typed", async () => {
+  inFull("a folder is looked at while its path is typed", async () => {
     const page = await browser.page(server, "/datasets", { expected: [/422/] });
     await page.getByLabel("Folder on the training machine").fill("/nowhere/at/all");
     await until("it is missing", async () => (await page.locator("#d-path-error").textContent()) !== "");

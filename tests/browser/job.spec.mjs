@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { Browser, TestServer, losses, pixels, state, until } from "./test-server.mjs";
+import { Browser, TestServer, inFull, losses, pixels, state, until } from "./test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open(), Browser.open()]); });
@@ -77,7 +77,7 @@ describe("a job", () => {
     await page.end();
   });
 
-  test("uses the room beside its charts and its log", async () => {
+  inFull("uses the room beside its charts and its log", async () => {
     const { jobs: [job] } = await server.ask("/jobs");
     for (const width of [1440, 1920]) {
       const page = await browser.page(server, `/jobs/${job.id}`, { viewport: { width, height: 1000 } }), box = (selector) => page.locator(selector).boundingBox();
@@ -139,7 +139,7 @@ describe("a job", () => {
     await page.end();
   });
 
-  test("says what of it cannot be read, and what to do", async () => {
+  inFull("says what of it cannot be read, and what to do", async () => {
     const { id } = await server.submit({ name: "of another age", train: { steps: 5 } });
     await until("it has succeeded", async () => (await server.job(id)).state === "succeeded");
     const page = await browser.page(server, `/jobs/${id}`);

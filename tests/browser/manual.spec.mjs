@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser, done;
 before(async () => {
@@ -167,7 +167,7 @@ describe("side by side", () => {
 });
 
 describe("machines", () => {
-  test("a drained one takes no new work until it is told to", async () => {
+  inFull("a drained one takes no new work until it is told to", async () => {
     const page = await browser.page(server, "/machines");
     await page.getByRole("button", { name: "Drain", exact: true }).click();
     await until("it is drained", () => page.getByText("drained", { exact: true }).isVisible());
@@ -217,7 +217,7 @@ describe("a run", () => {
 });
 
 describe("a job's page", () => {
-  test("the log is held still while it is read, and follows again when asked to", async () => {
+  inFull("the log is held still while it is read, and follows again when asked to", async () => {
     const { id } = await server.submit({ name: "talks on", train: { steps: 100_000 } });
     const page = await browser.page(server, `/jobs/${id}`), lines = page.locator("#log-lines p[data-at]");
     const box = page.locator("#log-lines"), newest = page.getByRole("button", { name: "Newest", exact: true }), last = () => lines.last().getAttribute("data-at");

@@ -9,7 +9,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import Provider from "oidc-provider";
-import { BINARY, Browser, TestServer, freePort, until } from "./test-server.mjs";
+import { BINARY, Browser, TestServer, freePort, inFull, until } from "./test-server.mjs";
 
 const SECRET = "a client's secret: &=+%";
 let folder, server, browser, issuer, listening;
@@ -116,7 +116,7 @@ describe("an OpenID provider", () => {
     await page.context().close();
   });
 
-  test("a server that was not told of the provider's authority does not trust it", async () => {
+  inFull("a server that was not told of the provider's authority does not trust it", async () => {
     const untold = await TestServer.open({ dataset: false, slots: 1, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep"] });
     try {
       const page = await stranger();
@@ -130,7 +130,7 @@ describe("an OpenID provider", () => {
     }
   });
 
-  test("groups make an admin; who says no there is told so; who was removed stays out", async () => {
+  inFull("groups make an admin; who says no there is told so; who was removed stays out", async () => {
     const page = await stranger();
     await page.goto(`${server.url}/people`);
     await page.click("#provider");

@@ -32,7 +32,7 @@ before(async () => {
   issuer = `https://127.0.0.1:${port}`;
   [server, browser] = await Promise.all([
     // The provider is down yet.
-    TestServer.open({ dataset: false, slots: 1, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep", "--oidc-name", "the team's provider",
+    TestServer.open({ dataset: false, agent: false, auth: true, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep", "--oidc-name", "the team's provider",
       "--oidc-ca", join(folder, "ca.crt"), "--oidc-client-secret-file", join(folder, "secret"), "--oidc-role", "member", "--oidc-group-claim", "groups", "--oidc-admin-group", "ops"] }),
     Browser.open(),
   ]);
@@ -117,7 +117,7 @@ describe("an OpenID provider", () => {
   });
 
   inFull("a server that was not told of the provider's authority does not trust it", async () => {
-    const untold = await TestServer.open({ dataset: false, slots: 1, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep"] });
+    const untold = await TestServer.open({ dataset: false, agent: false, auth: true, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep"] });
     try {
       const page = await stranger();
       await page.goto(`${untold.url}/login`);

@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { clean, isSound } from "./looks.mjs";
+import { clean } from "./looks.mjs";
 import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser, job;
@@ -53,9 +53,6 @@ describe("a viewer", () => {
     await page.goto(`${server.url}/jobs/new`);
     await page.locator(".reads-only").waitFor();
     await hidden(".send button[type=submit]");
-    await page.goto(`${server.url}/jobs`);
-    await page.locator(`tr[data-id="${job.id}"]`).waitFor();
-    await isSound(page, "the list");
     await page.end();
   });
 });

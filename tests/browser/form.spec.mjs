@@ -85,7 +85,7 @@ describe("the form", () => {
     await page.end();
   });
 
-  inFull("works without scripts", async () => {
+  test("works without scripts", async () => {
     const page = await browser.page(server, "/jobs/new", { javaScriptEnabled: false, expected: [/422/] });
     await page.getByLabel("Name", { exact: true }).fill("no script");
     await page.getByLabel("Learning rate", { exact: true }).fill("-1");

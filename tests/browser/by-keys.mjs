@@ -48,6 +48,10 @@ export async function trainByKeys(server, browser, viewport) {
   await tabTo(page, /^Name/);
   await page.keyboard.press("Control+A");
   await page.keyboard.type("by keys");
+  // Small steps, which leave the processors to the page.
+  await tabTo(page, /^Global batch size$/);
+  await page.keyboard.press("Control+A");
+  await page.keyboard.type("16");
   await tabTo(page, /^Submit job$/);
   await page.keyboard.press("Enter");
   await page.waitForURL(/\/jobs\/j\w+$/);

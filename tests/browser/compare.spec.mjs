@@ -6,7 +6,7 @@ import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
 import { isSound } from "./looks.mjs";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 const LONG = "resnet20-on-made-up-pictures-with-a-name-that-is-very-long-and-goes-on-lr-0.4-cosine-warmup-5-seed-number-2";
 let server, browser, agent;
@@ -67,7 +67,7 @@ describe("charts", () => {
     await page.end();
   });
 
-  test("are zoomed in and out by keys", async () => {
+  inFull("are zoomed in and out by keys", async () => {
     const page = await browser.page(server, where());
     await drawn(page);
     const shown = () => page.evaluate(() => { const { low, high } = window.lockstep.chart.x; return high - low; });
@@ -82,7 +82,7 @@ describe("charts", () => {
     await page.end();
   });
 
-  test("that are switched off leave nothing behind", async () => {
+  inFull("that are switched off leave nothing behind", async () => {
     const page = await browser.page(server, where());
     await drawn(page);
     const tools = await page.context().newCDPSession(page);
@@ -106,7 +106,7 @@ describe("charts", () => {
 });
 
 describe("a metric", () => {
-  test("has the name, the unit and the numbers that it has on a job's own page", async () => {
+  inFull("has the name, the unit and the numbers that it has on a job's own page", async () => {
     const { id } = await server.ask("/jobs", spec("measured", 1, 100)), of = await attempt(id), steps = range(1, 20);
     await report(of, 0, [
       { type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 },
@@ -142,7 +142,7 @@ describe("a metric", () => {
 });
 
 describe("jobs of one name", () => {
-  test("are told apart by what they differ in, or by their ids", async () => {
+  inFull("are told apart by what they differ in, or by their ids", async () => {
     const ids = [];
     for (const lr of [0.3, 0.6, 0.6]) {
       const body = spec("twin", 1, 100);
@@ -207,7 +207,7 @@ describe("groups", () => {
 });
 
 describe("a file of groups", () => {
-  test("has a column that is named after the axis", async () => {
+  inFull("has a column that is named after the axis", async () => {
     const page = await browser.page(server, where("&group=train.lr"));
     await drawn(page);
     const card = page.locator(".curve[data-metric=loss]");
@@ -272,7 +272,7 @@ describe("the selection", () => {
     await page.end();
   });
 
-  test("has a scatter with the jobs' colours, saved as pictures and numbers", async () => {
+  inFull("has a scatter with the jobs' colours, saved as pictures and numbers", async () => {
     const page = await browser.page(server, where("&scatter-x=train.lr&scatter-y=result%3Aloss"));
     await drawn(page);
     const legend = await page.evaluate(() => [...document.querySelectorAll("#compare-legend i")].map((mark) => getComputedStyle(mark).backgroundColor));
@@ -313,7 +313,7 @@ describe("results", () => {
     await page.end();
   });
 
-  test("and settings that tell nothing by themselves have no axis", async () => {
+  inFull("and settings that tell nothing by themselves have no axis", async () => {
     const body = spec("fashion-resnet20 seed=3", 1, 100);
     body.train = { epochs: 2, batch_size: 8, lr: 0.2, seed: 3 };
     const { id } = await server.ask("/jobs", body);
@@ -330,7 +330,7 @@ describe("results", () => {
     await page.end();
   });
 
-  test("name jobs in whole in the table of settings, as far as a few lines go", async () => {
+  inFull("name jobs in whole in the table of settings, as far as a few lines go", async () => {
     const page = await browser.page(server, where());
     await drawn(page);
     const names = page.locator("#settings-head .job-name a");
@@ -340,7 +340,7 @@ describe("results", () => {
     await page.end();
   });
 
-  test("have axes that are all in sight on a screen, and on a phone a hint says that there are more", async () => {
+  inFull("have axes that are all in sight on a screen, and on a phone a hint says that there are more", async () => {
     const page = await browser.page(server, where());
     await drawn(page);
     const note = page.locator("section", { has: page.locator("#parallel-title") }).locator(".card-head .small");
@@ -358,15 +358,13 @@ describe("results", () => {
 });
 
 describe("on a phone and a screen", () => {
-  for (const [what, more] of [["charts", "&metric=loss,val_loss,lr"], ["groups", "&metric=loss&group=train.lr"]]) {
-    test(`${what} with long names and a selection fit, and axe finds nothing`, async () => {
-      const page = await browser.page(server, where(more), { reducedMotion: "reduce" });
-      await drawn(page);
-      await page.evaluate(() => { const { selection } = window.lockstep; selection.brushes.set("train.lr", { from: 0.3, to: 1 }); selection.dispatchEvent(new Event("change")); });
-      await isSound(page, what);
-      const widest = await page.locator(".job-name, #compare-legend li, .picker label").evaluateAll((all) => Math.max(...all.map((node) => node.scrollWidth)));
-      assert.ok(widest <= 360, `a name is ${widest} wide`);
-      await page.end();
-    });
-  }
+  test("charts with long names and a selection fit, and axe finds nothing", async () => {
+    const page = await browser.page(server, where("&metric=loss,val_loss,lr"));
+    await drawn(page);
+    await page.evaluate(() => { const { selection } = window.lockstep; selection.brushes.set("train.lr", { from: 0.3, to: 1 }); selection.dispatchEvent(new Event("change")); });
+    await isSound(page, "charts");
+    const widest = await page.locator(".job-name, #compare-legend li, .picker label").evaluateAll((all) => Math.max(...all.map((node) => node.scrollWidth)));
+    assert.ok(widest <= 360, `a name is ${widest} wide`);
+    await page.end();
+  });
 });

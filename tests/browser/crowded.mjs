@@ -6,10 +6,9 @@ import { until } from "./test-server.mjs";
 
 /** 120 characters, the most that a name may have, with nowhere to break it. */
 const LONG = "resnet50-imagenet-with-a-name-that-says-all-lr-0.4-cosine-warmup-5-label-smoothing-0.1-mixup-0.2-cutmix-1.0-ema-0.9999-x";
-const MANY = 60;
 
-/** Fills a server without an agent; answers the ids of a running, a finished, a failed and a queued job. */
-export async function crowd(server, browser) {
+/** Fills a server without an agent; answers the ids of a running, a finished, a failed and a queued job. `many`: jobs besides. */
+export async function crowd(server, browser, many = 60) {
   const jobs = {};
   const agent = await join(browser.chromium, server, 8);
   const call = (method, ...given) => agent.evaluate(([method, given]) => window.it[method](...given), [method, given]);
@@ -40,7 +39,7 @@ export async function crowd(server, browser) {
   await agent.evaluate(([attempt, message]) => window.it.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", how: "failed", step: 50, retriable: false, reason: { code: "dataset_unusable", words: message } }] }), [lost, message]);
   for (const id of [jobs.done, jobs.failed]) await until("it is over", async () => ["succeeded", "failed"].includes((await server.job(id)).state));
   jobs.queued = (await submit(`queued-${LONG}`.slice(0, 120), 8, about)).id;
-  for (let n = 0; n < MANY; n++) { const { id } = await submit(`many ${n}`, 8, n % 2 ? about : {}); if (n % 3) await server.ask(`/jobs/${id}/cancel`, {}); }
+  for (let n = 0; n < many; n++) { const { id } = await submit(`many ${n}`, 8, n % 2 ? about : {}); if (n % 3) await server.ask(`/jobs/${id}/cancel`, {}); }
   const panels = ["loss", "lr", "step_ms"].map((metric) => ({ title: `${metric}, and a title as long as it may be, which is eighty characters and no more`.slice(0, 80), metrics: [metric] }));
   const kept = await fetch(`${server.url}/api/v1/jobs/${jobs.running}/panels`, { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ panels }) });
   assert.ok(kept.ok, await kept.text());
@@ -56,17 +55,18 @@ const compared = (page) => page.evaluate(() => document.querySelectorAll("#paral
 
 /** Name, path, and when all of it is there. */
 export const PAGES = [
-  ["jobs", () => "/jobs", has("#rows tr", 50)],
-  ["jobs-groups", () => "/jobs?group_by=tag", has(".group-head", 3)],
+  ["jobs", () => "/jobs", has("#rows tr", 20)],
   ["job-log", (jobs) => `/jobs/${jobs.running}?tab=log`, both(drawn, has("#log-lines p"))],
-  ["job-failed", (jobs) => `/jobs/${jobs.failed}?tab=history`, both(drawn, has("#history-rows li"))],
   ["compare", (jobs) => `/compare?jobs=${ids(jobs)}&metric=loss,val_loss,lr`, compared],
   ["new", () => "/jobs/new"], ["datasets", () => "/datasets"], ["machines", () => "/machines"], ["queue", () => "/queue", has(".queue tbody tr", 6)],
-  ["people", () => "/people"], ["audit", () => "/audit"], ["docs", () => "/docs"], ["nowhere", () => "/nowhere"],
+  ["people", () => "/people"],
 ];
 
 /** The same of pages that differ less from these. */
 export const MORE_PAGES = [
+  ["audit", () => "/audit"], ["docs", () => "/docs"], ["nowhere", () => "/nowhere"],
+  ["jobs-groups", () => "/jobs?group_by=tag", has(".group-head", 3)],
+  ["job-failed", (jobs) => `/jobs/${jobs.failed}?tab=history`, both(drawn, has("#history-rows li"))],
   ["jobs-columns", () => `/jobs?columns=${columns}&state=running,failed,queued`, has("#rows tr", 3)],
   ["jobs-no-match", () => "/jobs?q=there+is+none"],
   ["job-history", (jobs) => `/jobs/${jobs.running}?tab=history`, both(drawn, has("#history-rows li"))],

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 const STEP_MS = [10, 20, 60];
 let server, browser, agent;
@@ -35,7 +35,7 @@ const number = (words) => Number(words.match(/[\d,.]+/)?.[0].replaceAll(",", "")
 const shows = (page, selector, words) => until(`${selector} says ${words}`, async () => (await page.locator(selector).first().textContent()).includes(words));
 
 describe("a job", () => {
-  test("that diverges has an axis whose labels differ", async () => {
+  inFull("that diverges has an axis whose labels differ", async () => {
     const page = await browser.page(server, "/jobs");
     const labels = await page.evaluate(async () => {
       const { short } = await import("/static/job/names.js"), { linearTicks } = await import("/static/chart/scale.js");
@@ -118,7 +118,7 @@ describe("a job", () => {
 });
 
 describe("a job that continues with fewer ranks", () => {
-  test("has the mean of those it has in each attempt, and nothing of ranks that are gone", async () => {
+  inFull("has the mean of those it has in each attempt, and nothing of ranks that are gone", async () => {
     const { id } = await server.ask("/jobs", { ...spec("fewer", 4, 600), recovery: { min_ranks: 2, wait_seconds: 0 } });
     const first = await attempt(id);
     const told = async (of, times, to) => {
@@ -261,7 +261,7 @@ describe("a chart", () => {
 });
 
 describe("the list", () => {
-  test("keeps its rows' height, shows columns that people choose, and finds by states, tags and notes", async () => {
+  inFull("keeps its rows' height, shows columns that people choose, and finds by states, tags and notes", async () => {
     const long = "resnet20-imagenet-subset-with-a-very-long-name-lr-0.1-warmup-5-cosine-seed-7", path = "/data/imagenet-subset/train/n01440764/n01440764_10026.JPEG cannot be read: unexpected end of file";
     const a = await server.ask("/jobs", spec(long, 2, 600)), of = await attempt(a.id);
     await begin(of);
@@ -321,7 +321,7 @@ describe("the list", () => {
 });
 
 describe("jobs side by side", () => {
-  test("keep their colours, differ first, and have validation loss", async () => {
+  inFull("keep their colours, differ first, and have validation loss", async () => {
     const jobs = [];
     for (const [name, batch_size] of [["first", 8], ["second", 8], ["third", 4]]) {
       const job = await server.ask("/jobs", { ...spec(name, 2, 600), train: { steps: 600, batch_size } });

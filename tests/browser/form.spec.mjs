@@ -5,7 +5,7 @@ import { cp, writeFile } from "node:fs/promises";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { fileURLToPath } from "node:url";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open(), Browser.open()]); });
@@ -14,7 +14,7 @@ after(async () => { await browser?.close(); await server?.close(); });
 const beside = (page, label) => page.getByLabel(label, { exact: true }).locator("xpath=ancestor::div[@data-pointer]").locator(".error");
 
 describe("the form", () => {
-  test("shows a mistake beside its field while typing, and takes it away again", async () => {
+  test("shows a mistake beside its field while typing; sends nothing half done: all mistakes at once, each at its field, also behind more settings", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const lr = page.getByLabel("Learning rate", { exact: true });
     await lr.fill("-1");
@@ -23,12 +23,7 @@ describe("the form", () => {
     assert.equal(await beside(page, "Epochs").textContent(), "", "no other field is blamed");
     await lr.fill("0.1");
     await until("and gone", async () => (await beside(page, "Learning rate").textContent()) === "");
-    await page.end();
-  });
-
-  test("sends nothing half done: all mistakes at once, each at its field, also behind more settings", async () => {
-    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
-    await page.getByLabel("Learning rate", { exact: true }).fill("fast");
+    await lr.fill("fast");
     await page.getByLabel("Ranks", { exact: true }).fill("4096");
     await page.locator("details.more > summary").click();
     await page.getByLabel("Seed", { exact: true }).fill("-3");
@@ -63,7 +58,7 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("follows the dataset: its split measures, and its broken files are told before the job is sent", async () => {
+  inFull("follows the dataset: its split measures, and its broken files are told before the job is sent", async () => {
     const hub = join(server.dir, "hub");
     await cp(fileURLToPath(new URL("../data/parquet/hub", import.meta.url)), hub, { recursive: true });
     await writeFile(join(hub, "data/train-00002-of-00002.parquet"), "no pictures");
@@ -144,7 +139,7 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("takes sizes by epoch, and tells the nearest right name of a key, also in the text beside", async () => {
+  inFull("takes sizes by epoch, and tells the nearest right name of a key, also in the text beside", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const sizes = page.getByLabel("Image size", { exact: true }), words = page.locator("#spec-text");
     await sizes.fill("1: 16, 2: 24");
@@ -156,7 +151,7 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("names a dataset that there is not together with what else is wrong", async () => {
+  inFull("names a dataset that there is not together with what else is wrong", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     await page.locator("#spec-text").fill('name = "two mistakes"\n\n[data]\ndataset = "fashion-minst"\n\n[train]\nepochs = 1\nlr = -1\n');
     const said = page.locator("#spec-error");

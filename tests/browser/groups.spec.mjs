@@ -6,7 +6,7 @@ import { join as path } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
 import { isSound } from "./looks.mjs";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser;
 const sql = (text) => execFileSync("python3", ["-c", "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], timeout=30); db.executescript('BEGIN;' + sys.argv[2] + ';COMMIT;')", path(server.dir, "lockstep.db"), text]);
@@ -39,7 +39,7 @@ const group = (page, name) => page.locator(".group", { has: page.locator(".group
 const rows = (page, name) => group(page, name).locator("tr[data-id] [data-f=name]").allTextContents();
 
 describe("groups of the list", () => {
-  test("keep rows of one height, whatever states their jobs are in", async () => {
+  inFull("keep rows of one height, whatever states their jobs are in", async () => {
     const page = await browser.page(server, "/jobs"), states = { running: 1, queued: 12, restarting: 1, paused: 2, succeeded: 240, failed: 3, cancelled: 10 };
     await page.route("**/api/v1/jobs/groups?*", async (route) => {
       const answer = await route.fetch(), body = await answer.json();
@@ -126,7 +126,7 @@ describe("groups of the list", () => {
     await page.end();
   });
 
-  test("have a box that says whether all of their jobs are chosen, or some", async () => {
+  inFull("have a box that says whether all of their jobs are chosen, or some", async () => {
     const page = await browser.page(server, "/jobs?group_by=tag&sort=name&project=sweep"), box = page.getByLabel("Select the jobs of base");
     const now = () => box.evaluate(({ checked, indeterminate }) => (indeterminate ? "some" : checked ? "all" : "none"));
     await grouped(page, "base,long,no tag");
@@ -163,7 +163,7 @@ describe("groups of the list", () => {
     await page.end();
   });
 
-  test("come a hundred at a time, each with all of its jobs", async () => {
+  inFull("come a hundred at a time, each with all of its jobs", async () => {
     sql(`WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1500)
       INSERT INTO jobs (id, name, state, priority, project, spec, ranks, last, best, created_at, finished_at, last_seq)
       SELECT substr(id, 1, length(id) - 5) || printf('%05d', i), 'many ' || i, 'succeeded', priority, 'many', json_set(spec, '$.train.seed', i % 150, '$.train.lr', 0.1 + i % 2), ranks, last,

@@ -7,12 +7,12 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { fits, picture, readable } from "./looks.mjs";
-import { BINARY, Browser, TestServer, until } from "./test-server.mjs";
+import { BINARY, Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser, job, dir;
 before(async () => {
   [server, browser, dir] = await Promise.all([TestServer.open(), Browser.open(), mkdtemp(join(tmpdir(), "lockstep-pictures-"))]);
-  job = await server.submit({ name: "looked at", train: { steps: 120 }, data: { crop_padding: 3, horizontal_flip: true } });
+  job = await server.submit({ name: "looked at", ranks: 1, data: { crop_padding: 3, horizontal_flip: true } });
   await until("a job has finished", async () => (await server.job(job.id)).state === "succeeded");
 });
 after(async () => { await browser?.close(); await server?.close(); await rm(dir, { recursive: true, force: true }); });
@@ -38,10 +38,6 @@ describe("a model", () => {
     const cells = (await page.locator("#matrix td").allTextContents()).map(Number);
     assert.deepEqual(cells.slice(1), told.confusion.flat().map(Number), "the page shows that matrix");
     assert.match(await page.locator("#evaluation-sum").textContent(), new RegExp(`${(told.accuracy * 100).toFixed(2)} %( ± [0-9.]+)? of 187 right`));
-    await page.getByRole("button", { name: "Nearest neighbours" }).click();
-    await until("neighbours have voted", async () => /right by 20 nearest/.test(await page.locator("#neighbours-sum").textContent()));
-    const near = await server.ask(`/jobs/${job.id}/evaluation/neighbours?checkpoint=${checkpoint.id}`);
-    assert.equal(await page.locator("#neighbours-sum").textContent(), `${(near.weighted * 100).toFixed(2)} % ± ${(100 * Math.sqrt(near.weighted * (1 - near.weighted) / 187)).toFixed(1)} of 187 right by 20 nearest neighbours among ${near.gallery.toLocaleString("en")} training pictures; ${(near.majority * 100).toFixed(2)} % without weights`);
     // Recall by hand from the matrix.
     for (const [i, c] of told.classes.entries()) assert.ok(Math.abs(c.recall - told.confusion[i][i] / Math.max(1, told.confusion[i].reduce((a, b) => a + b))) < 1e-9);
 
@@ -57,7 +53,16 @@ describe("a model", () => {
     await page.end();
   });
 
-  test("of how many pictures its accuracy is, and how a fork's learning rate goes on before it is made", async () => {
+  inFull("is evaluated by nearest neighbours", async () => {
+    const page = await browser.page(server, `/jobs/${job.id}?tab=evaluation`), [checkpoint] = (await server.ask(`/jobs/${job.id}/checkpoints`)).checkpoints;
+    await page.getByRole("button", { name: "Nearest neighbours" }).click();
+    await until("neighbours have voted", async () => /right by 20 nearest/.test(await page.locator("#neighbours-sum").textContent()));
+    const near = await server.ask(`/jobs/${job.id}/evaluation/neighbours?checkpoint=${checkpoint.id}`);
+    assert.equal(await page.locator("#neighbours-sum").textContent(), `${(near.weighted * 100).toFixed(2)} % ± ${(100 * Math.sqrt(near.weighted * (1 - near.weighted) / 187)).toFixed(1)} of 187 right by 20 nearest neighbours among ${near.gallery.toLocaleString("en")} training pictures; ${(near.majority * 100).toFixed(2)} % without weights`);
+    await page.end();
+  });
+
+  inFull("of how many pictures its accuracy is, and how a fork's learning rate goes on before it is made", async () => {
     const page = await browser.page(server, `/jobs/${job.id}?tab=checkpoints`);
     assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ %( ± [0-9.]+)? of 187/);
     await page.locator("#fork").click();
@@ -98,12 +103,12 @@ describe("a model", () => {
       assert.equal(await lines.first().locator("span").textContent(), said[i].classes[0].class);
       assert.ok(Math.abs(Number(await lines.first().locator("b").getAttribute("title")) - said[i].classes[0].probability) < 1e-6);
     }
-    const alone = JSON.parse(execFileSync(BINARY, ["predict", "--json", "--model", join(server.dir, "jobs", job.id, "checkpoints"), files[0].file].map((a) => (a.endsWith("checkpoints") ? join(a, "1-120") : a))));
+    const alone = JSON.parse(execFileSync(BINARY, ["predict", "--json", "--model", join(server.dir, "jobs", job.id, "checkpoints"), files[0].file].map((a) => (a.endsWith("checkpoints") ? join(a, "1-40") : a))));
     assert.deepEqual(alone[0].classes, said[0].classes, "and so does the file itself, without a server");
     await page.end();
   });
 
-  test("is downloaded whole, and looked at from its row", async () => {
+  inFull("is downloaded whole, and looked at from its row", async () => {
     const page = await browser.page(server, `/jobs/${job.id}`);
     const row = page.locator("#checkpoints tr").first();
     await row.getByText("Download", { exact: true }).click();
@@ -206,7 +211,7 @@ describe("data", () => {
     await page.end();
   });
 
-  test("a folder is looked at while its path is typed", async () => {
+  inFull("a folder is looked at while its path is typed", async () => {
     const page = await browser.page(server, "/datasets", { expected: [/422/] });
     await page.getByLabel("Folder on the training machine").fill("/nowhere/at/all");
     await until("it is missing", async () => (await page.locator("#d-path-error").textContent()) !== "");

@@ -6,7 +6,7 @@ import { after, before, describe, test } from "node:test";
 import { spec } from "./agent.mjs";
 import { isSound } from "./looks.mjs";
 import { address, fiveJobs, head, listed, names, remove, sql } from "./five-jobs.mjs";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser, agent;
 
@@ -36,7 +36,7 @@ describe("the heads of the columns", () => {
     await page.end();
   });
 
-  test("sort by the state and by the progress, those that are further first", async () => {
+  inFull("sort by the state and by the progress, those that are further first", async () => {
     ["anna", "berta", "carl", "dora"].forEach((name, i) => sql(server, `UPDATE jobs SET step = ${[30, 10, 40, 20][i]} WHERE name = '${name}'`));
     const page = await browser.page(server, "/jobs");
     await head(page, "Progress").click();
@@ -72,7 +72,7 @@ describe("the heads of the columns", () => {
     await page.end();
   });
 
-  test("are links where no script runs", async () => {
+  inFull("are links where no script runs", async () => {
     const page = await browser.page(server, "/jobs?project=vision", { javaScriptEnabled: false });
     await page.getByRole("columnheader", { name: "Loss" }).getByRole("link").click();
     await listed(page, "berta,anna");
@@ -126,7 +126,7 @@ describe("the filters", () => {
     await page.end();
   });
 
-  test("take a setting without its table, as long as one table has it", async () => {
+  inFull("take a setting without its table, as long as one table has it", async () => {
     const page = await browser.page(server, "/jobs?sort=name", { expected: [/400/] });
     await page.locator(".narrow summary").click();
     const add = async (words) => { await page.getByLabel("A setting: ").fill(words); await page.keyboard.press("Enter"); };
@@ -282,7 +282,7 @@ describe("columns", () => {
     assert.match((await refused.json()).detail, /no metric "grad_nrom" here; did you mean "grad_norm"\?/);
   });
 
-  test("are none where the reader hides them all, now and at the next visit", async () => {
+  inFull("are none where the reader hides them all, now and at the next visit", async () => {
     const page = await browser.page(server, "/jobs"), heads = () => page.locator("#jobs thead th:visible").evaluateAll((all) => all.map((th) => th.innerText.trim()).filter(Boolean).join());
     await page.locator("#columns > summary").click();
     for (const box of await page.locator("#own-columns input").all()) await box.uncheck();
@@ -296,7 +296,7 @@ describe("columns", () => {
     await page.end();
   });
 
-  test("of tags and of settings with several values sort, too", async () => {
+  inFull("of tags and of settings with several values sort, too", async () => {
     const page = await browser.page(server, "/jobs?columns=loss,tag:warm up,train.milestones&sort=name");
     await listed(page, "anna,berta,carl,dora,holder");
     await head(page, "#warm up").click();
@@ -322,7 +322,7 @@ describe("columns", () => {
 });
 
 describe("reasons", () => {
-  test("are one text over a phone's width, and a few words are never cut", async () => {
+  inFull("are one text over a phone's width, and a few words are never cut", async () => {
     const waits = (await server.ask("/jobs", spec("waits", 1, 100))).id, over = (await server.ask("/jobs", { ...spec("over", 1, 100), tags: ["a-tag-that-is-long-enough-to-take-all"] })).id;
     await server.ask(`/jobs/${over}/cancel`, {});
     const page = await browser.page(server, "/jobs", { viewport: { width: 320, height: 800 } }), reason = (id) => page.locator(`tr[data-id="${id}"] [data-f=reason]`);
@@ -336,7 +336,7 @@ describe("reasons", () => {
 });
 
 describe("long names", () => {
-  test("are cut between two words, with the whole in the tooltip, and rows keep one height", async () => {
+  inFull("are cut between two words, with the whole in the tooltip, and rows keep one height", async () => {
     const names = ["imagenet/resnet50-lr0.1-wd0.0001_a-very-long-name-that-goes-on-and-on/of-a-run/seed-3.take-two", `${"a sentence of words ".repeat(7)}and its end`, "x".repeat(120)], ids = [];
     for (const name of names) ids.push((await server.ask("/jobs", spec(name, 1, 100))).id);
     const page = await browser.page(server, "/jobs"), link = (n) => page.locator(`tr[data-id="${ids[n]}"] [data-f=name]`);
@@ -391,7 +391,7 @@ async function painted(page, node) {
 }
 
 describe("what is cut", () => {
-  test("ends between two words before the dots, too, and at any width", async () => {
+  inFull("ends between two words before the dots, too, and at any width", async () => {
     const names = ["imagenet/resnet50-lr0.1-wd0.0001_a-very-long-name-that-goes-on-and-on/of-a-run/seed-3.take-two", "data_of_last_winter/with_augmentation/and_without_it/on_eight_cards/and_once_more/seed_31415"], ids = [];
     for (const name of names) ids.push((await server.ask("/jobs", { ...spec(name, 1, 100), project: "a-project-with-a-name-of-forty-characters" })).id);
     const page = await browser.page(server, "/jobs");
@@ -413,7 +413,7 @@ describe("what is cut", () => {
     for (const id of ids) await remove(server, id);
   });
 
-  test("in columns that people add has its end, and the whole in the tooltip", async () => {
+  inFull("in columns that people add has its end, and the whole in the tooltip", async () => {
     const body = spec("short", 1, 100), { id } = await server.ask("/jobs", body), page = await browser.page(server, "/jobs?columns=progress,project,model.arch,train.label_smoothing");
     await server.ask(`/jobs/${id}/cancel`, {});
     const moved = await server.ask("/jobs", { ...body, name: "of a long project", project: "pictures-of-last-winter" });
@@ -430,7 +430,7 @@ describe("what is cut", () => {
 });
 
 describe("jobs that wait", () => {
-  test("say their place and what they wait for now", async () => {
+  inFull("say their place and what they wait for now", async () => {
     const { id } = await server.ask("/jobs", spec("patient", 1, 100)), row = (page) => page.locator(`tr[data-id="${id}"] [data-f=reason]`);
     const page = await browser.page(server, "/jobs");
     await until("it is the first", async () => /^place 1 in the queue · /.test(await row(page).getAttribute("title")));

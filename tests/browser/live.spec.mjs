@@ -4,7 +4,7 @@
 import assert from "node:assert/strict";
 import { after, afterEach, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
-import { Browser, TestServer, losses, until } from "./test-server.mjs";
+import { Browser, TestServer, inFull, losses, until } from "./test-server.mjs";
 
 const RANKS = 4;
 let server, browser, agent, open = null;
@@ -188,7 +188,7 @@ describe("a page that stays open", () => {
     await page.end();
   });
 
-  test("tells an end in every list, once, while it is hidden and draws no frame", async () => {
+  inFull("tells an end in every list, once, while it is hidden and draws no frame", async () => {
     for (const [where, path] of Object.entries({ all: "/jobs", running: "/jobs?state=running", groups: "/jobs?group_by=project&open=%5B%5B%22default%22%5D%5D" })) {
       const job = await running(`ends in the list of ${where}`, 10), page = await browser.page(server, "/static/icon.svg");
       await keepTold(page);
@@ -207,7 +207,7 @@ describe("a page that stays open", () => {
     }
   });
 
-  test("tells an end that has taken the job off the list before the stream tells of it, or that comes before the list is read", async () => {
+  inFull("tells an end that has taken the job off the list before the stream tells of it, or that comes before the list is read", async () => {
     for (const isRead of [true, false]) {
       const job = await running(`ends ${isRead ? "between two readings" : "before any reading"}`, 10), page = await browser.page(server, "/static/icon.svg"), held = [];
       let hold = false, socket = null;
@@ -236,7 +236,7 @@ describe("a page that stays open", () => {
     }
   });
 
-  test("goes on when a job ends in a browser that keeps nothing", async () => {
+  inFull("goes on when a job ends in a browser that keeps nothing", async () => {
     const job = await running("nothing is kept", 10), page = await browser.page(server, "/static/icon.svg");
     await page.context().addInitScript(() => Object.defineProperty(window, "localStorage", { get() { throw new DOMException("blocked", "SecurityError"); } }));
     await page.goto(`${server.url}/jobs`);
@@ -247,7 +247,7 @@ describe("a page that stays open", () => {
     await page.end();
   });
 
-  test("says why there are no notifications, and what would change that", async () => {
+  inFull("says why there are no notifications, and what would change that", async () => {
     const hindered = [
       ["the browser was told not to", () => { window.Notification = class { static permission = "denied"; static async requestPermission() { return "denied"; } }; }, /has been told not to.*Allow them in its settings/],
       ["the page came over plain HTTP from elsewhere", () => Object.defineProperty(window, "isSecureContext", { value: false }), /over HTTPS or from this machine\..*--tls-own-ca/],

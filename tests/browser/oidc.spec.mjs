@@ -9,7 +9,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import Provider from "oidc-provider";
-import { BINARY, Browser, TestServer, freePort, until } from "./test-server.mjs";
+import { BINARY, Browser, TestServer, freePort, inFull, until } from "./test-server.mjs";
 
 const SECRET = "a client's secret: &=+%";
 let folder, server, browser, issuer, listening;
@@ -32,7 +32,7 @@ before(async () => {
   issuer = `https://127.0.0.1:${port}`;
   [server, browser] = await Promise.all([
     // The provider is down yet.
-    TestServer.open({ dataset: false, slots: 1, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep", "--oidc-name", "the team's provider",
+    TestServer.open({ dataset: false, agent: false, auth: true, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep", "--oidc-name", "the team's provider",
       "--oidc-ca", join(folder, "ca.crt"), "--oidc-client-secret-file", join(folder, "secret"), "--oidc-role", "member", "--oidc-group-claim", "groups", "--oidc-admin-group", "ops"] }),
     Browser.open(),
   ]);
@@ -116,8 +116,8 @@ describe("an OpenID provider", () => {
     await page.context().close();
   });
 
-  test("a server that was not told of the provider's authority does not trust it", async () => {
-    const untold = await TestServer.open({ dataset: false, slots: 1, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep"] });
+  inFull("a server that was not told of the provider's authority does not trust it", async () => {
+    const untold = await TestServer.open({ dataset: false, agent: false, auth: true, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep"] });
     try {
       const page = await stranger();
       await page.goto(`${untold.url}/login`);
@@ -130,7 +130,7 @@ describe("an OpenID provider", () => {
     }
   });
 
-  test("groups make an admin; who says no there is told so; who was removed stays out", async () => {
+  inFull("groups make an admin; who says no there is told so; who was removed stays out", async () => {
     const page = await stranger();
     await page.goto(`${server.url}/people`);
     await page.click("#provider");

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { picture } from "./looks.mjs";
-import { Browser, TestServer, losses, state, until } from "./test-server.mjs";
+import { Browser, TestServer, inFull, losses, state, until } from "./test-server.mjs";
 
 let server, browser, done;
 before(async () => {
@@ -14,7 +14,7 @@ before(async () => {
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("every page", () => {
-  test("comes back in every tab that is reloaded at the same moment", async () => {
+  inFull("comes back in every tab that is reloaded at the same moment", async () => {
     // A reload may meet a socket that is just being opened: Chromium tells of it.
     const page = await browser.page(server, "/jobs", { expected: [/WebSocket is closed before the connection is established/] });
     const tabs = [page, await page.tab(`/jobs/${done.id}`), await page.tab("/jobs"), await page.tab(`/jobs/${done.id}`)];

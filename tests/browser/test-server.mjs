@@ -7,6 +7,7 @@ import { mkdtemp, readdir, readFile, rm } from "node:fs/promises";
 import { createServer } from "node:net";
 import { setPriority, tmpdir } from "node:os";
 import { dirname, join, resolve } from "node:path";
+import { test } from "node:test";
 import { fileURLToPath } from "node:url";
 import { chromium } from "playwright-core";
 
@@ -14,8 +15,12 @@ export const ROOT = resolve(dirname(fileURLToPath(import.meta.url)), "../..");
 export const BINARY = process.env.LOCKSTEP_BIN ?? join(ROOT, "target/debug/lockstep");
 export const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
 export const CHROMIUM_ARGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-  "--disable-component-update", "--disable-sync"];
+  "--disable-component-update", "--disable-sync", "--disable-software-rasterizer", "--disable-smooth-scrolling"];
 const PATIENCE_MS = 120_000;
+
+export const IS_FULL = process.env.LOCKSTEP_FULL !== undefined;
+/** A test that only `npm run full` runs: of a detail, of a rare layout, of what a quick test elsewhere covers as well. */
+export const inFull = IS_FULL ? test : () => {};
 
 /** Waits until `check` answers something true, and answers that; says what it waited for when it does not. Asks less often the longer it takes. */
 export async function until(what, check, patience = PATIENCE_MS) {
@@ -62,8 +67,8 @@ export class TestServer {
 
   async start() {
     this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent"]), ...(this.auth ? [] : ["--no-auth"]), ...this.options],
-      // A job that lasts until the test ends it does not take a processor all the while.
-      { stdio: ["ignore", "pipe", "pipe"], env: { LOCKSTEP_FAULT: "step:slow@100", ...process.env } });
+      // A job that lasts until the test ends it sleeps for 40 ms in each step, and leaves the processors to the pages.
+      { stdio: ["ignore", "pipe", "pipe"], env: { LOCKSTEP_FAULT: "step:slow@100,step:slow@100", ...process.env } });
     for (const out of [this.process.stdout, this.process.stderr]) out.on("data", (text) => { this.output += text; });
     this.ended = new Promise((done) => this.process.once("exit", done));
     await until("the server answers", () => this.process.exitCode === null && this.fetch(`${this.url}/readyz`).then((r) => r.ok))
@@ -96,12 +101,11 @@ export class TestServer {
 
   register() { return this.ask("/datasets", { name: "fashion-mnist", path: join(ROOT, "assets/fashion-mnist") }); }
 
-  /** A small job: `train` and the rest are laid over it. Its pictures are small too, so that it is soon over, unless it is to be watched. */
+  /** A small job: `train` and the rest are laid over it. Its pictures are small too, so that it takes little of the processors. */
   spec({ name = "small", train = {}, data = {}, ranks = 2, ...rest } = {}) {
-    const isWatched = train.steps >= 1000;
     return {
       name, model: { arch: "resnet20" },
-      data: { dataset: "fashion-mnist", validation: 0.02, ...(isWatched ? {} : { image_size: 8 }), ...data },
+      data: { dataset: "fashion-mnist", validation: 0.02, image_size: 8, ...data },
       train: { steps: 40, batch_size: 8, lr: 0.05, ...train }, parallel: { ranks, device: "cpu" }, ...rest,
     };
   }
@@ -143,7 +147,7 @@ export class Browser {
 
   /** A page at `path`. `expected`: console errors that the test provokes, such as an answer of 422. */
   async page(server, path, { expected = [], ...options } = {}) {
-    const context = await this.chromium.newContext({ viewport: { width: 1440, height: 1000 }, ...options });
+    const context = await this.chromium.newContext({ viewport: { width: 1440, height: 1000 }, reducedMotion: "reduce", ...options });
     // To try a change of a script or a style without building: they come from the tree.
     if (process.env.LOCKSTEP_STATIC) {
       await context.route("**/static/**", (route) => {

@@ -5,7 +5,7 @@ import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
 import { fits } from "./looks.mjs";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 const PATH = `/data/imagenet-subset/train/${"n01440764-with-a-long-name/".repeat(4)}n01440764_10026.JPEG`;
 let server, browser, agent;
@@ -82,7 +82,7 @@ describe("a job that waits", () => {
 });
 
 describe("a reason", () => {
-  test("comes before tags where there is not room for both", async () => {
+  inFull("comes before tags where there is not room for both", async () => {
     const tags = ["a-tag-that-is-forty-characters-long-trul", "another-of-the-same-length-or-about-that"];
     const { id } = await server.ask("/jobs", { ...spec("tagged", 1, 600), tags });
     for (const width of [1024, 1440, 1920]) {
@@ -117,7 +117,7 @@ describe("a reason", () => {
     }
   });
 
-  test("has its long paths cut between two folders, and whole in the tooltip", async () => {
+  inFull("has its long paths cut between two folders, and whole in the tooltip", async () => {
     await end(await attempt(jobs.urgent.id), { how: "succeeded", step: 600 });
     const of = await attempt(jobs.killed.id, 2);
     await begin(of);

@@ -112,6 +112,7 @@ function apply(event) {
       metrics.evaluated(event);
       charts.redraw();
       break;
+    case "alert": past.load().catch(() => {}); break;
     case "checkpoint": checkpoints.apply(event); break;
     case "checkpoint_removed": checkpoints.remove(event); break;
     case "plan":

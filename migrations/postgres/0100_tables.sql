@@ -85,8 +85,8 @@ CREATE TABLE events (
 CREATE INDEX events_rank ON events (job_id, rank, seq) WHERE kind = 'rank';
 CREATE INDEX events_metrics ON events (job_id, seq) WHERE kind = 'metrics';
 CREATE INDEX events_log ON events (job_id, seq) WHERE kind = 'log';
--- For changes of state, which are few, in a job's history.
-CREATE INDEX events_state ON events (job_id, seq) WHERE kind = 'state';
+-- For changes of state and alerts, which are few, in a job's history.
+CREATE INDEX events_history ON events (job_id, seq) WHERE kind IN ('state', 'alert');
 
 CREATE TABLE acknowledged (
     job_id TEXT COLLATE "C" NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,

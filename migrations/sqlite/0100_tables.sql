@@ -113,8 +113,8 @@ CREATE INDEX events_rank ON events (job_id, rank, seq) WHERE kind = 'rank';
 CREATE INDEX events_metrics ON events (job_id, seq) WHERE kind = 'metrics';
 -- For log lines, without reading the many points between them.
 CREATE INDEX events_log ON events (job_id, seq) WHERE kind = 'log';
--- For changes of state, which are few, in a job's history.
-CREATE INDEX events_state ON events (job_id, seq) WHERE kind = 'state';
+-- For changes of state and alerts, which are few, in a job's history.
+CREATE INDEX events_history ON events (job_id, seq) WHERE kind IN ('state', 'alert');
 
 -- The number of stored records of each source of an attempt, written in the same transaction as the events.
 CREATE TABLE acknowledged (

@@ -2,7 +2,7 @@
 
 use crate::{
     attempt::AttemptState,
-    job::{JobState, Waiting},
+    job::{Alert, JobState, Waiting},
     reason::Reason,
 };
 use serde::{Deserialize, Serialize};
@@ -109,4 +109,6 @@ pub enum What {
     PrecisionChanged {
         reason: Option<Reason>,
     },
+    /// The program of a run from elsewhere has raised an alert.
+    Alert(Alert),
 }

@@ -279,6 +279,27 @@ pub struct External {
     pub values: BTreeMap<String, String>,
 }
 
+/// A message of a program about its run, for people.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Alert {
+    pub title: String,
+    /// May be empty.
+    #[serde(default)]
+    pub text: String,
+    #[serde(default)]
+    pub level: AlertLevel,
+}
+
+/// How urgent an alert is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum AlertLevel {
+    #[default]
+    Info,
+    Warn,
+    Error,
+}
+
 /// A file that a program has uploaded to its run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RunFile {

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{CheckpointInfo, Evaluation, LogLine, RankReport},
-    job::{Job, JobState},
+    job::{Alert, Job, JobState},
     reason::Reason,
 };
 use serde::{Deserialize, Serialize};
@@ -141,6 +141,12 @@ pub enum EventBody {
     /// The network's description is stored: `GET /jobs/{id}/network` has it.
     Network {
         attempt: u32,
+    },
+    /// The program of a run from elsewhere has raised an alert.
+    Alert {
+        attempt: u32,
+        #[serde(flatten)]
+        alert: Alert,
     },
 }
 

@@ -30,6 +30,7 @@ pub use config::{
     addresses::{Network, PublicUrl},
     oidc::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig},
     serve_error::ServeError,
+    smtp::SmtpConfig,
 };
 pub use http::tls;
 pub use util::private::keep_files_private;

@@ -10,7 +10,8 @@ use super::{
 };
 use lockstep_engine::MOST_CPU_SLOTS;
 use lockstep_server::{
-    AccessLogTo, AgentAuth, FairShare, Network, PublicUrl, Running, ServeConfig, ServeError, TlsConfig,
+    AccessLogTo, AgentAuth, FairShare, Network, PublicUrl, Running, ServeConfig, ServeError, SmtpConfig,
+    TlsConfig,
     tls::{TlsSuites, TlsVersion},
 };
 use lockstep_worker::agent::state_dir;
@@ -127,6 +128,13 @@ pub(crate) struct Args {
     /// Let webhooks connect to this machine, private networks and metadata services, and not only to the internet
     #[arg(long)]
     webhooks_allow_private: bool,
+    /// Mail server for e-mail of webhooks: smtps://USER:PASSWORD@HOST (TLS), smtp://USER:PASSWORD@HOST?tls=required (STARTTLS) or smtp://HOST
+    /// (not encrypted); the variable keeps the password from other accounts of the machine
+    #[arg(long, value_name = "URL", env = "LOCKSTEP_SMTP", hide_env_values = true, requires = "smtp_from")]
+    smtp: Option<String>,
+    /// Sender of e-mail, such as "Lockstep <lockstep@example.org>"
+    #[arg(long, value_name = "ADDRESS", env = "LOCKSTEP_SMTP_FROM", requires = "smtp")]
+    smtp_from: Option<String>,
     /// Start no agent for this machine
     #[arg(long)]
     no_local_agent: bool,
@@ -183,6 +191,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     config.dataset_roots = args.dataset_root;
     config.fair_share = args.fair_share;
     config.webhooks_allow_private = args.webhooks_allow_private;
+    let smtp = args.smtp.zip(args.smtp_from).map(|(url, from)| SmtpConfig::new(&url, &from));
+    config.smtp = smtp.transpose().map_err(wrong)?;
     config.lease = Duration::from_secs(args.lease.into());
     config.keep_points = Duration::from_secs(args.keep_points.into());
     config.run_silence = Duration::from_secs(args.run_silence.into());

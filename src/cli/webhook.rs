@@ -4,7 +4,7 @@ use super::{api::ServerArgs, block_on, output, wrong};
 use reqwest::Method;
 use serde_json::{Value, json};
 
-/// Add, list, test and remove webhooks, which send events of jobs to chats and programs
+/// Add, list, test and remove webhooks, which send events of jobs to chats, people and programs
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -15,15 +15,15 @@ pub(crate) struct Args {
 enum Command {
     /// Add a webhook; the secret that signs its messages is printed only once
     Add {
-        /// URL to which messages are posted
+        /// URL to which messages are posted; for e-mail, mailto: with addresses separated by commas
         url: String,
-        /// Form of the messages: standard (for programs), slack, discord, teams or ntfy
+        /// Form of the messages: standard (for programs), slack, discord, teams, ntfy or email
         #[arg(long, value_name = "FORM", default_value = "standard")]
         form: String,
         /// Only jobs of this project
         #[arg(long, value_name = "NAME")]
         project: Option<String>,
-        /// Event, such as job.started (may be repeated) [default: job.succeeded, job.failed and job.cancelled]
+        /// Event, such as job.started (may be repeated) [default: job.succeeded, job.failed, job.cancelled and run.alert]
         #[arg(long, value_name = "EVENT")]
         event: Vec<String>,
         #[command(flatten)]

@@ -1,4 +1,4 @@
-// The history of a job: attempts, requests of people, the job's parent and forks.
+// The history of a job: attempts, requests of people, alerts, the job's parent and forks.
 
 import { ask, byId, text } from "../page.js";
 import { clock, count, plural, timeOfDay } from "../numbers.js";
@@ -18,6 +18,7 @@ function described(entry) {
     case "pause_requested": return ["Pause requested"];
     case "cancel_requested": return ["Cancel requested"];
     case "failed": return ["Failed", entry.reason?.words];
+    case "alert": return [`${{ WARN: "Warning", ERROR: "Error" }[entry.level] ?? "Alert"}: ${entry.title}`, entry.text];
     case "precision_changed": return ["Precision changed", entry.reason?.words];
     default: return [entry.what.replaceAll("_", " ").replace(/^./, (c) => c.toUpperCase())];
   }

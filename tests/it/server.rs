@@ -99,6 +99,8 @@ fn by_itself(mut command: Command) -> Command {
         "LOCKSTEP_ARTIFACTS",
         "LOCKSTEP_DATABASE",
         "LOCKSTEP_LEASE",
+        "LOCKSTEP_SMTP",
+        "LOCKSTEP_SMTP_FROM",
         "LOCKSTEP_SERVER",
         "LOCKSTEP_CA_FILE",
         "LOCKSTEP_TOKEN",

@@ -10,6 +10,7 @@ async fn webhooks_are_added_tested_and_removed_by_command() {
     assert!(secret.ok().starts_with("whsec_"), "{}", secret.stdout);
     server.cli(&["webhook", "add", "nothing"]).wrong(&["url: must be an address"]);
     server.cli(&["webhook", "add", url, "--event", "job.exploded"]).wrong(&["job.exploded"]);
+    server.cli(&["webhook", "add", "mailto:ada@example.org", "--form", "email"]).wrong(&["LOCKSTEP_SMTP"]);
     let listed = server.cli(&["webhook", "list"]);
     let words: Vec<_> = listed.ok().split_whitespace().collect();
     assert_eq!(words[1..], ["enabled", "slack", url]);

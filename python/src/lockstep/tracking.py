@@ -318,7 +318,9 @@ class Run:
     def alert(
         self, title: str, text: str = "", level: str | AlertLevel | None = None, wait_duration: Any = None
     ) -> None:
-        """Writes an alert to standard error, and keeps the newest in `run.summary["alerts"]`.
+        """Writes an alert to standard error and into the run's history, and sends it to webhooks for `run.alert`.
+
+        The newest alerts are also in `run.summary["alerts"]`.
 
         `wait_duration`: seconds, or a timedelta, in which no other alert with this title is taken (default: a minute).
         """

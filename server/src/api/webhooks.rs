@@ -13,7 +13,7 @@ use crate::{
         gate::AuditSubject,
     },
     store::{Delivery, Webhook, WebhookEvent, WebhookForm, WebhookRow},
-    webhooks::{Webhooks, addresses, new_secret},
+    webhooks::{Webhooks, addresses, mail, new_secret},
 };
 use axum::{
     Extension, Form, Json,
@@ -41,14 +41,15 @@ const SHOWN: u32 = 5;
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewWebhook {
-    /// URL to which messages are posted, with `https://` or `http://` and at most 2000 bytes.
+    /// URL to which messages are posted, with `https://` or `http://`; for the form `email`, `mailto:` with addresses separated by commas. At
+    /// most 2000 bytes.
     url: String,
     #[serde(default)]
     form: WebhookForm,
     /// Only events of jobs of this project (default: all projects).
     #[serde(default)]
     project: Option<String>,
-    /// Events to send (default: `job.succeeded`, `job.failed` and `job.cancelled`).
+    /// Events to send (default: `job.succeeded`, `job.failed`, `job.cancelled` and `run.alert`).
     #[serde(default)]
     events: Option<Vec<WebhookEvent>>,
     /// Whether messages are sent (default: true).
@@ -149,24 +150,41 @@ async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
     found.ok_or_else(|| Error::NotFound("no webhook has this id".into()))
 }
 
+/// Returns the URL of a webhook of this form.
+///
+/// # Errors
+/// The form needs another kind of URL, or the server cannot send to this one.
+fn address(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> {
+    let is_email = form == WebhookForm::Email;
+    if is_email && !webhooks.has_smtp {
+        return Err(mistake("/form", mail::NO_SMTP.into()));
+    }
+    let is_usable = |url: &Url| match is_email {
+        true => mail::recipients(url).is_some(),
+        false => ["https", "http"].contains(&url.scheme()),
+    };
+    let url = Url::parse(text.trim()).ok().filter(|url| is_usable(url) && url.as_str().len() <= URL_BYTES);
+    let Some(url) = url else {
+        let example = if is_email { "mailto:ada@example.org" } else { "https://example.org/hook" };
+        let detail = format!("must be an address such as {example}, of at most {URL_BYTES} bytes");
+        return Err(mistake("/url", detail));
+    };
+    if !webhooks.allow_private {
+        addresses::check_literal(&url).map_err(|refusal| mistake("/url", refusal))?;
+    }
+    Ok(url)
+}
+
 /// Applies a change to a webhook.
 ///
 /// # Errors
 /// The change has a mistake.
 fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> Result<()> {
-    if let Some(text) = change.url {
-        let url = Url::parse(text.trim());
-        let is_usable =
-            |url: &Url| ["https", "http"].contains(&url.scheme()) && url.as_str().len() <= URL_BYTES;
-        let Some(url) = url.ok().filter(is_usable) else {
-            let detail =
-                format!("must be an address such as https://example.org/hook, of at most {URL_BYTES} bytes");
-            return Err(mistake("/url", detail));
-        };
-        if !webhooks.allow_private {
-            addresses::check_literal(&url).map_err(|refusal| mistake("/url", refusal))?;
-        }
-        webhook.url = url.into();
+    let form = change.form.unwrap_or(webhook.form);
+    // The form decides which addresses are possible.
+    if change.url.is_some() || form != webhook.form {
+        webhook.form = form;
+        webhook.url = address(webhooks, form, change.url.as_deref().unwrap_or(&webhook.url))?.into();
     }
     if let Some(project) = change.project {
         webhook.project = Some(project).filter(|project| !project.is_empty());
@@ -185,7 +203,6 @@ fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> R
         }
         webhook.events = events;
     }
-    webhook.form = change.form.unwrap_or(webhook.form);
     webhook.enabled = change.enabled.unwrap_or(webhook.enabled);
     Ok(())
 }
@@ -200,7 +217,7 @@ async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
         url: String::new(),
         form: new.form,
         project: None,
-        events: WebhookEvent::ENDS.to_vec(),
+        events: WebhookEvent::DEFAULTS.to_vec(),
         enabled: true,
         created_at: crate::now(),
     };
@@ -260,7 +277,7 @@ pub(crate) async fn list(
 /// Add a webhook
 ///
 /// The server posts a message to the webhook's URL for each event of a job that is not private. Messages are signed as specified by Standard
-/// Webhooks.
+/// Webhooks. With the form `email`, the server sends e-mail instead, which is not signed; it needs `lockstep serve --smtp`.
 #[utoipa::path(post, path = "/webhooks", tag = "webhooks", request_body = NewWebhook,
     responses((status = 201, body = MadeWebhook), (status = 409, body = Problem, description = "There are 50 webhooks"),
         (status = 422, body = Problem)))]
@@ -366,7 +383,7 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
             webhooks: lines,
             forms: WebhookForm::ALL.map(WebhookForm::as_str).into(),
             events: WebhookEvent::ALL
-                .map(|event| (event.as_str(), WebhookEvent::ENDS.contains(&event)))
+                .map(|event| (event.as_str(), WebhookEvent::DEFAULTS.contains(&event)))
                 .into(),
             url,
             error,
@@ -422,6 +439,8 @@ pub(crate) async fn submit(
     let concerns = |id: &str| Extension(AuditSubject(format!("{action} {id:?}")));
     match done {
         Ok(Some(WebhookRow { webhook, secret })) => {
+            // E-mail is not signed.
+            let secret = if webhook.form == WebhookForm::Email { String::new() } else { secret };
             let notice = Notice { secret, ..Notice::default() };
             Ok((concerns(&webhook.id), page(&webhooks, &caller, notice).await?).into_response())
         }

@@ -46,7 +46,7 @@ fn subscribers(
         Box::new(move |changed: &Changed| hub.publish(changed)),
         Box::new(move |changed: &Changed| metrics.note(changed)),
         Box::new(move |changed: &Changed| {
-            if changed.events.iter().any(|event| event.state().is_some()) {
+            if changed.events.iter().any(|event| event.state().is_some() || event.is_alert()) {
                 webhooks.wake();
                 if changed.job.trial.is_some() {
                     trials_changed.notify_one();

@@ -3,12 +3,14 @@
 pub(crate) mod addresses;
 pub(crate) mod oidc;
 pub(crate) mod serve_error;
+pub(crate) mod smtp;
 pub(crate) mod tls_suites;
 
 use addresses::{Network, PublicUrl};
 use lockstep_protocol::JobId;
 use oidc::OidcConfig;
 use serve_error::ServeError;
+use smtp::SmtpConfig;
 use std::{
     borrow::Cow,
     net::{SocketAddr, TcpListener},
@@ -168,6 +170,8 @@ pub struct ServeConfig {
     pub connections: Option<usize>,
     /// Whether webhooks may send to addresses that are not on the internet: this machine, private networks, metadata services.
     pub webhooks_allow_private: bool,
+    /// The mail server for e-mail of webhooks. `None`: webhooks cannot send e-mail.
+    pub smtp: Option<SmtpConfig>,
     /// The pause after each failed attempt to send a message of a webhook. The number of attempts is one more.
     pub webhook_retries: Vec<Duration>,
     /// Pictures that come with the program, which are registered if the server has no dataset.
@@ -224,6 +228,7 @@ impl ServeConfig {
             audit_entries: 100_000,
             connections: None,
             webhooks_allow_private: false,
+            smtp: None,
             webhook_retries: [5, 300, 1800, 7200, 18_000, 36_000].map(Duration::from_secs).into(),
             bundled: None,
         }

@@ -4,13 +4,14 @@
 use super::{JobRow, Refused, go, refused, reports::note, state_event};
 use jiff::Timestamp;
 use lockstep_protocol::{
-    job::{External, JobState},
+    job::{Alert, External, JobState},
     limits::{RUN_CONFIG_BYTES, RUN_METRICS},
     metric::MetricColumn,
     numbers::exact,
     reason::{Reason, ReasonKind},
     stream::EventBody,
 };
+use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
@@ -18,6 +19,8 @@ use std::collections::BTreeMap;
 pub const ATTEMPT: u32 = 1;
 /// Number of a run's only rank.
 pub const RANK: u32 = 0;
+/// Maximum number of alerts in a change (the newest). The Python package keeps as many.
+const ALERTS: usize = 50;
 
 /// A change of a run by its program. It is applied completely or not at all.
 #[derive(Debug, Clone, Default)]
@@ -26,7 +29,7 @@ pub struct RunChange {
     pub config: Map<String, Value>,
     /// Settings that must not change the values of existing settings.
     pub params: BTreeMap<String, String>,
-    /// Results that replace results with the same names.
+    /// Results that replace results with the same names. Each entry of `alerts` that the run does not have yet raises an [`Alert`].
     pub summary: Map<String, Value>,
     /// Tags with values. `None` removes a tag.
     pub values: BTreeMap<String, Option<String>>,
@@ -65,11 +68,13 @@ pub fn begun(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
 
 /// Applies a change of a run that its program reports. A run that had failed because its program was silent continues.
 pub fn told(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
-    merge(row, change)?;
+    let alerts = merge(row, change)?;
     let at = change.ended_at.map_or(at, |ended| ended.min(at).max(row.job.created_at));
     let is_silence = |cause: &Reason| matches!(cause.kind(), ReasonKind::RunSilent { .. });
     let was_silent = row.job.cause.as_ref().is_some_and(is_silence);
-    let mut events = match change.state {
+    let mut events: Vec<_> =
+        alerts.into_iter().map(|alert| EventBody::Alert { attempt: ATTEMPT, alert }).collect();
+    events.extend(match change.state {
         None if was_silent && row.job.state == JobState::Failed => run(row, at)?,
         None => Vec::new(),
         Some(state) if state == row.job.state && !was_silent => Vec::new(),
@@ -78,7 +83,7 @@ pub fn told(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<E
             run(row, at)?;
             vec![go(row, state, reason(state, change.reason.as_deref()), None, at)?]
         }
-    };
+    });
     events.extend(points(row, &change.columns)?);
     Ok(events)
 }
@@ -113,9 +118,11 @@ fn reason(state: JobState, words: Option<&str>) -> Option<Reason> {
     }
 }
 
-fn merge(row: &mut JobRow, change: &RunChange) -> Result<(), Refused> {
+/// Applies settings, results and tags. Returns the new alerts.
+fn merge(row: &mut JobRow, change: &RunChange) -> Result<Vec<Alert>, Refused> {
     let (state, id) = (row.job.state, row.job.id.clone());
     let external = own(row)?;
+    let alerts = new_alerts(&external.summary, &change.summary);
     for (name, value) in &change.params {
         let before = external.config.get(name).map(text_of);
         if let Some(before) = before.filter(|before| before != value) {
@@ -149,7 +156,19 @@ fn merge(row: &mut JobRow, change: &RunChange) -> Result<(), Refused> {
             return Err(refused(state, detail));
         }
     }
-    Ok(())
+    Ok(alerts)
+}
+
+/// The alerts of a summary that the known summary does not have. A program sends its list of the newest alerts again with each one, so that
+/// an alert is neither lost nor raised twice. Other values under this name are no alerts.
+fn new_alerts(known: &Map<String, Value>, told: &Map<String, Value>) -> Vec<Alert> {
+    fn list(summary: &Map<String, Value>) -> &[Value] {
+        summary.get("alerts").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default()
+    }
+    let (known, told) = (list(known), list(told));
+    let newest = &told[told.len().saturating_sub(ALERTS)..];
+    let new = newest.iter().filter(|alert| !known.contains(alert));
+    new.filter_map(|alert| Alert::deserialize(alert).ok()).collect()
 }
 
 /// The text of a setting for clients of MLflow.

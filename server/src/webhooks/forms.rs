@@ -9,27 +9,34 @@ use serde_json::{Value, json};
 /// Maximum length of a title and of a detail, in bytes. Discord's limit for a message is 2000 characters, ntfy's is 4096 bytes.
 const TEXT_BYTES: usize = 800;
 
+/// The content of a message.
+pub(super) enum Body {
+    Json(String),
+    Mail { subject: String, text: String },
+}
+
 /// A message for people.
 struct Text {
     /// `shoes has failed`.
     title: String,
-    /// The reason, or the best accuracy. May be empty.
+    /// The reason, the best accuracy, or the text of an alert. May be empty.
     detail: String,
     /// The job's page.
     link: Option<String>,
     is_bad: bool,
 }
 
-/// The body of a message, as JSON. Some forms change `url`, the address to which the message is sent.
-pub(super) fn body(form: WebhookForm, payload: Value, url: &mut Url) -> String {
+/// The body of a message. Some forms change `url`, the address to which the message is sent.
+pub(super) fn body(form: WebhookForm, payload: Value, url: &mut Url) -> Body {
     let body = match form {
         WebhookForm::Standard => payload,
         WebhookForm::Slack => slack(&Text::of(&payload)),
         WebhookForm::Discord => discord(&Text::of(&payload)),
         WebhookForm::Teams => teams(&Text::of(&payload)),
         WebhookForm::Ntfy => ntfy(&Text::of(&payload), url),
+        WebhookForm::Email => return email(Text::of(&payload)),
     };
-    body.to_string()
+    Body::Json(body.to_string())
 }
 
 impl Text {
@@ -47,17 +54,21 @@ impl Text {
             "job.cancelled" => "was cancelled",
             _ => "",
         };
-        let title = match text(&data["name"]) {
-            Some(name) => format!("{name} {what}"),
-            None => "Lockstep: a test of this webhook".to_owned(),
+        let alert = &data["alert"];
+        let title = match (text(&data["name"]), text(&alert["title"])) {
+            (Some(name), Some(alert)) => format!("{name}: {alert}"),
+            (Some(name), None) => format!("{name} {what}"),
+            (None, _) => "Lockstep: a test of this webhook".to_owned(),
         };
         let best = data["best"]["value"].as_f64().filter(|_| event == "job.succeeded");
         let best = best.map(|best| format!("best validation accuracy {}", percent(best)));
         Self {
             title: shortened(title),
-            detail: shortened(text(&data["reason"]).or(best).unwrap_or_default()),
+            detail: shortened(
+                text(&alert["text"]).or_else(|| text(&data["reason"])).or(best).unwrap_or_default(),
+            ),
             link: text(&data["url"]),
-            is_bad: event == "job.failed",
+            is_bad: event == "job.failed" || alert["level"] == "ERROR",
         }
     }
 }
@@ -151,6 +162,12 @@ fn ntfy(text: &Text, url: &mut Url) -> Value {
     body
 }
 
+/// Plain text. The header of the subject is encoded, so that a name cannot add headers.
+fn email(text: Text) -> Body {
+    let parts = [Some(text.title.clone()), Some(text.detail).filter(|detail| !detail.is_empty()), text.link];
+    Body::Mail { subject: text.title, text: parts.into_iter().flatten().collect::<Vec<_>>().join("\n\n") }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -158,7 +175,11 @@ mod tests {
     fn made(form: WebhookForm, name: &str, reason: Value, url: &str) -> (Value, String) {
         let payload = json!({"type": "job.failed", "data": {"name": name, "reason": reason, "url": "https://l.example/jobs/j1"}});
         let mut url = Url::parse(url).unwrap();
-        (serde_json::from_str(&body(form, payload, &mut url)).unwrap(), url.into())
+        let body: Value = match body(form, payload, &mut url) {
+            Body::Json(body) => serde_json::from_str(&body).unwrap(),
+            Body::Mail { subject, text } => json!({"subject": subject, "text": text}),
+        };
+        (body, url.into())
     }
 
     #[test]
@@ -177,6 +198,11 @@ mod tests {
         assert!(content.starts_with("**\\<\\!everyone\\> \\[a\\]\\(http\\:"), "{content}");
         assert!(content.ends_with("was killed\nhttps://l.example/jobs/j1"), "{content}");
         assert_eq!(discord["allowed_mentions"], json!({"parse": []}));
+        let email = of(WebhookForm::Email);
+        assert_eq!(email["subject"], format!("{name} has failed"));
+        assert!(
+            email["text"].as_str().unwrap().ends_with("\n\nrank 1 was killed\n\nhttps://l.example/jobs/j1")
+        );
         let card = &of(WebhookForm::Teams)["attachments"][0]["content"];
         assert_eq!(card["body"][0]["inlines"][0]["text"], format!("{name} has failed"));
         assert_eq!(card["actions"][0]["url"], "https://l.example/jobs/j1");

@@ -1,11 +1,12 @@
-//! Webhooks: messages about jobs in the format of <https://www.standardwebhooks.com>.
+//! Webhooks: messages about jobs in the format of <https://www.standardwebhooks.com>, of chat services, or as e-mail.
 //!
-//! The store queues a message in the transaction that changes a job's state (`store/sql/webhooks.rs`). The task in this module sends messages
-//! that are due: one message of each webhook at a time, so a slow receiver delays only its own webhook. A message is sent at least once, with
-//! the same `webhook-id` in each attempt.
+//! The store queues a message in the transaction that changes a job's state or stores an alert (`store/sql/webhooks.rs`). The task in this
+//! module sends messages that are due: one message of each webhook at a time, so a slow receiver delays only its own webhook. A message is
+//! sent at least once, with the same `webhook-id` in each attempt.
 
 pub(crate) mod addresses;
 mod forms;
+pub(crate) mod mail;
 mod sender;
 mod signature;
 
@@ -44,6 +45,8 @@ pub(crate) struct Webhooks {
     pub(crate) store: Arc<dyn Store>,
     /// Whether messages may be sent to addresses that are not public.
     pub(crate) allow_private: bool,
+    /// Whether the server has a mail server for e-mail.
+    pub(crate) has_smtp: bool,
     sender: Sender,
     /// The pause after each attempt except the last.
     retries: Vec<Duration>,
@@ -60,14 +63,15 @@ impl Webhooks {
         Self {
             store,
             allow_private,
-            sender: Sender::new(allow_private, server),
+            has_smtp: config.smtp.is_some(),
+            sender: Sender::new(allow_private, server, config.smtp.clone()),
             retries: config.webhook_retries.clone(),
             wake: Notify::new(),
             changing: Mutex::default(),
         }
     }
 
-    /// Wakes the task, because a message may be due: a job has changed its state, or a webhook was changed.
+    /// Wakes the task, because a message may be due: a job has changed its state or has an alert, or a webhook was changed.
     pub(crate) fn wake(&self) {
         self.wake.notify_one();
     }

@@ -1,7 +1,14 @@
-//! Sends one message over HTTP, with a time limit, without redirects and proxies, and only to allowed addresses.
+//! Sends one message with a time limit: over HTTP, without redirects and proxies, and only to allowed addresses; or as e-mail.
 
-use super::{addresses, forms, signature};
-use crate::store::{Delivery, WebhookRow};
+use super::{
+    addresses,
+    forms::{self, Body},
+    mail, signature,
+};
+use crate::{
+    config::smtp::SmtpConfig,
+    store::{Delivery, WebhookRow},
+};
 use jiff::Timestamp;
 use reqwest::{Client, StatusCode, Url, header, redirect};
 use rustls::{ClientConfig, RootCertStore, crypto::ring};
@@ -11,27 +18,29 @@ use std::{
     sync::{Arc, OnceLock},
     time::Duration,
 };
+use tokio::time::timeout;
 
 /// Time limit of an attempt.
 const TIMEOUT: Duration = Duration::from_secs(15);
 /// Maximum length of the text of an error, in bytes.
 const ERROR_BYTES: usize = 300;
 
-/// The HTTP client of webhooks.
+/// The HTTP client and the mail server of webhooks.
 pub(super) struct Sender {
     allow_private: bool,
     /// The server's URL for links, if it is configured.
     server: Option<String>,
+    smtp: Option<SmtpConfig>,
     /// Created for the first message, because reading the system's certificate authorities is slow.
     client: OnceLock<Result<Client, String>>,
 }
 
 impl Sender {
-    pub(super) fn new(allow_private: bool, server: Option<String>) -> Self {
-        Self { allow_private, server, client: OnceLock::new() }
+    pub(super) fn new(allow_private: bool, server: Option<String>, smtp: Option<SmtpConfig>) -> Self {
+        Self { allow_private, server, smtp, client: OnceLock::new() }
     }
 
-    /// Sends a message. Returns the status of the receiver's response.
+    /// Sends a message. Returns the status of the receiver's response, or the mail server's reply code.
     ///
     /// # Errors
     /// The message could not be sent, or no response came.
@@ -42,13 +51,20 @@ impl Sender {
         at: Timestamp,
     ) -> Result<StatusCode, String> {
         let mut url = Url::parse(&row.webhook.url).map_err(|error| error.to_string())?;
+        let payload: Value = serde_json::from_str(&delivery.payload).map_err(|error| error.to_string())?;
+        let body = match forms::body(row.webhook.form, self.with_link(payload), &mut url) {
+            Body::Json(body) => body,
+            Body::Mail { subject, text } => {
+                let sent =
+                    timeout(TIMEOUT, mail::send(self.smtp.as_ref(), &delivery.id, &url, subject, text));
+                return sent.await.unwrap_or_else(|_| Err(too_late())).map_err(shortened);
+            }
+        };
         if !self.allow_private {
             addresses::check_literal(&url)?;
         }
         let client =
             self.client.get_or_init(|| client(self.allow_private)).as_ref().map_err(String::clone)?;
-        let payload: Value = serde_json::from_str(&delivery.payload).map_err(|error| error.to_string())?;
-        let body = forms::body(row.webhook.form, self.with_link(payload), &mut url);
         let timestamp = at.as_second();
         let signature = signature::sign(&row.secret, &delivery.id, timestamp, &body)
             .ok_or("its secret cannot be read; remove the webhook and add it again")?;
@@ -99,14 +115,21 @@ fn client(allow_private: bool) -> Result<Client, String> {
 /// The text of the innermost cause, which is the most specific. It does not contain the URL, which may have a secret.
 fn in_words(error: reqwest::Error) -> String {
     if error.is_timeout() {
-        return format!("it has not answered within {} s", TIMEOUT.as_secs());
+        return too_late();
     }
     let error = error.without_url();
     let mut cause: &dyn Error = &error;
     while let Some(next) = cause.source() {
         cause = next;
     }
-    let mut words = cause.to_string();
+    shortened(cause.to_string())
+}
+
+fn too_late() -> String {
+    format!("it has not answered within {} s", TIMEOUT.as_secs())
+}
+
+fn shortened(mut words: String) -> String {
     words.truncate(words.floor_char_boundary(ERROR_BYTES));
     words
 }

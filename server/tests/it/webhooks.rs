@@ -12,10 +12,11 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use lockstep_protocol::agent::{Ending, Source, ToAgent};
-use lockstep_server::ServeConfig;
+use lockstep_server::{ServeConfig, SmtpConfig};
 use serde_json::{Value, json};
 use standardwebhooks::Webhook;
 use std::{
+    io,
     net::SocketAddr,
     sync::{
         Arc,
@@ -23,7 +24,12 @@ use std::{
     },
     time::{Duration, Instant},
 };
-use tokio::{net::TcpListener, sync::mpsc, time::timeout};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+    time::timeout,
+};
 
 /// A request that came.
 struct Message {
@@ -91,6 +97,62 @@ impl Receiver {
     fn is_empty(&mut self) -> bool {
         self.messages.try_recv().is_err()
     }
+}
+
+/// A mail server, which refuses the recipient `refused`.
+struct MailServer {
+    address: SocketAddr,
+    /// Each e-mail, with the commands that came before it.
+    mails: mpsc::UnboundedReceiver<String>,
+}
+
+impl MailServer {
+    async fn new() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (to, mails) = mpsc::unbounded_channel();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                tokio::spawn(take_mail(stream, to.clone()));
+            }
+        });
+        Self { address, mails }
+    }
+
+    /// The next e-mail, which must have all these words.
+    async fn next(&mut self, words: &[&str]) {
+        let mail = timeout(DEADLINE, self.mails.recv()).await.expect("an e-mail").unwrap();
+        for part in words {
+            assert!(mail.contains(part), "{part} is not in:\n{mail}");
+        }
+    }
+}
+
+async fn take_mail(mut stream: TcpStream, to: mpsc::UnboundedSender<String>) -> io::Result<()> {
+    let (read, mut write) = stream.split();
+    let mut lines = BufReader::new(read).lines();
+    let (mut mail, mut is_data) = (String::new(), false);
+    write.write_all(b"220 mail.example\r\n").await?;
+    while let Some(line) = lines.next_line().await? {
+        mail.push_str(&line);
+        mail.push('\n');
+        let reply = match (is_data, line.as_str()) {
+            (true, ".") => {
+                is_data = false;
+                let _ = to.send(std::mem::take(&mut mail));
+                "250 taken"
+            }
+            (true, _) => continue,
+            (false, "DATA") => {
+                is_data = true;
+                "354 go on"
+            }
+            (false, command) if command.contains("<refused@") => "550 nobody has this name",
+            (false, _) => "250 mail.example",
+        };
+        write.write_all(format!("{reply}\r\n").as_bytes()).await?;
+    }
+    Ok(())
 }
 
 fn private(config: &mut ServeConfig) {
@@ -386,6 +448,86 @@ async fn each_form_is_what_its_service_takes() {
         assert_eq!(body.pointer(pointer), Some(&json!(expected)), "{form}: {body}");
         assert_signed(&message, &secret);
     }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn jobs_and_alerts_are_told_by_e_mail() {
+    let mut mails = MailServer::new().await;
+    let smtp = |url: &str| SmtpConfig::new(url, "Lockstep <lockstep@example.org>");
+    for url in ["mail.example", "http://mail.example"] {
+        assert!(smtp(url).unwrap_err().starts_with("--smtp: "), "{url}");
+    }
+    assert!(
+        SmtpConfig::new("smtp://mail.example", "nobody").unwrap_err().starts_with("--smtp-from \"nobody\"")
+    );
+    let smtp = smtp(&format!("smtp://{}", mails.address)).unwrap();
+    // The rule about private addresses is not about the mail server.
+    let server = TestServer::with(|config| {
+        config.smtp = Some(smtp);
+        config.public_url = Some("http://lockstep.example:7070".parse().unwrap());
+    })
+    .await;
+    Agent::with_pictures(&server, 2).await.vanish();
+    for (url, form) in [
+        ("mailto:ada@example.org", "slack"),
+        ("https://hooks.example/a", "email"),
+        ("mailto:nobody", "email"),
+        ("mailto:ada@example.org,", "email"),
+        ("mailto:ada@example.org?cc=ben@example.org", "email"),
+    ] {
+        let (status, problem) = server.post("/webhooks", &json!({"url": url, "form": form})).await;
+        assert_eq!((status, &problem["errors"][0]["pointer"]), (422, &json!("/url")), "{url}: {problem}");
+    }
+    let url = "mailto:ada@example.org, ben@example.org";
+    let (id, _) = server.add_webhook(&json!({"url": url, "form": "email"})).await;
+    let (status, sent) = server.post(&format!("/webhooks/{id}/test"), &json!({})).await;
+    assert_eq!((status, &attempts(&sent)[0]["status"]), (200, &json!(250)), "{sent}");
+    let message_id = format!("Message-ID: <{}@example.org>", sent["id"].as_str().unwrap());
+    let test = "Subject: Lockstep: a test of this webhook\n";
+    let (from, to) =
+        ("MAIL FROM:<lockstep@example.org>", "RCPT TO:<ada@example.org>\nRCPT TO:<ben@example.org>");
+    mails.next(&[from, to, "From: Lockstep <lockstep@example.org>", &message_id, test]).await;
+    let job = server.cancelled_job("shoes").await;
+    let link = format!("\nhttp://lockstep.example:7070/jobs/{job}\n");
+    mails.next(&["Subject: shoes was cancelled\n", &link]).await;
+
+    // A program sends its list of alerts again with each new one.
+    let (_, run) = server.post("/runs", &json!({"name": "elsewhere"})).await;
+    let run = run["id"].as_str().unwrap();
+    let alerts = [
+        json!({"title": "slow", "at": 1}),
+        json!({"title": "diverged", "text": "loss is inf", "level": "ERROR", "at": 2}),
+        json!("no alert"),
+    ];
+    for count in [1, 1, 3] {
+        let change = json!({"summary": {"alerts": alerts[..count]}});
+        let path = server.url(&format!("/api/v1/runs/{run}"));
+        assert_eq!(server.send(server.http.patch(path).json(&change)).await.0, 200);
+    }
+    mails.next(&["Subject: elsewhere: slow\n"]).await;
+    mails.next(&["Subject: elsewhere: diverged\n", "\nloss is inf\n"]).await;
+    let (_, history) = server.get(&format!("/jobs/{run}/history")).await;
+    let entries = history["entries"].as_array().unwrap().iter();
+    let found: Vec<_> =
+        entries.filter(|entry| entry["what"] == "alert").map(|e| (&e["title"], &e["level"])).collect();
+    assert_eq!(found, [(&json!("slow"), &json!("INFO")), (&json!("diverged"), &json!("ERROR"))], "{history}");
+    let (_, events) = server.get(&format!("/jobs/{run}/events?type=alert")).await;
+    assert_eq!(events["events"][1]["text"], "loss is inf", "{events}");
+
+    let change = json!({"url": "mailto:refused@example.org"});
+    assert_eq!(server.change_webhook(&id, &change).await.0, 200);
+    let test_fails = async |server: &TestServer, words: &str| {
+        let (_, sent) = server.post(&format!("/webhooks/{id}/test"), &json!({})).await;
+        let error = attempts(&sent)[0]["error"].as_str().unwrap();
+        assert!(error.contains(words), "{error}");
+    };
+    test_fails(&server, "(550): nobody has this name").await;
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    test_fails(&server, "--smtp URL").await;
+    let (status, problem) = server.post("/webhooks", &json!({"url": url, "form": "email"})).await;
+    assert_eq!((status, &problem["errors"][0]["pointer"]), (422, &json!("/form")), "{problem}");
+    assert!(problem["detail"].as_str().unwrap().contains("--smtp URL"), "{problem}");
     server.stop().await;
 }
 

@@ -36,8 +36,13 @@ pub fn own_program() -> io::Result<PathBuf> {
 
 /// Environment variables of a server or an agent that contain credentials. Processes of jobs do not get them, because
 /// they read files written by others.
-pub const SECRETS: [&str; 4] =
-    ["LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE", "LOCKSTEP_DATABASE", "LOCKSTEP_OIDC_CLIENT_SECRET"];
+pub const SECRETS: [&str; 5] = [
+    "LOCKSTEP_TOKEN",
+    "LOCKSTEP_TOKEN_FILE",
+    "LOCKSTEP_DATABASE",
+    "LOCKSTEP_OIDC_CLIENT_SECRET",
+    "LOCKSTEP_SMTP",
+];
 
 /// Ends this process without running exit handlers of libraries.
 #[allow(unsafe_code)] // A function of the system's C library; any number is a valid status.

@@ -39,6 +39,7 @@ const TYPES: &[&str] = &[
     "rank",
     "histograms",
     "network",
+    "alert",
 ];
 
 /// Fields of events. Which fields an event has depends on its type.
@@ -77,6 +78,9 @@ const FIELDS: &[&str] = &[
     "total_steps",
     "steps_per_epoch",
     "start_step",
+    "title",
+    "text",
+    "level",
 ];
 
 /// A page of events.
@@ -94,7 +98,7 @@ pub(crate) struct EventList {
 #[into_params(parameter_in = Query)]
 pub(crate) struct EventsQuery {
     /// Comma-separated types of events to return: `state`, `plan`, `metrics`, `log`, `checkpoint`, `checkpoint_removed`,
-    /// `evaluation`, `rank`, `histograms`, `network`.
+    /// `evaluation`, `rank`, `histograms`, `network`, `alert`.
     #[serde(rename = "type")]
     types: Option<String>,
     /// Page size, 1 to 1000 (default 100).
@@ -176,6 +180,7 @@ mod tests {
     use lockstep_protocol::{
         JobState,
         agent::{AxisTimes, CheckpointInfo, Evaluation, RankReport},
+        job::{Alert, AlertLevel},
         stream::EventBody,
     };
 
@@ -203,6 +208,7 @@ mod tests {
             best: false,
             size_bytes: 1,
         };
+        let alert = Alert { title: "t".into(), text: String::new(), level: AlertLevel::Warn };
         let bodies = [
             EventBody::State { state: JobState::Running, reason: None, cause: None, attempt: 1 },
             EventBody::Plan { attempt: 1, total_steps: 1, steps_per_epoch: 1, start_step: 0 },
@@ -214,6 +220,7 @@ mod tests {
             EventBody::Rank { attempt: 1, rank: 0, report },
             EventBody::Histograms { attempt: 1, step: 1 },
             EventBody::Network { attempt: 1 },
+            EventBody::Alert { attempt: 1, alert },
         ];
         assert_eq!(bodies.len(), TYPES.len(), "one of each");
         for body in bodies {

@@ -1,4 +1,4 @@
-//! A job's history: its changes of state, with reasons and the people who requested them.
+//! A job's history: its changes of state, with reasons and the people who requested them, and its alerts.
 
 use crate::{
     api::{
@@ -48,7 +48,7 @@ const ORDER: &str = "at";
 /// Show a job's history
 ///
 /// Entries are the start and end of each attempt, with the reason, the rank that caused the end and the checkpoint from which the next attempt
-/// continued, and all pauses, retries and cancellations. The history also has the job's parent and forks, and its place in the queue.
+/// continued, all pauses, retries and cancellations, and the alerts of a run from elsewhere. The history also has the job's parent and forks, and its place in the queue.
 /// Everybody sees who submitted or forked the job. Only the owner and admins see who requested the other changes.
 #[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path), HistoryQuery),
     responses((status = 200, body = History), (status = 400, body = Problem), (status = 404, body = Problem)))]
@@ -71,8 +71,8 @@ pub(crate) async fn show(
     let rows = scheduler.store.history(&job, may_see_who).await?;
     let attempts = scheduler.store.attempts(&job.id).await?;
     let (parent, begun) = parent(&*scheduler.store, &caller, &job, rows.parent).await?;
-    let mut entries = of_states(&job, begun, &rows.states, &rows.requests);
-    entries.extend(of_attempts(&attempts, &rows.states));
+    let mut entries = of_events(&job, begun, &rows.events, &rows.requests);
+    entries.extend(of_attempts(&attempts, &rows.events));
     // A stable sort: a request stays before the attempt's end that followed in the same millisecond.
     entries.sort_by_key(|entry| entry.at);
     let forks = rows.forks.into_iter().filter(|(fork, _)| sees(&caller, fork));
@@ -165,12 +165,15 @@ fn of_attempts(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
     entries
 }
 
-/// Returns the entries that come from the job's changes of state rather than from its attempts.
-fn of_states(job: &Job, begun: Option<String>, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
+/// Returns the entries that come from the job's changes of state and alerts rather than from its attempts.
+fn of_events(job: &Job, begun: Option<String>, events: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
     let begin = begun.map_or(What::Submitted, |checkpoint| What::Forked { checkpoint });
     let mut entries = vec![Entry { at: job.created_at, what: begin, who: job.owner.clone() }];
     let mut before: Option<(JobState, Option<&ReasonKind>)> = None;
-    for Event { seq, at, body } in states {
+    for Event { seq, at, body } in events {
+        if let EventBody::Alert { alert, .. } = body {
+            entries.push(Entry { at: *at, what: What::Alert(alert.clone()), who: None });
+        }
         let EventBody::State { state, cause, .. } = body else { continue };
         let kind = cause.as_ref().map(Reason::kind);
         if before.is_some_and(|(old, of)| old == *state && of.map(discriminant) == kind.map(discriminant)) {

@@ -372,7 +372,9 @@ pub(crate) struct RunNews {
     /// Settings, which replace those with the same names. At most 64 kB of JSON in total.
     #[schema(value_type = Option<Object>)]
     config: Option<Map<String, Value>>,
-    /// Results, which replace those with the same names. At most 64 kB of JSON in total.
+    /// Results, which replace those with the same names. At most 64 kB of JSON in total. Under the name `alerts`, a list of objects with
+    /// `title`, `text` and `level` (`INFO`, `WARN` or `ERROR`): each object that the run does not have yet is an alert, which is an event of
+    /// the run and is sent to webhooks.
     #[schema(value_type = Option<Object>)]
     summary: Option<Map<String, Value>>,
     state: Option<RunState>,

@@ -103,6 +103,11 @@ impl EventRow {
         }
     }
 
+    /// Whether the row reports an alert.
+    pub(crate) fn is_alert(&self) -> bool {
+        matches!(&self.stored, Stored::Body(body) if body.starts_with("{\"type\":\"alert\""))
+    }
+
     /// The row's events after number `after` as frames of the stream, with their numbers. New and replayed events have the same
     /// text.
     pub fn frames(&self, after: u64) -> Vec<(u64, String)> {

@@ -9,8 +9,8 @@ use lockstep_protocol::{
 /// The parts of a job's history besides its attempts.
 #[derive(Debug, Clone, Default)]
 pub struct HistoryRows {
-    /// The job's newest changes of state, in order.
-    pub states: Vec<Event>,
+    /// The job's newest changes of state and alerts, in order.
+    pub events: Vec<Event>,
     /// The checkpoint that the job was forked from, even if its job is private.
     pub parent: Option<Parent>,
     /// Forks of the job, each with the id of the checkpoint from which it began, the oldest first.

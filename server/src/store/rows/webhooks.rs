@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use utoipa::ToSchema;
 
-/// An event of a job that can be sent to a webhook.
+/// An event of a job or a run that can be sent to a webhook.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 pub enum WebhookEvent {
     /// The ranks of an attempt run.
@@ -30,11 +30,14 @@ pub enum WebhookEvent {
     Failed,
     #[serde(rename = "job.cancelled")]
     Cancelled,
+    /// The program of a run from elsewhere has raised an alert.
+    #[serde(rename = "run.alert")]
+    Alert,
 }
 
 impl WebhookEvent {
     /// Every event, in the order of a job's life.
-    pub const ALL: [WebhookEvent; 7] = [
+    pub const ALL: [WebhookEvent; 8] = [
         WebhookEvent::Started,
         WebhookEvent::Preempted,
         WebhookEvent::Paused,
@@ -42,10 +45,11 @@ impl WebhookEvent {
         WebhookEvent::Succeeded,
         WebhookEvent::Failed,
         WebhookEvent::Cancelled,
+        WebhookEvent::Alert,
     ];
-    /// The default events of a webhook: a job is over.
-    pub const ENDS: [WebhookEvent; 3] =
-        [WebhookEvent::Succeeded, WebhookEvent::Failed, WebhookEvent::Cancelled];
+    /// The default events of a webhook: a job is over, or a program has raised an alert.
+    pub const DEFAULTS: [WebhookEvent; 4] =
+        [WebhookEvent::Succeeded, WebhookEvent::Failed, WebhookEvent::Cancelled, WebhookEvent::Alert];
 
     /// The event's name, as in JSON.
     pub fn as_str(self) -> &'static str {
@@ -57,6 +61,7 @@ impl WebhookEvent {
             WebhookEvent::Succeeded => "job.succeeded",
             WebhookEvent::Failed => "job.failed",
             WebhookEvent::Cancelled => "job.cancelled",
+            WebhookEvent::Alert => "run.alert",
         }
     }
 
@@ -93,15 +98,18 @@ pub enum WebhookForm {
     /// A workflow of Microsoft Teams.
     Teams,
     Ntfy,
+    /// E-mail over the server's SMTP settings.
+    Email,
 }
 
 impl WebhookForm {
-    pub const ALL: [WebhookForm; 5] = [
+    pub const ALL: [WebhookForm; 6] = [
         WebhookForm::Standard,
         WebhookForm::Slack,
         WebhookForm::Discord,
         WebhookForm::Teams,
         WebhookForm::Ntfy,
+        WebhookForm::Email,
     ];
 
     /// The form's name, as in JSON.
@@ -112,6 +120,7 @@ impl WebhookForm {
             WebhookForm::Discord => "discord",
             WebhookForm::Teams => "teams",
             WebhookForm::Ntfy => "ntfy",
+            WebhookForm::Email => "email",
         }
     }
 }
@@ -154,7 +163,7 @@ impl fmt::Debug for WebhookRow {
 pub struct DeliveryAttempt {
     #[schema(value_type = String)]
     pub at: Timestamp,
-    /// HTTP status of the response; null without a response.
+    /// HTTP status of the response (of an e-mail that the mail server has taken: its reply code); null without a response.
     pub status: Option<u16>,
     /// Why the message was not delivered; null if it was.
     pub error: Option<String>,
@@ -165,7 +174,7 @@ pub struct DeliveryAttempt {
 /// A message to a webhook. The message was delivered if its last attempt has no error.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 pub struct Delivery {
-    /// Value of the header `webhook-id`, the same in each attempt. Ids sort by time.
+    /// Value of the header `webhook-id`, and part of an e-mail's `Message-ID`: the same in each attempt. Ids sort by time.
     pub id: String,
     #[serde(skip)]
     pub webhook: String,

@@ -67,6 +67,7 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
             EventBody::Rank { rank, .. } => ("rank", Some(rank)),
             EventBody::Histograms { .. } => ("histograms", None),
             EventBody::Network { .. } => ("network", None),
+            EventBody::Alert { .. } => ("alert", None),
         };
         if let Some(before) = points.take() {
             let (kind, attempt, rank, events, stored) = stored(before);

@@ -1,4 +1,4 @@
-//! The parts of a job's history: its changes of state, its forks, requests about it, and its place in the queue.
+//! The parts of a job's history: its changes of state, its alerts, its forks, requests about it, and its place in the queue.
 
 use super::{
     DbRow, SqlStore, audit,
@@ -15,7 +15,7 @@ use lockstep_protocol::{
 };
 use sqlx::{AssertSqlSafe, Row};
 
-/// Maximum number of changes of state (the newest), of forks (the oldest) and of requests (the newest) in a history.
+/// Maximum number of changes of state and alerts (the newest), of forks (the oldest) and of requests (the newest) in a history.
 const MOST: i64 = 1000;
 
 fn event(row: &DbRow) -> Result<Event> {
@@ -34,8 +34,8 @@ fn parent(row: &DbRow) -> Option<Parent> {
 
 impl SqlStore {
     pub(super) async fn read_history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
-        let states = sqlx::query(
-            "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind = 'state' ORDER BY seq DESC LIMIT $2",
+        let events = sqlx::query(
+            "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind IN ('state', 'alert') ORDER BY seq DESC LIMIT $2",
         )
         .bind(job.id.as_str())
         .bind(MOST)
@@ -74,7 +74,7 @@ impl SqlStore {
         .fetch_one(&self.reader)
         .await?;
         Ok(HistoryRows {
-            states: readable(states.iter().rev().map(event)),
+            events: readable(events.iter().rev().map(event)),
             parent: own.as_ref().and_then(parent),
             forks: readable(forks.iter().map(|row| {
                 let begun = row.try_get::<Option<String>, _>("parent_checkpoint")?;

@@ -15,7 +15,7 @@ use sqlx::{AssertSqlSafe, Row};
 /// Maximum number of a webhook's messages that are kept after their last attempt.
 const KEPT: i64 = 100;
 
-/// A change of a job's state, to be sent to webhooks.
+/// A change of a job's state or an alert, to be sent to webhooks.
 pub(super) struct Notice {
     event: WebhookEvent,
     job: JobId,
@@ -24,15 +24,25 @@ pub(super) struct Notice {
     payload: String,
 }
 
-/// The notice for an event, after which the job is as in `row`. `None` if the event does not change the job's state. Private jobs have no
-/// notices, because others can read the receiver's messages.
+/// The notice for an event, after which the job is as in `row`. `None` if the event neither changes the job's state nor is an alert. Private
+/// jobs have no notices, because others can read the receiver's messages.
 pub(super) fn notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Option<Box<Notice>> {
-    let EventBody::State { state, reason, cause, attempt } = body else { return None };
-    let has_moved = std::mem::replace(&mut row.announced, *state) != *state;
+    let (event, state, reason, cause, attempt) = match body {
+        EventBody::State { state, reason, cause, attempt } => {
+            let has_moved = std::mem::replace(&mut row.announced, *state) != *state;
+            let event = WebhookEvent::of(*state, cause.as_ref()).filter(|_| has_moved)?;
+            (event, state, reason, cause, attempt)
+        }
+        EventBody::Alert { attempt, .. } => {
+            (WebhookEvent::Alert, &row.job.state, &row.job.reason, &row.job.cause, attempt)
+        }
+        _ => return None,
+    };
     let job = &row.job;
-    let is_told = has_moved && !job.spec.private;
-    let event = WebhookEvent::of(*state, cause.as_ref()).filter(|_| is_told)?;
-    let payload = json!({
+    if job.spec.private {
+        return None;
+    }
+    let mut payload = json!({
         "type": event,
         "timestamp": at,
         "data": {
@@ -57,6 +67,9 @@ pub(super) fn notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Optio
             "finished_at": job.finished_at,
         },
     });
+    if let EventBody::Alert { alert, .. } = body {
+        payload["data"]["alert"] = json!(alert);
+    }
     let (job, project) = (job.id.clone(), job.project.clone());
     Some(Box::new(Notice { event, job, project, at, payload: payload.to_string() }))
 }

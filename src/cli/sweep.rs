@@ -174,7 +174,7 @@ mod tests {
             (json!({}), &["train.lr=1", "train.lr=2"], "already"),
             (json!({}), &["train..lr=1"], "names no key"),
             (json!({"sweep": {}}), &["train.lr=1"], "cannot be combined with a section [sweep]"),
-            (json!({}), &[&long], "a list of 1 to 500 values"),
+            (json!({}), &[long.as_str()], "a list of 1 to 500 values"),
         ] {
             let path = Path::new("job.toml");
             let found = grid(job, arguments, None).and_then(|document| check(path, &document));

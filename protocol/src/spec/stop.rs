@@ -27,7 +27,7 @@ pub struct StopSpec {
     /// The metric that has to improve, `val_accuracy` when absent. `val_ema_accuracy` and `val_ema_loss` are of the averaged weights and need
     /// `train.ema_decay`.
     pub metric: String,
-    /// A value is an improvement if it is better than the best one by more than this; 0 when absent. Accuracies are from 0 to 1.
+    /// A value is an improvement if it is better than the last improvement by more than this; 0 when absent. Accuracies are from 0 to 1.
     pub min_delta: f64,
     /// `maximize` if larger values are better, `minimize` if smaller ones are. When absent: `maximize` for accuracies, `minimize` for losses.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -110,6 +110,7 @@ async fn seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepRow>> {
     params(LaunchQuery, ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
     responses((status = 201, body = Sweep, headers(("Location" = String))), (status = 200, body = Sweep, description = "The same request made this sweep before"),
         (status = 409, body = Problem, description = "The key came with another request"), (status = 422, body = Problem)))]
+#[expect(clippy::too_many_arguments, reason = "what a handler needs, it extracts")]
 pub(crate) async fn create(
     State(scheduler): State<Arc<Scheduler>>,
     State(sweeps): State<Arc<Sweeps>>,

@@ -95,7 +95,7 @@ pub struct Best {
 pub struct StopProgress {
     /// The metric of `[stop]`.
     pub metric: String,
-    /// The newest value that was an improvement, and the epoch of its validation. Which network is the best says [`Best`].
+    /// The newest value that was an improvement by `min_delta`, and the epoch of its validation. [`Best`] has the best checkpoint.
     pub value: f64,
     pub epoch: u32,
     /// Number of validations since then.

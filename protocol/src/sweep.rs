@@ -2,6 +2,7 @@
 
 use crate::{
     job::{JobId, JobState},
+    numbers::{percent, value},
     spec::Setting,
 };
 use serde::{Deserialize, Serialize};
@@ -56,8 +57,13 @@ pub struct Sweep {
     /// The job file as it was submitted.
     #[schema(value_type = Object)]
     pub spec: Value,
+    /// What trials are compared by: `val_accuracy` or `val_loss`.
+    pub metric: String,
     /// Epochs after which trials are compared; the last is the end of training.
     pub rungs: Vec<u32>,
+    /// Warnings about its trials, in words. Only in the answer to a submission.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
     /// Number of trials, including trials that have not started.
     pub trial_count: u32,
     /// Number of trials that are over. All that have started when the sweep is over, even if somebody retries or deletes
@@ -83,6 +89,12 @@ pub struct Sweep {
 }
 
 impl Sweep {
+    /// A trial's metric as it is shown, such as `75.0 %`; `None` before its first rung.
+    pub fn metric_of(&self, trial: &Trial) -> Option<String> {
+        let format: fn(f64) -> String = if self.metric == "val_loss" { value } else { percent };
+        trial.metric.map(format)
+    }
+
     /// `trial 3 is paused: the sweep cannot end until the trial is resumed or cancelled`; `None` if nobody has paused one.
     pub fn paused_in_words(&self) -> Option<String> {
         let (noun, be) = match &self.paused[..] {

@@ -10,34 +10,45 @@ use lockstep_protocol::{
     spec::{SpecError, apply_set, from_json, shortened, toml_document},
 };
 use serde_json::Value;
-use std::{
-    collections::HashMap,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 /// Maximum size of a job file. The server has the same limit for a specification.
 const JOB_FILE_BYTES: u64 = 1 << 20;
 
-/// Replaces a dataset's path by its registered name. If `may`, registers an unregistered path under its folder's name, so that the file
-/// that `lockstep init` writes works with `train` and with `submit`.
+/// Replaces a dataset's path by its registered name, also among the values of a sweep. If `may`, registers an unregistered path under its
+/// folder's name, so that the file that `lockstep init` writes works with `train` and with `submit`.
 pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> anyhow::Result<()> {
     let private = document.get("private").and_then(Value::as_bool).unwrap_or(false);
-    let Some(given) = document.pointer_mut("/data/dataset") else { return Ok(()) };
-    let Some(path) = given.as_str().filter(|text| text.contains(std::path::is_separator)).map(PathBuf::from)
-    else {
-        return Ok(());
-    };
-    let found = match dataset::at(api, &path).await? {
-        Some(found) => found,
-        None if may && path.is_dir() => {
-            let name = dataset_name(&path);
-            output::warn(format_args!("registering {} as the dataset {name}", path.display()));
-            dataset::register_as(api, &name, &path, private).await?
-        }
-        None => return Ok(()),
-    };
-    *given = Value::String(found.name);
+    for pointer in places(document, "data", "dataset") {
+        let Some(given) = document.pointer_mut(&pointer) else { continue };
+        let Some(path) =
+            given.as_str().filter(|text| text.contains(std::path::is_separator)).map(PathBuf::from)
+        else {
+            continue;
+        };
+        let found = match dataset::at(api, &path).await? {
+            Some(found) => found,
+            None if may && path.is_dir() => {
+                let name = dataset_name(&path);
+                output::warn(format_args!("registering {} as the dataset {name}", path.display()));
+                dataset::register_as(api, &name, &path, private).await?
+            }
+            None => continue,
+        };
+        *given = Value::String(found.name);
+    }
     Ok(())
+}
+
+/// Pointers of the values of a key: the job's, and those that a sweep gives it.
+fn places(document: &Value, section: &str, key: &str) -> Vec<String> {
+    let mut places = vec![format!("/{section}/{key}")];
+    for parameter in [format!("{section}/{key}"), format!("{section}.{key}")] {
+        let values = format!("/sweep/parameters/{parameter}/values");
+        let count = document.pointer(&values).and_then(Value::as_array).map_or(0, Vec::len);
+        places.extend((0..count).map(|index| format!("{values}/{index}")));
+    }
+    places
 }
 
 /// Returns the name under which a folder is registered: the folder's name, with invalid characters replaced.
@@ -84,25 +95,6 @@ pub(super) fn find_weights(document: &mut Value) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Like [`name_dataset`], for the jobs of a sweep, in which values may be paths of datasets. A dataset of several jobs is looked up once.
-///
-/// # Errors
-/// See [`name_dataset`].
-pub(super) async fn resolve_all(api: &Api, documents: &mut [Value]) -> anyhow::Result<()> {
-    let mut known: HashMap<String, Value> = HashMap::new();
-    for document in documents {
-        make_paths_absolute(document);
-        let Some(given) = document.pointer("/data/dataset").map(Value::to_string) else { continue };
-        if let Some(name) = known.get(&given).cloned() {
-            document["data"]["dataset"] = name;
-        } else {
-            name_dataset(api, document, true).await?;
-            known.insert(given, document["data"]["dataset"].clone());
-        }
-    }
-    Ok(())
-}
-
 /// Parses and checks a job's document.
 ///
 /// # Errors
@@ -145,19 +137,21 @@ pub(crate) fn job_file(path: &Path) -> anyhow::Result<String> {
 }
 
 /// Makes paths absolute, because the server has another working directory.
-fn make_paths_absolute(document: &mut Value) {
-    let mut absolute = |pointer: &str, is_path: fn(&str) -> bool| {
-        let Some(value) = document.pointer_mut(pointer) else { return };
-        if let Some(text) = value.as_str()
-            && is_path(text)
-            && let Ok(absolute) = lockstep_data::canonical(Path::new(text))
-        {
-            *value = Value::String(absolute.to_string_lossy().into_owned());
+pub(super) fn make_paths_absolute(document: &mut Value) {
+    let mut absolute = |section: &str, key: &str, is_path: fn(&str) -> bool| {
+        for pointer in places(document, section, key) {
+            let Some(value) = document.pointer_mut(&pointer) else { continue };
+            if let Some(text) = value.as_str()
+                && is_path(text)
+                && let Ok(absolute) = lockstep_data::canonical(Path::new(text))
+            {
+                *value = Value::String(absolute.to_string_lossy().into_owned());
+            }
         }
     };
-    absolute("/data/dataset", |text| text.contains(std::path::is_separator));
+    absolute("data", "dataset", |text| text.contains(std::path::is_separator));
     // Other values are ids of checkpoints, or paths on the machine that trains.
-    absolute("/model/pretrained", |text| Path::new(text).exists());
+    absolute("model", "pretrained", |text| Path::new(text).exists());
 }
 
 fn count(n: usize, noun: &str) -> String {

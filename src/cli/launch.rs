@@ -54,10 +54,11 @@ pub(crate) struct Args {
     /// Change a key of the TOML file, such as train.lr=0.1 (may be repeated); an empty value, as in train.epochs=, removes the key
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// Submit a job for each of these values of a key of the TOML file, as a Slurm job array (may be repeated: a job for each combination)
+    /// Submit a sweep with a trial for each of these values of a key of the TOML file, as a Slurm job array (may be repeated: a trial for each
+    /// combination)
     #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...")]
     sweeps: Vec<String>,
-    /// Maximum number of a sweep's jobs that Slurm runs at the same time [default: as many as fit]
+    /// Maximum number of a sweep's trials that Slurm runs at the same time [default: as many as fit]
     #[arg(long, value_name = "N", requires = "sweeps", value_parser = clap::value_parser!(u32).range(1..))]
     at_once: Option<u32>,
     /// File that lists the machines, one per line: HOST slots=4 env:NAME=VALUE
@@ -166,11 +167,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     if !args.sweeps.is_empty() && args.with != LauncherKind::Slurm {
         return Err(wrong(
-            "--sweep is for Slurm; submit the jobs with `lockstep submit --sweep`, and launch each",
+            "--sweep is for Slurm; submit the sweep with `lockstep submit --sweep`, and launch each trial's job",
         ));
     }
     let mut document = if is_file { Some(job_file::document(path, &args.sets)?) } else { None };
-    // For a sweep, the file itself is not checked, because it may lack the swept keys. `array::run` checks each job.
+    // For a sweep, the file itself is not checked, because it may lack the swept keys. `array::run` checks each trial.
     let alone = document.as_ref().filter(|_| args.sweeps.is_empty());
     let spec = alone.map(|document| job_file::check(path, document)).transpose()?;
     machines::reachable(&args, &hosts)?;
@@ -179,7 +180,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let api = args.server.api()?;
     let args = Arc::new(args);
-    if let Some(document) = document.as_ref().filter(|_| !args.sweeps.is_empty()) {
+    if let Some(document) = document.take_if(|_| !args.sweeps.is_empty()) {
         return block_on(array::run(&args, &api, hosts, document));
     }
     block_on(async {

@@ -4,14 +4,11 @@ use super::{
     api::{Api, ServerArgs, mistake},
     block_on,
     job_file::{check, document, mistaken, name_dataset},
-    output,
-    sweep::{self, Sweep as SweptValues},
-    watch, wrong,
+    output, sweep, sweeps, watch, wrong,
 };
 use lockstep_protocol::{
     Job,
-    numbers::plural,
-    spec::{SpecError, from_json, set_key},
+    spec::{SpecError, from_json},
     sweep::Sweep,
 };
 use serde_json::Value;
@@ -20,11 +17,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Submit a job
+/// Submit a job or a sweep
 ///
 /// On a terminal, the command shows the job's progress until the job ends; Ctrl-C ends the display, not the job. Without a terminal, and with
 /// --detach, it prints the job's id and address. If data.dataset is a path, it stands for the dataset that is registered at that path; an
-/// unregistered path is registered. A file with a section `sweep` is a sweep: the server starts a job for each of its settings.
+/// unregistered path is registered. A file with a section `sweep`, or with --sweep or --folds, is a sweep: the server starts a job for each of
+/// its settings.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file
@@ -33,11 +31,11 @@ pub(crate) struct Args {
     /// Change a key of the specification, such as train.lr=0.1 (may be repeated); an empty value, as in train.epochs=, removes the key
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// Submit a job for each of these values of a key (may be repeated: a job for each combination of values)
-    #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...", conflicts_with = "watch")]
+    /// Submit a sweep with a trial for each of these values of a key (may be repeated: a trial for each combination of values)
+    #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...")]
     sweeps: Vec<String>,
-    /// Cross-validation: submit a job for each of K stratified folds of the training pictures (data.folds, data.fold)
-    #[arg(long, value_name = "K", conflicts_with = "watch", value_parser = clap::value_parser!(u32).range(2..=100))]
+    /// Cross-validation: submit a sweep with a trial for each of K stratified folds of the training pictures (data.folds, data.fold)
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(2..=100))]
     folds: Option<u32>,
     /// Project of the job, instead of the file's
     #[arg(long)]
@@ -48,10 +46,11 @@ pub(crate) struct Args {
     /// Notes on the job, instead of the file's notes
     #[arg(long)]
     notes: Option<String>,
-    /// Show the job's progress until it ends, even without a terminal; exit with status 1 unless the job succeeds
+    /// Show the progress of the job or sweep until it ends, even without a terminal; exit with status 1 unless the job, or every trial that
+    /// the sweep does not end early, succeeds
     #[arg(long)]
     watch: bool,
-    /// Print only the job's id and address, even on a terminal
+    /// Print only the id and address, even on a terminal
     #[arg(long, conflicts_with = "watch")]
     detach: bool,
     #[command(flatten)]
@@ -66,17 +65,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut document = document(&args.job, &args.sets)?;
     label(&mut document, &args);
     if !args.sweeps.is_empty() || args.folds.is_some() {
-        if document.get("sweep").is_some() {
-            return Err(wrong(format!(
-                "--folds and --sweep cannot be combined with a section [sweep], and {} has one: remove the section, or put the values \
-                 into [sweep.parameters]",
-                args.job.display()
-            )));
-        }
-        return run_sweep(&args, document);
+        sweep::write_grid(&args.job, &mut document, &args.sweeps, args.folds)?;
     }
-    if let Some((_, own)) = sweep::mistakes(&document) {
-        return submit_sweep(&args, document, &own);
+    if sweep::check(&args.job, &document)?.is_some() {
+        return submit_sweep(&args, document);
     }
     let own = from_json(&document).err().unwrap_or_default();
     let api = match args.server.api() {
@@ -84,9 +76,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Err(error) if own.is_empty() => return Err(error),
         Err(_) => return check(&args.job, &document).map(drop),
     };
-    // On a terminal, a person wants to see the progress. A program reads the id.
-    let watches = args.watch
-        || !args.detach && !args.server.json && io::stdout().is_terminal() && io::stderr().is_terminal();
     block_on(async {
         let named = name_dataset(&api, &mut document, own.is_empty()).await;
         if !own.is_empty() {
@@ -95,7 +84,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         named?;
         let job: Job = api.post("/jobs", &document).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
-        if watches {
+        if watches(&args) {
             if !args.server.json {
                 output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))?;
             }
@@ -110,49 +99,24 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Submits a file with a section `sweep`, which has these mistakes.
-fn submit_sweep(args: &Args, mut document: Value, own: &[SpecError]) -> anyhow::Result<()> {
-    if args.watch {
-        return Err(wrong(
-            "--watch shows one job, and the file is a sweep: its page and `lockstep sweep show` show the trials",
-        ));
-    }
-    if !own.is_empty() {
-        let lines: Vec<_> = own.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-        return Err(wrong(mistaken(&args.job, &lines)));
-    }
-    let api = args.server.api()?;
-    let sweep: Sweep = block_on(async {
-        name_dataset(&api, &mut document, true).await?;
-        api.post_once("/sweeps", &document).await
-    })?;
-    if args.server.json {
-        return output::json(&sweep);
-    }
-    let trials = plural(sweep.trials.len() as u64, "trial");
-    output::line(format_args!("{}  {}/sweeps/{}  {trials} of {}", sweep.id, api.base(), sweep.id, sweep.name))
+/// Whether to show the progress. On a terminal, a person wants to see it. A program reads the id.
+fn watches(args: &Args) -> bool {
+    args.watch
+        || !args.detach && !args.server.json && io::stdout().is_terminal() && io::stderr().is_terminal()
 }
 
-/// Submits a job for each combination of the sweep's values. Folds are a sweep over `data.fold`.
-fn run_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
-    let mut sweeps = args.sweeps.clone();
-    if let Some(folds) = args.folds {
-        set_key(&mut document, "data.folds", folds.into()).map_err(|e| wrong(format!("--folds: {e}")))?;
-        let all: Vec<_> = (1..=folds).map(|fold| fold.to_string()).collect();
-        sweeps.push(format!("data.fold={}", all.join(",")));
-    }
-    let sweep = SweptValues::parse(&sweeps)?;
+/// Submits a file with a section `sweep`, which has no mistake that needs no server.
+fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
-        let tag = sweep::new_tag(if args.folds.is_some() { "folds" } else { "sweep" });
-        let documents = sweep::prepare(&api, &args.job, &sweep, &document, &tag, false).await?;
-        let submitted = sweep::submit(&api, "/jobs", tag, &documents).await?;
-        submitted.show(&api, args.server.json)?;
-        if args.folds.is_none() || args.server.json {
-            return Ok(());
+        name_dataset(&api, &mut document, true).await?;
+        let sweep: Sweep = api.post_once("/sweeps", &document).await?;
+        sweeps::announce(&api, &sweep, args.server.json)?;
+        if args.folds.is_some() && !args.server.json {
+            let (base, id) = (api.base(), &sweep.id);
+            output::line(format_args!("mean and standard deviation: {base}/jobs?tag={id}&group_by=tag"))?;
         }
-        let tag = &submitted.tag;
-        output::line(format_args!("mean and standard deviation: {}/jobs?tag={tag}&group_by=tag", api.base()))
+        if watches(args) { sweeps::to_the_end(&api, sweep, args.server.json).await } else { Ok(()) }
     })
 }
 

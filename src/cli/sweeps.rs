@@ -1,17 +1,26 @@
 //! `lockstep sweep`: sweeps that a server carries out.
 
 use super::{
+    WrongRequest,
     age::age,
-    api::{ServerArgs, list},
-    block_on, output,
+    api::{Api, Away, PATIENCE, ServerArgs, list},
+    block_on,
+    confirm::confirmed,
+    output,
 };
 use lockstep_protocol::{
-    numbers::{percent, value},
-    sweep::{Sweep, Trial},
+    JobState,
+    numbers::plural,
+    sweep::{Sweep, SweepState, Trial},
 };
+use reqwest::Method;
 use serde_json::{Value, json};
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
 
-/// Show, pause and cancel sweeps, which `lockstep submit` starts from a file with a section `sweep`
+/// Show, pause, cancel and delete sweeps, which `lockstep submit` starts
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -33,6 +42,14 @@ enum Action {
     Resume(One),
     /// Cancel a sweep and its trials that are not over; they keep their checkpoints
     Cancel(One),
+    /// Delete a sweep that is over; its jobs stay, as jobs without a sweep
+    Delete {
+        #[command(flatten)]
+        one: One,
+        /// Do not ask for confirmation; required without a terminal
+        #[arg(long, short)]
+        yes: bool,
+    },
 }
 
 #[derive(clap::Args)]
@@ -56,7 +73,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 return output::json(&sweeps);
             }
             if sweeps.is_empty() {
-                return output::line("no sweeps; submit a job file with a section `sweep`");
+                return output::line("no sweeps; submit a job file with a section `sweep`, or with --sweep");
             }
             let rows: Vec<_> = sweeps.iter().map(row).collect();
             output::table_of_names(
@@ -72,7 +89,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             output::line(head(&found))?;
             let rows: Vec<_> = found.trials.iter().map(|trial| row_of_trial(&found, trial)).collect();
-            let metric = metric_name(&found).to_uppercase();
+            let metric = found.metric.to_uppercase();
             output::table_of_names(
                 ["TRIAL", "JOB", "STATE", "SETTING", &metric, "EPOCH", "STEPS"],
                 &["SETTING"],
@@ -84,7 +101,91 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Action::Pause(one) => change(&one, "pause"),
         Action::Resume(one) => change(&one, "resume"),
         Action::Cancel(one) => change(&one, "cancel"),
+        Action::Delete { one: One { sweep, server }, yes } => {
+            let api = server.api()?;
+            let id = block_on(async {
+                let Sweep { id, name, .. } = api.find_sweep(&sweep, true).await?;
+                confirmed(yes, format!("Delete the sweep {name} ({id})? Its jobs stay."), &id)?;
+                api.request(Method::DELETE, &format!("/sweeps/{id}"), None::<&()>).await?;
+                Ok(id)
+            })?;
+            match server.json {
+                true => output::json(&json!({ "deleted": id })),
+                false => output::line(format_args!("{id} deleted")),
+            }
+        }
     }
+}
+
+/// Prints a sweep that was submitted: its warnings, id, page and number of trials.
+///
+/// # Errors
+/// Standard output is closed.
+pub(crate) fn announce(api: &Api, sweep: &Sweep, as_json: bool) -> anyhow::Result<()> {
+    if as_json {
+        return output::json(sweep);
+    }
+    sweep.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
+    let trials = plural(u64::from(sweep.trial_count), "trial");
+    output::line(format_args!("{0}  {1}/sweeps/{0}  {trials} of {2}", sweep.id, api.base(), sweep.name))
+}
+
+/// Interval between two requests for a sweep that is followed.
+const POLL: Duration = Duration::from_secs(2);
+
+/// Follows a sweep until it is over: prints a line for each trial that ends, then the best one. With `as_json`, prints the sweep at its end.
+///
+/// # Errors
+/// A trial failed, the sweep was cancelled, or the connection to the server was lost.
+pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> anyhow::Result<()> {
+    output::warn(format_args!(
+        "Ctrl-C ends this display and not the sweep: `lockstep sweep show {0}` shows its trials, `lockstep sweep cancel {0}` stops it",
+        sweep.id
+    ));
+    let path = format!("/sweeps/{}", sweep.id);
+    let (mut said, mut away, mut answered) = (BTreeSet::new(), Away::default(), Instant::now());
+    while sweep.finished_at.is_none() {
+        tokio::time::sleep(POLL).await;
+        let before = sweep.state;
+        match api.get(&path).await {
+            Ok(now) => sweep = now,
+            Err(error) if error.is::<WrongRequest>() || answered.elapsed() > PATIENCE => return Err(error),
+            Err(_) => {
+                away.silent(|text| output::warn(text));
+                continue;
+            }
+        }
+        away.answered(|text| output::warn(text));
+        answered = Instant::now();
+        if sweep.state != before && sweep.finished_at.is_none() {
+            output::warn(in_words(&sweep));
+        }
+        let is_over = |trial: &&Trial| trial.state.is_some_and(JobState::is_final);
+        for trial in sweep.trials.iter().filter(is_over) {
+            if said.insert(trial.number) && !as_json {
+                output::line(trial_in_words(&sweep, trial))?;
+            }
+        }
+    }
+    if as_json {
+        output::json(&sweep)?;
+    } else {
+        output::line(in_words(&sweep))?;
+        if let Some(best) = &sweep.best {
+            output::line(format_args!("best: {}", trial_in_words(&sweep, best)))?;
+        }
+    }
+    let failed = sweep.trials.iter().filter(|trial| trial.state == Some(JobState::Failed)).count();
+    anyhow::ensure!(sweep.state == SweepState::Finished, "the sweep is {}", sweep.state.as_str());
+    anyhow::ensure!(failed == 0, "{} failed", plural(failed as u64, "trial"));
+    Ok(())
+}
+
+/// `trial 3 (train.lr=0.1): succeeded, val_accuracy 84.2 %`
+fn trial_in_words(sweep: &Sweep, trial: &Trial) -> String {
+    let state = trial.state.map_or("deleted", JobState::as_str);
+    let metric = sweep.metric_of(trial).map(|metric| format!(", {} {metric}", sweep.metric));
+    format!("trial {} ({}): {state}{}", trial.number, setting(trial), metric.unwrap_or_default())
 }
 
 fn change(One { sweep, server }: &One, what: &str) -> anyhow::Result<()> {
@@ -101,17 +202,7 @@ fn head(sweep: &Sweep) -> String {
     let method = sweep.spec.pointer("/sweep/method").and_then(Value::as_str).unwrap_or_default();
     let rungs: Vec<_> = sweep.rungs.iter().map(u32::to_string).collect();
     let epochs = if rungs.len() == 1 { "epoch" } else { "epochs" };
-    format!(
-        "{}: {method}, compared by {} after {epochs} {}",
-        sweep.name,
-        metric_name(sweep),
-        rungs.join(", ")
-    )
-}
-
-/// `val_accuracy` or `val_loss`.
-fn metric_name(sweep: &Sweep) -> &str {
-    sweep.spec.pointer("/sweep/metric/name").and_then(Value::as_str).unwrap_or("val_accuracy")
+    format!("{}: {method}, compared by {} after {epochs} {}", sweep.name, sweep.metric, rungs.join(", "))
 }
 
 /// `sweep-1a2b3c4d5e6f is running: 3 of 27 trials over, 400 steps`
@@ -121,19 +212,14 @@ fn in_words(sweep: &Sweep) -> String {
     format!("{id} is {}{why}: {ended} of {trial_count} trials over, {steps} steps", state.as_str())
 }
 
-fn metric(sweep: &Sweep, trial: &Trial) -> String {
-    let is_loss = metric_name(sweep) == "val_loss";
-    let shown = trial.metric.map(|metric| if is_loss { value(metric) } else { percent(metric) });
-    shown.unwrap_or_default()
-}
-
 fn setting(trial: &Trial) -> String {
     let one = |(key, value): (&String, &Value)| format!("{key}={value}");
     trial.setting.iter().map(one).collect::<Vec<_>>().join(" ")
 }
 
 fn row(sweep: &Sweep) -> [String; 7] {
-    let best = sweep.best.as_ref().map(|best| format!("{} {}", metric(sweep, best), setting(best)));
+    let best = sweep.best.as_ref();
+    let best = best.map(|best| format!("{} {}", sweep.metric_of(best).unwrap_or_default(), setting(best)));
     [
         sweep.id.clone(),
         sweep.name.clone(),
@@ -157,7 +243,7 @@ fn row_of_trial(sweep: &Sweep, trial: &Trial) -> [String; 7] {
         trial.job.as_ref().map(ToString::to_string).unwrap_or_default(),
         format!("{state}{}", if is_best { ", best" } else { "" }),
         setting(trial),
-        metric(sweep, trial),
+        sweep.metric_of(trial).unwrap_or_default(),
         trial.epoch.map(|epoch| epoch.to_string()).unwrap_or_default(),
         trial.step.to_string(),
     ]

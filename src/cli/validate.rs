@@ -1,10 +1,6 @@
 //! `lockstep validate`: checks a specification like a submission, without creating a job.
 
-use super::{
-    access::AccessArgs,
-    api::{Api, mistake},
-    block_on, job_file, output, sweep, wrong,
-};
+use super::{access::AccessArgs, api::Api, block_on, job_file, output, sweep, wrong};
 use lockstep_protocol::JobSpec;
 use lockstep_protocol::numbers::plural;
 use lockstep_worker::checkpoint;
@@ -55,21 +51,15 @@ struct Plan {
 /// Exit status 2, with every mistake on a line; 1 if the server given by --server does not respond.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::document(&args.job, &args.sets)?;
-    let swept = sweep::mistakes(&document);
+    let swept = sweep::check(&args.job, &document);
     let server = args.access.server(args.server.as_deref());
     let api = Api::at(&server, args.ca_file.as_deref(), args.access.token(&server)?)?;
-    let trials = swept.as_ref().map(|(trials, _)| *trials);
-    let own = match swept {
+    let trials = swept.as_ref().ok().copied().flatten();
+    let own = swept.and_then(|swept| match swept {
         None => job_file::check(&args.job, &document),
-        Some((_, mistakes)) if mistakes.is_empty() => {
-            // The job of the first trial, whose files are checked.
-            job_file::check(&args.job, &sweep::first_trial(&document).unwrap_or_default())
-        }
-        Some((_, mistakes)) => {
-            let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-            Err(wrong(job_file::mistaken(&args.job, &lines)))
-        }
-    };
+        // The files of the first trial's job are checked.
+        Some(_) => job_file::check(&args.job, sweep::trials(&document).first().unwrap_or(&document)),
+    });
     let is_path = |document: &Value| {
         let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
         dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))

@@ -6,7 +6,6 @@ use crate::{
 };
 use serde_json::{Value, json};
 use std::{
-    collections::BTreeSet,
     io::{self, Read as _, Write as _},
     net::{Shutdown, TcpListener, TcpStream},
     sync::{
@@ -17,10 +16,10 @@ use std::{
     time::Duration,
 };
 
-/// What a request that submits a job begins with.
-const SUBMITS: &[u8] = b"POST /api/v1/jobs HTTP/1.1";
+/// What a request that submits a sweep begins with.
+const SUBMITS: &[u8] = b"POST /api/v1/sweeps HTTP/1.1";
 
-/// Passes everything on to a server, but for the answers to some requests that submit a job: those are lost on the way.
+/// Passes everything on to a server, but for the answers to some requests that submit a sweep: those are lost on the way.
 struct Lossy {
     url: String,
     left: Arc<AtomicUsize>,
@@ -75,7 +74,7 @@ fn pass_on(mut client: TcpStream, to: &str, left: &AtomicUsize) -> io::Result<()
 }
 
 #[tokio::test]
-async fn swept_paths_are_registered_and_a_lost_answer_makes_no_second_job() {
+async fn swept_paths_are_registered_and_a_lost_answer_makes_no_second_sweep() {
     let _turn = turn().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     for (name, pictures) in [("one", 64), ("two", 96)] {
@@ -91,7 +90,7 @@ async fn swept_paths_are_registered_and_a_lost_answer_makes_no_second_job() {
         .current_dir(server.folder().path())
         .envs(server.for_clients())
         .env("LOCKSTEP_SERVER", &network.url);
-    // What cannot be a job has nothing registered.
+    // Nothing is registered for a trial with a mistake.
     let sweep = |command: &mut std::process::Command, seeds: &str| {
         command.args([
             "submit",
@@ -111,41 +110,41 @@ async fn swept_paths_are_registered_and_a_lost_answer_makes_no_second_job() {
     sweep(&mut command, "train.seed=1,2");
     let said = Finished::of(&mut command).json();
     assert_eq!(network.left.load(Ordering::Relaxed), 0, "two answers were lost");
-    let ids = |jobs: &Value| -> BTreeSet<String> {
-        let jobs = jobs.as_array().expect("jobs").iter();
-        jobs.map(|job| job["id"].as_str().expect("an id").to_owned()).collect()
-    };
-    let reported = ids(&said["jobs"]);
-    let there = server.get("/jobs").await["jobs"].take();
-    assert_eq!(ids(&there), reported, "each is there once");
-    let mut datasets: Vec<_> =
-        there.as_array().expect("jobs").iter().map(|job| job["spec"]["data"]["dataset"].clone()).collect();
-    datasets.sort_by_key(Value::to_string);
+    assert_eq!(server.get("/sweeps").await["sweeps"].as_array().map(Vec::len), Some(1), "one is there");
+    let sweep = sweep_over(&server, said["id"].as_str().expect("an id")).await;
+    assert_eq!((&sweep["state"], trials(&sweep).len()), (&json!("finished"), 4), "{sweep:#}");
+    assert!(trials(&sweep).iter().all(|trial| trial["state"] == "succeeded"), "{sweep:#}");
+    let mut datasets: Vec<_> = trials(&sweep).iter().map(|trial| &trial["setting"]["data.dataset"]).collect();
+    datasets.sort_by_key(|name| name.to_string());
     assert_eq!(datasets, ["one", "one", "two", "two"]);
-    for id in reported {
-        server.succeeded(&id).await;
-    }
 
     // Folds are a sweep whose group has mean and standard deviation.
-    let mut folds = lockstep();
-    folds.current_dir(server.folder().path()).envs(server.for_clients());
-    folds.args(["submit", "job.toml", "--json", "--set", "data.dataset=one", "--folds", "2"]);
-    let said = Finished::of(&mut folds).json();
-    let of = |job: &Value| ["folds", "fold"].map(|key| job["spec"]["data"][key].as_u64());
-    let found: Vec<_> = said["jobs"].as_array().expect("jobs").iter().map(of).collect();
-    assert_eq!(found, [[Some(2), Some(1)], [Some(2), Some(2)]]);
-    for id in ids(&said["jobs"]) {
-        server.succeeded(&id).await;
+    let folds = ["submit", "job.toml", "--set", "data.dataset=one", "--folds", "2", "--watch"];
+    let folds = server.cli(&folds);
+    let id = folds.ok().split_whitespace().next().expect("an id").to_owned();
+    for words in [
+        "2 trials of swept",
+        "mean and standard deviation: ",
+        "trial 1 (data.fold=1): succeeded, val_accuracy ",
+        "trial 2 (data.fold=2): succeeded, val_accuracy ",
+        "is finished: 2 of 2 trials over",
+        "best: trial ",
+    ] {
+        assert!(folds.stdout.contains(words), "{words} in {}", folds.stdout);
     }
-    let tag = said["tag"].as_str().expect("a tag");
-    assert!(tag.starts_with("folds-"), "{tag}");
     server.folder().write("sweep.toml", sweep_file(1, "[sweep.parameters]\ntrain.lr = { values = [0.1] }\n"));
     for options in [["--folds", "2"], ["--sweep", "train.seed=1,2"]] {
         server.cli(&[&["submit", "sweep.toml"], &options[..]].concat()).wrong(&["cannot be combined with"]);
     }
-    let groups = server.cli(&["list", "--tag", tag, "--group-by", "tag"]);
-    let has_spread = |line: &str| line.starts_with(tag) && line.contains('±');
+    let has_spread = |line: &str| line.starts_with(&*id) && line.contains('±');
+    let groups = server.cli(&["list", "--tag", &id, "--group-by", "tag"]);
     assert!(groups.ok().lines().any(has_spread), "{}", groups.stdout);
+    // The jobs of a deleted sweep stay.
+    server.cli(&["sweep", "delete", &id, "--yes"]).ok();
+    server.cli(&["sweep", "show", &id]).wrong(&["no sweep has this id"]);
+    let jobs = server.get(&format!("/jobs?tag={id}")).await;
+    let trials: Vec<_> = jobs["jobs"].as_array().expect("jobs").iter().map(|job| &job["trial"]).collect();
+    assert_eq!(trials, [&Value::Null, &Value::Null]);
     server.stop().await;
 }
 
@@ -251,6 +250,7 @@ async fn a_sweep_pauses_and_is_cancelled_with_its_trials() {
     let first = trials(&server.get(&path).await)[0]["job"].as_str().expect("an id").to_owned();
     server.cli(&["cancel", &first]).ok();
     server.cli(&["delete", &first, "--yes"]).wrong(&["the job is trial 1 of sweep-"]);
+    server.cli(&["sweep", "delete", &id, "--yes"]).wrong(&["the sweep is not over"]);
     server.cli(&["sweep", "cancel", "swept"]).ok();
     let sweep = sweep_over(&server, &id).await;
     assert_eq!((&sweep["state"], &sweep["ended"]), (&json!("cancelled"), &json!(2)), "{sweep:#}");

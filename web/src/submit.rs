@@ -331,7 +331,7 @@ mod tests {
         spec.loss.margin = Some(0.5);
         spec.loss.class_weights = Some(ClassWeights::ByName([("cat".to_owned(), 2.0)].into()));
         (spec.data.folds, spec.data.fold) = (Some(5), Some(1));
-        (spec.stop.patience, spec.stop.mode) = (Some(1), Some("max".into()));
+        (spec.stop.patience, spec.stop.goal) = (Some(1), Some("maximize".into()));
         spec.evaluate.views = 2;
         spec.parallel.model = 2;
         spec.parallel.height = 2;

@@ -2,14 +2,11 @@
 
 use crate::{
     layout::{Bar, Nav, Viewer},
-    numbers::{age, count, percent, plural, value},
+    numbers::{age, count, plural},
 };
 use askama::Template;
 use jiff::Timestamp;
-use lockstep_protocol::{
-    spec::{SweepMetric, read_sweep},
-    sweep::{Sweep, SweepState, Trial},
-};
+use lockstep_protocol::sweep::{Sweep, SweepState, Trial};
 use serde_json::Value;
 
 /// `GET /sweeps`.
@@ -48,7 +45,7 @@ impl SweepsPage {
 pub struct SweepPage {
     /// With its trials.
     pub sweep: Sweep,
-    /// Whether the viewer may pause and cancel it.
+    /// Whether the viewer may pause, cancel and delete it.
     pub may_change: bool,
     /// The time from which ages are computed.
     pub now: Timestamp,
@@ -98,28 +95,14 @@ impl SweepPage {
     }
 }
 
-fn metric_of(sweep: &Sweep) -> Option<SweepMetric> {
-    read_sweep(sweep.spec.get("sweep")?).ok().map(|section| section.metric)
-}
-
-fn in_words(metric: SweepMetric, of: f64) -> String {
-    if metric.name == "val_accuracy" { percent(of) } else { value(of) }
-}
-
 /// `grid`, `random` or `asha`.
 fn method(sweep: &Sweep) -> &str {
     sweep.spec.pointer("/sweep/method").and_then(Value::as_str).unwrap_or_default()
 }
 
-/// `val_accuracy` or `val_loss`.
-fn metric_name(sweep: &Sweep) -> &'static str {
-    metric_of(sweep).map_or("metric", |metric| metric.name)
-}
-
 /// A trial's metric; a dash before its first rung.
 fn metric(sweep: &Sweep, trial: &Trial) -> String {
-    let words = metric_of(sweep).zip(trial.metric).map(|(metric, of)| in_words(metric, of));
-    words.unwrap_or_else(|| "–".into())
+    sweep.metric_of(trial).unwrap_or_else(|| "–".into())
 }
 
 /// A parameter's value.
@@ -174,7 +157,9 @@ mod tests {
             owner: None,
             private: false,
             spec: json!({"sweep": {"method": "grid", "parameters": {"train.lr": {"values": ["<b>0.1"]}}}}),
+            metric: "val_accuracy".into(),
             rungs: vec![3],
+            warnings: Vec::new(),
             trial_count: 4,
             ended: 2,
             paused: vec![3],
@@ -203,7 +188,12 @@ mod tests {
             assert!(html.contains(part), "{part}: {html}");
         }
         assert!(!html.contains("<i>lrs") && !html.contains("<b>0.1"), "{html}");
-        assert!(!page(false).contains("data-act"));
+        assert!(!page(false).contains("data-act") && !html.contains("data-act=\"delete\""));
+        let finished_at = Some(Timestamp::UNIX_EPOCH);
+        let over = Sweep { finished_at, state: SweepState::Finished, ..sweep.clone() };
+        let over =
+            SweepPage { sweep: over, may_change: true, now: Timestamp::UNIX_EPOCH, viewer: Viewer::NOBODY };
+        assert!(over.render().expect("renders").contains("data-act=\"delete\""));
         let (now, viewer) = (Timestamp::UNIX_EPOCH, Viewer::NOBODY);
         let list = SweepsPage { sweeps: vec![sweep.clone()], now, viewer }.render().expect("renders");
         assert!(list.contains("href=\"/sweeps/sweep-1\"") && list.contains("75.0 %"), "{list}");

@@ -241,7 +241,7 @@ pub const KEYS: &[Section] = &[
             ("patience", whole(1, 100_000)),
             ("metric", Kind::Word(&stop::METRICS)),
             ("min_delta", number(0.0, 1e6)),
-            ("mode", Kind::Word(&["max", "min"])),
+            ("goal", Kind::Word(&stop::GOALS)),
         ],
     },
     Section {

@@ -7,6 +7,14 @@ use utoipa::ToSchema;
 /// The metrics of a validation.
 pub(super) const METRICS: [&str; 4] = ["val_accuracy", "val_loss", "val_ema_accuracy", "val_ema_loss"];
 
+/// The values of `goal`, here and in a sweep's metric.
+pub(super) const GOALS: [&str; 2] = ["maximize", "minimize"];
+
+/// Whether larger values of a metric are better.
+pub(super) fn maximizes(metric: &str, goal: Option<&str>) -> bool {
+    goal.map_or(!metric.ends_with("loss"), |goal| goal == GOALS[0])
+}
+
 /// Early stopping: the run ends, as succeeded, after `patience` validations in a row without an improvement. Without this section it does
 /// all its steps.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -19,16 +27,16 @@ pub struct StopSpec {
     /// The metric that has to improve, `val_accuracy` when absent. `val_ema_accuracy` and `val_ema_loss` are of the averaged weights and need
     /// `train.ema_decay`.
     pub metric: String,
-    /// A value is an improvement if it is better than the best one by more than this; 0 when absent. Accuracies are from 0 to 1.
+    /// A value is an improvement if it is better than the last improvement by more than this; 0 when absent. Accuracies are from 0 to 1.
     pub min_delta: f64,
-    /// Whether larger (`max`) or smaller (`min`) values are better. When absent: `max` for accuracies, `min` for losses.
+    /// `maximize` if larger values are better, `minimize` if smaller ones are. When absent: `maximize` for accuracies, `minimize` for losses.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub mode: Option<String>,
+    pub goal: Option<String>,
 }
 
 impl Default for StopSpec {
     fn default() -> Self {
-        Self { patience: None, metric: "val_accuracy".into(), min_delta: 0.0, mode: None }
+        Self { patience: None, metric: "val_accuracy".into(), min_delta: 0.0, goal: None }
     }
 }
 
@@ -37,11 +45,10 @@ impl StopSpec {
         self.patience.is_none()
     }
 
-    /// Whether `value` is an improvement on `best`, as Keras and Lightning define it.
-    pub fn improves(&self, value: f64, best: f64) -> bool {
-        let is_max = self.mode.as_deref().map_or(!self.metric.ends_with("loss"), |mode| mode == "max");
-        let sign = if is_max { 1.0 } else { -1.0 };
-        sign * value - self.min_delta > sign * best
+    /// Whether `value` is an improvement on `before`, as Keras and Lightning define it.
+    pub fn improves(&self, value: f64, before: f64) -> bool {
+        let sign = if maximizes(&self.metric, self.goal.as_deref()) { 1.0 } else { -1.0 };
+        sign * value - self.min_delta > sign * before
     }
 }
 

@@ -6,6 +6,7 @@ use super::{
     document::{key_parts, set_key},
     keys::{self, SWEEP},
     mistake::{SpecError, shortened, shown, type_of},
+    stop::{GOALS, maximizes},
 };
 use serde_json::{Map, Value, json};
 use std::{
@@ -163,13 +164,13 @@ fn read_metric(given: Option<&Value>, errors: &mut Vec<SpecError>) -> SweepMetri
         found
     };
     let name = word("name", ["val_accuracy", "val_loss"]).unwrap_or("val_accuracy");
-    let goal = word("goal", ["maximize", "minimize"]);
+    let goal = word("goal", GOALS);
     let unknown = |table: &Map<String, Value>| table.keys().any(|key| !["name", "goal"].contains(&&**key));
     if given.is_some_and(|value| value.as_object().is_none_or(unknown)) {
         let detail = "must be a table such as { name = \"val_accuracy\", goal = \"maximize\" }";
         errors.push(mistake("/metric", detail.into()));
     }
-    SweepMetric { name, maximize: goal.map_or(name == "val_accuracy", |goal| goal == "maximize") }
+    SweepMetric { name, maximize: maximizes(name, goal) }
 }
 
 fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeMap<String, Parameter> {
@@ -279,12 +280,12 @@ impl SweepSpec {
     /// Mistakes of the sweep for a job such as the one of a trial.
     pub fn check(&self, trial: &JobSpec) -> Vec<SpecError> {
         let mut errors = Vec::new();
-        if trial.data.validation == Validation::Split("none".into()) {
-            let detail = "nothing is validated, so trials cannot be compared: set data.validation";
-            errors.push(mistake("/metric", detail.into()));
-        }
         if self.method != SweepMethod::Asha {
             return errors;
+        }
+        if trial.data.validation == Validation::Split("none".into()) && trial.data.folds.is_none() {
+            let detail = "nothing is validated, so trials cannot be compared: set data.validation";
+            errors.push(mistake("/metric", detail.into()));
         }
         let counted = ["train.epochs", "train.steps", "evaluate.every_epochs"];
         if trial.train.steps.is_some() || counted.iter().any(|key| self.parameters.contains_key(*key)) {

@@ -86,7 +86,7 @@ fn api() -> OpenApiRouter<App> {
                 .layer(DefaultBodyLimit::max(checkpoints::predict::BODY_BYTES)),
         )
         .routes(routes!(sweeps::list, sweeps::create))
-        .routes(routes!(sweeps::show))
+        .routes(routes!(sweeps::show, sweeps::delete))
         .routes(routes!(sweeps::pause))
         .routes(routes!(sweeps::resume))
         .routes(routes!(sweeps::cancel))

@@ -439,6 +439,9 @@ pub trait Store: Send + Sync + 'static {
         reason: Option<&str>,
         finished_at: Option<Timestamp>,
     ) -> Result<bool>;
+    /// Deletes a sweep that is over; its jobs stay, without a sweep. False, and nothing is changed, if there is no such sweep or it is
+    /// not over.
+    async fn delete_sweep(&self, id: &str) -> Result<bool>;
     /// The jobs of a sweep that are there, by their numbers; without their notes.
     async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>>;
 

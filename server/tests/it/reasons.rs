@@ -120,13 +120,14 @@ async fn a_job_that_stops_early_succeeds_and_says_why() {
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|spec| spec["stop"] = json!({"patience": 2})).await.id.to_string();
     let attempt = agent.started().await.attempt;
-    let why = "validation accuracy has not improved in 2 validations; best 91.2 % at epoch 1";
-    let early = AttemptEvent::StoppedEarly { step: 30, why: why.into() };
-    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=30), early]).await;
-    agent.end(&attempt, Ending::Succeeded { step: 30 }).await;
+    let why = "validation accuracy has not improved on the 91.2 % of epoch 1 in 2 validations";
+    let early = AttemptEvent::StoppedEarly { step: 50, why: why.into() };
+    let records = vec![running(100, 0), losses(0, 1..=50), checkpoint(50), early];
+    agent.report(&attempt, Source::Rank(0), 0, records).await;
+    agent.end(&attempt, Ending::Succeeded { step: 50 }).await;
     let job = server.job(&id).await;
     let words = format!("stopped early: {why}");
-    assert_eq!((job.state, job.step, job.reason.as_deref()), (JobState::Succeeded, 30, Some(&*words)));
+    assert_eq!((job.state, job.step, job.reason.as_deref()), (JobState::Succeeded, 50, Some(&*words)));
     let (_, attempts) = server.get(&format!("/jobs/{id}/attempts")).await;
     let attempt = &attempts["attempts"][0];
     assert_eq!(
@@ -135,6 +136,14 @@ async fn a_job_that_stops_early_succeeds_and_says_why() {
     );
     let (_, page) = server.text(&format!("/jobs/{id}")).await;
     assert!(page.contains("Stopped early:") && page.contains(why), "{page}");
+    // A fork with the same patience would stop before its first step.
+    checkpoint_folder(&server, &id);
+    let fork = async |set: Value| server.post(&format!("/jobs/{id}/fork"), &json!({ "set": set })).await;
+    let (status, refused) = fork(json!({})).await;
+    assert_eq!((status, &refused["errors"][0]["pointer"]), (422, &json!("/stop/patience")), "{refused}");
+    for patience in [json!(3), Value::Null] {
+        assert_eq!(fork(json!({ "stop.patience": patience })).await.0, 201);
+    }
     server.stop().await;
 }
 

@@ -229,6 +229,7 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "get /sweeps",
         "post /sweeps",
         "get /sweeps/{id}",
+        "delete /sweeps/{id}",
         "post /sweeps/{id}/pause",
         "post /sweeps/{id}/resume",
         "post /sweeps/{id}/cancel",

@@ -249,6 +249,7 @@ async fn a_sweep(store: &dyn Store) {
         !store.set_sweep_state("sweep-1", SweepState::Running, None, None).await.unwrap(),
         "it is cancelled"
     );
+    assert!(!store.delete_sweep("sweep-1").await.unwrap(), "it is not over");
     assert!(store.set_sweep_state("sweep-1", SweepState::Cancelled, None, Some(at)).await.unwrap());
     assert!(
         !store.set_sweep_state("sweep-1", SweepState::Cancelled, None, Some(at)).await.unwrap(),
@@ -256,6 +257,10 @@ async fn a_sweep(store: &dyn Store) {
     );
     assert!(store.unfinished_sweeps().await.unwrap().is_empty());
     store.delete_job(&id).await.unwrap();
+    assert!(store.delete_sweep("sweep-1").await.unwrap());
+    assert_eq!(store.sweep("sweep-1").await.unwrap(), None);
+    let other = store.job(&trials[1].job.id).await.unwrap().unwrap();
+    assert_eq!(other.job.trial, None);
 }
 
 /// What comes from many at once: claims of one transaction, rows of agents, and what has changed of a queue.

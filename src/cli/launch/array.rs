@@ -1,11 +1,9 @@
-//! A sweep as a Slurm job array: each task of the array runs the agents of one of the sweep's jobs.
+//! A sweep as a Slurm job array: each task of the array runs the agents of one trial's job.
 
 use super::{
     super::{
-        api::Api,
-        output,
-        sweep::{self, Sweep},
-        watch, wrong,
+        api::{Api, PATIENCE, list},
+        job_file, output, sweep, sweeps, watch, wrong,
     },
     Args, Launch,
     hosts::Host,
@@ -15,8 +13,9 @@ use super::{
 use lockstep_protocol::{
     Job, JobState,
     spec::{Device, read},
+    sweep::Sweep,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
     fs,
@@ -28,7 +27,7 @@ use std::{
 /// Maximum number of agents in a sweep. Each agent has a token, and a server keeps 5000 tokens.
 const MOST_AGENTS: usize = 500;
 
-/// Submits the sweep's jobs and the array, and follows them.
+/// Submits the sweep and the array, and follows the trials.
 ///
 /// # Errors
 /// Exit status 2 for mistakes, 1 unless every job succeeds.
@@ -36,25 +35,25 @@ pub(super) async fn run(
     args: &Arc<Args>,
     api: &Api,
     hosts: Vec<Host>,
-    document: &Value,
+    mut document: Value,
 ) -> anyhow::Result<()> {
-    let sweep = Sweep::parse(&args.sweeps)?;
-    let (path, tag) = (Path::new(&args.job), sweep::new_tag("sweep"));
+    let path = Path::new(&args.job);
+    sweep::write_grid(path, &mut document, &args.sweeps, None)?;
+    sweep::check(path, &document)?;
+    let trials = sweep::trials(&document);
+    let (hosts, device) = room(args, hosts, &trials)?;
     if args.dry_run {
-        let documents = sweep.documents(document, &tag)?;
-        sweep::check(None, true, path, &documents).await?;
-        return show(args, &tag, hosts, &documents);
+        return show(args, &hosts, device, &trials);
     }
-    let documents = sweep::prepare(api, path, &sweep, document, &tag, true).await?;
-    let (hosts, device) = room(args, hosts, &documents)?;
     let ca = machines::ca(args)?;
-    let submitted = sweep::submit(api, "/jobs?launched=true", tag.clone(), &documents).await?;
-    submitted.show(api, args.server.json)?;
+    job_file::name_dataset(api, &mut document, true).await?;
+    let sweep: Sweep = api.post_once("/sweeps?launched=true", &document).await?;
+    sweeps::announce(api, &sweep, args.server.json)?;
     let launch = |job| Launch::new(args, api, job, true, hosts.clone(), ca.clone());
     let mut array = Array {
-        batch: slurm::Batch::of_sweep(&tag, documents.len(), args.at_once),
-        launches: submitted.jobs.into_iter().map(launch).collect(),
-        tag,
+        batch: slurm::Batch::of_sweep(&sweep.id, trials.len(), args.at_once),
+        launches: started(api, &sweep).await?.into_iter().map(launch).collect(),
+        tag: sweep.id,
         folder: PathBuf::new(),
     };
     let id = match array.start(args, device).await {
@@ -84,7 +83,7 @@ fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Resul
             hosts.len()
         )));
     }
-    // All documents have been checked.
+    // All trials have been checked.
     let specs: Vec<_> = documents.iter().filter_map(|document| read(document).0).collect();
     if let Some(largest) = specs.iter().max_by_key(|spec| spec.parallel.ranks) {
         machines::share_out(&mut hosts, args.slots, largest)?;
@@ -93,17 +92,41 @@ fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Resul
     Ok((hosts, on_cores.unwrap_or(Device::Auto)))
 }
 
+/// Waits until the sweep has started all trials. Returns their jobs, in order.
+///
+/// # Errors
+/// The sweep does not start them within a minute. It is then cancelled.
+async fn started(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
+    let began = Instant::now();
+    loop {
+        let found = api.all("/jobs", "jobs", &[("tag", sweep.id.clone())], None).await;
+        let mut jobs: Vec<Job> = list(&Value::Array(found.unwrap_or_default()), "jobs")?;
+        if jobs.len() == sweep.trial_count as usize {
+            jobs.sort_by_key(|job| job.trial.as_ref().map(|trial| trial.number));
+            return Ok(jobs);
+        }
+        if began.elapsed() > PATIENCE {
+            let _: anyhow::Result<Value> =
+                api.post(&format!("/sweeps/{}/cancel", sweep.id), &json!({})).await;
+            anyhow::bail!(
+                "{} does not start its trials, and is cancelled; `lockstep sweep show {0}` says why",
+                sweep.id
+            );
+        }
+        tokio::time::sleep(slurm::POLL).await;
+    }
+}
+
 /// Prints the output of `--dry-run`.
-fn show(args: &Args, tag: &str, hosts: Vec<Host>, documents: &[Value]) -> anyhow::Result<()> {
-    let (hosts, device) = room(args, hosts, documents)?;
+fn show(args: &Args, hosts: &[Host], device: Device, documents: &[Value]) -> anyhow::Result<()> {
     for (task, document) in documents.iter().enumerate() {
         let name = document.get("name").and_then(Value::as_str).unwrap_or_default();
         output::line(format_args!("# task {task}: {name}"))?;
     }
-    let folder = node::home().join(&args.dir).join(tag);
+    let folder = node::home().join(&args.dir).join("SWEEP");
     output::line(in_words(&slurm::command(args)))?;
-    let batch = slurm::Batch::of_sweep(tag, documents.len(), args.at_once);
-    output::line(batch.script(args, &hosts, device, &folder)?)
+    let batch = slurm::Batch::of_sweep("SWEEP", documents.len(), args.at_once);
+    output::line(batch.script(args, hosts, device, &folder)?)
 }
 
 /// The jobs, and the array whose tasks run their agents, in the same order.
@@ -236,7 +259,6 @@ fn tell(args: &Args, job: &Job) -> anyhow::Result<()> {
 mod tests {
     use super::*;
     use clap::Parser as _;
-    use serde_json::json;
 
     #[derive(clap::Parser)]
     struct Command {

@@ -16,7 +16,7 @@ async fn a_run_without_improvement_stops_early_and_again_after_continuing() {
         "data.fold=2",
     ];
     let job: Vec<&str> = job.iter().flat_map(|set| ["--set", *set]).collect();
-    let why = "stopped early after step 20: validation loss has not improved by 1000 in 1 validation; best ";
+    let why = "stopped early after step 20: validation loss has not improved by 1000 on the ";
     let said = succeeded(&bench.train("early", &job).output().expect("it runs"));
     for words in ["320 training and 80 validation pictures", "the loss weights classes by ", why] {
         assert!(said.contains(words), "{words} in {said}");

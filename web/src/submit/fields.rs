@@ -348,7 +348,12 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
                 "empty: val_accuracy",
             ),
             more("stop.min_delta", "Smallest improvement", Kind::Number, "of accuracies: 0 to 1"),
-            more("stop.mode", "Better is", Kind::Choice(&["", "max", "min"]), "empty: by the metric"),
+            more(
+                "stop.goal",
+                "Better is",
+                Kind::Choice(&["", "maximize", "minimize"]),
+                "empty: by the metric",
+            ),
             more("evaluate.views", "Views in validation", Kind::Integer, "2: mirrored too; 6: shifted too"),
             more("log.every_steps", "Steps between logged losses", Kind::Integer, "0: at most 10 a second"),
             more("log.histograms", "Steps between histograms", Kind::Integer, "at least 10; 0: none"),

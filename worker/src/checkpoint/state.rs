@@ -95,8 +95,8 @@ pub struct Best {
 pub struct StopProgress {
     /// The metric of `[stop]`.
     pub metric: String,
-    /// The metric's best value, and the epoch of its validation.
-    pub best: f64,
+    /// The newest value that was an improvement by `min_delta`, and the epoch of its validation. [`Best`] has the best checkpoint.
+    pub value: f64,
     pub epoch: u32,
     /// Number of validations since then.
     pub without: u32,

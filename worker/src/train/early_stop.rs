@@ -39,16 +39,16 @@ impl Run<'_> {
 /// The progress after another validation.
 fn after(before: Option<StopProgress>, stop: &StopSpec, value: f64, epoch: u32) -> StopProgress {
     match before {
-        Some(before) if !stop.improves(value, before.best) => {
+        Some(before) if !stop.improves(value, before.value) => {
             StopProgress { without: before.without + 1, ..before }
         }
-        _ => StopProgress { metric: stop.metric.clone(), best: value, epoch, without: 0 },
+        _ => StopProgress { metric: stop.metric.clone(), value, epoch, without: 0 },
     }
 }
 
 /// Why a run with this progress ends, if it does.
 fn reason(progress: &StopProgress, stop: &StopSpec) -> Option<String> {
-    let StopProgress { metric, best, epoch, without } = progress;
+    let StopProgress { metric, value, epoch, without } = progress;
     if *without < stop.patience? {
         return None;
     }
@@ -56,11 +56,9 @@ fn reason(progress: &StopProgress, stop: &StopSpec) -> Option<String> {
     let what = if is_loss { "loss" } else { "accuracy" };
     let whose = if metric.starts_with("val_ema_") { " of the averaged weights" } else { "" };
     let by = if stop.min_delta > 0.0 { format!(" by {}", stop.min_delta) } else { String::new() };
-    let best = if is_loss { format!("{best:.4}") } else { percent(*best) };
-    Some(format!(
-        "validation {what}{whose} has not improved{by} in {}; best {best} at epoch {epoch}",
-        plural((*without).into(), "validation")
-    ))
+    let value = if is_loss { format!("{value:.4}") } else { percent(*value) };
+    let count = plural((*without).into(), "validation");
+    Some(format!("validation {what}{whose} has not improved{by} on the {value} of epoch {epoch} in {count}"))
 }
 
 #[cfg(test)]
@@ -87,28 +85,28 @@ mod tests {
             metric: metric.into(),
             patience: Some(patience),
             min_delta,
-            mode: None,
+            goal: None,
         };
         // Equal values are no improvement; an improvement counts anew.
         let (number, why) = end(&stop("val_accuracy", 2, 0.0), &[0.5, 0.5, 0.6, 0.6, 0.6, 0.9]).unwrap();
         assert_eq!(number, 5);
-        assert_eq!(why, "validation accuracy has not improved in 2 validations; best 60.0 % at epoch 3");
+        assert_eq!(why, "validation accuracy has not improved on the 60.0 % of epoch 3 in 2 validations");
         // Small steps up to the best plus min_delta are none either.
         let (number, why) =
             end(&stop("val_accuracy", 3, 0.25), &[0.5, 0.625, 0.75, 0.75, 0.875, 1.0]).unwrap();
         assert_eq!(number, 4);
         assert_eq!(
             why,
-            "validation accuracy has not improved by 0.25 in 3 validations; best 50.0 % at epoch 1"
+            "validation accuracy has not improved by 0.25 on the 50.0 % of epoch 1 in 3 validations"
         );
         let (number, why) = end(&stop("val_ema_loss", 1, 0.0), &[2.0, 1.0, 1.5]).unwrap();
         assert_eq!(number, 3);
         assert_eq!(
             why,
-            "validation loss of the averaged weights has not improved in 1 validation; best 1.0000 at epoch 2"
+            "validation loss of the averaged weights has not improved on the 1.0000 of epoch 2 in 1 validation"
         );
         assert_eq!(end(&stop("val_loss", 2, 0.0), &[3.0, 3.5, 2.5, 2.75, 2.0]), None);
-        let up = StopSpec { mode: Some("max".into()), ..stop("val_loss", 2, 0.0) };
+        let up = StopSpec { goal: Some("maximize".into()), ..stop("val_loss", 2, 0.0) };
         assert_eq!(end(&up, &[1.0, 0.9, 0.8]).unwrap().0, 3);
     }
 }

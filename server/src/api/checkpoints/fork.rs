@@ -30,7 +30,7 @@ use axum::{
 use lockstep_protocol::{
     Job, JobId,
     job::Parent,
-    reason::ReasonKind,
+    reason::{Reason, ReasonKind},
     schedule::{self, Schedule},
     spec::{Division, JobSpec, Recipe, SpecError, from_json, key_parts, set_key},
 };
@@ -138,6 +138,7 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
         );
         mistakes.push(SpecError { pointer: pointer.into(), detail });
     }
+    mistakes.extend(stops_at_once(&source, &from, spec));
     if !mistakes.is_empty() {
         return Err(Error::Invalid(mistakes));
     }
@@ -145,6 +146,19 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
         [schedule_change(&source, &from, spec, steps_per_epoch, total), other_validation(&source.spec, spec)];
     checked.warnings.extend(warnings.into_iter().flatten());
     Ok(Prepared { source, from, checked })
+}
+
+/// Returns the mistake if `[stop]` ended the source at this checkpoint, and would end the fork there, too.
+fn stops_at_once(source: &Job, from: &CheckpointRow, spec: &JobSpec) -> Option<SpecError> {
+    let was = &source.spec;
+    let Some(ReasonKind::StoppedEarly { step, .. }) = source.cause.as_ref().map(Reason::kind) else {
+        return None;
+    };
+    let counts_on =
+        spec.stop.metric == was.stop.metric && Division::of(&spec.data) == Division::of(&was.data);
+    let stops = counts_on && *step == from.info.step && spec.stop.patience? <= was.stop.patience?;
+    let detail = "the job stopped early at this checkpoint, and the fork would stop there, too: set more, or remove the key";
+    stops.then(|| SpecError { pointer: "/stop/patience".into(), detail: detail.into() })
 }
 
 /// Returns the numbers of steps in an epoch and in the whole run. With the same pictures and global batch size, an epoch has the number of steps

@@ -42,7 +42,7 @@ pub(crate) struct LaunchQuery {
 }
 
 impl LaunchQuery {
-    pub(super) fn slots(&self) -> Slots {
+    pub(in crate::api) fn slots(&self) -> Slots {
         if self.launched { Slots::Later } else { Slots::Now }
     }
 }

@@ -1,9 +1,9 @@
-//! Sweeps: submit, list, show, pause, resume, cancel.
+//! Sweeps: submit, list, show, pause, resume, cancel, delete.
 
 pub(crate) mod pages;
 
 use super::{
-    jobs::{self, check_sweep, idempotency_key},
+    jobs::{check::LaunchQuery, check_sweep, idempotency_key},
     list::{Elements, List, ListParams, Page},
     to_the_end,
 };
@@ -29,7 +29,7 @@ use lockstep_protocol::{
 use serde::Serialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 use utoipa::ToSchema;
 
 /// Sweeps that the reader sees.
@@ -62,6 +62,7 @@ const LIST: List<Sweep> = List {
         "owner",
         "private",
         "spec",
+        "metric",
         "rungs",
         "trial_count",
         "ended",
@@ -106,21 +107,23 @@ async fn seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepRow>> {
 /// The body is a job file with the section `sweep`. The server makes a job for each trial and starts these jobs as the section says. With an
 /// `Idempotency-Key`, the same request sent again answers with the sweep that it made.
 #[utoipa::path(post, path = "/sweeps", tag = "sweeps", request_body(content((Object = "application/json"), (String = "application/toml"))),
-    params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
+    params(LaunchQuery, ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
     responses((status = 201, body = Sweep, headers(("Location" = String))), (status = 200, body = Sweep, description = "The same request made this sweep before"),
         (status = 409, body = Problem, description = "The key came with another request"), (status = 422, body = Problem)))]
+#[expect(clippy::too_many_arguments, reason = "what a handler needs, it extracts")]
 pub(crate) async fn create(
     State(scheduler): State<Arc<Scheduler>>,
     State(sweeps): State<Arc<Sweeps>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
+    Query(query): Query<LaunchQuery>,
     headers: HeaderMap,
     OriginalUri(uri): OriginalUri,
     Document(document, bytes): Document,
 ) -> Result<Submitted> {
     let key = idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
     let (status, sweep) =
-        to_the_end(async move { submit(&scheduler, &sweeps, &caller, document, key).await }).await?;
+        to_the_end(async move { submit(&scheduler, &sweeps, &caller, document, query, key).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/sweeps/{}", sweep.id))], Json(sweep)))
 }
 
@@ -145,6 +148,7 @@ async fn submit(
     sweeps: &Sweeps,
     caller: &Caller,
     document: Value,
+    query: LaunchQuery,
     key: Option<(String, String)>,
 ) -> Result<(StatusCode, Sweep)> {
     let store = &*scheduler.store;
@@ -161,7 +165,9 @@ async fn submit(
         return made_before(store, caller, &row, &document).await;
     }
     let all = usize::MAX;
-    let checked = check_sweep(scheduler, caller, (&section, &job), &id, all, jobs::Slots::Now).await?;
+    let checked = check_sweep(scheduler, caller, (&section, &job), &id, all, query.slots()).await?;
+    // Trials share most warnings.
+    let warnings: BTreeSet<_> = checked.trials.iter().flat_map(|trial| &trial.warnings).cloned().collect();
     let specs: Vec<_> = checked.trials.into_iter().map(|trial| trial.spec).collect();
     let first = specs.first().ok_or_else(|| Error::Internal("a sweep without trials was checked".into()))?;
     let name = job.get("name").and_then(Value::as_str);
@@ -187,7 +193,8 @@ async fn submit(
     }
     sweeps.wake();
     // Before a trial has started.
-    Ok((StatusCode::CREATED, shown(&row, &[])))
+    let sweep = Sweep { warnings: warnings.into_iter().collect(), ..shown(&row, &[]) };
+    Ok((StatusCode::CREATED, sweep))
 }
 
 /// List sweeps
@@ -254,6 +261,21 @@ pub(crate) async fn cancel(
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Sweep>)> {
     change(&sweeps, &*store, &id, &[SweepState::Running, SweepState::Paused], SweepState::Cancelled).await
+}
+
+/// Delete a sweep
+///
+/// Its jobs stay, as jobs without a sweep. A sweep that is not over is refused; cancel it first.
+#[utoipa::path(delete, path = "/sweeps/{id}", tag = "sweeps", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not over")))]
+pub(crate) async fn delete(
+    State(store): State<Arc<dyn Store>>,
+    Path(id): Path<String>,
+) -> Result<StatusCode> {
+    if store.delete_sweep(&find(&*store, &id).await?.id).await? {
+        return Ok(StatusCode::NO_CONTENT);
+    }
+    Err(Error::Conflict("the sweep is not over: cancel it before it is deleted".into(), None))
 }
 
 async fn change(

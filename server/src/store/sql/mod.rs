@@ -471,6 +471,9 @@ impl Store for SqlStore {
     ) -> Result<bool> {
         self.write_sweep_state(id, state, reason, finished_at).await
     }
+    async fn delete_sweep(&self, id: &str) -> Result<bool> {
+        self.remove_sweep(id).await
+    }
     async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>> {
         self.list_trials(sweep).await
     }

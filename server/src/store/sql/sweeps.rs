@@ -124,6 +124,18 @@ impl SqlStore {
         Ok(done.rows_affected() > 0)
     }
 
+    pub(super) async fn remove_sweep(&self, id: &str) -> Result<bool> {
+        let mut db = self.begin().await?;
+        let query = "DELETE FROM sweeps WHERE id = $1 AND finished_at IS NOT NULL";
+        let deleted = sqlx::query(query).bind(plain(id)).execute(&mut *db).await?.rows_affected() > 0;
+        if deleted {
+            let query = "UPDATE jobs SET sweep = NULL, trial = NULL WHERE sweep = $1";
+            sqlx::query(query).bind(plain(id)).execute(&mut *db).await?;
+        }
+        db.commit().await?;
+        Ok(deleted)
+    }
+
     pub(super) async fn list_trials(&self, sweep: &str) -> Result<Vec<JobRow>> {
         let query = format!("{JOB} WHERE jobs.sweep = $1 AND jobs.deleted_at IS NULL ORDER BY jobs.trial");
         let rows = sqlx::query(AssertSqlSafe(query)).bind(plain(sweep)).fetch_all(&self.reader).await?;

@@ -230,7 +230,7 @@ async fn a_sweep_is_an_array_whose_tasks_run_a_job_each() {
     let args = [&[file, "--with", "slurm"][..], &swept].concat();
     let done = Finished::of(launch(&server, &args, &[]).env("SLURM_CONF", slurm.config()));
     let said = done.ok();
-    let tag = said.split("tag=").nth(1).expect("a tag").split_whitespace().next().expect("a tag").to_owned();
+    let tag = said.split_whitespace().find(|word| word.starts_with("sweep-")).expect("an id").to_owned();
     let jobs = server.get(&format!("/jobs?tag={tag}")).await["jobs"].as_array().expect("jobs").clone();
     let mut found: Vec<_> = jobs
         .iter()

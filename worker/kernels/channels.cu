@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // Zeros the pictures that are padding. `controls` are the control blocks of all ranks of the group, `words` u32 apart. A block has one
 // picture, of `groups` groups of eight values.
 extern "C" __global__ void __launch_bounds__(256)
-    clear_padding(T* y, const u32* controls, u32 words, u32 batch, u32 groups) {
+    clear_padded_pictures(T* y, const u32* controls, u32 words, u32 batch, u32 groups) {
     pdl_wait();
     if (blockIdx.x % batch < control_of(controls, words, blockIdx.x / batch)->valid) return;
     for (u32 i = threadIdx.x; i < groups; i += blockDim.x) store(y, (u64)blockIdx.x * groups + i, zeros());

@@ -42,7 +42,7 @@ impl Ops {
     ) -> Kernel {
         let numbers = [words, batch, values as u32 / 8].map(Arg::U32);
         let args = [&[Arg::InOut(y), Arg::In(controls)][..], &numbers].concat();
-        kernel("clear_padding", plain([ranks * batch, 1, 1], [256, 1, 1]), args)
+        kernel("clear_padded_pictures", plain([ranks * batch, 1, 1], [256, 1, 1]), args)
     }
 
     /// Copies the header of the control block `own` to `to`, with `pictures` real pictures.

@@ -34,13 +34,15 @@ fn network() -> Arc<Network> {
 }
 
 /// Strategies with which activations change between all placements that there are.
-const STRATEGIES: [Shards; 6] = [
+const STRATEGIES: [Shards; 7] = [
     &[("conv2", Out), ("conv3", Groups)],
     &[("conv1", Out), ("conv2", In), ("down.0", In), ("fc", In)],
     &[("conv1", Out), ("conv2", Out), ("down.0", Out), ("fc", Out)],
     &[("conv4", In), ("conv5", Out), ("fc", Out)],
     &[("conv4", In), ("conv5", In)],
     &[("conv4", Out), ("conv5", Out)],
+    // All that there is.
+    &[("conv*", Out), ("conv3", Groups), ("down.0", Out), ("fc", Out)],
 ];
 
 /// In every number format, with one copy of the network and with two: lists are sound, kernels have the arguments that they declare, and all
@@ -137,7 +139,7 @@ fn run(memory: &mut [Vec<f32>], commands: &[&Command]) {
                         }
                     }
                     "scale_values" => copy(memory, [(rank, from), (rank, to)], number(2)),
-                    "clear_padding" => {}
+                    "clear_padded_pictures" => {}
                     other => panic!("{other}"),
                 }
             }
@@ -160,7 +162,11 @@ fn run(memory: &mut [Vec<f32>], commands: &[&Command]) {
                     .collect();
                 let sum = |memory: &[Vec<f32>], first: usize| -> Vec<f32> {
                     let of = |i: usize| {
-                        memory.iter().zip(&ends).map(|(memory, [from, _])| memory[from + first + i]).sum::<f32>()
+                        memory
+                            .iter()
+                            .zip(&ends)
+                            .map(|(memory, [from, _])| memory[from + first + i])
+                            .sum::<f32>()
                     };
                     (0..*count).map(of).collect()
                 };

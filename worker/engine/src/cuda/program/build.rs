@@ -58,7 +58,10 @@ impl Program {
             (1, 1) => None,
             _ => {
                 let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
-                let gradients = format!("{} {:?} {}", dtype.name(), layout.buckets, layout.trained);
+                // Ranks may have parts of different sizes.
+                let buckets: Vec<usize> = layout.buckets.iter().map(|bucket| bucket.len()).collect();
+                let vectors = layout.trained - layout.matrices - layout.split_vectors;
+                let gradients = format!("{} {buckets:?} {vectors}", dtype.name());
                 Some(Reducer::new(
                     device,
                     gpu,

@@ -251,6 +251,12 @@ fn compare(case: Case, loss: f32, way: f64) {
         "{case:?}: logits {apart:.1e}, weights {weights:.1e} of their way apart; evaluated {evaluated:?} / {wanted_evaluated:?}"
     );
     assert!(weights < way && apart < way, "{case:?}");
+    let running = |state: &StateDict| -> NamedTensors {
+        let all = state.parameters.clone().into_iter();
+        all.filter(|(name, _)| name.contains("running")).collect()
+    };
+    let (statistics, name) = super::apart(&running(&state), &running(&wanted_state));
+    assert!(statistics < way, "{case:?}: {name} is {statistics} apart");
     assert!((evaluated[0] - wanted_evaluated[0]).abs() < way * wanted_evaluated[0], "{case:?}");
     let shapes = |state: &StateDict| {
         let slots = &state.optimizer.as_ref().unwrap().slots;

@@ -78,7 +78,9 @@ fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
                             signatures::check(kernel, &declared);
                         }
                     }
-                    meetings(&commands)
+                    // Between copies of the network, each rank adds its own part.
+                    let is_shared = |meeting: &String| !meeting.contains(" Data ");
+                    meetings(&commands).into_iter().filter(is_shared).collect::<Vec<_>>()
                 };
                 let first = met(0);
                 assert!((1..model).all(|rank| met(rank) == first), "{shards:?} {phase:?}");

@@ -150,7 +150,12 @@ impl Backend for Cuda {
     fn check_plan(&self, network: &Network, plan: &Plan) -> Result<(), String> {
         (0..plan.mesh.stage).try_for_each(|stage| {
             let part = plan::lower(network, plan, stage * plan.mesh.ranks_of_stage())?;
-            program::check(&part).map_err(|error| error.to_string())
+            program::check(&part).map_err(|error| error.to_string())?;
+            // Their fused kernels and exchanges are not in a prediction.
+            match program::split_operator(&part) {
+                Some(name) => Err(format!("{name} is split, which GPUs compute in mode = \"hybrid\" only")),
+                None => Ok(()),
+            }
         })
     }
 

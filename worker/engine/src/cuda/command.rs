@@ -40,7 +40,8 @@ pub(super) enum Region {
     /// Results of steps, in host memory; number of results so far.
     ResultRing,
     ResultCounter,
-    /// The current micro-batch's control blocks of all ranks of the model group.
+    /// The current micro-batch's control blocks of all ranks of the model group. Where operators are split, that of all pictures of the group
+    /// follows.
     GroupControls,
     /// Float32, all parameters.
     Weights,
@@ -264,6 +265,8 @@ pub(super) enum Content {
     OfHead,
     /// Whole pictures, or the gradient of this rank's rows from another rank's windows.
     OfRows,
+    /// Channels of an activation, or of its gradient, that ranks exchange.
+    OfChannels,
     /// Sums that stages exchange.
     OfStages,
     /// Matrices that Muon orthogonalises.

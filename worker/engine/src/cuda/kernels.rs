@@ -52,6 +52,7 @@ pub(super) const SOURCE: &str = concat!(
     include_str!("../../../kernels/loss.cu"),
     include_str!("../../../kernels/optimizer.cu"),
     include_str!("../../../kernels/sample.cu"),
+    include_str!("../../../kernels/channels.cu"),
     include_str!("../../../kernels/margin.cu"),
     include_str!("../../../kernels/split_loss.cu"),
     include_str!("../../../kernels/adam.cu"),

@@ -124,8 +124,7 @@ impl Layout {
             len: 0,
             buckets: Vec::new(),
         };
-        let (mut vectors, mut frozen) = (Vec::new(), Vec::new());
-        let mut bucket = 0;
+        let (mut matrices, mut vectors, mut frozen) = (Vec::new(), Vec::new(), Vec::new());
         for op in ops.iter().rev() {
             let (FusedOp::Conv(Conv { name, .. })
             | FusedOp::Norm(Norm { name, .. })
@@ -151,8 +150,8 @@ impl Layout {
                         (Order::Krsc { padded_in }, out * height * width * padded_in)
                     }
                     (Role::LinearWeight, [out, inputs]) => {
-                        let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
-                        (Order::Rows, if is_head { padded_classes } else { *out } * inputs)
+                        let has_logits = network.has_logits(op.output());
+                        (Order::Rows, if has_logits { padded_classes } else { *out } * inputs)
                     }
                     // The same length on every rank.
                     (Role::LinearBias, _) if p.slice.is_some() => (Order::Vector, padded_classes),
@@ -168,23 +167,22 @@ impl Layout {
                     is_fixed: !network.trains(p),
                     slice: p.slice.clone(),
                 };
-                let is_split = slot.slice.is_some();
-                if slot.order == Order::Vector && slot.is_fixed {
-                    frozen.push(slot);
-                } else if slot.order == Order::Vector {
-                    vectors.push(slot);
-                } else {
-                    layout.push(slot);
-                    if is_split {
-                        // The head, whose gradient backward computes first.
-                        (layout.split_matrices, bucket) = (layout.len, layout.len);
-                    }
-                    if layout.len - bucket >= BUCKET {
-                        layout.pad(bucket, parts);
-                        layout.buckets.push(bucket..layout.len);
-                        bucket = layout.len;
-                    }
+                match slot.order {
+                    Order::Vector if slot.is_fixed => frozen.push(slot),
+                    Order::Vector => vectors.push(slot),
+                    _ if slot.slice.is_some() => layout.push(slot),
+                    _ => matrices.push(slot),
                 }
+            }
+        }
+        layout.split_matrices = layout.len;
+        let mut bucket = layout.len;
+        for slot in matrices {
+            layout.push(slot);
+            if layout.len - bucket >= BUCKET {
+                layout.pad(bucket, parts);
+                layout.buckets.push(bucket..layout.len);
+                bucket = layout.len;
             }
         }
         layout.pad(bucket, parts);
@@ -192,6 +190,7 @@ impl Layout {
         if layout.matrices > bucket {
             layout.buckets.push(bucket..layout.matrices);
         }
+        vectors.sort_by_key(|slot: &Slot| slot.slice.is_none());
         for slot in vectors {
             let is_split = slot.slice.is_some();
             layout.push(slot);

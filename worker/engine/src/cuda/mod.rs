@@ -127,6 +127,7 @@ fn build(
         check_sample(comm.size(), model, config.accumulate as u32).map_err(CudaError::Unsupported)?;
     }
     let part = part_of(&network, &plan, comm.as_ref())?;
+    config.loss.check_part(&part).map_err(EngineError::Parameters)?;
     // The ranks over which gradients and statistics are reduced.
     let of_stage = match &groups {
         Some(groups) if plan.mesh.stage > 1 => groups.data.clone(),

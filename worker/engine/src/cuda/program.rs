@@ -45,7 +45,7 @@ mod facts;
 mod step_plan;
 mod text;
 
-pub(super) use step_plan::{SplitHead, StepPlan, capabilities, check};
+pub(super) use step_plan::{SplitHead, StepPlan, capabilities, check, split_operator};
 
 /// Position of a micro-batch in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -72,12 +72,14 @@ pub(super) struct Reducer {
 
 impl Reducer {
     /// Connects the GPUs of the ranks of `comm`, all ranks of this rank's stage, and of `groups`. `gradients` describes the gradients, and must
-    /// be equal on all ranks of `comm`; `sync` has the channels of each batch norm if statistics are synchronised.
+    /// be equal on all ranks of `comm`. `splits_operators`: ranks exchange activations between kernels. `sync` has the channels of each batch norm if statistics are synchronised.
+    #[allow(clippy::too_many_arguments)] // What an engine is built from.
     pub(super) fn new(
         device: &Device,
         gpu: &GpuConfig,
         comm: &dyn ProcessGroup,
         groups: Option<&Groups>,
+        splits_operators: bool,
         buckets: usize,
         gradients: &str,
         sync: Option<&[usize]>,
@@ -97,7 +99,7 @@ impl Reducer {
         let model = of(groups.map(|groups| &groups.model), "model")?;
         let height = of(groups.map(|groups| &groups.height), "height")?;
         let stage = of(groups.map(|groups| &groups.stage), "stage")?;
-        let meets_between_kernels = height.is_some() || stage.is_some();
+        let meets_between_kernels = splits_operators || height.is_some() || stage.is_some();
         // If each rank has the whole network, these are all ranks.
         let data = of(groups.filter(|groups| groups.model.size() > 1).map(|groups| &groups.data), "data")?;
         device.bind()?;
@@ -110,7 +112,7 @@ impl Reducer {
                 let (exchanged, all, sequences) = Statistics::exchanged(channels, world);
                 let wanted = match std::env::var_os("LOCKSTEP_NO_PEER_MEMORY") {
                     _ if meets_between_kernels => {
-                        Err("GPUs that share rows of pictures or have stages meet between kernels anyway"
+                        Err("GPUs that split operators, share rows of pictures or have stages meet between kernels anyway"
                             .into())
                     }
                     None => Ok(()),
@@ -233,7 +235,7 @@ impl Reducer {
             return stages.into();
         }
         let stages = if stages.is_empty() { String::new() } else { format!("{stages}; ") };
-        let split = if self.model.is_some() { "classes are split over ranks; " } else { "" };
+        let split = if self.model.is_some() { "the network is split over ranks; " } else { "" };
         let rows = if self.height.is_some() { "ranks share the rows of pictures; " } else { "" };
         let rest = match &self.memory {
             Memory::None => {

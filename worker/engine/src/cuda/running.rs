@@ -1,7 +1,10 @@
 //! Layout of the flat buffer of all batch norms' running statistics.
 
 use super::command::{Operand, Region};
-use crate::{fuse::Norm, net::Network};
+use crate::{
+    fuse::Norm,
+    net::{Network, Slice},
+};
 
 /// Alignment, in values, of each mean and each variance.
 const STRIDE: usize = 64;
@@ -14,6 +17,8 @@ pub(super) struct Running {
     pub(super) at: usize,
     pub(super) channels: usize,
     pub(super) stride: usize,
+    /// This rank's channels, if a model group splits them.
+    pub(super) slice: Option<Slice>,
 }
 
 impl Running {
@@ -24,7 +29,9 @@ impl Running {
         for Norm { name, norm, input, .. } in norms {
             let channels = network.tensors[*input].channels;
             let stride = channels.next_multiple_of(STRIDE);
-            all.push((*norm, Self { name: name.clone(), at, channels, stride }));
+            let own = network.part.as_ref().and_then(|part| part.channels(*input));
+            let slice = own.map(|(range, whole)| Slice { dimension: 0, range, whole: vec![whole] });
+            all.push((*norm, Self { name: name.clone(), at, channels, stride, slice }));
             at += 2 * stride;
         }
         all.sort_by_key(|(norm, _)| *norm);

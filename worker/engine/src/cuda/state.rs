@@ -171,7 +171,11 @@ impl State {
         for r in &self.running {
             for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
                 let values = values[at..at + r.channels].to_vec();
-                all.insert(format!("{}.{suffix}", r.name), HostTensor { shape: vec![r.channels], values });
+                let tensor = match &r.slice {
+                    None => HostTensor { shape: vec![r.channels], values },
+                    Some(slice) => HostTensor { shape: slice.whole.clone(), values: slice.spread(&values) },
+                };
+                all.insert(format!("{}.{suffix}", r.name), tensor);
             }
         }
         Ok(all)
@@ -194,7 +198,9 @@ impl State {
         for r in &self.running {
             for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
                 if let Some(tensor) = values.get(&format!("{}.{suffix}", r.name)) {
-                    statistics[at..at + r.channels].copy_from_slice(&tensor.values);
+                    let own = r.slice.as_ref().map(|slice| slice.cut(&tensor.values));
+                    let own = own.as_ref().unwrap_or(&tensor.values);
+                    statistics[at..at + r.channels].copy_from_slice(own);
                 }
             }
         }

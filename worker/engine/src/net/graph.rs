@@ -267,6 +267,12 @@ impl Network {
         stage + 1 == stages
     }
 
+    /// Whether an activation is the logits, also as a sum over ranks of which each has a part.
+    pub(crate) fn has_logits(&self, tensor: TensorId) -> bool {
+        let is_part = matches!(self.ops.last(), Some(Op::Redistribute { input, .. }) if *input == tensor);
+        self.is_last_stage() && (tensor == self.logits() || is_part)
+    }
+
     /// The rows of padding that an operation on `tensor` adds: 0 if the tensor already includes the padding.
     pub fn row_padding(&self, tensor: TensorId, padding: usize) -> usize {
         let is_there = |op: &Op| matches!(op, Op::Halo { output, .. } if *output == tensor);

@@ -80,7 +80,7 @@ pub fn search(
                     found.extend(plain.and_then(runnable));
                 } else if stage == 1 || is_pinned {
                     let best = best_splits(network, mesh, (machine, work), &pinned.shard);
-                    // Some backends support only the split without strategies.
+                    // For some backends only the split without strategies is searched.
                     let plain = || candidate(network, Plan::on(mesh, pinned.shard.clone()), machine, work);
                     found.extend(best.and_then(runnable).or_else(|| plain().and_then(runnable)));
                 }

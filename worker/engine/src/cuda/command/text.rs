@@ -103,6 +103,7 @@ impl Display for Content {
             Content::Argmax(number) => write!(f, "argmax {number}"),
             Content::OfHead => f.write_str("of the split head"),
             Content::OfRows => f.write_str("of shared rows"),
+            Content::OfChannels => f.write_str("of split operators"),
             Content::OfStages => f.write_str("of the stages"),
             Content::OfUpdate => f.write_str("of the update"),
         }

@@ -27,7 +27,12 @@ impl Program {
             capabilities(Ops::multiplies_matrices(device.capability, dtype)),
         )?
         .with_loss(&config.loss);
-        let share = (gpu.plan.optimizer_sharding && plan.head.is_none() && comm.size() > 1)
+        if plan.splits_operators && plan.sampled().is_some() {
+            let text = "loss.sample_share: GPUs sample classes where only the last layer is split. Leave other strategies ([[parallel.shard]]) \
+                        out, or set parallel.device = \"cpu\"";
+            return Err(CudaError::Unsupported(text.into()).into());
+        }
+        let share = (gpu.plan.optimizer_sharding && !plan.is_split() && comm.size() > 1)
             .then(|| Share { rank: comm.rank() as usize, ranks: comm.size() as usize });
         let parts = share.unwrap_or(Share::WHOLE).ranks;
         let layout =
@@ -53,12 +58,16 @@ impl Program {
             (1, 1) => None,
             _ => {
                 let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
-                let gradients = format!("{} {:?} {}", dtype.name(), layout.buckets, layout.trained);
+                // Ranks may have parts of different sizes.
+                let buckets: Vec<usize> = layout.buckets.iter().map(|bucket| bucket.len()).collect();
+                let vectors = layout.trained - layout.matrices - layout.split_vectors;
+                let gradients = format!("{} {buckets:?} {vectors}", dtype.name());
                 Some(Reducer::new(
                     device,
                     gpu,
                     comm.as_ref(),
                     groups,
+                    plan.splits_operators,
                     layout.buckets.len(),
                     &gradients,
                     sync.then_some(&channels[..]),
@@ -101,9 +110,13 @@ impl Program {
         let slots = (stages - network.stage().0).min(config.accumulate.max(1));
         let inputs = Inputs::new(device, config.batch_size, slots)?;
         // A split head has separate kernels and does not copy its logits.
-        let (padded, logits, controls) = match &plan.head {
-            None => (plan.padded_classes, 4 * config.batch_size * network.classes, None),
-            Some(head) => (0, 4, Some(device.zeros(head.ranks * inputs.control.bytes)?)),
+        let (padded, logits) = match &plan.head {
+            None => (plan.padded_classes, 4 * config.batch_size * network.classes),
+            Some(_) => (0, 4),
+        };
+        let controls = match plan.is_split() {
+            true => Some(device.zeros((plan.model_ranks + 1) * inputs.control.bytes)?),
+            false => None,
         };
         let scratch =
             device.zeros(ops.scratch_bytes(config.batch_size as u32, padded as u32, count as u32))?;

@@ -6,6 +6,7 @@ use crate::cuda::command::{Collective, EventId, Group, Kernel, Part, StreamId};
 use std::collections::VecDeque;
 
 mod backward;
+mod channels;
 mod forward;
 mod fused;
 mod loss;

@@ -14,7 +14,7 @@ use crate::{
         statistics::Statistics,
     },
     fuse::Norm,
-    net::TensorId,
+    net::{Placement, TensorId},
     sharding::Share,
 };
 use lockstep_kernels::optimizer::ParameterPolicy;
@@ -88,7 +88,7 @@ impl Facts<'_> {
     /// The last layer's bias, which cosines do not have.
     pub(super) fn head_bias(&self) -> Operand {
         match self.plan.margin {
-            None => self.vector(self.plan.network.head(), "bias"),
+            None => self.vector(self.plan.last_layer(), "bias"),
             Some(_) => Operand::NONE,
         }
     }
@@ -118,7 +118,7 @@ impl Facts<'_> {
         }
     }
 
-    /// All that the update of this rank works on, but for what it has of a split head: one range, or where ranks divide the optimizer's state
+    /// All that the update of this rank works on, but for its parts of split matrices: one range, or where ranks divide the optimizer's state
     /// the rank's part of each bucket of matrices and of the vectors.
     pub(super) fn updated(&self) -> Vec<Updated> {
         let (layout, gradients, rates) = (self.layout, self.gradients(), self.all_rates());
@@ -243,6 +243,10 @@ impl Facts<'_> {
     /// How a batch norm's sums are reduced.
     pub(super) fn reduction(&self, node: &Norm, backward: bool) -> ops::Reduce {
         let channels = self.plan.network.tensors[node.input].channels;
+        if *self.plan.network.placement(node.input) != Placement::Batch && self.data_ranks == 1 {
+            // This rank has all pictures of its channels.
+            return ops::Reduce::Local;
+        }
         self.ranks.map_or(ops::Reduce::Local, |ranks| ranks.reduction(node.norm, channels, backward))
     }
 }

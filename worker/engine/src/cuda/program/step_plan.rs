@@ -86,7 +86,12 @@ pub(in crate::cuda) struct StepPlan {
     pub(super) dtype: DType,
     pub(super) padded_input: usize,
     pub(super) padded_classes: usize,
+    /// Number of ranks that share this rank's copy of the network, and this rank's number among them.
+    pub(super) model_ranks: usize,
+    pub(super) model_rank: usize,
     pub(super) head: Option<SplitHead>,
+    /// Whether these ranks split other operators than the last layer over its classes.
+    pub(super) splits_operators: bool,
     /// If logits are scaled cosines, and the label's has a margin.
     pub(super) margin: Option<Margin>,
     /// Whether the stem, a 7x7 convolution with stride 2, runs as a 4x4 convolution over 2x2 pixels: with few channels
@@ -116,11 +121,16 @@ impl StepPlan {
         capabilities: Capabilities,
     ) -> Result<Self, CudaError> {
         check(&network)?;
+        let splits_operators = split_operator(&network).is_some();
+        // Kernels that apply a batch norm inside a convolution store nothing in which padding between pictures could be cleared.
+        let capabilities = Capabilities { wgmma: capabilities.wgmma && !splits_operators, ..capabilities };
         let ops = fuse(&network, &capabilities);
         let padded_input = network.channels.next_multiple_of(PADDED_INPUT);
+        let is_moved = |op: &Op| matches!(op, Op::Redistribute { input, .. } if network.is_pictures(*input));
         let folded = padded_input == 4
             && network.image_size.is_multiple_of(2)
             && network.rows(network.input()).is_none()
+            && !network.ops.iter().any(is_moved)
             && ops.iter().any(|op| match op {
                 FusedOp::Conv(Conv { shape, needs_input_gradient: false, .. }) => {
                     (shape.kernel, shape.stride, shape.padding) == (7, 2, 3)
@@ -128,6 +138,10 @@ impl StepPlan {
                 _ => false,
             });
         let head = SplitHead::of(&network);
+        let (model_ranks, model_rank) = network.part.as_ref().map_or((1, 0), |part| {
+            let bounds = part.placements.iter().find_map(bounds_of);
+            bounds.map_or((1, 0), |bounds| (bounds.len() - 1, part.rank))
+        });
         // The same number on every rank.
         let padded_classes = match &head {
             None => network.classes.next_multiple_of(PADDED_CLASSES),
@@ -141,7 +155,10 @@ impl StepPlan {
             dtype,
             padded_input,
             padded_classes,
+            model_ranks,
+            model_rank,
             head,
+            splits_operators,
             margin: None,
             folded,
         })
@@ -197,10 +214,20 @@ impl StepPlan {
 
     /// Number of pictures per micro-batch that this rank has of `tensor`: its own, or its model group's.
     pub(super) fn pictures(&self, tensor: TensorId) -> usize {
-        match &self.head {
-            Some(head) if *self.network.placement(tensor) != Placement::Batch => head.ranks * self.batch,
-            _ => self.batch,
+        match self.network.placement(tensor) {
+            Placement::Batch => self.batch,
+            _ => self.model_ranks * self.batch,
         }
+    }
+
+    /// Whether each rank has a part of some parameters.
+    pub(super) fn is_split(&self) -> bool {
+        self.model_ranks > 1
+    }
+
+    /// Name of the layer that computes the logits, also where ranks compute parts of their sum.
+    pub(super) fn last_layer(&self) -> &str {
+        last_layer(&self.network)
     }
 
     /// Whether ranks share the rows of pictures.
@@ -214,16 +241,20 @@ impl StepPlan {
         (chunks, self.padded_classes / chunks)
     }
 
-    /// Whether a split head's weights are stored in two planes of 16 bits; see [`crate::cuda::planes`].
+    /// Whether split weights are stored in two planes of 16 bits; see [`crate::cuda::planes`].
     pub(super) fn is_planar(&self) -> bool {
-        self.head.is_some() && self.dtype == DType::Bf16
+        self.is_split() && self.dtype == DType::Bf16
     }
 
     /// Whether the gradient of a split head's weights is stored nowhere whole: it is computed twice, a chunk at a time, for its norm and for
     /// the update. A third of the head's multiplications are added, and a sixth of its memory is saved. Not where gradients are added up
-    /// over micro-batches or ranks, nor of a sample.
+    /// over micro-batches or ranks, nor of a sample, nor beside other split weights.
     pub(super) fn recomputes(&self, accumulates: bool, data_ranks: usize) -> bool {
-        self.chunks().0 > 1 && !accumulates && data_ranks == 1 && self.sampled().is_none()
+        self.chunks().0 > 1
+            && !self.splits_operators
+            && !accumulates
+            && data_ranks == 1
+            && self.sampled().is_none()
     }
 
     /// The forward convolution of a chunk of sampled classes.
@@ -240,7 +271,7 @@ impl StepPlan {
         }
         let channels = match tensor {
             t if self.network.is_pictures(t) => self.padded_input,
-            t if self.network.is_last_stage() && t == self.network.logits() => self.padded_classes,
+            t if self.network.has_logits(t) => self.padded_classes,
             _ => shape.channels,
         };
         shape.pixels() * channels
@@ -258,7 +289,6 @@ impl StepPlan {
             _ => return None,
         };
         let (from, to) = (self.network.tensors[input], self.network.tensors[output]);
-        let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
         let convolution = Convolution {
             direction: Direction::Forward,
             dtype: self.dtype,
@@ -268,7 +298,7 @@ impl StepPlan {
             in_c: if first { self.padded_input } else { from.channels },
             out_h: to.height,
             out_w: to.width,
-            out_c: if is_head { self.chunks().1 } else { to.channels },
+            out_c: if self.network.has_logits(output) { self.chunks().1 } else { to.channels },
             kernel,
             stride,
             padding,
@@ -300,13 +330,8 @@ impl StepPlan {
 /// The engine does not support the network; the error names the layer.
 pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
     let refuse = |what: String| Err(CudaError::Unsupported(what));
-    if let Some(name) = split_elsewhere(network) {
-        return refuse(format!(
-            "parallel: {name} is split, and GPUs split only the last layer, over its classes ([[parallel.shard]] with split = \"out\"). Leave \
-             other strategies out, or set parallel.device = \"cpu\""
-        ));
-    }
-    if network.is_last_stage() && network.head().is_empty() {
+    check_splits(network)?;
+    if network.is_last_stage() && last_layer(network).is_empty() {
         return refuse(format!("{}, which does not end in a linear layer", network.arch));
     }
     for op in &network.ops {
@@ -314,7 +339,7 @@ pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
             Op::Linear { name, input, .. } if network.tensors[*input].pixels() != 1 => {
                 return refuse(format!("the linear layer {name} over more than one pixel: pool them first"));
             }
-            Op::Conv { .. } | Op::Halo { .. } => {}
+            Op::Conv { .. } | Op::Halo { .. } | Op::Redistribute { .. } => {}
             _ if op.inputs().iter().any(|input| network.is_pictures(*input)) => {
                 return refuse(format!(
                     "{}, in which something else than a convolution reads the pictures",
@@ -336,8 +361,7 @@ pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
     }
     check_rows(network)?;
     for (tensor, shape) in network.tensors.iter().enumerate() {
-        let is_logits = network.is_last_stage() && tensor == network.logits();
-        let padded = network.is_pictures(tensor) || is_logits;
+        let padded = network.is_pictures(tensor) || network.has_logits(tensor);
         if !padded && !shape.channels.is_multiple_of(CHANNELS) {
             return refuse(format!("{} channels, which is not a multiple of {CHANNELS}", shape.channels));
         }
@@ -374,8 +398,69 @@ fn check_rows(network: &Network) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// What of a network that ranks share is split otherwise than the last layer over its classes: the name of an operator.
-fn split_elsewhere(network: &Network) -> Option<&str> {
+/// Checks the part of a rank that has parts of operators.
+fn check_splits(network: &Network) -> Result<(), CudaError> {
+    let Some(name) = split_operator(network) else { return Ok(()) };
+    let refuse = |what: String| {
+        Err(CudaError::Unsupported(format!("parallel: {what}, or set parallel.device = \"cpu\"")))
+    };
+    if network.rows(network.input()).is_some() || network.stage().1 > 1 {
+        return refuse(format!(
+            "{name} is split, and GPUs combine that with data parallelism only. Leave parallel.height and parallel.pipeline out"
+        ));
+    }
+    if network.frozen_norm {
+        return refuse(format!(
+            "{name} is split, and GPUs then train batch norms. Leave model.freeze_norm or the strategy out"
+        ));
+    }
+    for op in &network.ops {
+        match op {
+            Op::Linear { name, output, .. }
+                if *network.placement(*output) != Placement::Batch && !network.has_logits(*output) =>
+            {
+                return refuse(format!(
+                    "{name} is split, and GPUs split convolutions and the last linear layer. Leave its strategy out"
+                ));
+            }
+            Op::Conv { name, input, output, .. } | Op::Linear { name, input, output } => {
+                let is_uneven = |tensor: &TensorId| {
+                    let bounds = bounds_of(network.placement(*tensor)).unwrap_or_default();
+                    bounds.iter().any(|bound| !bound.is_multiple_of(CHANNELS)) && !network.has_logits(*tensor)
+                };
+                if let Some(uneven) = [*input, *output].into_iter().find(is_uneven) {
+                    let part = network.tensors[uneven].channels;
+                    return refuse(format!(
+                        "{name} is split, and GPUs compute multiples of {CHANNELS} channels, while a rank has {part}. Split it over fewer ranks \
+                         (parallel.model) or leave its strategy out"
+                    ));
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// The channels of each rank, if ranks have different ones.
+fn bounds_of(placement: &Placement) -> Option<&[usize]> {
+    match placement {
+        Placement::Channels(bounds) => Some(bounds),
+        Placement::Batch | Placement::Whole | Placement::Partial => None,
+    }
+}
+
+/// See [`StepPlan::last_layer`]; empty if there is none.
+fn last_layer(network: &Network) -> &str {
+    let layer = network.ops.iter().rev().find(|op| !matches!(op, Op::Redistribute { .. }));
+    match layer {
+        Some(Op::Linear { name, .. }) => name,
+        _ => "",
+    }
+}
+
+/// The name of an operator that is split otherwise than the last layer over its classes, if there is one.
+pub(in crate::cuda) fn split_operator(network: &Network) -> Option<&str> {
     let head = network.ops.last()?;
     let is_of_head = |tensor: TensorId| {
         let placement = network.placement(tensor);

@@ -1,4 +1,4 @@
-//! A head whose classes several GPUs have between them, next to one rank that has all of them.
+//! A head whose classes several GPUs have between them, and other operators that they split, next to one rank that has all of them.
 
 use super::*;
 use crate::{Contribution, Margin, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh};
@@ -7,6 +7,7 @@ use lockstep_comm::{
     rendezvous::{RendezvousConfig, Store, free_port},
     ring::Ring,
 };
+use lockstep_protocol::spec::{ShardSpec, Split};
 use std::time::Duration;
 
 /// Pictures of a rank.
@@ -56,8 +57,11 @@ fn on_ranks<T: Send>(size: u32, work: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync
 /// What is trained, and how.
 #[derive(Debug, Clone, Copy)]
 struct Case {
+    network: fn(usize) -> Arc<Network>,
     /// Copies of the network, and ranks of each.
     mesh: [usize; 2],
+    /// Strategies; without any, the last layer is split over its classes.
+    shards: &'static [(&'static str, Split)],
     classes: usize,
     accumulate: usize,
     /// Weight of the own label where pictures are mixed.
@@ -71,7 +75,9 @@ struct Case {
 }
 
 const CASE: Case = Case {
+    network: small_network,
     mesh: [1, 2],
+    shards: &[],
     classes: 10,
     accumulate: 1,
     lambda: None,
@@ -88,11 +94,13 @@ impl Case {
 
     fn plan(&self) -> Plan {
         let [data, model] = self.mesh;
-        Plan::on(Mesh { stage: 1, data, height: 1, model }, Vec::new())
+        let shard =
+            |(pattern, split): &(&str, Split)| ShardSpec { pattern: (*pattern).into(), split: *split };
+        Plan::on(Mesh { stage: 1, data, height: 1, model }, self.shards.iter().map(shard).collect())
     }
 
     fn network(&self) -> Arc<Network> {
-        small_network(self.classes)
+        (self.network)(self.classes)
     }
 
     /// The micro-batches of a step, of which a rank has the pictures of its own.
@@ -243,6 +251,12 @@ fn compare(case: Case, loss: f32, way: f64) {
         "{case:?}: logits {apart:.1e}, weights {weights:.1e} of their way apart; evaluated {evaluated:?} / {wanted_evaluated:?}"
     );
     assert!(weights < way && apart < way, "{case:?}");
+    let running = |state: &StateDict| -> NamedTensors {
+        let all = state.parameters.clone().into_iter();
+        all.filter(|(name, _)| name.contains("running")).collect()
+    };
+    let (statistics, name) = super::apart(&running(&state), &running(&wanted_state));
+    assert!(statistics < way, "{case:?}: {name} is {statistics} apart");
     assert!((evaluated[0] - wanted_evaluated[0]).abs() < way * wanted_evaluated[0], "{case:?}");
     let shapes = |state: &StateDict| {
         let slots = &state.optimizer.as_ref().unwrap().slots;
@@ -272,6 +286,68 @@ fn gpus_a_split_head_trains_as_one_rank() {
 fn gpus_a_split_head_in_16_bits_is_near_one_rank() {
     for precision in [Precision::Bf16, Precision::Fp16] {
         compare(Case { precision, classes: 1003, ..CASE }, 2e-2, 0.5);
+    }
+}
+
+/// With a grouped convolution, and convolutions that no batch norm follows.
+fn grouped_network(classes: usize) -> Arc<Network> {
+    let mut net = Network::new("a grouped network", 16, 3, classes);
+    let x = net.conv("conv1", net.input(), 32, 3, 1);
+    let x = net.batch_norm("bn1", x);
+    let shortcut = net.relu(x);
+    let x = net.conv("conv2", shortcut, 48, 3, 2);
+    let x = net.batch_norm("bn2", x);
+    let x = net.relu(x);
+    let x = net.grouped_conv("conv3", x, 48, 3, 1, 3);
+    let x = net.conv("conv4", x, 48, 1, 1);
+    let x = net.conv("conv5", x, 48, 1, 1);
+    let branch = net.batch_norm("bn5", x);
+    let x = net.conv("down.0", shortcut, 48, 1, 2);
+    let shortcut = net.batch_norm("down.1", x);
+    let x = net.add(branch, shortcut);
+    let x = net.relu(x);
+    let x = net.global_average_pool(x);
+    net.linear("fc", x, classes);
+    Arc::new(net)
+}
+
+const BLOCK: &[(&str, Split)] = &[("conv2", Split::Out), ("conv3", Split::In)];
+
+/// Strategies: convolutions over their outputs, inputs and groups, and the last layer over its inputs or classes.
+#[test]
+#[ignore = "needs 2 GPUs"]
+fn gpus_that_split_operators_train_as_one_rank() {
+    use Split::{Groups, In, Out};
+    let everything: &[_] = &[("conv1", Out), ("conv2", Out), ("conv3", Out), ("down.0", Out), ("fc", Out)];
+    for shards in [BLOCK, &[("fc", In)], &[("conv3", Out)], everything, &[("conv2", In), ("down.0", In)]] {
+        compare(Case { shards, ..CASE }, 1e-5, 1e-3);
+    }
+    let sums: &[_] = &[("conv4", In), ("conv5", Out), ("fc", Out)];
+    for shards in [sums, &[("conv2", Out), ("conv3", Groups)], &[("conv4", In), ("conv5", In)]] {
+        compare(Case { shards, network: grouped_network, ..CASE }, 1e-5, 1e-3);
+    }
+    for shards in [BLOCK, everything, &[("fc", In)]] {
+        compare(Case { shards, accumulate: 2, ragged: true, ..CASE }, 1e-5, 1e-3);
+    }
+    compare(Case { shards: BLOCK, lambda: Some(0.7), ..CASE }, 1e-5, 1e-3);
+}
+
+#[test]
+#[ignore = "needs 2 GPUs"]
+fn gpus_that_split_operators_in_16_bits_are_near_one_rank() {
+    for precision in [Precision::Bf16, Precision::Fp16] {
+        for shards in [BLOCK, &[("conv3", Split::Out), ("fc", Split::Out)]] {
+            compare(Case { precision, shards, classes: 1003, ..CASE }, 2e-2, 0.5);
+        }
+    }
+}
+
+/// Two copies of a network on two ranks each.
+#[test]
+#[ignore = "needs 4 GPUs"]
+fn gpus_in_a_mesh_that_split_operators_train_as_one_rank() {
+    for shards in [BLOCK, &[("conv3", Split::Out), ("fc", Split::In)]] {
+        compare(Case { mesh: [2, 2], shards, ragged: true, ..CASE }, 1e-5, 1e-3);
     }
 }
 
@@ -324,6 +400,7 @@ fn gpus_a_split_head_continues_from_its_checkpoint() {
     for sample_share in [1.0, 0.2] {
         continues(Case { classes: 1003, precision: Precision::Bf16, sample_share, ..CASE });
     }
+    continues(Case { shards: BLOCK, precision: Precision::Bf16, ..CASE });
 }
 
 fn continues(case: Case) {

@@ -19,7 +19,7 @@ impl<'a> GraphEmitter<'a> {
                 self.split_backward(op, name, [*input, *output])?;
             }
             FusedOp::Linear { name, input, output, is_head } => {
-                if !is_head {
+                if !is_head && !self.plan.network.has_logits(*output) {
                     self.bias_backward(name, *output, micro_batch)?;
                 }
                 self.convolution_backward(op, *input, *output, false, micro_batch)?;
@@ -34,8 +34,9 @@ impl<'a> GraphEmitter<'a> {
             | FusedOp::Gelu { .. }
             | FusedOp::Add { .. }
             | FusedOp::MaxPool { .. } => self.plain_backward(op, micro_batch)?,
-            FusedOp::Redistribute { input, output } => self.scatter_gradient(*input, *output)?,
-            FusedOp::Halo { input, .. } if self.plan.network.is_pictures(*input) => {}
+            FusedOp::Redistribute { input, .. } | FusedOp::Halo { input, .. }
+                if self.plan.network.is_pictures(*input) => {}
+            FusedOp::Redistribute { input, output } => self.redistribute_backward(*input, *output)?,
             FusedOp::Halo { input, output, .. } => self.halo_backward(*input, *output)?,
             FusedOp::MeanOfRows { input, output } => self.mean_of_rows_backward(*input, *output)?,
         }
@@ -121,6 +122,7 @@ impl<'a> GraphEmitter<'a> {
         } else {
             self.norm_backward_kernels(node, [x, dx], dy, operands, optional(dz), first);
         }
+        self.clear_padding(node.input, Some(dx));
         let mut done = vec![dy];
         done.extend(more);
         self.gradients[node.input].push(if deferred {
@@ -180,7 +182,7 @@ impl<'a> GraphEmitter<'a> {
             },
             dz,
             dx: dx.operand(),
-            control: CONTROL,
+            control: self.control_of(node.input),
             shape: self.shape(node.input),
             site: self.facts.norms[node.norm],
             accumulate: !first,
@@ -205,7 +207,7 @@ impl<'a> GraphEmitter<'a> {
             self.main(ops.norm_backward_sums(backward));
         }
         let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
-        let left = self.added_sums(backward.reduce);
+        let left = self.added_sums(backward.reduce, node);
         if let Some(sums) = left {
             let whole = ops::NormBackward { shape: self.whole_shape(node.input), ..local };
             self.main(ops.norm_backward_finish(sums, whole));
@@ -243,7 +245,7 @@ impl<'a> GraphEmitter<'a> {
     ) {
         let ops = self.facts.ops;
         if !more.is_none() {
-            let values = self.plan.batch * self.plan.values(node.output);
+            let values = self.plan.pictures(node.output) * self.plan.values(node.output);
             self.main(ops.add(dy, more, values as u64));
         }
         let backward = ops::NormBackwardMaxPool {
@@ -251,20 +253,20 @@ impl<'a> GraphEmitter<'a> {
             dy,
             argmax,
             dx: dx.operand(),
-            control: CONTROL,
+            control: self.control_of(node.input),
             pool: self.pool(node.input),
             site: self.facts.norms[node.norm],
             accumulate: !first,
             reduce: self.facts.reduction(node, true),
         };
         self.main(ops.norm_backward_max_pool(backward));
-        if let Some(sums) = self.added_sums(backward.reduce) {
+        if let Some(sums) = self.added_sums(backward.reduce, node) {
             let local = ops::NormBackward {
                 x: x.operand(),
                 gradient: ops::Gradient::All { dy },
                 dz: Operand::NONE,
                 dx: dx.operand(),
-                control: CONTROL,
+                control: backward.control,
                 shape: self.whole_shape(node.input),
                 site: backward.site,
                 accumulate: backward.accumulate,
@@ -276,9 +278,9 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The backward pass's sums over all ranks, where kernels leave them to NCCL.
-    fn added_sums(&mut self, reduce: ops::Reduce) -> Option<Operand> {
+    fn added_sums(&mut self, reduce: ops::Reduce, node: &Norm) -> Option<Operand> {
         let ops::Reduce::Leave { sums } = reduce else { return None };
-        self.all_reduce(StreamId::Main, sums, DType::F32);
+        self.add_statistics(sums, node);
         Some(sums)
     }
 

@@ -16,6 +16,7 @@ impl<'a> GraphEmitter<'a> {
         let pictures = self.alloc(tensor, Content::Activation);
         self.activations[tensor] = Some(pictures);
         self.take_in(phase, input, pictures);
+        self.begin_group();
         Ok(())
     }
 
@@ -111,6 +112,8 @@ impl<'a> GraphEmitter<'a> {
                 self.convolution_forward(op, *input, *output, phase)?;
                 match *is_head {
                     true => self.cosines(op, name, [*input, *output], training)?,
+                    // The loss adds the bias, also to a sum over ranks.
+                    false if self.plan.network.has_logits(*output) => {}
                     false => self.bias(name, *output)?,
                 }
             }
@@ -130,13 +133,23 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::Relu { .. } | FusedOp::Gelu { .. } | FusedOp::Add { .. } | FusedOp::MaxPool { .. } => {
                 self.plain_forward(op, training)?;
             }
-            FusedOp::Redistribute { input, output } => self.gather_features(*input, *output)?,
+            FusedOp::Redistribute { input, output } => {
+                self.redistribute_forward(*input, *output)?;
+                if training && self.readers[*input] == 0 && self.plan.read_once(*input) {
+                    self.drop_activation(*input);
+                }
+            }
             FusedOp::Halo { input, output, lowest } => self.halo_forward(*input, *output, *lowest)?,
             FusedOp::MeanOfRows { input, output } => self.mean_of_rows_forward(*input, *output)?,
         }
         if !training {
             op.reads().into_iter().for_each(|tensor| self.evaluated(tensor));
-        } else if self.plan.shares_rows() {
+            return Ok(());
+        }
+        if matches!(op, FusedOp::Norm(_) | FusedOp::Redistribute { .. }) {
+            self.clear_padding(op.output(), self.activations[op.output()]);
+        }
+        if self.plan.shares_rows() {
             self.drop_rows(index);
         }
         Ok(())
@@ -190,7 +203,7 @@ impl<'a> GraphEmitter<'a> {
         }
         let y = self.alloc(node.output, Content::Activation);
         self.activations[node.output] = Some(y);
-        let values = self.plan.batch * self.plan.values(node.output);
+        let values = self.plan.pictures(node.output) * self.plan.values(node.output);
         let mask = match (node.pooled, node.shortcut) {
             (true, _) => Some(self.alloc_bytes(values, Content::Argmax(node.norm))),
             (false, None) => None,
@@ -246,7 +259,7 @@ impl<'a> GraphEmitter<'a> {
     /// What a kernel has left of statistics, over all ranks, by NCCL; where they are not left, nothing.
     pub(super) fn statistics_left(&mut self, norm: ops::NormForward, node: &Norm) {
         let ops::Reduce::Leave { sums } = norm.reduce else { return };
-        self.all_reduce(StreamId::Main, sums, DType::F32);
+        self.add_statistics(sums, node);
         let shape = self.whole_shape(node.input);
         let norm = ops::NormForward { reduce: ops::Reduce::Local, shape, ..norm };
         let [sum, square] = halves(sums);
@@ -268,7 +281,7 @@ impl<'a> GraphEmitter<'a> {
         let x = self.activation(node.input)?;
         let y = self.alloc(node.output, Content::Activation);
         self.activations[node.output] = Some(y);
-        let values = self.plan.batch * self.plan.values(node.output);
+        let values = self.plan.pictures(node.output) * self.plan.values(node.output);
         let mask = node.shortcut.map(|_| self.alloc_bytes(values / 8, Content::ReluMask(node.norm)));
         self.masks[node.norm] = mask;
         let norm = self.norm(node, x, y.operand(), optional(mask))?;
@@ -340,7 +353,7 @@ impl<'a> GraphEmitter<'a> {
             shortcut,
             relu: node.relu,
             mask,
-            control: CONTROL,
+            control: self.control_of(node.input),
             shape: self.shape(node.input),
             site: norms[node.norm],
             reduce: self.facts.reduction(node, false),
@@ -350,7 +363,7 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn shape(&self, tensor: TensorId) -> ops::Shape {
         let shape = self.plan.network.tensors[tensor];
         ops::Shape {
-            pictures: self.plan.batch as u32,
+            pictures: self.plan.pictures(tensor) as u32,
             pixels: shape.pixels() as u32,
             channels: shape.channels as u32,
         }
@@ -377,7 +390,7 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn pool(&self, tensor: TensorId) -> ops::Pool {
         let shape = self.plan.network.tensors[tensor];
         ops::Pool {
-            pictures: self.plan.batch as u32,
+            pictures: self.plan.pictures(tensor) as u32,
             height: shape.height as u32,
             width: shape.width as u32,
             channels: shape.channels as u32,

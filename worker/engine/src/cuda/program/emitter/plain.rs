@@ -150,7 +150,7 @@ impl<'a> GraphEmitter<'a> {
 
     /// Values of the whole batch.
     fn length(&self, tensor: TensorId) -> u64 {
-        (self.plan.batch * self.plan.values(tensor)) as u64
+        (self.plan.pictures(tensor) * self.plan.values(tensor)) as u64
     }
 
     fn plain_pool(&self, op: &FusedOp) -> ops::PlainPool {
@@ -161,7 +161,7 @@ impl<'a> GraphEmitter<'a> {
             _ => (1, 1, 0),
         };
         ops::PlainPool {
-            pictures: self.plan.batch as u32,
+            pictures: self.plan.pictures(op.output()) as u32,
             input: [from.height, from.width].map(|side| side as u32),
             output: [to.height, to.width].map(|side| side as u32),
             kernel: kernel as u32,

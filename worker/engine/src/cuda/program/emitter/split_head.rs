@@ -11,25 +11,6 @@ pub(super) struct Squares {
 }
 
 impl GraphEmitter<'_> {
-    /// The features of the whole group's pictures.
-    pub(super) fn gather_features(&mut self, input: TensorId, output: TensorId) -> Result<(), EngineError> {
-        let (x, y) = (self.activation(input)?, self.alloc(output, Content::Activation));
-        self.activations[output] = Some(y);
-        let count = self.plan.batch * self.plan.values(input);
-        self.in_group(Collective::AllGather, x.operand(), y.operand(), count, self.plan.dtype);
-        Ok(())
-    }
-
-    /// The gradient of the own pictures' features, from what each rank's classes contribute.
-    pub(super) fn scatter_gradient(&mut self, input: TensorId, output: TensorId) -> Result<(), EngineError> {
-        let (dy, dx) = (self.gradient(output)?, self.alloc(input, Content::Gradient));
-        let count = self.plan.batch * self.plan.values(input);
-        self.in_group(Collective::ReduceScatter, dy.operand(), dx.operand(), count, self.plan.dtype);
-        self.free(dy);
-        self.gradients[input].push(Gradient::Whole(dx));
-        Ok(())
-    }
-
     /// The logits of this rank's classes, without the bias.
     pub(super) fn split_forward(
         &mut self,
@@ -104,7 +85,7 @@ impl GraphEmitter<'_> {
         let Some(op) = plan.ops.last() else { return Ok(()) };
         let Some(part) = self.head_part(op, plan.network.head()) else { return Ok(()) };
         let (controls, words) = (CONTROLS, self.words());
-        if self.sampled.is_none() {
+        if self.sampled.is_none() && !plan.splits_operators {
             self.gather_controls();
         }
         let own = head.own();
@@ -151,20 +132,21 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// Adds the gradients of this rank's classes over the ranks that have the same classes.
+    /// Adds the gradients of this rank's part of the network over the ranks that have the same part.
     pub(super) fn add_split_gradients(&mut self, split: ops::Gradients) {
-        if self.plan.head.is_none() || self.facts.data_ranks == 1 {
+        if !self.plan.is_split() || self.facts.data_ranks == 1 {
             return;
         }
         let matrices = if split.in_float32 { DType::F32 } else { self.plan.dtype };
-        for (at, dtype) in [(split.first, matrices), (split.second, DType::F32)] {
+        let all = [(split.first, matrices), (split.second, DType::F32)];
+        for (at, dtype) in all.into_iter().filter(|(at, _)| at.bytes > 0) {
             self.commands.push(Command::all_reduce(StreamId::Main, Group::Data, at, dtype));
         }
     }
 
-    /// The sums of squares (f64) of the gradients of this rank's classes, so many; none where every rank has all parameters.
+    /// The sums of squares (f64) of the gradients of this rank's parts of parameters, so many; none where every rank has all parameters.
     pub(super) fn split_squares(&mut self, split: ops::Gradients) -> Result<Option<Squares>, EngineError> {
-        if self.plan.head.is_none() {
+        if !self.plan.is_split() {
             return Ok(None);
         }
         let ops = self.facts.ops;
@@ -187,7 +169,7 @@ impl GraphEmitter<'_> {
 
     /// Collective: those of all ranks of the model group in the place of this rank's.
     pub(super) fn gather_squares(&mut self, own: Squares) -> Squares {
-        let ranks = self.plan.head.as_ref().map_or(1, |head| head.ranks);
+        let ranks = self.plan.model_ranks;
         let all = self.alloc_bytes(8 * ranks * own.count, Content::OfHead);
         let (from, count) = (own.at.operand().part(0, 8 * own.count), 2 * own.count);
         self.in_group(Collective::AllGather, from, all.operand(), count, DType::F32);
@@ -195,7 +177,7 @@ impl GraphEmitter<'_> {
         Squares { at: all, count: ranks * own.count }
     }
 
-    /// Updates the weights of this rank's classes.
+    /// Updates this rank's parts of weights.
     pub(super) fn update_head(&mut self, gradients: ops::Gradients) -> Result<(), EngineError> {
         let layout = self.facts.layout;
         if self.facts.recomputes() {
@@ -203,7 +185,7 @@ impl GraphEmitter<'_> {
                 let from = chunk * gradients.length as usize;
                 emitter.update_weights(&[emitter.facts.updated_from(gradients, from, from)]);
             })?;
-        } else if self.plan.head.is_some() {
+        } else if self.plan.is_split() {
             let none = layout.matrices..layout.matrices;
             let gradients = gradients.part(0..layout.split_matrices, none);
             self.update_weights(&[self.facts.updated_from(gradients, 0, 0)]);

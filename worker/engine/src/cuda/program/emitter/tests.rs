@@ -13,6 +13,7 @@ use lockstep_comm::DataType;
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
 use std::path::Path;
 
+mod channels;
 mod mutations;
 mod rows;
 mod sharded;

@@ -91,7 +91,10 @@ impl GraphEmitter<'_> {
                     self.send_bucket(number, StreamId::Main, at, DType::F32);
                 }
             }
-            self.send_bucket(layout.buckets.len(), StreamId::Main, whole.second, DType::F32);
+            // Where every batch norm and the last layer are split, there are none.
+            if whole.second.bytes > 0 {
+                self.send_bucket(layout.buckets.len(), StreamId::Main, whole.second, DType::F32);
+            }
             if recomputes {
                 // While the others' gradients are on their way.
                 squares = self.split_squares(split)?;

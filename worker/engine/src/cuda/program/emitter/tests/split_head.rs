@@ -9,7 +9,7 @@ use crate::{
 use lockstep_protocol::spec::{LossKind, LossSpec, ShardSpec, Split};
 
 /// What a rank of `model` has of a network.
-fn part(network: &Network, model: usize, rank: usize, shards: &[(&str, Split)]) -> Arc<Network> {
+pub(super) fn part(network: &Network, model: usize, rank: usize, shards: &[(&str, Split)]) -> Arc<Network> {
     let shard = |(pattern, split): &(&str, Split)| ShardSpec { pattern: (*pattern).into(), split: *split };
     let mesh = Mesh { stage: 1, data: 1, height: 1, model };
     let plan = Plan::on(mesh, shards.iter().map(shard).collect());
@@ -253,22 +253,4 @@ fn parameters_of_all_ranks_add_up_to_the_network_s() {
         assert!(layout.buckets[0].start == 1024, "the first bucket is of parameters that every rank has");
     }
     assert_eq!(sum, initial["fc.weight"].values);
-}
-
-#[test]
-fn other_splits_are_refused_by_the_operator_s_name() {
-    let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
-    let refused = |network: Arc<Network>| {
-        StepPlan::new(network, 8, DType::F32, capabilities(false)).unwrap_err().to_string()
-    };
-    for (shards, name) in [
-        (&[("layer4.0.conv1", Split::Out)][..], "layer4.0.conv1"),
-        (&[("layer4.0.conv2", Split::In), ("fc", Split::Out)], "layer4.0.conv2"),
-        (&[("fc", Split::In)], "fc"),
-    ] {
-        let error = refused(part(&network, 2, 0, shards));
-        assert!(error.contains(&format!("{name} is split")) && error.contains("device = \"cpu\""), "{error}");
-    }
-    let named = part(&network, 2, 0, &[("fc", Split::Out)]);
-    assert_eq!(named, part(&network, 2, 0, &[]));
 }

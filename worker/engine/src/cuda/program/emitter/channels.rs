@@ -1,0 +1,225 @@
+//! Operators that the ranks of a model group split: what ranks exchange where an activation changes its placement, in both directions.
+//!
+//! A rank has the pictures of its whole group of an activation that is not placed by pictures: `batch` of each rank, in the order of ranks.
+//! Those that are padding are zeros, so that sums over all of them are those of the real ones: the group's control block has no padding.
+
+use super::{split_head::CONTROLS, *};
+use crate::net::Placement;
+
+impl GraphEmitter<'_> {
+    /// Where operators are split: gathers the control blocks of the group's ranks, and makes that of the group.
+    pub(super) fn begin_group(&mut self) {
+        if self.plan.splits_operators {
+            self.gather_controls();
+            let pictures = (self.plan.model_ranks * self.plan.batch) as u32;
+            let to = self.group_control();
+            self.main(self.facts.ops.group_control(CONTROL, to, pictures));
+        }
+    }
+
+    /// The control block of the pictures that this rank has of `tensor`.
+    pub(super) fn control_of(&self, tensor: TensorId) -> Operand {
+        match self.plan.network.placement(tensor) {
+            Placement::Batch => CONTROL,
+            _ => self.group_control(),
+        }
+    }
+
+    /// It follows those of the ranks.
+    fn group_control(&self) -> Operand {
+        let bytes = 4 * self.words() as usize;
+        Operand::new(Region::GroupControls, self.plan.model_ranks * bytes, bytes)
+    }
+
+    /// Zeros the padding of an activation of `tensor`, or of its gradient, if it has the group's pictures.
+    pub(super) fn clear_padding(&mut self, tensor: TensorId, at: Option<Allocation>) {
+        let (plan, network) = (self.plan, &self.plan.network);
+        let is_of_group = *network.placement(tensor) != Placement::Batch && !network.is_pictures(tensor);
+        if let (true, Some(at)) = (plan.splits_operators && is_of_group, at) {
+            let pictures = [plan.model_ranks, plan.batch].map(|count| count as u32);
+            let (y, words, values) = (at.operand(), self.words(), plan.values(tensor));
+            self.main(self.facts.ops.clear_padding(y, CONTROLS, words, pictures, values));
+        }
+    }
+
+    /// Adds a batch norm's sums over the ranks that have other pictures of the same channels.
+    pub(super) fn add_statistics(&mut self, sums: Operand, node: &Norm) {
+        let group = match self.plan.network.placement(node.input) {
+            Placement::Batch => Group::World,
+            _ => Group::Data,
+        };
+        self.commands.push(Command::all_reduce(StreamId::Main, group, sums, DType::F32));
+    }
+
+    /// The same activation in another placement.
+    pub(super) fn redistribute_forward(
+        &mut self,
+        input: TensorId,
+        output: TensorId,
+    ) -> Result<(), EngineError> {
+        let (x, y) = (self.activation(input)?, self.alloc(output, Content::Activation));
+        self.activations[output] = Some(y);
+        let placements = [input, output].map(|tensor| self.plan.network.placement(tensor).clone());
+        self.redistribute([input, output], placements, [x, y]);
+        Ok(())
+    }
+
+    /// The gradient of the activation before, from that of the one behind.
+    pub(super) fn redistribute_backward(
+        &mut self,
+        input: TensorId,
+        output: TensorId,
+    ) -> Result<(), EngineError> {
+        let (dy, dx) = (self.gradient(output)?, self.alloc(input, Content::Gradient));
+        let placements = [output, input].map(|tensor| self.plan.network.placement(tensor).of_gradient());
+        self.redistribute([output, input], placements, [dy, dx]);
+        self.free(dy);
+        self.gradients[input].push(Gradient::Whole(dx));
+        Ok(())
+    }
+
+    /// Makes `y`, in the second placement, of `x`.
+    fn redistribute(
+        &mut self,
+        [before, behind]: [TensorId; 2],
+        placements: [Placement; 2],
+        [x, y]: [Allocation; 2],
+    ) {
+        use Placement::{Batch, Channels, Partial, Whole};
+        let (plan, dtype) = (self.plan, self.plan.dtype);
+        let rows = plan.batch * plan.network.tensors[before].pixels();
+        let all_rows = plan.model_ranks * rows;
+        let values = plan.batch * plan.values(behind);
+        match &placements {
+            [Batch, Whole] => self.in_group(Collective::AllGather, x.operand(), y.operand(), values, dtype),
+            [Partial, Batch] => {
+                self.in_group(Collective::ReduceScatter, x.operand(), y.operand(), values, dtype);
+            }
+            [Partial, Whole] => self.add_in_group(x, y, plan.model_ranks * values),
+            [Partial, Channels(bounds)] => {
+                let sum = self.alloc_bytes(x.bytes, Content::OfChannels);
+                self.add_in_group(x, sum, all_rows * all_of(bounds));
+                self.take_own(bounds, all_rows, [sum, y]);
+                self.free_now(sum);
+            }
+            [Batch, Channels(bounds)] => self.give_channels(bounds, rows, [x, y]),
+            [Channels(bounds), Batch] => self.join_channels(bounds, rows, false, [x, y]),
+            [Channels(bounds), Whole] => self.join_channels(bounds, all_rows, true, [x, y]),
+            [Channels(bounds), Channels(wanted)] => {
+                let bytes = all_rows * all_of(bounds) * dtype.size();
+                let all = self.alloc_bytes(bytes, Content::OfChannels);
+                self.join_channels(bounds, all_rows, true, [x, all]);
+                self.take_own(wanted, all_rows, [all, y]);
+                self.free_now(all);
+            }
+            // No plan has another pair.
+            [Batch, Batch | Partial] | [Whole, _] | [Partial | Channels(_), Partial] => {}
+        }
+    }
+
+    /// `y` is the sum of `values` values of `x` over the group.
+    fn add_in_group(&mut self, x: Allocation, y: Allocation, values: usize) {
+        let dtype = self.plan.dtype;
+        self.main(self.facts.ops.scale_values([x, y].map(Allocation::operand), values as u64, 1.0));
+        let at = y.operand().part(0, values * dtype.size());
+        self.commands.push(Command::all_reduce(StreamId::Main, Group::Model, at, dtype));
+    }
+
+    /// `y` has this rank's channels of `x`.
+    fn take_own(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
+        let (own, whole) = (width(bounds, self.plan.model_rank), all_of(bounds));
+        self.main(self.facts.ops.copy_channels(ops::CopyChannels {
+            from: x.operand(),
+            from_channels: whole,
+            first: bounds[self.plan.model_rank],
+            to: y.operand(),
+            to_channels: own,
+            at: 0,
+            rows,
+            channels: own,
+            adds: false,
+        }));
+    }
+
+    /// Each rank gives every rank that one's channels of its own pictures, of `rows` rows.
+    fn give_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
+        let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
+        let own = rows * width(bounds, rank);
+        let (mut gives, mut takes, mut parts) = (Vec::new(), Vec::new(), Vec::new());
+        for of in 0..self.plan.model_ranks {
+            let channels = width(bounds, of);
+            let (to, at) = if of == rank {
+                (y.operand(), rank * own)
+            } else {
+                let bytes = rows * channels * size;
+                let part = self.alloc_bytes(bytes, Content::OfChannels);
+                gives.push((of as u32, part.operand().part(0, bytes)));
+                takes.push((of as u32, y.operand().part(of * own * size, own * size)));
+                parts.push(part);
+                (part.operand(), 0)
+            };
+            self.main(self.facts.ops.copy_channels(ops::CopyChannels {
+                from: x.operand(),
+                from_channels: all_of(bounds),
+                first: bounds[of],
+                to,
+                to_channels: channels,
+                at,
+                rows,
+                channels,
+                adds: false,
+            }));
+        }
+        self.exchange_in_group(gives, takes);
+        parts.into_iter().for_each(|part| self.free_now(part));
+    }
+
+    /// Each rank gives every rank its channels of that one's pictures, or of all pictures; `rows` rows.
+    fn join_channels(&mut self, bounds: &[usize], rows: usize, of_all: bool, [x, y]: [Allocation; 2]) {
+        let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
+        let own = rows * width(bounds, rank);
+        // Number of the first value that a rank gets.
+        let first = |of: usize| if of_all { 0 } else { of * own };
+        let (mut gives, mut takes, mut parts) = (Vec::new(), Vec::new(), Vec::new());
+        for of in (0..self.plan.model_ranks).filter(|of| *of != rank) {
+            let bytes = rows * width(bounds, of) * size;
+            let part = self.alloc_bytes(bytes, Content::OfChannels);
+            gives.push((of as u32, x.operand().part(first(of) * size, own * size)));
+            takes.push((of as u32, part.operand().part(0, bytes)));
+            parts.push(part);
+        }
+        let others = takes.iter().map(|(of, at)| (*of as usize, *at, 0));
+        let all: Vec<_> = std::iter::once((rank, x.operand(), first(rank))).chain(others).collect();
+        self.exchange_in_group(gives, takes);
+        for (number, (of, from, first)) in all.into_iter().enumerate() {
+            let channels = width(bounds, of);
+            self.main(self.facts.ops.copy_channels(ops::CopyChannels {
+                from,
+                from_channels: channels,
+                first,
+                to: y.operand(),
+                to_channels: all_of(bounds),
+                at: bounds[of],
+                rows,
+                channels,
+                adds: number > 0,
+            }));
+        }
+        parts.into_iter().for_each(|part| self.free_now(part));
+    }
+
+    fn exchange_in_group(&mut self, gives: Vec<(u32, Operand)>, takes: Vec<(u32, Operand)>) {
+        let (stream, group, dtype) = (StreamId::Main, Group::Model, self.plan.dtype);
+        self.commands.push(Command::Exchange { stream, group, gives, takes, dtype });
+    }
+}
+
+/// Number of channels of a rank.
+fn width(bounds: &[usize], rank: usize) -> usize {
+    bounds[rank + 1] - bounds[rank]
+}
+
+/// Number of channels of all ranks.
+fn all_of(bounds: &[usize]) -> usize {
+    bounds[bounds.len() - 1]
+}

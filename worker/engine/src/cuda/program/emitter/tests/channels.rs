@@ -1,0 +1,323 @@
+//! Operators that the ranks of a model group split.
+
+use super::{signatures, split_head::part, *};
+use crate::{cuda::command::Arg, net::Placement};
+use lockstep_protocol::spec::Split::{self, Groups, In, Out};
+use std::collections::BTreeSet;
+
+const PICTURES: usize = 2;
+
+type Shards = &'static [(&'static str, Split)];
+
+/// Can be split over two and three ranks. Nothing stands between its last two convolutions.
+fn network() -> Arc<Network> {
+    let mut net = Network::new("splits", 8, 3, 10);
+    let x = net.conv("conv1", net.input(), 48, 3, 1);
+    let x = net.batch_norm("bn1", x);
+    let shortcut = net.relu(x);
+    let x = net.conv("conv2", shortcut, 48, 3, 2);
+    let x = net.batch_norm("bn2", x);
+    let x = net.relu(x);
+    let x = net.grouped_conv("conv3", x, 48, 3, 1, 3);
+    let x = net.batch_norm("bn3", x);
+    let x = net.relu(x);
+    let x = net.conv("conv4", x, 48, 1, 1);
+    let x = net.conv("conv5", x, 48, 1, 1);
+    let branch = net.batch_norm("bn5", x);
+    let x = net.conv("down.0", shortcut, 48, 1, 2);
+    let shortcut = net.batch_norm("down.1", x);
+    let x = net.add(branch, shortcut);
+    let x = net.relu(x);
+    let x = net.global_average_pool(x);
+    net.linear("fc", x, 10);
+    Arc::new(net)
+}
+
+/// Strategies with which activations change between all placements that there are.
+const STRATEGIES: [Shards; 7] = [
+    &[("conv2", Out), ("conv3", Groups)],
+    &[("conv1", Out), ("conv2", In), ("down.0", In), ("fc", In)],
+    &[("conv1", Out), ("conv2", Out), ("down.0", Out), ("fc", Out)],
+    &[("conv4", In), ("conv5", Out), ("fc", Out)],
+    &[("conv4", In), ("conv5", In)],
+    &[("conv4", Out), ("conv5", Out)],
+    // All that there is.
+    &[("conv*", Out), ("conv3", Groups), ("down.0", Out), ("fc", Out)],
+];
+
+/// In every number format, with one copy of the network and with two: lists are sound, kernels have the arguments that they declare, and all
+/// ranks meet in the same order.
+#[test]
+fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
+    let declared = signatures::declared();
+    let small = network();
+    let large = [
+        (
+            build(Arch::ResNet18, Stem::Imagenet, 64, 1001),
+            &[("layer4.*.conv1", Out), ("layer4.*.conv2", In)][..],
+        ),
+        (build(Arch::ResNet50, Stem::Cifar, 32, 10), &[("layer2.*", Out), ("layer1.*.conv3", In)][..]),
+        (build(Arch::ResNeXt50_32x4d, Stem::Cifar, 32, 10), &[("layer4.*.conv2", Groups), ("fc", In)][..]),
+    ];
+    let all = large.iter().map(|(network, shards)| (network, *shards, 2));
+    let of_small = STRATEGIES.iter().flat_map(|shards| [(&small, *shards, 2), (&small, *shards, 3)]);
+    for (network, shards, model) in all.chain(of_small) {
+        for (dtype, accumulates, data_ranks) in
+            [(DType::F32, false, 1), (DType::F16, false, 2), (DType::Bf16, true, 2)]
+        {
+            for phase in [Phase::Train(ONLY), Phase::Evaluate] {
+                let met = |rank: usize| {
+                    let part = part(network, model, rank, shards);
+                    let setting = Setting::new(&part, PICTURES, dtype, 90, Ranks::ByNccl);
+                    let setting = Setting { accumulates, data_ranks, sums: true, ..setting };
+                    assert!(setting.plan.splits_operators);
+                    setting.sound(phase, false);
+                    let commands = setting.sound(phase, true).commands;
+                    for command in &commands {
+                        if let Command::Kernel { kernel, .. } = command {
+                            signatures::check(kernel, &declared);
+                        }
+                    }
+                    // Between copies of the network, each rank adds its own part.
+                    let is_shared = |meeting: &String| !meeting.contains(" Data ");
+                    meetings(&commands).into_iter().filter(is_shared).collect::<Vec<_>>()
+                };
+                let first = met(0);
+                assert!((1..model).all(|rank| met(rank) == first), "{shards:?} {phase:?}");
+            }
+        }
+    }
+}
+
+/// The values of a rank with a placement, of the pictures of `model` ranks with `pixels` of `channels` each.
+fn values_of(
+    placement: &Placement,
+    (rank, model): (usize, usize),
+    [pixels, channels]: [usize; 2],
+    value: impl Fn([usize; 3]) -> f32,
+) -> Vec<f32> {
+    let (mut pictures, mut own) = (0..model * PICTURES, 0..channels);
+    match placement {
+        Placement::Batch => pictures = rank * PICTURES..(rank + 1) * PICTURES,
+        Placement::Channels(bounds) => own = bounds[rank]..bounds[rank + 1],
+        Placement::Whole | Placement::Partial => {}
+    }
+    let mut all = Vec::new();
+    for picture in pictures {
+        for pixel in 0..pixels {
+            all.extend(own.clone().map(|channel| value([picture, pixel, channel])));
+        }
+    }
+    all
+}
+
+/// What a command does to the memory of all ranks; `commands` has each rank's.
+fn run(memory: &mut [Vec<f32>], commands: &[&Command]) {
+    let place = |at: &Operand| at.offset / 4;
+    let copy = |memory: &mut [Vec<f32>], [from, to]: [(usize, usize); 2], count: usize| {
+        let values = memory[from.0][from.1..from.1 + count].to_vec();
+        memory[to.0][to.1..to.1 + count].copy_from_slice(&values);
+    };
+    let ranks = memory.len();
+    for (rank, command) in commands.iter().enumerate() {
+        match command {
+            Command::Kernel { kernel, .. } => {
+                let [from, to] = [0, 1].map(|arg| match &kernel.args[arg] {
+                    Arg::In(at) | Arg::Out(at) | Arg::InOut(at) => place(at),
+                    other => panic!("{other:?}"),
+                });
+                let number = |arg: usize| match kernel.args[arg] {
+                    Arg::U32(number) => number as usize,
+                    Arg::U64(number) => number as usize,
+                    other => panic!("{other:?}"),
+                };
+                match kernel.name {
+                    "copy_channels" => {
+                        let [rows, groups, of_from, of_to, first, at] = [2, 3, 4, 5, 6, 7].map(number);
+                        for row in 0..rows {
+                            let from = from + 8 * (first + row * of_from);
+                            let to = to + 8 * (at + row * of_to);
+                            copy(memory, [(rank, from), (rank, to)], 8 * groups);
+                        }
+                    }
+                    "scale_values" => copy(memory, [(rank, from), (rank, to)], number(2)),
+                    "clear_padded_pictures" => {}
+                    other => panic!("{other}"),
+                }
+            }
+            Command::Exchange { gives, .. } => {
+                for (peer, at) in gives {
+                    let Command::Exchange { takes, .. } = commands[*peer as usize] else { panic!() };
+                    let (_, to) = takes.iter().find(|(of, _)| *of as usize == rank).unwrap();
+                    assert_eq!(at.bytes, to.bytes);
+                    copy(memory, [(rank, place(at)), (*peer as usize, place(to))], at.bytes / 4);
+                }
+            }
+            // All at once, when the first rank comes.
+            Command::Collective { kind, count, .. } if rank == 0 => {
+                let ends: Vec<[usize; 2]> = commands
+                    .iter()
+                    .map(|command| match command {
+                        Command::Collective { from, to, group: Group::Model, .. } => [place(from), place(to)],
+                        other => panic!("{other:?}"),
+                    })
+                    .collect();
+                let sum = |memory: &[Vec<f32>], first: usize| -> Vec<f32> {
+                    let of = |i: usize| {
+                        memory
+                            .iter()
+                            .zip(&ends)
+                            .map(|(memory, [from, _])| memory[from + first + i])
+                            .sum::<f32>()
+                    };
+                    (0..*count).map(of).collect()
+                };
+                match kind {
+                    Collective::AllGather => {
+                        for (from, to) in (0..ranks).flat_map(|from| (0..ranks).map(move |to| (from, to))) {
+                            let target = ends[to][1] + from * count;
+                            copy(memory, [(from, ends[from][0]), (to, target)], *count);
+                        }
+                    }
+                    Collective::ReduceScatter => {
+                        let sums: Vec<_> = (0..ranks).map(|rank| sum(memory, rank * count)).collect();
+                        for ((memory, [_, to]), sum) in memory.iter_mut().zip(&ends).zip(&sums) {
+                            memory[*to..][..*count].copy_from_slice(sum);
+                        }
+                    }
+                    Collective::AllReduce => {
+                        let sum = sum(memory, 0);
+                        for (memory, [_, to]) in memory.iter_mut().zip(&ends) {
+                            memory[*to..][..*count].copy_from_slice(&sum);
+                        }
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Where the activation, or gradient, that a part of a list redistributes lies.
+fn source(commands: &[&Command]) -> usize {
+    let at = commands.iter().find_map(|command| match command {
+        Command::Collective { kind: Collective::AllGather | Collective::ReduceScatter, from, .. } => {
+            Some(*from)
+        }
+        Command::Kernel { kernel, .. } => match kernel.args[..2] {
+            [Arg::In(from), Arg::Out(_)] => Some(from),
+            _ => None,
+        },
+        _ => None,
+    });
+    at.unwrap().offset / 4
+}
+
+/// Every rank gets what its placement says, and of a sum all of it.
+#[test]
+fn activations_and_gradients_change_their_placement() {
+    let mut met = BTreeSet::new();
+    for (shards, model) in STRATEGIES.iter().flat_map(|shards| [(*shards, 2), (*shards, 3)]) {
+        let settings: Vec<Setting> = (0..model)
+            .map(|rank| {
+                Setting::new(&part(&network(), model, rank, shards), PICTURES, DType::F32, 90, Ranks::ByNccl)
+            })
+            .collect();
+        let emitted: Vec<Emitted> =
+            settings.iter().map(|setting| setting.sound(Phase::Train(ONLY), true)).collect();
+        let (plan, network) = (&settings[0].plan, &settings[0].plan.network);
+        for (index, op) in plan.ops.iter().enumerate() {
+            let FusedOp::Redistribute { input, output } = *op else { continue };
+            let back = [output, input].map(|tensor| network.placement(tensor).of_gradient());
+            let ahead = [input, output].map(|tensor| network.placement(tensor).clone());
+            for (part, [from, to], content) in [
+                (Part::Forward(index), ahead, Content::Activation(output)),
+                (Part::Backward(index), back, Content::Gradient(input)),
+            ] {
+                let lists: Vec<Vec<&Command>> = emitted
+                    .iter()
+                    .map(|emitted| {
+                        let begin =
+                            emitted.commands.iter().position(|c| *c == Command::Part(part)).unwrap() + 1;
+                        let inside = emitted.commands[begin..].iter();
+                        let starts =
+                            |c: &&Command| c.stream().is_some() && !matches!(c, Command::Wait { .. });
+                        inside
+                            .take_while(|c| !matches!(c, Command::Part(_)))
+                            .filter(|c| starts(c) || matches!(c, Command::Alloc { .. }))
+                            .collect()
+                    })
+                    .collect();
+                let adds = |c: &&Command| matches!(c, Command::Kernel { kernel, .. } if kernel.name == "add_forward");
+                if matches!(part, Part::Backward(_)) && network.is_pictures(input)
+                    || lists[0].iter().any(adds)
+                {
+                    continue;
+                }
+                let pixels = network.tensors[input].pixels();
+                let channels = match (&from, &to) {
+                    (Placement::Channels(bounds), _) | (_, Placement::Channels(bounds)) => bounds[model],
+                    _ => plan.values(input) / pixels,
+                };
+                let value =
+                    |[picture, pixel, channel]: [usize; 3]| (picture * 1000 + pixel * 50 + channel) as f32;
+                // Ranks have different parts of a sum.
+                let weight = |rank: usize| if from == Placement::Partial { (rank + 1) as f32 } else { 1.0 };
+                let whole = if from == Placement::Partial { (model * (model + 1) / 2) as f32 } else { 1.0 };
+                let mut memory: Vec<Vec<f32>> =
+                    emitted.iter().map(|emitted| vec![f32::NAN; emitted.arena_bytes / 4]).collect();
+                for (rank, (memory, list)) in memory.iter_mut().zip(&lists).enumerate() {
+                    let own =
+                        values_of(&from, (rank, model), [pixels, channels], |of| weight(rank) * value(of));
+                    memory[source(list)..][..own.len()].copy_from_slice(&own);
+                }
+                assert!(lists.iter().all(|list| list.len() == lists[0].len()));
+                for number in 0..lists[0].len() {
+                    run(&mut memory, &lists.iter().map(|list| list[number]).collect::<Vec<_>>());
+                }
+                for (rank, (memory, list)) in memory.iter().zip(&lists).enumerate() {
+                    let made = list.iter().find_map(|command| match command {
+                        Command::Alloc { content: of, at } if *of == content => Some(at.offset / 4),
+                        _ => None,
+                    });
+                    let wanted = values_of(&to, (rank, model), [pixels, channels], |of| whole * value(of));
+                    assert!(
+                        memory[made.unwrap()..][..wanted.len()] == wanted,
+                        "{shards:?}, {model} ranks: {from:?} to {to:?}, rank {rank}"
+                    );
+                }
+                let kind = |placement: &Placement| match placement {
+                    Placement::Batch => "batch",
+                    Placement::Whole => "whole",
+                    Placement::Channels(_) => "channels",
+                    Placement::Partial => "sum",
+                };
+                met.insert([kind(&from), kind(&to)]);
+            }
+        }
+    }
+    // From the pictures, from some channels and from a sum, to all but themselves and sums; and to other channels.
+    assert_eq!(met.len(), 8, "{met:?}");
+}
+
+#[test]
+fn splits_that_gpus_do_not_compute_are_refused_with_what_to_do() {
+    let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
+    let refused = |network: &Network| {
+        let plan = StepPlan::new(Arc::new(network.clone()), 8, DType::F32, capabilities(false));
+        plan.unwrap_err().to_string()
+    };
+    let narrow = build(Arch::ResNet20, Stem::Cifar, 32, 10);
+    let error = refused(&part(&narrow, 4, 0, &[("layer1.0.conv1", Out)]));
+    assert!(error.contains("layer1.0.conv1 is split") && error.contains("while a rank has 4"), "{error}");
+    let split = part(&network, 2, 0, &[("layer4.0.conv1", Out)]);
+    let error = refused(&Network { frozen_norm: true, ..Network::clone(&split) });
+    assert!(error.contains("layer4.0.conv1 is split") && error.contains("model.freeze_norm"), "{error}");
+    let mesh = crate::plan::Mesh { stage: 1, data: 1, height: 2, model: 2 };
+    let shard = lockstep_protocol::spec::ShardSpec { pattern: "fc".into(), split: In };
+    let plan = crate::plan::Plan::on(mesh, vec![shard]);
+    let error = refused(&crate::plan::lower(&network, &plan, 0).unwrap());
+    assert!(error.contains("fc is split") && error.contains("parallel.height"), "{error}");
+    // The split of the last layer over its classes is that of a plan without strategies.
+    assert_eq!(part(&network, 2, 0, &[("fc", Out)]), part(&network, 2, 0, &[]));
+}

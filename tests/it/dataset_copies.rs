@@ -18,9 +18,9 @@ use std::{
 
 const COPIES: &str = "copies the dataset fashion";
 /// Enough to be stopped meanwhile.
-const FILLER_BYTES: u64 = 512 << 20;
+const FILLER_BYTES: u64 = 256 << 20;
 
-const STEPS: u64 = 40;
+const STEPS: u64 = 20;
 
 fn spec(name: &str) -> Value {
     specs::with(

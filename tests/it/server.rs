@@ -35,6 +35,15 @@ pub(crate) const SOON: Duration = Duration::from_secs(30);
 /// Longest wait for a job of these tests to end.
 pub(crate) const JOB_END: Duration = Duration::from_secs(120);
 
+/// The pause before a test that has waited since `began` looks again, at most `longest`: a look costs the server and the test some of the
+/// processor that the job under test needs.
+pub(crate) fn poll_pause(began: Instant, longest: Duration) -> Duration {
+    (began.elapsed() / 10).clamp(Duration::from_millis(10), longest)
+}
+
+/// The longest pause between two looks at what may pass.
+const BRIEF: Duration = Duration::from_millis(50);
+
 /// Tests that train at the same time.
 const TURNS: u32 = 3;
 
@@ -156,6 +165,13 @@ impl Server {
     pub(crate) async fn start_with(agents: Agents) -> Self {
         let database = crate::postgres::wanted().then(crate::postgres::database);
         Self::start_on(agents, database, Vec::new()).await
+    }
+
+    /// As [`Server::start_with`], with ranks whose steps take at least 20 ms from the first on: a job of few steps lasts until the test
+    /// disturbs it.
+    pub(crate) async fn start_slow(agents: Agents) -> Self {
+        let database = crate::postgres::wanted().then(crate::postgres::database);
+        Self::start_on(agents, database, vec![("LOCKSTEP_FAULT".into(), "step:slow".into())]).await
     }
 
     pub(crate) async fn start_on(
@@ -321,10 +337,10 @@ impl Server {
         what: &str,
         condition: impl AsyncFn(&Server) -> bool,
     ) {
-        let deadline = Instant::now() + limit;
+        let began = Instant::now();
         while !condition(self).await {
-            assert!(Instant::now() < deadline, "not within {limit:?}: {what}");
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            assert!(began.elapsed() < limit, "not within {limit:?}: {what}");
+            tokio::time::sleep(poll_pause(began, BRIEF)).await;
         }
     }
 

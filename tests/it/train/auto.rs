@@ -9,7 +9,13 @@ async fn ranks_that_choose_a_plan_train_as_one_rank_and_record_it() {
     let _turn = turn().await;
     let bench = Bench::new();
     // 13 steps an epoch: times of 10 are compared.
-    let always = ["train.epochs=1", "data.drop_remainder=false", "parallel.device=cpu", "train.lr=0.0001"];
+    let always = [
+        "train.epochs=1",
+        "data.drop_remainder=false",
+        "data.image_size=16",
+        "parallel.device=cpu",
+        "train.lr=0.0001",
+    ];
     let run = |out: &str, sets: &[&str]| {
         let sets: Vec<_> = always.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
         let mut command = bench.train(out, &sets);

@@ -57,10 +57,7 @@ async fn sizes_change_with_epochs_at_any_number_of_ranks_and_after_any_restart()
     let job = folder.write("job.toml", JOB.replace("DATASET", dataset.to_str().expect("UTF-8")));
     let out = |name: &str| folder.path().join(name);
     let said = train(&job, &out("two"), &[]);
-    assert!(
-        said.contains("pictures are 8x8 from epoch 1, 12x12 from epoch 2; measured at 16x16"),
-        "{said}"
-    );
+    assert!(said.contains("pictures are 8x8 from epoch 1, 12x12 from epoch 2; measured at 16x16"), "{said}");
     let last = model(&out("two"), "3-36");
 
     train(&job, &out("one"), &["--ranks", "1"]);

@@ -1,10 +1,7 @@
 //! Runs that are stopped or whose ranks die: what is saved, what is said, and what continues from it.
 
 use super::{Bench, succeeded};
-use crate::{
-    pictures,
-    server::turn,
-};
+use crate::{pictures, server::turn};
 use std::{
     fs,
     io::{BufRead, BufReader},

@@ -3,7 +3,7 @@
 use crate::{
     network::Network,
     pictures,
-    server::{Folder, attempt_dir, lockstep, number, signal, turn_alone},
+    server::{Folder, attempt_dir, lockstep, number, signal, turn},
     specs,
     tls::serve::{Serve, trusting},
 };
@@ -250,7 +250,7 @@ impl Drop for Site {
 
 #[tokio::test]
 async fn one_job_over_four_hosts_has_one_host_s_weights_also_when_cables_are_pulled_out() {
-    let _turn = turn_alone().await;
+    let _turn = turn().await;
     let (mut site, model) = Site::measured(5).await;
     for host in 1..=4 {
         site.join(host, &format!("h{host}"), 1);

@@ -217,7 +217,7 @@ async fn a_sweep_is_an_array_whose_tasks_run_a_job_each() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
-    let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
+    let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
                 steps = 6\nbatch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
     let file = server.folder().write("job.toml", toml);
     let file = file.to_str().expect("a path");
@@ -270,7 +270,7 @@ async fn a_job_of_a_sweep_that_is_cancelled_takes_its_task_along_and_the_others_
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
+    let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
                 batch_size = 8\n[parallel]\nranks = 2\ndevice = \"cpu\"\n";
     let file = server.folder().write("job.toml", toml);
     let file = file.to_str().expect("a path");
@@ -307,7 +307,7 @@ async fn a_task_that_does_not_end_with_its_job_is_cancelled() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let toml = "name = \"hangs\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
+    let toml = "name = \"hangs\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
                 batch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
     let file = server.folder().write("job.toml", toml);
     let hangs = server.folder().write("hangs", format!("#!/bin/sh\n'{LOCKSTEP}' \"$@\"\nexec sleep 3600\n"));

@@ -190,12 +190,14 @@ async fn a_rank_killed_on_the_second_agent_costs_a_restart_and_no_bit() {
 
 #[tokio::test]
 async fn an_agent_silent_beyond_its_lease_is_named_and_the_job_continues_when_it_is_back_or_on_a_spare() {
-    let _turn = turn().await;
+    let own_turn = turn().await;
     let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
     let id = machines.server.submit(&job(2, 1_000_000)).await;
     machines.trains(&id).await;
     // A machine that hangs: its rank ends itself with the lease.
     signal(machines.pid("b"), Signal::STOP);
+    // While its job waits for leases, others can have the machine.
+    drop(own_turn);
     let lost =
         |attempt: u64| move |job: &Value| job["state"] == "restarting" && number(&job["attempt"]) == attempt;
     machines.server.job_when(&id, "its lease runs out", lost(1)).await;

@@ -86,7 +86,8 @@ async fn a_stop_breaks_an_evaluation_off_and_the_next_run_makes_up_for_it() {
     let place = bench.folder.path().join("long");
     fs::create_dir(&place).expect("a folder");
     let dataset = format!("data.dataset={:?}", pictures::idx_dataset(&place, 8000, 100));
-    let sets = ["--set", &dataset, "--set", "data.validation=0.95", "--set", "checkpoint.every_steps=12"];
+    let sets = [dataset.as_str(), "data.image_size=12", "data.validation=0.95", "checkpoint.every_steps=12"];
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
     let whole = succeeded(&bench.train("whole", &sets).output().expect("it runs"));
     for ranks in ["2", "1"] {
         let out = &format!("parts of {ranks}");
@@ -99,7 +100,7 @@ async fn a_stop_breaks_an_evaluation_off_and_the_next_run_makes_up_for_it() {
             || fs::read(&events).unwrap_or_default().windows(10).any(|bytes| bytes == b"evaluating");
         while !evaluates() {
             assert!(began.elapsed() < Duration::from_secs(60), "it never evaluates");
-            std::thread::sleep(Duration::from_millis(2));
+            std::thread::sleep(Duration::from_millis(10));
         }
         let (said, took) = interrupted(child);
         assert!(said.contains("stopped after step 12; --resume latest continues from there"), "{said}");

@@ -2,7 +2,9 @@
 //! `LOCKSTEP_FAULT`; and a disk that is full at each of them.
 
 use crate::{
-    judge::{EVERY, Row, SLOW_STEPS, STEPS, judge, runs_past, spec, trained, undisturbed, with_pictures},
+    judge::{
+        EVERY, Row, SLOW_STEPS, STEPS, judge, runs_past, spec, trained, undisturbed, variables, with_pictures,
+    },
     postgres,
     server::{Agents, Server, number, signal, turn},
     socket::stored,
@@ -14,9 +16,6 @@ use serde_json::{Value, json};
 use std::time::Duration;
 
 const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
-
-/// Steps of a job that a point of the program disturbs, and not the test: the third checkpoint is in its middle.
-const FEW_STEPS: u64 = 4 * EVERY;
 
 /// Faults that strike once each, with their marks in `folder`; `nth` says how often a point is passed before.
 fn faults(folder: &std::path::Path, points: &[&str], action: &str, nth: u32) -> Vec<(String, String)> {
@@ -34,18 +33,20 @@ fn with_slow_steps(mut environment: Vec<(String, String)>) -> Vec<(String, Strin
 async fn a_rank_dies_at_every_step_of_writing_a_checkpoint() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(FEW_STEPS).await;
-    for point in CHECKPOINT_POINTS {
-        // Its third time, so that there is a checkpoint to go back to; when one is removed, there are.
-        let nth = if point == "checkpoint.remove" { 1 } else { 3 };
-        let environment = faults(marks.path(), &[point], "kill", nth);
+    let model = undisturbed(STEPS).await;
+    // Three deaths a job: a fourth restart would wait for a long backoff.
+    for points in CHECKPOINT_POINTS.chunks(3) {
+        // The second time in an attempt, so that there is a checkpoint to go back to.
+        let environment = faults(marks.path(), points, "kill", 2);
         let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
-        let id = server.submit(&spec("disturbed", FEW_STEPS)).await;
-        runs_past(&server, &id, EVERY).await;
-        let row = Row::begin(&format!("kill -9 at {point}"));
-        judge(&server, &id, FEW_STEPS, &model, &[]).await;
-        assert_eq!(number(&server.job(&id).await["attempt"]), 2, "it was struck once at {point}");
-        assert!(marks.path().join(point).exists(), "{point} was reached");
+        let id = server.submit(&spec("disturbed", STEPS)).await;
+        let row = Row::begin(&format!("kill -9 at {}", points.join(", ")));
+        judge(&server, &id, STEPS, &model, &[]).await;
+        let attempts = number(&server.job(&id).await["attempt"]);
+        assert_eq!(attempts, 1 + points.len() as u64, "it was struck once at each of {points:?}");
+        for point in points {
+            assert!(marks.path().join(point).exists(), "{point} was reached");
+        }
         let left: Vec<_> = std::fs::read_dir(server.job_dir(&id).join("checkpoints"))
             .expect("checkpoints")
             .flatten()
@@ -62,7 +63,7 @@ async fn a_rank_dies_at_every_step_of_writing_a_checkpoint() {
 async fn the_disk_is_full_at_every_step_of_writing_a_checkpoint() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let often = specs::with(spec("disturbed", FEW_STEPS), json!({"checkpoint": {"every_steps": EVERY / 4}}));
+    let often = specs::with(spec("disturbed", STEPS), json!({"checkpoint": {"every_steps": EVERY / 2}}));
     let model = trained(&often).await;
     let points = &CHECKPOINT_POINTS[..8];
     // A checkpoint that fails at a point does not get to those after it: so one after the other, each at another one.
@@ -70,7 +71,7 @@ async fn the_disk_is_full_at_every_step_of_writing_a_checkpoint() {
     let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let id = server.submit(&often).await;
     let row = Row::begin(&format!("disk full at each of {} points of writing a checkpoint", points.len()));
-    judge(&server, &id, FEW_STEPS, &model, &[]).await;
+    judge(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "training continued");
     let logged = server.cli(&["logs", &id, "--rank", "0"]);
     for point in points {
@@ -91,7 +92,7 @@ async fn a_checkpoint_that_is_being_written_when_another_rank_dies_is_used() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed(STEPS).await;
-    let environment = faults(marks.path(), &["checkpoint.synced"], "hold", 2);
+    let environment = with_slow_steps(faults(marks.path(), &["checkpoint.synced"], "hold", 2));
     let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let mark = marks.path().join("checkpoint.synced");
@@ -133,52 +134,62 @@ async fn the_last_checkpoint_waits_for_room() {
 async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str) {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(FEW_STEPS).await;
 
-    // While reports are stored: one job, struck again and again.
-    for point in INGEST_POINTS {
-        // Reports come a few times a second: the third is in the middle.
-        let environment = with_slow_steps(faults(marks.path(), &[point], "kill", 3));
-        let mut server = with_pictures(Server::start_on(LOCAL, database(), environment).await).await;
-        let id = server.submit(&spec("disturbed", FEW_STEPS)).await;
+    // While reports are stored: one job, during which the server dies at one point after the other.
+    let steps = 2 * STEPS;
+    let model = undisturbed(steps).await;
+    let dies_at = |point: &str| with_slow_steps(faults(marks.path(), &[point], "kill", 2));
+    let mut server =
+        with_pictures(Server::start_on(LOCAL, database(), dies_at(INGEST_POINTS[0])).await).await;
+    let id = server.submit(&spec("disturbed", steps)).await;
+    let mut rows = Vec::new();
+    for (index, point) in INGEST_POINTS.iter().enumerate() {
         let mut row = Row::begin(&format!("server killed at {point} ({kind})"));
         assert!(server.serve_died(Duration::from_secs(30)).await, "{point} was not reached");
+        let next = INGEST_POINTS.get(index + 1);
+        server.environment = next.map_or_else(|| variables([SLOW_STEPS]), |next| dies_at(next));
         server.serve_again().await;
         row.mended_now();
-        judge(&server, &id, FEW_STEPS, &model, &[]).await;
-        assert_eq!(number(&server.job(&id).await["attempt"]), 1);
-        row.passed("same attempt");
-        server.stop().await;
-        std::fs::remove_file(marks.path().join(point)).expect("its mark");
+        rows.push(row);
     }
+    judge(&server, &id, steps, &model, &[]).await;
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    rows.into_iter().for_each(|row| row.passed("same attempt"));
+    server.stop().await;
 
-    // While a job is made and given out.
+    // While a job is made and given out. A server that starts again gives the job of the point before out: so the second claim.
     let model = undisturbed(EVERY).await;
-    for point in JOB_POINTS {
-        let environment = faults(marks.path(), &[point], "kill", 1);
-        let mut server = with_pictures(Server::start_on(LOCAL, database(), environment).await).await;
-        let send = |server: &Server| {
-            let request = server.http.post(server.api("/jobs")).header("idempotency-key", "mine");
-            request.json(&spec("disturbed", EVERY)).send()
+    let dies_at =
+        |point: &str| faults(marks.path(), &[point], "kill", if point.starts_with("claim") { 2 } else { 1 });
+    let mut server = with_pictures(Server::start_on(LOCAL, database(), dies_at(JOB_POINTS[0])).await).await;
+    let mut jobs = 0;
+    for (index, point) in JOB_POINTS.iter().enumerate() {
+        let key = if point.starts_with("create") { "create" } else { *point };
+        let send = async |server: &Server| -> reqwest::Result<Value> {
+            let request = server.http.post(server.api("/jobs")).header("idempotency-key", key);
+            request.json(&spec("disturbed", EVERY)).send().await?.json().await
         };
         let row = Row::begin(&format!("server killed at {point} ({kind})"));
         let first = send(&server).await;
         assert!(server.serve_died(Duration::from_secs(30)).await, "{point} was not reached");
+        let next = JOB_POINTS.get(index + 1);
+        server.environment = next.map_or_else(Vec::new, |next| dies_at(next));
         server.serve_again().await;
-        // The client does what clients do that had no answer: it asks again with its key.
-        let again = send(&server).await.expect("an answer").json::<Value>().await.expect("JSON");
-        let id = again["id"].as_str().expect("an id").to_owned();
-        if let Ok(first) = first
-            && let Ok(first) = first.json::<Value>().await
-        {
-            assert_eq!(first["id"], *id, "what was acknowledged is there");
+        // The client does what clients do that had no answer: it asks again with its key. While jobs are made, it is then that the
+        // server dies at the next point.
+        if !next.is_some_and(|next| next.starts_with("create")) {
+            let again = send(&server).await.expect("an answer");
+            let id = again["id"].as_str().expect("an id");
+            if let Ok(first) = first {
+                assert_eq!(first["id"], *id, "what was acknowledged is there");
+            }
+            judge(&server, id, EVERY, &model, &[]).await;
+            jobs += 1;
         }
-        judge(&server, &id, EVERY, &model, &[]).await;
-        assert_eq!(server.get("/jobs").await["jobs"].as_array().map(Vec::len), Some(1), "one job");
+        assert_eq!(server.get("/jobs").await["jobs"].as_array().map(Vec::len), Some(jobs), "jobs at {point}");
         row.passed("one job, nothing lost");
-        server.stop().await;
-        std::fs::remove_file(marks.path().join(point)).expect("its mark");
     }
+    server.stop().await;
 }
 
 #[tokio::test]
@@ -196,22 +207,23 @@ async fn slow_the_server_dies_at_every_point_of_writing_to_postgres() {
 async fn the_database_s_disk_is_full_for_a_while() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(FEW_STEPS).await;
-    for point in ["ingest.begin", "ingest.event", "ingest.commit"] {
-        let struck = |time: u32| marks.path().join(format!("{point}.{time}"));
-        let fault = |time: u32| format!("{point}:error@{time}:{}", struck(time).display());
-        let faults = vec![("LOCKSTEP_FAULT".into(), (2..5).map(fault).collect::<Vec<_>>().join(","))];
-        // Reports come a few times a second: the job lasts until the fourth.
-        let environment = with_slow_steps(faults);
-        let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
-        let id = server.submit(&spec("disturbed", FEW_STEPS)).await;
-        let row = Row::begin(&format!("the database's disk is full at {point}"));
-        judge(&server, &id, FEW_STEPS, &model, &[]).await;
-        assert_eq!(number(&server.job(&id).await["attempt"]), 1);
-        assert!((2..5).all(|time| struck(time).exists()), "{point} was reached each time");
-        row.passed("reports waited, training continued");
-        server.stop().await;
+    let model = undisturbed(STEPS).await;
+    let points = ["ingest.begin", "ingest.event", "ingest.commit"];
+    let struck = |point: &str, time: u32| marks.path().join(format!("{point}.{time}"));
+    let fault = |point: &str, time: u32| format!("{point}:error@{time}:{}", struck(point, time).display());
+    let times: Vec<_> = points.iter().flat_map(|point| (2..5).map(move |time| (*point, time))).collect();
+    let all: Vec<_> = times.iter().map(|(point, time)| fault(point, *time)).collect();
+    let environment = with_slow_steps(vec![("LOCKSTEP_FAULT".into(), all.join(","))]);
+    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let id = server.submit(&spec("disturbed", STEPS)).await;
+    let row = Row::begin(&format!("the database's disk is full at each of {points:?}"));
+    judge(&server, &id, STEPS, &model, &[]).await;
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    for (point, time) in times {
+        assert!(struck(point, time).exists(), "{point} was reached the time {time}");
     }
+    row.passed("reports waited, training continued");
+    server.stop().await;
 }
 
 #[tokio::test]
@@ -219,16 +231,17 @@ async fn a_claim_that_is_carried_out_and_reported_as_failed_starts_its_job_once(
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed(EVERY).await;
-    for point in ["claim.begin", "claim.commit", "claim.committed"] {
-        let environment = faults(marks.path(), &[point], "error", 1);
-        let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
-        let id = server.submit(&spec("disturbed", EVERY)).await;
-        let row = Row::begin(&format!("a claim fails at {point}"));
-        judge(&server, &id, EVERY, &model, &[]).await;
+    let points = ["claim.begin", "claim.commit", "claim.committed"];
+    let environment = faults(marks.path(), &points, "error", 1);
+    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let id = server.submit(&spec("disturbed", EVERY)).await;
+    let row = Row::begin(&format!("a claim fails at each of {points:?}"));
+    judge(&server, &id, EVERY, &model, &[]).await;
+    for point in points {
         assert!(marks.path().join(point).exists(), "{point} was reached");
-        // Of a claim that was carried out the attempt is the one that runs: no lease had to run out first.
-        assert_eq!(number(&server.job(&id).await["attempt"]), 1);
-        row.passed("the first attempt, no restart");
-        server.stop().await;
     }
+    // Of a claim that was carried out the attempt is the one that runs: no lease had to run out first.
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    row.passed("the first attempt, no restart");
+    server.stop().await;
 }

@@ -17,13 +17,13 @@ const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
 #[ignore = "slow: 15 s away"]
 async fn slow_postgres_is_away_for_15_s() {
     let _turn = turn().await;
-    let (secs, steps) = (15, 4 * STEPS);
+    let (secs, steps) = (15, 6 * STEPS);
     let mut cluster = Cluster::new(true);
     let url = cluster.database("away");
     let server = with_pictures(Server::start_on(LOCAL, Some(url), variables([SLOW_STEPS])).await).await;
     let model = undisturbed(steps).await;
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 20).await;
+    runs_past(&server, &id, EVERY + 10).await;
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
     let mut row = Row::begin(&format!("Postgres away for {secs} s"));
@@ -52,11 +52,10 @@ async fn slow_postgres_is_away_for_15_s() {
 #[tokio::test]
 async fn sqlite_is_busy_for_longer_than_a_request_waits() {
     let _turn = turn().await;
-    let steps = 2 * STEPS;
     let server = with_pictures(Server::start_on(LOCAL, None, variables([SLOW_STEPS])).await).await;
-    let model = undisturbed(steps).await;
-    let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 20).await;
+    let model = undisturbed(STEPS).await;
+    let id = server.submit(&spec("disturbed", STEPS)).await;
+    runs_past(&server, &id, EVERY + 10).await;
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
     let file = server.data_dir().join("lockstep.db");
@@ -71,7 +70,7 @@ async fn sqlite_is_busy_for_longer_than_a_request_waits() {
     assert!(length() > before, "the ranks trained on");
     sqlx::query("ROLLBACK").execute(&mut other).await.expect("the write lock is free");
     row.mended_now();
-    judge(&server, &id, steps, &model, &[]).await;
+    judge(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     assert_eq!(
         server.get("/jobs").await["jobs"].as_array().map(Vec::len),
@@ -84,13 +83,14 @@ async fn sqlite_is_busy_for_longer_than_a_request_waits() {
 
 /// Jobs one after the other; every second or so what `kill` kills.
 async fn kill_again_and_again(name: &str, mut server: Server, mut kill: impl AsyncFnMut(&mut Server)) {
-    let model = undisturbed(STEPS).await;
+    let steps = 2 * STEPS;
+    let model = undisturbed(steps).await;
     let mut row = Row::begin(&format!("{name} under load, 50 times"));
     let mut killed = 0;
     let mut longest = Duration::ZERO;
     let mut jobs = 0;
     while killed < 50 {
-        let id = server.submit(&spec("disturbed", STEPS)).await;
+        let id = server.submit(&spec("disturbed", steps)).await;
         jobs += 1;
         for step in [20, 60, 110] {
             let job = server.job(&id).await;
@@ -103,7 +103,7 @@ async fn kill_again_and_again(name: &str, mut server: Server, mut kill: impl Asy
             longest = longest.max(began.elapsed());
             killed += 1;
         }
-        judge(&server, &id, STEPS, &model, &[]).await;
+        judge(&server, &id, steps, &model, &[]).await;
         assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no attempt was lost");
     }
     row.mended_now();

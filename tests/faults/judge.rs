@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Server, number},
+    server::{Agents, Server, number},
     socket::stored,
     specs,
 };
@@ -18,13 +18,13 @@ use std::{
 };
 use tokio::sync::Mutex;
 
-/// Steps of a disturbed job, and between two checkpoints: 40 steps are an epoch. There are enough of them
-/// that a job has not ended before it is disturbed.
-pub(crate) const STEPS: u64 = 320;
-pub(crate) const EVERY: u64 = 40;
+/// Steps of a disturbed job, and between two checkpoints: 40 steps are an epoch. With [`SLOW_STEPS`] there are enough of
+/// them that a job has not ended before it is disturbed.
+pub(crate) const STEPS: u64 = 160;
+pub(crate) const EVERY: u64 = 20;
 /// A lease of 10 s, of ranks that end 6 s after the last word from the server.
 pub(crate) const SHORT_LEASE: (&str, &str) = ("LOCKSTEP_LEASE", "10");
-/// Ranks whose steps take at least 20 ms, so that a job of [`STEPS`] takes 6.4 s on the fastest machine.
+/// Ranks whose steps take at least 20 ms, so that a job of [`STEPS`] takes 3.2 s on the fastest machine.
 pub(crate) const SLOW_STEPS: (&str, &str) = ("LOCKSTEP_FAULT", "step:slow");
 
 /// Variables of an environment.
@@ -65,7 +65,9 @@ pub(crate) async fn trained(spec: &Value) -> Vec<u8> {
     if let Some(model) = trained.get(&spec.to_string()) {
         return model.clone();
     }
-    let server = with_pictures(Server::start().await).await;
+    let at_full_speed = variables([("LOCKSTEP_FAULT", "")]);
+    let server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, at_full_speed).await;
+    let server = with_pictures(server).await;
     let id = server.submit(spec).await;
     server.succeeded(&id).await;
     let model = server.last_model(&id).await;
@@ -261,7 +263,7 @@ impl Row {
                 assert_ne!(state, "succeeded", "{}: the job had ended before it was disturbed", self.fault);
             }
             assert!(Instant::now() < deadline, "{}: not mended", self.fault);
-            tokio::time::sleep(Duration::from_millis(5)).await;
+            tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 
@@ -303,6 +305,6 @@ pub(crate) async fn runs_past(server: &Server, id: &str, step: u64) {
             return;
         }
         assert!(Instant::now() < deadline, "the job does not get to step {step}: {job:#}");
-        tokio::time::sleep(Duration::from_millis(5)).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }

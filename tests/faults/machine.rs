@@ -176,7 +176,8 @@ fn faketime() -> PathBuf {
 #[tokio::test]
 async fn the_clock_is_set_forward_and_back() {
     let _turn = turn().await;
-    let model = undisturbed(STEPS).await;
+    let steps = 2 * STEPS;
+    let model = undisturbed(steps).await;
     let folder = tempfile::tempdir().expect("a folder");
     let clock = folder.path().join("clock");
     let set = |offset: &str| {
@@ -196,14 +197,14 @@ async fn the_clock_is_set_forward_and_back() {
     let environment = [variables([SLOW_STEPS]), clocked.into()].concat();
     let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let mut row = Row::begin("the clock is set an hour forward, then two hours back");
-    let id = server.submit(&spec("disturbed", STEPS)).await;
+    let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY).await;
     set("+3600");
     until_events_leap(&server, &id, 3000).await;
     set("-3600");
     until_events_leap(&server, &id, -6000).await;
     row.mended_now();
-    judge(&server, &id, STEPS, &model, &[]).await;
+    judge(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no lease ended");
     row.passed("same attempt, nothing lost");
     server.stop().await;
@@ -227,6 +228,7 @@ async fn until_events_leap(server: &Server, id: &str, seconds: i64) {
             state == "running" && Instant::now() < deadline,
             "{state}: the clock never jumped by {seconds} s"
         );
+        tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
@@ -267,14 +269,14 @@ impl Drop for Disk {
 async fn root_the_disk_is_really_full_for_a_while() {
     let _turn = turn().await;
     // Longer than the disk is full.
-    let steps = 3 * STEPS;
+    let steps = 6 * STEPS;
     let model = undisturbed(steps).await;
     let mut disk = None;
     let prepare = |data: &Path| disk = Some(Disk::mount(data, 64));
     let server = with_pictures(Server::start_by(LOCAL, None, Vec::new(), &[], prepare).await).await;
     let disk = disk.expect("a disk");
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 20).await;
+    runs_past(&server, &id, EVERY + 10).await;
     let mut row = Row::begin("the disk of database, logs and checkpoints is full for 5 s");
     let filler = disk.fill();
     // Whatever it is asked meanwhile, it answers.

@@ -74,7 +74,7 @@ impl Tunnel {
 #[ignore = "slow: leases run out"]
 async fn slow_the_network_between_agent_and_server_is_cut() {
     let _turn = turn().await;
-    let steps = 2 * STEPS;
+    let steps = 4 * STEPS;
     let model = undisturbed(steps).await;
     let environment = variables([SHORT_LEASE, SLOW_STEPS]);
     let mut server = Server::start_on(Agents::None, None, environment).await;
@@ -85,7 +85,7 @@ async fn slow_the_network_between_agent_and_server_is_cut() {
 
     // Nothing comes through, for less than the lease.
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 20).await;
+    runs_past(&server, &id, EVERY + 10).await;
     let mut row = Row::begin("the network between agent and server is cut for 3 s");
     tunnel.passes.send_replace(false);
     tokio::time::sleep(Duration::from_secs(3)).await;
@@ -97,7 +97,7 @@ async fn slow_the_network_between_agent_and_server_is_cut() {
 
     // The tunnel is gone: the agent's machine says "connection refused", and the server lives.
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 20).await;
+    runs_past(&server, &id, EVERY + 10).await;
     let mut row = Row::begin("the SSH tunnel between agent and server is gone for 16 s");
     tunnel.close().await;
     let began = Instant::now();
@@ -124,7 +124,7 @@ async fn slow_the_network_between_agent_and_server_is_cut() {
 #[ignore = "slow: a spool fills"]
 async fn slow_the_spool_is_full() {
     let _turn = turn().await;
-    let steps = 4 * STEPS;
+    let steps = 8 * STEPS;
     let model = undisturbed(steps).await;
     let mut server = Server::start_with(Agents::None).await;
     let url = server.url.clone();
@@ -132,7 +132,7 @@ async fn slow_the_spool_is_full() {
     server.until("the agent is online", async |s: &Server| s.slots().await > 0).await;
     let mut server = with_pictures(server).await;
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 20).await;
+    runs_past(&server, &id, EVERY + 10).await;
     let mut row = Row::begin("the server is away until the agent's spool (--spool-mib 0.05) is full");
     server.kill_serve();
     let ended = async |s: &Server| s.ranks(&id).is_empty();

@@ -15,7 +15,7 @@ use std::{
     process::{Child, Command},
 };
 
-const STEPS: u64 = 400;
+const STEPS: u64 = 160;
 
 /// An agent without the server's disk.
 pub(crate) struct Machine {
@@ -24,13 +24,16 @@ pub(crate) struct Machine {
     options: Vec<String>,
     /// What it has not either.
     hidden: Vec<PathBuf>,
+    /// `LOCKSTEP_FAULT` of its ranks.
+    fault: &'static str,
     agent: Option<Child>,
     starts: u32,
 }
 
 impl Machine {
+    /// With slow steps, so that a job lasts until its machine is gone.
     fn start(server: &Server, name: &'static str, options: &[&str]) -> Self {
-        Self::start_without(server, name, 2, &[], options)
+        Self::start_with(server, name, 2, &[], options, "step:slow")
     }
 
     /// One with so many slots, to which these folders are empty, too.
@@ -41,9 +44,20 @@ impl Machine {
         hidden: &[&Path],
         options: &[&str],
     ) -> Self {
+        Self::start_with(server, name, slots, hidden, options, "")
+    }
+
+    fn start_with(
+        server: &Server,
+        name: &'static str,
+        slots: u32,
+        hidden: &[&Path],
+        options: &[&str],
+        fault: &'static str,
+    ) -> Self {
         let options = options.iter().map(ToString::to_string).collect();
         let hidden = hidden.iter().map(|path| path.to_path_buf()).collect();
-        let mut machine = Self { name, slots, options, hidden, agent: None, starts: 0 };
+        let mut machine = Self { name, slots, options, hidden, fault, agent: None, starts: 0 };
         let token = server.cli(&["token", "create", "--scope", "agent", "--agent", name]);
         server.folder().write(&format!("{name}.token"), token.ok());
         machine.again(server);
@@ -72,7 +86,7 @@ impl Machine {
             "--token-file",
         ]);
         command.arg(folder.join(format!("{}.token", self.name))).arg("--data-dir").arg(self.dir(server));
-        command.args(&self.options).current_dir(folder);
+        command.args(&self.options).current_dir(folder).env("LOCKSTEP_FAULT", self.fault);
         command.stdout(log.try_clone().expect("a log")).stderr(log);
         self.agent = Some(command.spawn().expect("unshare (util-linux)"));
     }

@@ -15,7 +15,7 @@ const CLASSES: usize = 131;
 const PICTURES: usize = 3;
 
 /// What two cores can do.
-const SIZES: &str = " --set data.image_size=64 --set model.stem=imagenet --set train.epochs=1";
+const SIZES: &str = " --set data.image_size=32 --set model.stem=imagenet --set train.epochs=1";
 
 fn class_name(class: usize) -> String {
     format!("flower {class:03}")

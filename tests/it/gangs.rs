@@ -24,10 +24,15 @@ struct Machines {
 
 impl Machines {
     async fn start(agents: &[(&str, u32)]) -> Self {
+        Self::start_with(agents, &[]).await
+    }
+
+    /// With variables of the agents' environments.
+    async fn start_with(agents: &[(&str, u32)], variables: &[(&str, &str)]) -> Self {
         let server = Server::start_with(Agents::None).await;
         let mut this = Self { server, agents: Vec::new() };
         for (name, slots) in agents {
-            this.join(name, *slots, &[]);
+            this.join(name, *slots, variables);
         }
         this.online(agents.iter().map(|(_, slots)| *slots as usize).sum()).await;
         let dataset = pictures::idx_dataset(this.server.folder().path(), 160, 16);
@@ -153,8 +158,9 @@ async fn a_job_over_two_agents_has_the_weights_of_one_on_a_single_agent() {
 #[tokio::test]
 async fn a_rank_killed_on_the_second_agent_costs_a_restart_and_no_bit() {
     let _turn = turn().await;
-    let machines = Machines::start(&[("a", 1), ("b", 1)]).await;
-    let steps = 200;
+    let slow_steps = [("LOCKSTEP_FAULT", "step:slow")];
+    let machines = Machines::start_with(&[("a", 1), ("b", 1)], &slow_steps).await;
+    let steps = 100;
     // Of optimizer state that the ranks divide, the killed rank's part is in the newest checkpoint alone.
     for divides in [false, true] {
         let spec = specs::with(job(2, steps), json!({"parallel": {"optimizer_sharding": divides}}));
@@ -184,12 +190,14 @@ async fn a_rank_killed_on_the_second_agent_costs_a_restart_and_no_bit() {
 
 #[tokio::test]
 async fn an_agent_silent_beyond_its_lease_is_named_and_the_job_continues_when_it_is_back_or_on_a_spare() {
-    let _turn = turn().await;
+    let own_turn = turn().await;
     let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
     let id = machines.server.submit(&job(2, 1_000_000)).await;
     machines.trains(&id).await;
     // A machine that hangs: its rank ends itself with the lease.
     signal(machines.pid("b"), Signal::STOP);
+    // While its job waits for leases, others can have the machine.
+    drop(own_turn);
     let lost =
         |attempt: u64| move |job: &Value| job["state"] == "restarting" && number(&job["attempt"]) == attempt;
     machines.server.job_when(&id, "its lease runs out", lost(1)).await;

@@ -85,17 +85,17 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
 async fn a_waiting_job_pauses_at_once() {
     let _turn = turn().await;
     let server = server().await;
-    let first = server.submit(&spec("first")).await;
-    let second = server.submit(&spec("second")).await;
+    let first = server.submit(&specs::short("first", "fashion", 2, 1_000_000)).await;
+    let second = specs::short("second", "fashion", 2, 5);
+    let (second, third) = (server.submit(&second).await, server.submit(&second).await);
     runs_past(&server, &first, 1).await;
     let pause = async |id: &str| {
         let paused = server.post(&format!("/jobs/{id}/pause"), &json!({})).await;
         assert_eq!((paused.status.as_u16(), paused.json()["state"].as_str()), (202, Some("paused")));
     };
     pause(&second).await;
-    let third = server.submit(&spec("second")).await;
     pause(&third).await;
-    server.succeeded(&first).await;
+    server.cli(&["cancel", &first]).ok();
     // Of two jobs with a name none is cancelled before it is said which, and one that is over is not meant.
     server.cli(&["cancel", "second"]).wrong(&["several jobs are called second"]);
     server.cli(&["cancel", &third]).ok();
@@ -205,20 +205,12 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     let csv = server.cli(&["metrics", &same_id, "loss", "--csv"]);
     assert_eq!(csv.ok().lines().count(), 1 + 2 * 70, "a heading and every point of two ranks");
     assert!(server.cli(&["metrics", &same_id]).ok().contains("val_loss"));
-    server.stop().await;
-}
 
-#[tokio::test]
-async fn another_jobs_checkpoint_can_be_pretrained_weights() {
-    let _turn = turn().await;
-    let server = server().await;
-    let id = server.submit(&spec("teacher")).await;
-    server.succeeded(&id).await;
-    let checkpoint = server.checkpoints(&id).await[0]["id"].as_str().expect("an id").to_owned();
-    let taught =
-        specs::with(specs::short("taught", "fashion", 2, 5), json!({"model": {"pretrained": checkpoint}}));
-    let with = server.submit(&taught).await;
-    let without = server.submit(&specs::short("untaught", "fashion", 2, 5)).await;
+    // A checkpoint can also be another job's pretrained weights.
+    let teacher = server.checkpoints(&same_id).await[0]["id"].as_str().expect("an id").to_owned();
+    let untaught = specs::short("untaught", "fashion", 2, 5);
+    let taught = specs::with(untaught.clone(), json!({"name": "taught", "model": {"pretrained": teacher}}));
+    let (with, without) = (server.submit(&taught).await, server.submit(&untaught).await);
     server.succeeded(&with).await;
     server.succeeded(&without).await;
     let first = async |id: &str| server.points(id, "loss").await[0].3;

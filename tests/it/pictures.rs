@@ -6,6 +6,7 @@ use std::{
     fs::{self, File},
     io::Read,
     path::{Path, PathBuf},
+    sync::LazyLock,
 };
 
 /// The bundled pictures.
@@ -25,7 +26,13 @@ pub(crate) const SIDE: usize = 28;
 
 impl Pictures {
     /// The bundled pictures of a split: `train` or `t10k`.
-    pub(crate) fn bundled(split: &str) -> Self {
+    pub(crate) fn bundled(split: &str) -> &'static Self {
+        static TRAIN: LazyLock<Pictures> = LazyLock::new(|| Pictures::read("train"));
+        static TEST: LazyLock<Pictures> = LazyLock::new(|| Pictures::read("t10k"));
+        if split == "train" { &TRAIN } else { &TEST }
+    }
+
+    fn read(split: &str) -> Self {
         let read = |kind: &str| {
             let path = bundled().join(format!("{split}-{kind}-ubyte.gz"));
             let mut bytes = Vec::new();

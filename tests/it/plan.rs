@@ -136,50 +136,58 @@ fn what_cannot_be_planned_says_why() {
     assert!(said.contains("memory_bytes_per_second is 0 and must be a number above 0"), "{said}");
 }
 
-/// The commands of docs/parallel.md: this machine is measured once, and its file is that of a machine.
-#[tokio::test]
-async fn this_machine_is_measured_once() {
-    let _turn = turn().await;
-    let folder = tempfile::tempdir().expect("a folder");
-    for (name, text) in pages::files("docs/parallel.md") {
-        fs::write(folder.path().join(name), text).expect("a job file");
-    }
-    let run = |line: &str| {
-        let mut command = pages::shell(line);
-        Finished::of(command.current_dir(folder.path()).env("LOCKSTEP_CACHE", folder.path().join("cache")))
-    };
-    let first = pages::line("docs/parallel.md", "lockstep plan auto.toml --classes 100000 --json");
-    let measured = run(&first);
-    assert!(measured.stderr.contains("measuring this machine with "), "{}", measured.stderr);
-    measured.ok();
-    let figures = || -> Value {
-        let text = fs::read_to_string(folder.path().join("machine.json")).expect("figures");
-        serde_json::from_str(&text).expect("JSON")
-    };
-    let kept = figures();
-    assert!(kept["machine"]["device"].as_str().is_some_and(|device| device.starts_with("CPU, ")));
-    assert!(kept["machine"]["within"]["bytes_per_second"].as_f64() > Some(0.0), "{kept}");
-    // The figures are kept.
-    let again = run(&first);
-    assert_eq!(again.stderr, "");
-    assert_eq!(figures(), kept);
-    let others = run(&pages::line("docs/parallel.md", "lockstep plan auto.toml --classes 100000 --machine"));
-    let others = others.ok();
-    assert!(others.contains("RANKS") && others.contains("\n64 "), "{others}");
+/// The page's commands, of which two measure.
+mod full {
+    use super::*;
 
-    // With a dataset, its classes and pictures are known.
-    let dataset = pictures::idx_dataset(folder.path(), 64, 16);
-    let set = format!("data.dataset={}", dataset.display());
-    let mut command = lockstep();
-    command.current_dir(folder.path()).args([
-        "plan",
-        "auto.toml",
-        "--set",
-        &set,
-        "--machine",
-        "machine.json",
-    ]);
-    let planned = Finished::of(&mut command);
-    let said = planned.ok();
-    assert!(said.contains("10 classes, 32 x 32 pixels"), "{said}");
+    /// The commands of docs/parallel.md: this machine is measured once, and its file is that of a machine.
+    #[tokio::test]
+    async fn this_machine_is_measured_once() {
+        let _turn = turn().await;
+        let folder = tempfile::tempdir().expect("a folder");
+        for (name, text) in pages::files("docs/parallel.md") {
+            fs::write(folder.path().join(name), text).expect("a job file");
+        }
+        let run = |line: &str| {
+            let mut command = pages::shell(line);
+            Finished::of(
+                command.current_dir(folder.path()).env("LOCKSTEP_CACHE", folder.path().join("cache")),
+            )
+        };
+        let first = pages::line("docs/parallel.md", "lockstep plan auto.toml --classes 100000 --json");
+        let measured = run(&first);
+        assert!(measured.stderr.contains("measuring this machine with "), "{}", measured.stderr);
+        measured.ok();
+        let figures = || -> Value {
+            let text = fs::read_to_string(folder.path().join("machine.json")).expect("figures");
+            serde_json::from_str(&text).expect("JSON")
+        };
+        let kept = figures();
+        assert!(kept["machine"]["device"].as_str().is_some_and(|device| device.starts_with("CPU, ")));
+        assert!(kept["machine"]["within"]["bytes_per_second"].as_f64() > Some(0.0), "{kept}");
+        // The figures are kept.
+        let again = run(&first);
+        assert_eq!(again.stderr, "");
+        assert_eq!(figures(), kept);
+        let others =
+            run(&pages::line("docs/parallel.md", "lockstep plan auto.toml --classes 100000 --machine"));
+        let others = others.ok();
+        assert!(others.contains("RANKS") && others.contains("\n64 "), "{others}");
+
+        // With a dataset, its classes and pictures are known.
+        let dataset = pictures::idx_dataset(folder.path(), 64, 16);
+        let set = format!("data.dataset={}", dataset.display());
+        let mut command = lockstep();
+        command.current_dir(folder.path()).args([
+            "plan",
+            "auto.toml",
+            "--set",
+            &set,
+            "--machine",
+            "machine.json",
+        ]);
+        let planned = Finished::of(&mut command);
+        let said = planned.ok();
+        assert!(said.contains("10 classes, 32 x 32 pixels"), "{said}");
+    }
 }

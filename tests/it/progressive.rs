@@ -7,15 +7,15 @@ use crate::{
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 
-/// 12 steps an epoch: 16 pixels in the first, 24 in the second and third; measured at 32.
+/// 12 steps an epoch: 8 pixels in the first, 12 in the second and third; measured at 16.
 const JOB: &str = r#"
 name = "larger and larger"
 [model]
 arch = "resnet20"
 [data]
 dataset = "DATASET"
-image_size = [[1, 16], [2, 24]]
-validation_size = 32
+image_size = [[1, 8], [2, 12]]
+validation_size = 16
 [train]
 epochs = 3
 global_batch_size = 32
@@ -57,10 +57,7 @@ async fn sizes_change_with_epochs_at_any_number_of_ranks_and_after_any_restart()
     let job = folder.write("job.toml", JOB.replace("DATASET", dataset.to_str().expect("UTF-8")));
     let out = |name: &str| folder.path().join(name);
     let said = train(&job, &out("two"), &[]);
-    assert!(
-        said.contains("pictures are 16x16 from epoch 1, 24x24 from epoch 2; measured at 32x32"),
-        "{said}"
-    );
+    assert!(said.contains("pictures are 8x8 from epoch 1, 12x12 from epoch 2; measured at 16x16"), "{said}");
     let last = model(&out("two"), "3-36");
 
     train(&job, &out("one"), &["--ranks", "1"]);
@@ -75,12 +72,12 @@ async fn sizes_change_with_epochs_at_any_number_of_ranks_and_after_any_restart()
     }
 
     // It is the sizes that make the difference, and only from the second epoch on.
-    train(&job, &out("fixed"), &["--set", "data.image_size=16"]);
+    train(&job, &out("fixed"), &["--set", "data.image_size=8"]);
     assert!(weights(&out("fixed"), "1-10") == weights(&out("two"), "1-10"));
     assert!(weights(&out("fixed"), "2-15") != weights(&out("two"), "2-15"));
 
     let late = Finished::of(lockstep().arg("train").arg(&job).args(["--set", "train.epochs=1"]));
-    late.wrong(&["data.image_size", "24 pixels begin in epoch 2", "ends with epoch 1"]);
+    late.wrong(&["data.image_size", "12 pixels begin in epoch 2", "ends with epoch 1"]);
 }
 
 #[tokio::test]
@@ -91,15 +88,15 @@ async fn a_model_of_several_sizes_is_measured_and_asked_at_the_one_that_it_was_m
     server.register("fashion", &dataset).await;
     let job = json!({
         "name": "larger", "model": {"arch": "resnet20"},
-        "data": {"dataset": "fashion", "validation_size": 32,
-            "image_size": [[1, 16], [2, 24]]},
+        "data": {"dataset": "fashion", "validation_size": 16,
+            "image_size": [[1, 8], [2, 12]]},
         "train": {"epochs": 2, "batch_size": 16}, "parallel": {"ranks": 2, "device": "cpu"},
     });
     let id = server.submit(&job).await;
     let done = server.succeeded(&id).await;
     assert_eq!(done["spec"]["data"]["image_size"], job["data"]["image_size"]);
     let shown = server.cli(&["show", &id]);
-    assert!(shown.ok().contains("validation_size = 32"), "{}", shown.stdout);
+    assert!(shown.ok().contains("validation_size = 16"), "{}", shown.stdout);
     let (_, file) = shown.stdout.split_once("\n\n").expect("a blank line before the job");
     let again = server.folder().write("again.toml", file);
     let again = server.cli(&["submit", again.to_str().expect("UTF-8"), "--json"]).json();
@@ -114,7 +111,7 @@ async fn a_model_of_several_sizes_is_measured_and_asked_at_the_one_that_it_was_m
     assert!((response(&looked["loss"]) - response(&checkpoint["val_loss"])).abs() < 1e-5, "{looked:#}");
 
     // It continues at one size.
-    let fork = json!({"set": {"data.image_size": 24, "train.epochs": 3}});
+    let fork = json!({"set": {"data.image_size": 12, "train.epochs": 3}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &fork).await;
     assert_eq!(fork.status, 201, "{}", fork.text);
     server.succeeded(fork.json()["id"].as_str().expect("an id")).await;

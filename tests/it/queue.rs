@@ -230,10 +230,10 @@ async fn cancelling_ends_a_job_wherever_it_stands() {
 #[tokio::test]
 async fn a_preempted_job_continues_to_the_weights_of_an_undisturbed_one() {
     let _turn = turn().await;
-    let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;
+    let server = Server::start_slow(Agents::Local { cpu_slots: 2 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     // Seconds of steps are left when the other job comes.
-    let last = 400;
+    let last = 160;
     // 40 steps an epoch, and no checkpoint by itself before the end: only the one that it is asked for.
     let low = specs::with(
         specs::short("low", "fashion", 2, last),

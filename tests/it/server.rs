@@ -35,6 +35,15 @@ pub(crate) const SOON: Duration = Duration::from_secs(30);
 /// Longest wait for a job of these tests to end.
 pub(crate) const JOB_END: Duration = Duration::from_secs(120);
 
+/// The pause before a test that has waited since `began` looks again, at most `longest`: a look costs the server and the test some of the
+/// processor that the job under test needs.
+pub(crate) fn poll_pause(began: Instant, longest: Duration) -> Duration {
+    (began.elapsed() / 10).clamp(Duration::from_millis(10), longest)
+}
+
+/// The longest pause between two looks at what may pass.
+const BRIEF: Duration = Duration::from_millis(50);
+
 /// Tests that train at the same time.
 const TURNS: u32 = 3;
 
@@ -66,14 +75,18 @@ pub(crate) fn cryptography() {
     let _ = rustls::crypto::ring::default_provider().install_default();
 }
 
+/// A client without authorities of TLS: to read the system's takes longer than a request.
+fn plain_client() -> reqwest::ClientBuilder {
+    reqwest::Client::builder().timeout(SOON).tls_certs_only(std::iter::empty())
+}
+
 /// A client that shows a token. The server ends connections that are silent for half a minute: the client does so before.
 pub(crate) fn client(token: &str) -> reqwest::Client {
     cryptography();
     let mut headers = reqwest::header::HeaderMap::new();
     headers.insert("authorization", format!("Bearer {token}").parse().expect("a header"));
-    reqwest::Client::builder()
+    plain_client()
         .default_headers(headers)
-        .timeout(SOON)
         .pool_idle_timeout(Duration::from_secs(10))
         .build()
         .expect("an HTTP client")
@@ -160,6 +173,13 @@ impl Server {
         Self::start_on(agents, database, Vec::new()).await
     }
 
+    /// As [`Server::start_with`], with ranks whose steps take at least 20 ms from the first on: a job of few steps lasts until the test
+    /// disturbs it.
+    pub(crate) async fn start_slow(agents: Agents) -> Self {
+        let database = crate::postgres::wanted().then(crate::postgres::database);
+        Self::start_on(agents, database, vec![("LOCKSTEP_FAULT".into(), "step:slow".into())]).await
+    }
+
     pub(crate) async fn start_on(
         agents: Agents,
         database: Option<String>,
@@ -180,7 +200,7 @@ impl Server {
         let port = free_port();
         let mut server = Self {
             url: format!("http://127.0.0.1:{port}"),
-            http: reqwest::Client::builder().timeout(SOON).build().expect("an HTTP client"),
+            http: plain_client().build().expect("an HTTP client"),
             port,
             agents,
             database,
@@ -323,10 +343,10 @@ impl Server {
         what: &str,
         condition: impl AsyncFn(&Server) -> bool,
     ) {
-        let deadline = Instant::now() + limit;
+        let began = Instant::now();
         while !condition(self).await {
-            assert!(Instant::now() < deadline, "not within {limit:?}: {what}");
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            assert!(began.elapsed() < limit, "not within {limit:?}: {what}");
+            tokio::time::sleep(poll_pause(began, BRIEF)).await;
         }
     }
 

@@ -30,7 +30,7 @@ impl Bench {
         let folder = tempfile::tempdir().expect("a folder");
         let dataset = pictures::idx_dataset(folder.path(), 400, 100);
         let job = format!(
-            "name = \"bench\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = {dataset:?}\nimage_size = 16\n\
+            "name = \"bench\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = {dataset:?}\nimage_size = 8\n\
              [train]\nepochs = 2\nglobal_batch_size = 32\nlr = 0.05\nschedule = \"cosine\"\nseed = 3\n\
              [parallel]\nranks = 2\n[checkpoint]\nevery_steps = 7\nkeep = 9\n[log]\nevery_steps = 1\n"
         );

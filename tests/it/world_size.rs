@@ -8,7 +8,7 @@ use crate::{
 use serde_json::json;
 use std::collections::BTreeMap;
 
-const STEPS: u64 = 50;
+const STEPS: u64 = 30;
 
 /// Names and bytes of all tensors; the rest of the file describes the job, with its number of ranks.
 pub(crate) fn weights(model: &[u8]) -> BTreeMap<String, Vec<u8>> {
@@ -20,7 +20,7 @@ pub(crate) fn weights(model: &[u8]) -> BTreeMap<String, Vec<u8>> {
 async fn losses_do_not_depend_on_the_number_of_ranks() {
     let _turn = turn().await;
     let server = Server::start_with(Agents::Separate { cpu_slots: 4 }).await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 1600, 1000)).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 1600, 400)).await;
 
     let mut runs = Vec::new();
     // Twice on 2 ranks: those two must agree to the bit.
@@ -28,7 +28,7 @@ async fn losses_do_not_depend_on_the_number_of_ranks() {
         let spec = specs::with(
             specs::short(&format!("on-{ranks}-ranks"), "fashion", ranks, STEPS),
             json!({
-                "data": {"image_size": 28},
+                "data": {"image_size": 16},
                 "train": {"batch_size": null, "global_batch_size": 64, "seed": 7},
                 "parallel": {"sync_batch_norm": true},
             }),

@@ -52,13 +52,13 @@ pub fn client_without_redirects(token: &str) -> reqwest::Client {
     builder(token).redirect(reqwest::redirect::Policy::none()).build().unwrap()
 }
 
-/// As [`client`], for those that need more than a token.
+/// As [`client`], for those that need more than a token. It has no authorities: to read the system's takes longer than a request.
 pub fn builder(token: &str) -> reqwest::ClientBuilder {
     let mut headers = reqwest::header::HeaderMap::new();
     if !token.is_empty() {
         headers.insert("authorization", format!("Bearer {token}").parse().unwrap());
     }
-    reqwest::Client::builder().default_headers(headers)
+    reqwest::Client::builder().default_headers(headers).tls_certs_only(std::iter::empty())
 }
 
 pub fn config(dir: &TempDir) -> ServeConfig {

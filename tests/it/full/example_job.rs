@@ -37,9 +37,9 @@ fn as_cifar10(folder: &Path, pictures_a_file: usize) {
         fs::write(folder.join(name), records).expect("a batch");
     };
     for file in 0..5 {
-        write(&format!("data_batch_{}.bin", file + 1), &training, file * pictures_a_file);
+        write(&format!("data_batch_{}.bin", file + 1), training, file * pictures_a_file);
     }
-    write("test_batch.bin", &test, 0);
+    write("test_batch.bin", test, 0);
 }
 
 #[test]

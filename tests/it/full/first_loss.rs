@@ -16,7 +16,7 @@ async fn the_first_loss_is_soon_on_the_stream() {
     let server = Server::start().await;
     server.register("fashion", &pictures::bundled()).await;
     let mut seconds = Vec::new();
-    for n in 0..5 {
+    for n in 0..3 {
         let spec = specs::with(
             specs::short(&format!("first-loss-{n}"), "fashion", 2, 3),
             json!({"data": {"image_size": 28}, "train": {"batch_size": 32}}),

@@ -3,7 +3,7 @@
 use crate::{full::hosts::Site, pictures, server::turn};
 use serde_json::json;
 
-/// In 200 steps each host sends more than so many bytes of gradients to its neighbour.
+/// In the steps of a job each host sends more than so many bytes of gradients to its neighbour.
 const GRADIENTS: u64 = 1 << 20;
 
 #[tokio::test]

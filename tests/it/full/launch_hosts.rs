@@ -26,7 +26,16 @@ struct Cluster {
 
 impl Cluster {
     /// Two hosts, a dataset, and the weights of a job of two ranks on a third one.
-    async fn new() -> (Self, Vec<u8>) {
+    async fn measured() -> (Self, Vec<u8>) {
+        let mut this = Self::new().await;
+        let id = this.site.submit_ranks(2, STEPS).await;
+        let (_, model) = this.site.succeeded(&id).await;
+        this.site.leave("whole");
+        (this, model)
+    }
+
+    /// Two hosts, and a third one that has looked at a dataset.
+    async fn new() -> Self {
         let mut site = Site::new().await;
         (1..=3).for_each(|host| site.network.add(host));
         site.join(3, "whole", 2);
@@ -34,14 +43,11 @@ impl Cluster {
         let dataset = pictures::idx_dataset(site.serve.folder.path(), 160, 16);
         let path = dataset.to_str().expect("UTF-8");
         site.serve.cli(&site.url, Some(&site.ca), &["dataset", "add", "pictures", path]).ok();
-        let id = site.submit_ranks(2, STEPS).await;
-        let (_, model) = site.succeeded(&id).await;
-        site.leave("whole");
         let mut this = Self { sshds: Vec::new(), site };
         for host in [1, 2] {
             this.sshds.push(this.sshd(host));
         }
-        (this, model)
+        this
     }
 
     fn folder(&self) -> &Folder {
@@ -102,7 +108,7 @@ impl Cluster {
 #[tokio::test]
 async fn ranks_on_two_hosts_come_to_one_host_s_weights_and_a_cancelled_job_leaves_no_process() {
     let _turn = turn().await;
-    let (cluster, model) = Cluster::new().await;
+    let (cluster, model) = Cluster::measured().await;
     let site = &cluster.site;
     let hosts = cluster.hostfile();
     let hosts = ["--hostfile", hosts.to_str().expect("UTF-8")];
@@ -139,7 +145,7 @@ async fn ranks_on_two_hosts_come_to_one_host_s_weights_and_a_cancelled_job_leave
 #[tokio::test]
 async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
     let _turn = turn().await;
-    let (mut cluster, model) = Cluster::new().await;
+    let (mut cluster, model) = Cluster::measured().await;
     for with in LAUNCHERS {
         let site = &cluster.site;
         let hosts = cluster.hostfile();
@@ -175,7 +181,7 @@ async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
 #[tokio::test]
 async fn a_rank_table_decides_which_host_has_rank_0() {
     let _turn = turn().await;
-    let (cluster, model) = Cluster::new().await;
+    let (cluster, model) = Cluster::measured().await;
     let site = &cluster.site;
     let server = |host: u32, rank: u32| {
         let device = json!({"device_id": "0", "device_ip": "192.168.0.1", "rank_id": rank.to_string()});
@@ -200,7 +206,8 @@ async fn a_rank_table_decides_which_host_has_rank_0() {
 #[tokio::test]
 async fn machines_of_a_hostfile_keep_their_lines_and_their_order_under_slurm() {
     let _turn = turn().await;
-    let (cluster, _) = Cluster::new().await;
+    let mut cluster = Cluster::new().await;
+    cluster.site.leave("whole");
     let site = &cluster.site;
     let slurm = Slurm::start(cluster.folder().path(), 2);
     let id = site.submit_ranks(3, ENDLESS).await;

@@ -7,12 +7,15 @@ use crate::{
     pages,
     server::{free_port, turn},
     train::{Bench, succeeded},
+    world_size::weights,
 };
 use serde_json::json;
 use std::{
+    collections::BTreeMap,
     fs,
     os::unix::fs::PermissionsExt as _,
     process::{Command, Output, Stdio},
+    sync::LazyLock,
 };
 
 /// In 24 steps each node sends more than so many bytes of gradients to the other.
@@ -37,10 +40,15 @@ fn nodes() -> Network {
     network
 }
 
-/// The page's lines start four ranks on each of two nodes.
-fn eight_ranks_alone(bench: &Bench) -> Vec<u8> {
-    succeeded(&bench.train("alone", &["--ranks", "8"]).output().expect("it runs"));
-    bench.model("alone", "2-24")
+/// The page's lines start four ranks on each of two nodes. Whether a run of them has the weights of eight ranks on one machine, which
+/// train once for all tests.
+fn is_as_alone(bench: &Bench, out: &str) -> bool {
+    static ALONE: LazyLock<BTreeMap<String, Vec<u8>>> = LazyLock::new(|| {
+        let bench = Bench::new();
+        succeeded(&bench.train("alone", &["--ranks", "8"]).output().expect("it runs"));
+        weights(&bench.model("alone", "2-24"))
+    });
+    weights(&bench.model(out, "2-24")) == *ALONE
 }
 
 /// Of what the ranks say, rank 0 says that all have trained, over the network.
@@ -57,30 +65,15 @@ fn gradients_went_over(network: &Network) {
 }
 
 #[tokio::test]
-async fn mpirun_starts_ranks_on_one_machine() {
-    let _turn = turn().await;
-    let bench = Bench::new();
-    succeeded(&bench.train("alone", &[]).output().expect("it runs"));
-    let mut mpirun = Command::new("mpirun");
-    mpirun.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]);
-    let train = bench.train("mpirun", &[]);
-    mpirun.arg(train.get_program()).args(train.get_args()).stdin(Stdio::null());
-    let said = succeeded(&mpirun.output().expect("it runs"));
-    assert_eq!(said.matches("succeeded: validation accuracy").count(), 1, "rank 0 speaks for all: {said}");
-    assert!(bench.model("mpirun", "2-24") == bench.model("alone", "2-24"));
-}
-
-#[tokio::test]
 async fn srun_starts_four_ranks_on_each_of_two_nodes() {
     let _turn = turn().await;
     let bench = Bench::new();
-    let alone = eight_ranks_alone(&bench);
     let slurm = Slurm::start_with(bench.folder.path(), 2, 4, 30);
     let mut srun = bench.line(&pages::line("docs/launchers.md", "srun "), "srun");
     // Its nodes have names that no resolver knows.
     srun.envs([("MASTER_ADDR", "127.0.0.1"), ("LOCKSTEP_SHARED_MEMORY", "0")]);
     one_speaks_for_all(&succeeded(&srun.env("SLURM_CONF", slurm.config()).output().expect("it runs")));
-    assert!(bench.model("srun", "2-24") == alone);
+    assert!(is_as_alone(&bench, "srun"));
 }
 
 /// torchrun itself is at work on both nodes.
@@ -88,7 +81,6 @@ async fn srun_starts_four_ranks_on_each_of_two_nodes() {
 async fn torchrun_starts_four_ranks_on_each_of_two_nodes() {
     let _turn = turn().await;
     let bench = Bench::new();
-    let alone = eight_ranks_alone(&bench);
     let network = nodes();
     let on = |host: u32| {
         let mut torchrun = bench.line(&pages::line("docs/launchers.md", "torchrun "), "torchrun");
@@ -100,7 +92,7 @@ async fn torchrun_starts_four_ranks_on_each_of_two_nodes() {
     let said: String = together(vec![on(1), on(2)]).iter().map(succeeded).collect();
     one_speaks_for_all(&said);
     gradients_went_over(&network);
-    assert!(bench.model("torchrun", "2-24") == alone);
+    assert!(is_as_alone(&bench, "torchrun"));
 }
 
 /// mpirun starts its daemon on the second node by the sshd there.
@@ -108,7 +100,6 @@ async fn torchrun_starts_four_ranks_on_each_of_two_nodes() {
 async fn mpirun_starts_four_ranks_on_each_of_two_nodes() {
     let _turn = turn().await;
     let bench = Bench::new();
-    let alone = eight_ranks_alone(&bench);
     let network = nodes();
     let mut mpirun = bench.line(&pages::line("docs/launchers.md", "mpirun "), "mpirun");
     let variables = ["LOCKSTEP_SHARED_MEMORY=0", &format!("PATH={}", pages::path())];
@@ -121,14 +112,13 @@ async fn mpirun_starts_four_ranks_on_each_of_two_nodes() {
     mpirun.envs([("OMPI_MCA_rmaps_base_oversubscribe", "1"), ("OMPI_MCA_hwloc_base_binding_policy", "none")]);
     one_speaks_for_all(&succeeded(&network.on(1, &mpirun).output().expect("it runs")));
     gradients_went_over(&network);
-    assert!(bench.model("mpirun", "2-24") == alone);
+    assert!(is_as_alone(&bench, "mpirun"));
 }
 
 #[tokio::test]
 async fn msrun_starts_four_ranks_on_each_of_two_nodes() {
     let _turn = turn().await;
     let bench = Bench::new();
-    let alone = eight_ranks_alone(&bench);
     let network = nodes();
     let bin = bench.out("bin");
     fs::create_dir(&bin).expect("a folder");
@@ -147,7 +137,7 @@ async fn msrun_starts_four_ranks_on_each_of_two_nodes() {
     (1..8).for_each(|rank| assert_eq!(log(&format!("worker_{rank}.log")), ""));
     assert!(log("scheduler.log").contains("nothing to do"));
     gradients_went_over(&network);
-    assert!(bench.model("msrun", "2-24") == alone);
+    assert!(is_as_alone(&bench, "msrun"));
 }
 
 #[tokio::test]

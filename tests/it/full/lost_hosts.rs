@@ -2,7 +2,7 @@
 
 use crate::{
     full::hosts::{MENDED, STEPS, Site},
-    server::{number, signal, turn_alone},
+    server::{number, signal, turn},
     world_size::weights,
 };
 use rustix::process::Signal;
@@ -58,7 +58,7 @@ async fn loses(site: &Site, ranks: &[usize], how: Lost, model: &[u8]) -> Vec<u32
 
 #[tokio::test]
 async fn a_job_continues_from_the_last_step_when_hosts_are_killed_or_cut_off_for_longer_than_their_lease() {
-    let _turn = turn_alone().await;
+    let _turn = turn().await;
     let (mut site, model) = Site::measured(7).await;
     let mut hosts: Vec<u32> = Vec::new();
     // Of the two each has the same two neighbours, which have to name both.
@@ -96,7 +96,7 @@ async fn a_job_continues_from_the_last_step_when_hosts_are_killed_or_cut_off_for
 
 #[tokio::test]
 async fn a_job_that_lost_a_host_for_good_ends_on_fewer_ranks_with_the_same_weights() {
-    let _turn = turn_alone().await;
+    let _turn = turn().await;
     let (mut site, model) = Site::measured(2).await;
     site.join(1, "h1", 2);
     site.join(2, "h2", 2);

@@ -1,6 +1,6 @@
 //! Requests to the server's REST interface.
 
-use super::{Answer, JOB_END, Server, number, state_of};
+use super::{Answer, BRIEF, JOB_END, Server, number, poll_pause, state_of};
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use std::{
@@ -71,21 +71,32 @@ impl Server {
 
     /// The job as soon as `condition` holds; panics when it ends without, or takes too long.
     pub(crate) async fn job_when(&self, id: &str, what: &str, condition: impl Fn(&Value) -> bool) -> Value {
-        let deadline = Instant::now() + JOB_END;
+        self.job_polled(id, what, BRIEF, condition).await
+    }
+
+    async fn job_polled(
+        &self,
+        id: &str,
+        what: &str,
+        longest_pause: Duration,
+        condition: impl Fn(&Value) -> bool,
+    ) -> Value {
+        let began = Instant::now();
         loop {
             let job = self.job(id).await;
             if condition(&job) {
                 return job;
             }
             assert!(!state_of(&job).is_final(), "{id} ended and never: {what}; it is {job:#}");
-            assert!(Instant::now() < deadline, "not within {JOB_END:?}: {what}; the job is {job:#}");
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            assert!(began.elapsed() < JOB_END, "not within {JOB_END:?}: {what}; the job is {job:#}");
+            tokio::time::sleep(poll_pause(began, longest_pause)).await;
         }
     }
 
     /// The job once it is over.
     pub(crate) async fn ended(&self, id: &str) -> Value {
-        self.job_when(id, "the job is over", |job| state_of(job).is_final()).await
+        let longest_pause = Duration::from_millis(100);
+        self.job_polled(id, "the job is over", longest_pause, |job| state_of(job).is_final()).await
     }
 
     /// The job, which must succeed.

@@ -169,7 +169,7 @@ async fn a_folder_that_another_run_uses_is_refused_also_when_only_its_ranks_are_
     let deadline = Instant::now() + Duration::from_secs(20);
     while !ranks.iter().all(|pid| is_gone(*pid)) {
         assert!(Instant::now() < deadline, "the ranks have not ended");
-        std::thread::yield_now();
+        std::thread::sleep(Duration::from_millis(10));
     }
     // Nobody has it any more.
     fs::remove_dir_all(bench.out("out").join("checkpoints")).ok();
@@ -213,6 +213,7 @@ async fn a_run_whose_numbers_leave_float32_fails_as_diverged_and_leaves_no_such_
         let ranks_set = format!("parallel.ranks={ranks}");
         let sets = [
             "model.arch=resnet18",
+            "data.image_size=16",
             "train.epochs=",
             "train.steps=40",
             "train.global_batch_size=8",
@@ -340,7 +341,8 @@ async fn a_checkpoint_of_another_network_or_other_classes_does_not_fit_and_is_no
     assert!(words.contains("2-21 is of step 21 and the training ends at step 12"), "{words}");
     let words = resume("deeper", &["model.arch=resnet32"]);
     assert!(words.contains("layer1.3.bn1.bias, ") && words.contains("57 more are missing"), "{words}");
-    let words = resume("stem", &["model.arch=resnet20", "model.stem=imagenet"]);
+    let stem = ["model.arch=resnet20", "model.stem=imagenet", "data.image_size=16"];
+    let words = resume("stem", &stem);
     assert!(words.contains("conv1.weight is [16, 1, 3, 3], wanted [16, 1, 7, 7]"), "{words}");
     let classes: String = (0..10).map(|c| format!("{}\n", 9 - c)).collect();
     fs::write(&names, classes).expect("names");

@@ -61,7 +61,7 @@ fn an_engine_continues_at_another_size_bit_for_bit_as_one_that_was_built_for_it(
     for (arch, stem, sides, checked) in [
         (Arch::ResNet20, Stem::Cifar, [16, 24], 32),
         // With max pooling; a network whose gradients are not summed exactly.
-        (Arch::ResNet18, Stem::Imagenet, [32, 64], 96),
+        (Arch::ResNet18, Stem::Imagenet, [24, 32], 40),
     ] {
         let model = ModelSpec { arch, stem, ..ModelSpec::default() };
         let mut one = engine(network(&model, sides[1]));
@@ -140,6 +140,9 @@ fn each_epoch_has_the_pictures_of_its_size_and_validation_those_of_its_own() {
         };
         for (epoch, side) in [(0, 16), (1, 16), (2, 24), (3, 32), (9, 32)] {
             assert_eq!(scheduled.shape.training_size(epoch), side as usize);
+            if ![1, 2, 9].contains(&epoch) {
+                continue;
+            }
             let alike = fixed(side);
             // From the middle of the epoch, as after a restart.
             let ours: Vec<Batch> = scheduled.epoch(plan(epoch, 14)).map(Result::unwrap).collect();

@@ -58,6 +58,8 @@ def start_pod(key, pod):
                 changed("pods", pod)
             return
         env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "HOSTNAME": pod["spec"]["hostname"], "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+        # As in tests/it/server.rs: a job that lasts until the test ends it does not take a processor all the while.
+        env["LOCKSTEP_FAULT"] = "step:slow@100"
         for one in container.get("env", []):
             field = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
             env[one["name"]] = pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] if "index" in field else one["value"]

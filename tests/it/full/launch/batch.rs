@@ -125,12 +125,14 @@ async fn before_its_time_limit_a_batch_job_keeps_a_checkpoint_and_queues_again()
 /// early: between 60 and 90 s after the start, when training has begun long ago, and never later than 30 s before the end.
 #[tokio::test]
 async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
-    let _turn = turn().await;
+    let own_turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("time-limit")).await;
     let batch = submitted(&server, &slurm, &id, &["--time=2", "--signal=B:USR1@30"]);
     let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    // Its steps are slow from here on: others can have the machine.
+    drop(own_turn);
     let job = server.job_when(&id, "it is in the queue again", |job| job["state"] == "queued").await;
     slurm.until("Slurm's job is in its queue", |slurm| slurm.field(&batch, "%T") == "PENDING");
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
@@ -188,36 +190,11 @@ async fn a_checkpoint_that_takes_longer_than_slurm_waits_costs_that_checkpoint_a
 }
 
 #[tokio::test]
-async fn a_dead_node_s_job_continues_on_another() {
-    let _turn = turn().await;
-    let server = server().await;
-    let slurm = Slurm::start(server.folder().path(), 2);
-    let id = submit(&server, &endless("node-died")).await;
-    let batch = submitted(&server, &slurm, &id, &[]);
-    trains_past(&server, &id, 1, 60).await;
-    let node = slurm.field(&batch, "%N");
-    slurm.kill_node(&node);
-    slurm.until("Slurm has queued the job again", |slurm| slurm.field(&batch, "%T") == "PENDING");
-    slurm.start_now(&batch);
-    let job = trains_past(&server, &id, 2, 60).await;
-    let other = slurm.field(&batch, "%N");
-    assert!(!other.is_empty() && other != node, "{other} and {node}; {job:#}");
-    server.cli(&["cancel", &id]).ok();
-    slurm.until("Slurm's job is over", |slurm| {
-        ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
-    });
-    slurm.start_node(&node);
-    // Its folder is in the server's.
-    drop(slurm);
-    server.stop().await;
-}
-
-#[tokio::test]
 async fn a_sweep_is_an_array_whose_tasks_run_a_job_each() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
-    let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
+    let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
                 steps = 6\nbatch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
     let file = server.folder().write("job.toml", toml);
     let file = file.to_str().expect("a path");
@@ -270,7 +247,7 @@ async fn a_job_of_a_sweep_that_is_cancelled_takes_its_task_along_and_the_others_
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
+    let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
                 batch_size = 8\n[parallel]\nranks = 2\ndevice = \"cpu\"\n";
     let file = server.folder().write("job.toml", toml);
     let file = file.to_str().expect("a path");
@@ -307,7 +284,7 @@ async fn a_task_that_does_not_end_with_its_job_is_cancelled() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let toml = "name = \"hangs\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
+    let toml = "name = \"hangs\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
                 batch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
     let file = server.folder().write("job.toml", toml);
     let hangs = server.folder().write("hangs", format!("#!/bin/sh\n'{LOCKSTEP}' \"$@\"\nexec sleep 3600\n"));

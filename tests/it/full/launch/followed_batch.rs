@@ -13,14 +13,14 @@ use crate::{
 };
 use serde_json::{Value, json};
 
-const STEPS: u64 = 400;
+const STEPS: u64 = 160;
 /// Of the job that loses a node: two regular checkpoints are written by then, and most steps are still to come.
 const LOST_AT: u64 = 60;
 
 fn follow(server: &Server, slurm: &Slurm, id: &str, args: &[&str], options: &[&str]) -> Following {
     let options: Vec<_> = options.iter().map(ToString::to_string).collect();
     let mut command = launch(server, &[&[id, "--with", "slurm"], args].concat(), &options);
-    command.env("SLURM_CONF", slurm.config());
+    command.env("SLURM_CONF", slurm.config()).env("LOCKSTEP_FAULT", "step:slow");
     Following::start(server, command)
 }
 

@@ -38,6 +38,10 @@ fn batches(source: &DataSource, plan: EpochPlan) -> Vec<Batch> {
     source.epoch(plan).map(|b| b.expect("readable")).collect()
 }
 
+fn first_batch(source: &DataSource) -> Batch {
+    source.epoch(plan(0, 1)).next().expect("a batch").expect("readable")
+}
+
 fn error(path: &Path, spec: &DataSpec) -> String {
     DataSource::open(path, spec, 0).expect_err("must not open").to_string()
 }
@@ -172,7 +176,7 @@ fn a_fraction_is_held_out_and_never_trained_on() {
 fn pictures_are_scaled_to_the_size_that_the_job_wants() {
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(56)), ..DataSpec::default() };
     let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
-    assert_eq!(batches(&source, plan(0, 1))[0].images.len(), 64 * 56 * 56);
+    assert_eq!(first_batch(&source).images.len(), 64 * 56 * 56);
 }
 
 #[test]
@@ -191,7 +195,7 @@ fn padding_wider_than_the_picture_is_refused() {
     let spec = DataSpec { crop_padding: 28, ..DataSpec::default() };
     says(&error(&bundled(), &spec), &["data.crop_padding", "28 x 28"]);
     let spec = DataSpec { crop_padding: 27, ..DataSpec::default() };
-    assert_eq!(batches(&DataSource::open(&bundled(), &spec, 0).expect("opens"), plan(0, 1)).len(), 125);
+    assert_eq!(first_batch(&DataSource::open(&bundled(), &spec, 0).expect("opens")).labels.len(), 64);
 }
 
 #[test]

@@ -35,12 +35,8 @@ fn eight_ranks_with_any_plan_train_as_one_rank() {
         staged(8, Plan::data(1)),
     ];
     // Weights after few steps, losses of many.
-    let runs = [10, 50].map(|steps| Run {
-        micro_batch: MICRO_BATCH,
-        accumulate: 2,
-        steps,
-        zero_init_residual: true,
-    });
+    let runs =
+        [5, 25].map(|steps| Run { micro_batch: MICRO_BATCH, accumulate: 2, steps, zero_init_residual: true });
     let alone = runs.map(|run| trained(&network, &Plan::data(1), run, pictures));
     let mut wrong = Vec::new();
     for plan in plans {
@@ -50,7 +46,7 @@ fn eight_ranks_with_any_plan_train_as_one_rank() {
             let mean = long.0.iter().map(|of_rank| of_rank[step].loss).sum::<f32>() / long.0.len() as f32;
             (mean - alone[1].0[0][step].loss).abs()
         };
-        let loss = (0..50).map(loss).fold(0.0, f32::max);
+        let loss = (0..25).map(loss).fold(0.0, f32::max);
         if apart > 0.0 || loss.is_nan() || loss >= 1e-4 {
             wrong.push(format!("{plan}: {name} differs by {apart:e} more than 1e-6, losses by {loss:e}"));
         }

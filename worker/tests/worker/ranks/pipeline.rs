@@ -7,7 +7,7 @@ use super::{
 use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
 use lockstep_protocol::{agent::AxisTimes, spec::Split};
 
-const STEPS: usize = 10;
+const STEPS: usize = 5;
 /// Of all ranks: eight for each of two, so that float64 sums of gradients are those of one rank.
 const MICRO_BATCH: usize = 16;
 /// Low: batch norms of few pictures amplify the rounding of sums over rows and channels.

@@ -7,7 +7,7 @@ use super::{
 use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
 use lockstep_protocol::spec::Split;
 
-const STEPS: usize = 10;
+const STEPS: usize = 5;
 /// Multiples of eight for each rank: float64 sums of gradients are then those of one rank.
 const GLOBAL: usize = 32;
 const KINDS: [OptimizerKind; 5] = [

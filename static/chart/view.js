@@ -5,7 +5,7 @@
 export const axisName = (axis) => ({ epoch: "epoch", time: "training time (hours:minutes:seconds)" }[axis] ?? "optimizer step");
 
 export class View extends EventTarget {
-  /** `step`, `epoch` or `time`. */
+  /** The kind of axis: `step`, `epoch` or `time`. */
   axis = "step";
   /** The zoomed part [from, to] in the axis's unit (steps for `step` and `epoch`, seconds for `time`), or null. */
   zoom = null;
@@ -20,9 +20,10 @@ export class View extends EventTarget {
   }
 
   setAxis(axis) {
-    const same = (this.axis === "time") === (axis === "time");
+    // The unit is seconds for `time` and steps for the other kinds.
+    const isSameUnit = (this.axis === "time") === (axis === "time");
     this.axis = axis;
-    if (!same) { this.zoom = null; this.cursor = null; }
+    if (!isSameUnit) { this.zoom = null; this.cursor = null; }
     this.dispatchEvent(new Event("zoom"));
   }
 

@@ -48,7 +48,7 @@ impl SweepsPage {
 pub struct SweepPage {
     /// With its trials.
     pub sweep: Sweep,
-    /// Whether the viewer may pause and cancel it.
+    /// Whether the viewer may pause and cancel the sweep.
     pub may_change: bool,
     /// The time from which ages are computed.
     pub now: Timestamp,
@@ -77,7 +77,7 @@ impl SweepPage {
         age(*at, self.now)
     }
 
-    /// `12 of 27 trials are over · 1,200 steps`
+    /// Counts trials and steps: `12 of 27 trials over · 1,200 steps`.
     fn summary(&self) -> String {
         let Sweep { ended, trial_count, steps, .. } = &self.sweep;
         format!("{ended} of {} over · {}", plural(u64::from(*trial_count), "trial"), plural(*steps, "step"))
@@ -116,7 +116,7 @@ fn metric_name(sweep: &Sweep) -> &'static str {
     metric_of(sweep).map_or("metric", |metric| metric.name)
 }
 
-/// A trial's metric; a dash before its first rung.
+/// Returns a trial's metric as text; a dash before its first rung.
 fn metric(sweep: &Sweep, trial: &Trial) -> String {
     let words = metric_of(sweep).zip(trial.metric).map(|(metric, of)| in_words(metric, of));
     words.unwrap_or_else(|| "–".into())
@@ -137,7 +137,7 @@ fn settings(trial: &Trial) -> String {
     trial.setting.keys().map(one).collect::<Vec<_>>().join(", ")
 }
 
-/// The state in `data-state` that has the colours of a sweep's.
+/// Returns the value of `data-state` whose colours a sweep's state has.
 fn tone(state: SweepState) -> &'static str {
     match state {
         SweepState::Finished => "succeeded",

@@ -161,7 +161,7 @@ export class Facts {
     this.draw();
   }
 
-  /** The job's current number of ranks. A reason about another subject does not contain it. */
+  /** The job's current number of ranks, as last known: the job's present reason may not contain the number. */
   get #ranksNow() {
     const { job } = this;
     return (isActive(job.state) && this.metrics.ranksIn(job.attempt)) || ranksNow(job);
@@ -187,7 +187,7 @@ export class Facts {
   }
 
   /**
-   * The job's place in the queue, and the current reason for waiting. The job's own reason may be the reason why its last attempt ended.
+   * Describes the job's place in the queue, and the current reason for waiting. The job's own reason may be why its last attempt ended.
    * The same as `waiting` in web/src/job.rs.
    */
   #waiting(reason) {

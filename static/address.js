@@ -1,11 +1,11 @@
-// The page's address contains the whole view: choices are written into it, so a link shows the same view.
+// Reads and writes values in the page's URL, which contains the whole view, so that a link shows the same view.
 
 const now = () => new URL(location.href);
 
-/** Returns a value of the address, or `otherwise`. */
+/** Returns the value of `key` in the URL, or `otherwise`. */
 export const read = (key, otherwise = "") => now().searchParams.get(key) ?? otherwise;
 
-/** Writes values into the address without a new history entry. Empty values are removed. */
+/** Writes values into the URL without a new history entry. Empty values are removed. */
 export function write(values) {
   const url = now();
   for (const [key, value] of Object.entries(values)) {

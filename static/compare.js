@@ -1,5 +1,5 @@
-// Comparison of jobs: curves on common axes, settings with marked differences, a sortable table of results, and parallel coordinates of all
-// values that differ. The address contains the jobs and the view.
+// Comparison of jobs: curves on common axes, settings with marked differences, a sortable table of results, a scatter plot, and parallel
+// coordinates of settings that differ. The page's URL contains the jobs and the view.
 
 import { ask, byId, press, sentence, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
@@ -52,7 +52,7 @@ async function show() {
   await curves.draw();
 }
 
-/** Draws everything that depends on the jobs only: tables, axes and points. */
+/** Draws what depends only on the jobs and not on their metrics: tables, parallel coordinates and the scatter plot. */
 function again() {
   grouping();
   tables.draw();
@@ -63,7 +63,7 @@ function again() {
 
 // --- groups -------------------------------------------------------------------------------------------
 
-/** Offers the keys by which these jobs can be grouped, and groups the jobs by the key in the address. */
+/** Offers the keys by which these jobs can be grouped, and groups the jobs by the key in the URL. */
 function grouping() {
   const select = byId("group-by"), wanted = read("group"), keys = [...new Set([...choices(list()), ...(wanted ? [wanted] : [])])];
   if ([...select.options].slice(1).map((option) => option.value).join() !== keys.join()) select.replaceChildren(new Option("nothing", ""), ...keys.map((key) => new Option(key, key)));
@@ -110,13 +110,13 @@ const group = (key, usual, apply) => {
 /** Default metric: the validation accuracy, or the loss if no job has a validation accuracy. */
 const usual = () => (!list().length || list().some((job) => job.last.val_accuracy != null) ? "val_accuracy" : "loss");
 
-/** Returns the metrics in the address. Each metric has a chart. */
+/** Returns the metrics in the URL. Each metric has a chart. */
 function metrics() {
   const wanted = [...new Set(read("metric").split(","))].filter(Boolean).slice(0, CHARTS);
   return wanted.length ? wanted : [usual()];
 }
 
-/** Shows the charts for the metrics in the address. */
+/** Shows the charts for the metrics in the URL. */
 function charts() {
   const now = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], own = buttons.map((button) => button.dataset.metric);
   for (const button of buttons) button.setAttribute("aria-pressed", String(now.includes(button.dataset.metric)));

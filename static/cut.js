@@ -2,21 +2,21 @@
 // between two words if possible.
 
 /**
- * `long`: texts up to this length are left to the layout, which cuts their end. `tail`: number of characters of the end that stay; from
- * `least` to `most` if the end then begins with a word.
+ * `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters at the end that are kept. It may be
+ * from `least` to `most` if the kept end then begins with a word.
  */
 const USUAL = { long: 24, tail: 12, least: 5, most: 20 };
 /** For a column with a width of a hundred pixels. */
 export const NARROW = { long: 13, tail: 6, least: 3, most: 10 };
 /** For a list at the side with a width of two hundred pixels. */
 export const SIDE = { long: 16, tail: 10, least: 5, most: 14 };
-/** Maximum number of characters that fit on a line. */
+/** Number of characters that are more than fit on a line. */
 const LINE = 300;
 /** Separators. A word begins with a separator, or after a space. */
 const BETWEEN = new Set("/-_");
 const begins = (all, at) => (BETWEEN.has(all[at]) && !BETWEEN.has(all[at - 1])) || (all[at - 1] === " " && all[at] !== " ");
 
-/** Returns the number of characters of the end that stay: about `wanted`, at most `most`, starting at the nearest beginning of a word. */
+/** Returns the number of characters at the end that are kept: `least` to `most`, from the beginning of a word that is nearest to `wanted`, or `wanted`. */
 function tail(all, { tail: wanted, least, most }) {
   let best = 0;
   for (let n = least; n <= most && n < all.length; n++) {
@@ -26,9 +26,8 @@ function tail(all, { tail: wanted, least, most }) {
 }
 
 /**
- * Returns the beginning of a text in boxes of one word each: the layout leaves out a box that does not fit. The rest of a word that is
- * longer than twice the text before it is plain text, which the layout may cut anywhere. Otherwise less than half of the space would be
- * used.
+ * Returns the beginning of a text in boxes of one word each: the layout leaves out a box that does not fit. If a word is longer than the text before
+ * it, the rest of the word is plain text, which the layout may cut anywhere. In a box, the word could leave more than half of the space unused.
  */
 function head(all) {
   const node = Object.assign(document.createElement("span"), { className: "cut-head" }), line = all.slice(0, LINE);
@@ -50,7 +49,7 @@ export function cut(node, words, room = USUAL) {
   // A short text has a tooltip, too, because only the layout knows the available space.
   node.title = words;
   node.classList.toggle("cut", isLong);
-  // For screen readers, the parts form one word.
+  // A screen reader reads the whole name and not the parts.
   if (node.tagName === "A") { if (isLong) node.setAttribute("aria-label", words); else node.removeAttribute("aria-label"); }
   if (!isLong) { node.textContent = words; return; }
   const end = tail(all, room);

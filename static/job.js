@@ -1,4 +1,4 @@
-// The job's page: reads the history over REST, then the stream from the end of the history.
+// The script of a job's page: reads the history over REST, then follows the stream from the end of the history.
 
 import { ask, byId, drawn, get, notify, Problem, sentence, serverNow, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
@@ -19,7 +19,7 @@ import { register } from "./job/register.js";
 import { Tabs } from "./job/tabs.js";
 import { waits } from "./jobs/queue.js";
 
-/** Number of events that the page may lag behind. If it lags further, it reads the history over REST again instead of each event. */
+/** Number of events by which the page may lag behind. If it lags further, it reads the history over REST again instead of each event. */
 const FAR_BEHIND = 20_000;
 const FACTS_EVERY_MS = 200;
 
@@ -76,9 +76,9 @@ function drawFacts() {
 function factsSoon() {
   factsTimer ||= setTimeout(drawFacts, Math.max(0, FACTS_EVERY_MS - (performance.now() - drawnAt)));
 }
-// The displayed times advance without events, and only a timer can detect a silent connection.
+// The displayed times advance without events, and only a timer notices that a job reports no step.
 setInterval(() => { if (!isFinal(job.state)) factsSoon(); }, 1000);
-// The job's place in the queue changes when other jobs do.
+// The job's place in the queue changes when other jobs change, which this job's events do not report.
 setInterval(() => { if (waits(job) && !document.hidden) past.load().catch(() => {}); }, 5000);
 
 function setJob(next) {
@@ -128,7 +128,7 @@ function apply(event) {
   factsSoon();
 }
 
-/** Reads what a `state` event lacks: the machines, the start and the end. */
+/** Reads facts that a `state` event lacks: the machines, the start and the end. */
 let refreshing = 0, asked = null;
 function refresh() {
   clearTimeout(refreshing);
@@ -146,9 +146,9 @@ function onFrame(frame) {
   if (frame.type === "hello") {
     setJob(frame.job);
     actions.annotated();
-    // The request for an earlier state may have failed while the server was unreachable.
+    // An earlier request for the history may have failed while the server was unreachable.
     past.load().catch(() => {});
-    // If the server has lost events, or the page has slept for long, reads the history again.
+    // If the server has lost events, or the page has missed many, reads the history again.
     if (frame.last_seq < stream.seq || frame.last_seq - stream.seq > FAR_BEHIND) return void reload();
     behindAt = null;
     factsSoon();
@@ -177,7 +177,7 @@ function onFrame(frame) {
 /** Formats a duration: `40 s`, `3 min`. */
 const clockWords = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
 
-/** Reads from the store everything that events contain. Events up to `seq` will not arrive. */
+/** Reads everything again over REST, and continues the stream after the last event that the responses include. */
 let reloading = 0;
 async function reload() {
   const mine = ++reloading;
@@ -198,10 +198,7 @@ async function reload() {
   }
 }
 
-/**
- * Returns the page as the server renders it now, and its data. Returns null if the response is another page, such as the sign-in form, to
- * which the next request leads.
- */
+/** Returns the page as the server renders it now (`page`), and its data (`now`); null if the response is another page, such as the sign-in form. */
 async function pageNow() {
   const [answer, html] = await get(`/jobs/${job.id}`, {}, async (answer) => [answer, await answer.text()]);
   if (!answer.ok) throw new Problem(answer.status, null);
@@ -209,7 +206,7 @@ async function pageNow() {
   return now && { page, now: JSON.parse(now.textContent) };
 }
 
-/** Reads which machines have the ranks of the shown attempt, which no event reports. */
+/** Reads which machines have the ranks of the shown attempt. No event reports the machines. */
 async function seatsAgain() {
   if (seatsOf === job.attempt) return;
   const found = await pageNow();

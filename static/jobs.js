@@ -1,4 +1,4 @@
-// The list of jobs: rows change in place when the stream reports changes. The address contains the filter.
+// The list of jobs: rows change in place when the stream reports changes. The URL contains the filter.
 
 import { ask, byId, drawn, notify, Problem, sentence, showLive, text } from "./page.js";
 import { write } from "./address.js";
@@ -18,26 +18,30 @@ import { Window } from "./jobs/window.js";
 
 /** Number of jobs per request. Older jobs are read when the reader scrolls to them, with larger requests further down. */
 const PART = 50, LARGEST_PART = 250;
-/** Number of jobs that are read again when the order or search results may have changed, and the minimum and maximum pause between these requests. */
+/**
+ * Maximum number of jobs that are read again when the order or search results may have changed, and the minimum and maximum pause between these
+ * requests.
+ */
 const AGAIN = 200, AGAIN_MS = 3000, LONGEST_AGAIN_MS = 30_000;
 const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
-/** For jobs from the stream, the sort values at the time when the list was read again for them: only the server knows places and searches notes. */
+/** For jobs from the stream that are not in the list: the sort value for which the list was read again. Only the server knows a job's place. */
 const asked = new Map();
 /** The last known state of every job, including jobs outside the list: a job may leave the list before the stream reports its end. */
 const stateOf = new Map([...rowOf].map(([id, row]) => [id, row.dataset.state]));
-/** Ends of jobs that were notified: the stream reports an end, and a request after an interruption of the stream reports it again. */
+/** Ends of jobs of which the reader was notified. The stream may report an end that a request after an interruption has reported. */
 const told = new Set();
 /**
- * `anew`: the filter or the order has changed since the list was read. `missed`: the stream was interrupted. `catching`: the load that
- * reads what was missed.
+ * `loads`: number of the newest load. `next`: cursor of the next jobs. `reading`: whether they are being read. `again`: timer of `readSoon`.
+ * `anew`: whether the filter or the order has changed since the list was read. `missed`: whether the stream was interrupted. `catching`: number
+ * of the load that reads what was missed. `pause`: pause of `readSoon`.
  */
 let loads = 0, next = null, reading = false, again = 0, anew = true, missed = false, catching = 0, pause = AGAIN_MS;
 /** Resolves after the first rows are painted. No row is changed before. */
 const shown = drawn();
 let groups = null;
 const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups.jobs.get(id), listed: () => (groups?.on ? groups.listed : rows.childElementCount) });
-/** When a row was last written. Rows that are not laid out are written when they come into view. */
+/** The round in which each row was last written. Rows that are not laid out are written when they come into view. */
 let round = 0;
 const written = new WeakMap();
 const viewed = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
@@ -121,7 +125,7 @@ const read = () => load().then(() => narrow.refused(""), (error) => {
   narrow.refused(sentence(error));
 });
 
-/** Reads the list soon, but not for every frame: the places of jobs may have changed. */
+/** Reads the list again after a pause, because the places of jobs may have changed. */
 function readSoon() {
   again ||= setTimeout(async () => {
     again = 0;
@@ -194,7 +198,7 @@ function tellEnd(job) {
   notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
 }
 
-/** Keeps a job from the stream for the next frame. A hidden page has no frames, so the end of a job in the list is notified at once. */
+/** Keeps a job from the stream for the next frame. A hidden page has no frames, so the reader is notified of a job's end at once. */
 function receive(job) {
   const before = { ...job, state: stateOf.get(job.id) };
   if (before.state !== job.state) countSoon();
@@ -244,7 +248,7 @@ function empty() {
   viewed.draw();
 }
 
-/** Writes a change of the filter or the order into the address, and reads the list again. */
+/** Writes a change of the filter or the order into the URL, and reads the list again. */
 function change(values) {
   write({ ...values, cursor: "" });
   marked();
@@ -299,7 +303,7 @@ byId("jobs").addEventListener("click", (event) => {
 });
 addEventListener("popstate", () => { search.value = filter().text; columns.fromAddress(); marked(); anew = true; read(); });
 setInterval(fillAll, 15_000);
-// The observer reports only changes. If rows are added and the reader scrolls to the end within one frame, there is no change.
+// The observer below reports only changes. If rows are added and the reader scrolls to the end within one frame, it reports none.
 addEventListener("scroll", () => { if (nearEnd()) more(); }, { passive: true });
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) more(); }, { rootMargin: "600px" }).observe(byId("older"));
 search.value = filter().text;

@@ -9,7 +9,7 @@ const HELP = [
   ["/", "search"], ["g then j, q, c, d, m", "Jobs, Queue, Compare, Datasets, Machines"], ["n", "new job"],
   ["] and [", "next and previous job"], ["1 to 8", "panels of a job"], ["← →", "in a chart: move the crosshair; Shift for larger steps"],
   ["+ − 0", "in a chart: zoom in, out, show all"],
-  ["fingers", "on a chart: two fingers zoom, a finger that rests and then moves selects a range to zoom to, two taps show all"], ["t", "light or dark"], ["?", "this list"], ["Esc", "close"],
+  ["fingers", "on a chart: two fingers zoom; a long press and a move select a range to zoom to; two taps show all"], ["t", "light or dark"], ["?", "this list"], ["Esc", "close"],
 ];
 
 /** Shortcuts without Ctrl or Alt disturb users of speech input (WCAG 2.1.4), so they can be switched off. */

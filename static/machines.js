@@ -10,7 +10,7 @@ const EVERY_MS = 5000;
 const lines = new Lines(byId("machines"));
 let asking = false, changing = false, soon = 0;
 
-/** Takes the cards from a new version of the page, because only the server renders cards. */
+/** Updates the cards from a new version of the page, because only the server renders cards. */
 async function refresh() {
   if (asking || document.hidden) return;
   asking = true;
@@ -24,7 +24,7 @@ async function refresh() {
     }
     lines.draw();
     await lines.refresh();
-  } catch { /* the stream says that the server is away */ } finally { asking = false; }
+  } catch { /* The stream's status shows that the server is unreachable. */ } finally { asking = false; }
 }
 
 byId("machines").addEventListener("click", async (event) => {

@@ -5,7 +5,7 @@ import { byId, text } from "./page.js";
 const kept = () => { try { return localStorage.getItem("notify") === "yes"; } catch { return false; } };
 const isOn = () => "Notification" in window && kept() && Notification.permission === "granted";
 
-/** Returns why notifications are impossible, with advice; undefined if they are possible. */
+/** Returns why notifications are impossible, with advice; empty if they are possible. */
 function hindrance() {
   if (!isSecureContext) return "Browsers allow notifications only on pages that come over HTTPS or from this machine. This page came over plain HTTP: start the server with --tls-own-ca, or open it as http://127.0.0.1 through a tunnel.";
   if (!("Notification" in window)) return "This browser has no notifications.";

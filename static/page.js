@@ -2,7 +2,7 @@
 
 export const byId = (id) => document.getElementById(id);
 
-/** Difference between the server's clock and this machine's clock at the time when the page was rendered. */
+/** Difference between the server's clock when the page was rendered and this machine's clock when the page was loaded, in milliseconds. */
 const skew = Date.parse(document.documentElement.dataset.now) - Date.now() || 0;
 
 /** The server's time, in milliseconds, for ages and remaining times. */
@@ -28,14 +28,14 @@ export class Problem extends Error {
   }
 }
 
-/** Opens the sign-in page, which leads back to this page after sign-in. */
+/** Opens the sign-in page, which returns to this page afterwards. */
 export function signIn() {
   location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
 }
 
 /**
- * Time for which open connections are suspect after a silence: they may be lost without the browser's knowledge. And the time after which a
- * request on a suspect connection is repeated.
+ * Time for which connections are suspect after a silence of the server: they may be lost without the browser's knowledge. And the time after
+ * which a request is first repeated while connections are suspect.
  */
 const DOUBTFUL_MS = 60_000, FIRST_WAIT_MS = 4000;
 let doubtfulUntil = 0, doubted = new AbortController();
@@ -97,7 +97,7 @@ export function say(node, words) {
   node.textContent = words;
 }
 
-/** Returns a sentence about a failed request. */
+/** Returns a text about a failed request: the details of all mistakes, or the problem's message. */
 export function sentence(error) {
   if (error instanceof Problem) return error.errors.length ? error.errors.map((e) => e.detail).join(" ") : error.message;
   return "The server does not answer. It may be restarting: try again in a moment.";
@@ -138,7 +138,7 @@ async function copy(value, button) {
   try {
     await navigator.clipboard.writeText(value);
   } catch {
-    // Without a secure context there is no clipboard. The text is selected instead, for a keyboard shortcut.
+    // Without a secure context the clipboard is not available. The text is selected instead, to be copied by a keyboard shortcut.
     const target = button.parentElement.querySelector("code, pre, textarea");
     if (target) getSelection().selectAllChildren(target);
     return text(button, "Selected");
@@ -160,7 +160,7 @@ export function press(group, chosen) {
   for (const button of group) button.setAttribute("aria-pressed", String(button === chosen));
 }
 
-/** Returns the choice that notify.js has stored. A browser may refuse to read it. */
+/** Whether the reader wants notifications, as notify.js has stored. A browser may refuse access to its storage. */
 const wanted = () => { try { return localStorage.getItem("notify") === "yes"; } catch { return false; } };
 
 /** Shows a notification that a job has ended, if the reader has asked for notifications and the page is hidden. */

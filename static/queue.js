@@ -1,5 +1,5 @@
-// The page Queue, which is read again every few seconds and when jobs start and end. The server renders the rows, and the script replaces
-// them. The reader can change the priority of waiting jobs, or cancel them.
+// The page Queue. The server renders the rows; the script reads the page again every few seconds and when jobs start and end, and replaces the
+// rows. The reader can change the priority of waiting jobs, or cancel them.
 
 import { ask, byId, confirmThen, pageNow, sentence, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";

@@ -5,6 +5,7 @@ export function flat(spec, at = "") {
   return Object.entries(spec).flatMap(([key, v]) => (v && typeof v === "object" && !Array.isArray(v) ? flat(v, `${at}${key}.`) : [[at + key, v]]));
 }
 
+/** Formats a value of a setting. */
 export const written = (v) => (v === undefined || v === null ? "–" : Array.isArray(v) ? v.join(", ") : String(v));
 
 /** Returns the whole key for a key without its table: `train.lr` for `lr`, if only one table has the key. */

@@ -12,7 +12,10 @@ const LONGEST_DELAY_MS = 10_000;
  * sends every 20 s, are missing.
  */
 const SILENT_MS = 45_000;
-/** A timer that fires this late means that the machine slept or the page is in the background. Then one missing heartbeat is enough. */
+/**
+ * If the timer fires this late, the machine has slept or the page is in the background. Then the connection counts as lost after the second of
+ * these times, in which one heartbeat is missing.
+ */
 const LATE_MS = 15_000, SILENT_AND_LATE_MS = 25_000;
 
 export class Stream {
@@ -26,9 +29,9 @@ export class Stream {
   #heard = 0;
 
   /**
-   * `path(seq)`: address for events after `seq`. `onFrame(frame)`: called for each frame, without duplicate events.
-   * `onStatus("live" | "reconnecting" | "behind")`. `onGone()`: called when a connection is refused; true stops
-   * reconnecting.
+   * `path(seq)`: URL for events after `seq`. `onFrame(frame)`: called for each frame, without duplicate events.
+   * `onStatus(status)`: called with `live` or `reconnecting`. `onGone()`: called when a connection closes before its first frame; the
+   * stream stops if it returns true or a promise of true.
    */
   constructor({ path, seq = 0, onFrame, onStatus, onGone }) {
     Object.assign(this, { path, seq, onFrame, onStatus, onGone });
@@ -69,7 +72,7 @@ export class Stream {
       // 4401: the session has ended.
       if (event.code === 4401) { this.close(); return signIn(); }
       this.onStatus("reconnecting");
-      // 4008: this reader was too slow. The store has the missing events, so the connection is opened again at once.
+      // 4008: this client was too slow. The store has the missing events, so the connection is opened again soon.
       if (event.code === 4008) this.#delay = FIRST_DELAY_MS;
       else if (!opened && await this.onGone?.()) return this.close();
       if (socket !== this.#socket) return;
@@ -90,7 +93,7 @@ export class Stream {
     this.#open();
   }
 
-  /** Stops the connection until `reconnect`. */
+  /** Closes the connection. `reconnect` opens it again. */
   hold() {
     const old = this.#socket;
     this.#socket = null;

@@ -21,7 +21,7 @@ const TOGETHER = ["data.validation_size", "data.resize_size"];
 const IN_PROPORTION = ["train.milestones", "train.warmup_epochs", "data.image_size"];
 // Keys whose default depends on the dataset: they are sent only if the user has changed them.
 const LEFT_TO_SERVER = ["data.validation"];
-/** Whether all mistakes are shown. Otherwise only mistakes of fields that the reader has left are shown. */
+/** Whether the reader has submitted the form. Then all mistakes are shown; before, only those of fields that the reader has changed or left. */
 let sent = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
 
@@ -73,7 +73,7 @@ function typed(field) {
   }
 }
 
-/** Returns the value of an untouched field. */
+/** Returns the value of a field that the reader has not changed: the recipe's value or the default. */
 const untouched = (field, recipe) => recipes[recipe]?.[field.name] ?? (field.dataset.default || (field.type === "checkbox" ? "false" : ""));
 
 function specification({ defaults }) {
@@ -114,7 +114,7 @@ function showSpec() {
 /** Whether the text has mistakes that the form does not show. */
 let written = false, writing = 0;
 
-/** Sends the text, in either notation, to the server, which parses it, and puts the result into the form. */
+/** Sends the text, in either notation, to the server, and fills the form with the parsed job. */
 async function readText() {
   if (readsOnly) return;
   const area = byId("spec-text"), words = area.value, json = words.trimStart().startsWith("{");
@@ -127,7 +127,7 @@ async function readText() {
     written = !answer.ok;
     if (!answer.ok) {
       const errors = content.errors ?? [];
-      // Earlier mistakes belong to another text.
+      // Mistakes of an earlier text do not apply.
       showMistakes([]);
       text(byId("spec-error"), errors.length ? errors.map((e) => `${e.pointer.slice(1).replaceAll("/", ".")}${e.pointer ? ": " : ""}${e.detail}`).join("\n") : content.detail);
       return showPlan(null);
@@ -137,7 +137,7 @@ async function readText() {
     showSection(content.sweep);
     showMistakes([]);
     showPlan(content);
-  } catch { /* said when the job is sent */ }
+  } catch { /* Submitting the job shows the error. */ }
 }
 
 function fillForm(spec) {
@@ -172,7 +172,7 @@ byId("spec-text").addEventListener("blur", () => { if (!written) showSpec(); });
 
 // --- mistakes ---------------------------------------------------------------------------------------
 
-/** Shows each mistake next to its field, and a list of all mistakes above the form. */
+/** Shows each mistake next to its field and, after the form was submitted, a list of all mistakes above the form. */
 function showMistakes(errors) {
   const of = new Map(fields.map((f) => [f, []])), listed = [];
   for (const error of errors) {
@@ -217,7 +217,7 @@ function showPlan(answer) {
   if (steps_per_epoch) parts.push(`${plural(steps_per_epoch, "step")} an epoch`);
   if (total_steps) parts.push(`${count(total_steps)} in all`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
-  // The server chose another split, because the dataset lacks the split in the field, which the user has not chosen.
+  // The dataset lacks the default split, so the server chose another.
   const split = answer?.spec.data.validation, field = fields.find((f) => f.name === "data.validation");
   if (split && String(split) !== effective(field, filled.value)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
@@ -237,7 +237,7 @@ function checkSoon() {
 
 async function check() {
   // Mistakes are not shown to readers who may not start jobs.
-  if (readsOnly) return text(byId("plan"), "Starting jobs needs another role. The file beside can be copied.");
+  if (readsOnly) return text(byId("plan"), "Starting jobs needs another role. You can copy the file beside the form.");
   checking?.abort();
   const mine = checking = new AbortController();
   try {
@@ -256,10 +256,7 @@ async function check() {
 form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "train.recipe") fillRecipe(event.target.value); unmarkPresets(); checkSoon(); });
 form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
 
-/**
- * The search field for settings. Shows the settings under "More settings" whose key, name, hint or choices contain the words; without
- * words, all settings.
- */
+/** The search field for settings. Shows the settings under "More settings" whose key, name, hint or choices contain the text. */
 const find = byId("find-setting");
 function findSettings(words) {
   if (find.value !== words) find.value = words;

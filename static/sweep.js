@@ -1,5 +1,5 @@
-// The page of a sweep, read again every few seconds until the sweep is over: the server renders it, and the script exchanges what differs. The
-// parallel coordinates are those of the page Compare.
+// The page of a sweep. The server renders it; the script reads it again every few seconds until the sweep has ended, and changes the parts that
+// differ. The parallel coordinates are those of the page Compare.
 
 import { ask, byId, confirmThen, pageNow, sentence, text } from "./page.js";
 import { assign } from "./compare/colours.js";
@@ -13,7 +13,7 @@ let jobs = [], asking = false;
 
 const selection = new Selection(() => jobs), parallel = new Parallel(byId("parallel"), () => jobs, selection);
 
-/** The trials' jobs: lines need more than the table has. */
+/** Reads the trials' jobs, which have values that the table lacks, and draws the parallel coordinates. */
 async function draw() {
   const found = [];
   for (let cursor = ""; cursor !== null;) {
@@ -34,7 +34,7 @@ async function refresh() {
     const page = await pageNow(location.pathname);
     if (page) morph(sweep, page.getElementById("sweep"));
     await draw();
-  } catch { /* the server is away: the next time */ } finally { asking = false; }
+  } catch { /* The next round tries again. */ } finally { asking = false; }
 }
 
 async function act(what) {

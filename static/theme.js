@@ -19,7 +19,7 @@
       // If the chosen theme is the system's theme, the page follows the system again.
       const follow = (next === "dark") === system.matches;
       if (follow) delete root.dataset.theme; else root.dataset.theme = next;
-      try { if (follow) localStorage.removeItem("theme"); else localStorage.setItem("theme", next); } catch { /* not kept */ }
+      try { if (follow) localStorage.removeItem("theme"); else localStorage.setItem("theme", next); } catch { /* Without storage, the theme lasts as long as the page. */ }
       name();
     });
     // The reader chose a theme in another tab.

@@ -54,7 +54,7 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
     ctx.globalAlpha = 1;
     ctx.fillStyle = colour;
     ctx.textBaseline = "top";
-    // The label goes to the side with more space, up to the next mark.
+    // Labels are to the right of their mark. The last label is to the left if there is more space.
     const left = p - (marks[i - 1]?.p ?? plot.left), right = (marks[i + 1]?.p ?? plot.right) - p, toLeft = i === marks.length - 1 && right < 120 && left > right;
     const room = (toLeft ? left : right) - 10, words = fitting(ctx, label, why, room);
     ctx.textAlign = toLeft ? "right" : "left";
@@ -62,7 +62,7 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
   });
 }
 
-/** Returns as much of `label (after why)` as fits into `room` pixels, at least the label. */
+/** Returns as much of `label (after why)` as fits into `room` pixels; if not even the label fits, its number or nothing. */
 function fitting(ctx, label, why, room) {
   const fits = (text) => ctx.measureText(text).width <= room;
   let cut = why ? `${label} (after ${why})` : label;

@@ -1,9 +1,9 @@
-// A chart: layers of series on a canvas, with a crosshair, a zoom and a keyboard.
+// A chart: layers of series on a canvas, with a crosshair and a zoom, which pointers and the keyboard control.
 //
 // A layer is `{ label, labelAt, colour, dash, series, band, rings, smoothing, alpha }` and draws every attempt of one series as a line.
-// `labelAt(k)`: the label at a point, if it varies. `dash`: `dashed` or `dotted`. `band`: shades from the lowest to the highest value even
-// if every bucket is one step. `rings`: a ring at every value, for metrics with few values. `smoothing` overrides the chart's. `side`: 1
-// for the right axis.
+// `labelAt(k)`: the label at bucket `k`, if it varies. `dash`: `dashed` or `dotted`. `band`: shades from the lowest to the highest value even
+// if every bucket is one step. `rings`: a ring at every value, for metrics with few values. `smoothing` overrides the chart's smoothing.
+// `side`: 1 for the right axis.
 //
 // The reader's actions are drawn at once. New data is drawn at most ten times a second, one chart per frame (the chart that has waited
 // longest), because drawing all charts in one frame would delay visible movements.
@@ -38,7 +38,7 @@ export class Chart {
   drawnAt = 0;
   scale = "linear";
   smoothing = 0;
-  /** Fixed ends of the vertical axis; null for an end that follows from the data. */
+  /** Fixed lower and upper end of the vertical axis; null for an end that follows from the data. */
   ends = [null, null];
   robust = false;
   /** By attempt, the text at the mark of the attempt's start, after the attempt's number. */
@@ -51,9 +51,9 @@ export class Chart {
   /**
    * `label`: name for screen readers. `layers()`: the layers to draw. `format(v)`: a value with its unit. `tick(v)`: an axis label.
    * `describe(x)`: the tip's first line. `onNote(text)`: called with a note on the resolution. `empty()`: the text of a chart without
-   * points. `xName()`, `yName()`: names of the axes with units, for saved pictures. `column()`: name of the steps in CSV. `zero`: the axis
-   * starts at 0. `limits`: range that the axis never exceeds. `second`: options of the right axis. `held`: nothing is drawn until
-   * `release`.
+   * points. `xName()`, `yName()`: names of the axes with units, for saved pictures. `column()`: name of the column of steps in CSV. `zero`:
+   * the axis starts at 0. `limits`: range that the axis never exceeds. `second`: options of the right axis. `held`: the chart draws nothing
+   * until `release`.
    */
   constructor(root, view, { label, layers, format, tick = format, describe, onNote, empty = () => "No point yet.", xName = () => "step", yName = () => label, column = () => "step", zero = false, limits, second = null, held = false }) {
     Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, empty, xName, yName, column, zero, limits, held });
@@ -88,7 +88,7 @@ export class Chart {
     this.invalidate(true);
   }
 
-  /** Stops drawing: the chart is removed from the page. */
+  /** Stops drawing, for a chart that is removed from the page. */
   remove() { this.#gone.abort(); }
 
   /** Signal that is aborted when the chart is removed, for event listeners. */
@@ -192,11 +192,11 @@ export class Chart {
     delete this.root.dataset.empty;
     this.canvas.setAttribute("aria-label", this.label);
     if (shown && !this.firstDrawnAt) { this.firstDrawnAt = performance.now(); performance.mark(`drawn ${this.label}`); }
-    // The picture appears in the next frame, at which the measured duration of a zoom ends.
+    // Time of the drawing, for measurements of zooms: the picture appears in the next frame.
     this.paintedAt = performance.now();
   }
 
-  /** Draws a text in place of axes from 0 to 1 without data. */
+  /** Draws a text in place of empty axes. */
   #nothing(ctx, width, height, colours) {
     Object.assign(this, { plot: null, gathered: [] });
     ctx.font = colours.font;
@@ -221,7 +221,7 @@ export class Chart {
     for (const { segment, xs } of parts) {
       const smoothing = layer.smoothing ?? this.smoothing;
       const style = { colour, smoothing, alpha: layer.alpha ?? 1, band: layer.band, dash: layer.dash };
-      // Steps that a later attempt repeated are drawn faintly, because the later values count.
+      // Steps that a later attempt has repeated are drawn faintly, because only the later values count.
       const again = Math.min(...parts.filter((p) => p.segment.attempt > segment.attempt).map((p) => x.to(p.xs[0])));
       if (x.to(xs[segment.length - 1]) <= again) drawSegment(ctx, segment, xs, x, y, plot, style);
       else {

@@ -4,15 +4,18 @@ import { drawKey } from "./lines.js";
 import { palette } from "./palette.js";
 import { SvgContext } from "./svg.js";
 
-/** Heights in pixels of the title, of a row of the legend with the vertical axis's name, and of the horizontal axis's name; and the margin. */
+/** In pixels: heights of the title, of a row of the legend (or of the vertical axis's name), and of the horizontal axis's name; the margin. */
 const TITLE = 30, ROW = 18, FOOT = 22, EDGE = 12;
-/** Maximum number of lines in a legend. */
-const NAMED = 24;
+/** Maximum number of names in a legend. */
+const MAX_NAMES = 24;
 
-/** Draws the texts around the chart. Returns the position of each name in the legend, and the total height. */
-function around(chart, ctx, width) {
+/**
+ * Returns the layout of the texts around the chart: `legend`, the position of each name; `names`, the bottom of the legend; `head`, the top of
+ * the chart; `height`, the height of all texts together.
+ */
+function layout(chart, ctx, width) {
   ctx.font = palette().font;
-  const lines = (chart.lines ?? []).slice(0, NAMED), more = (chart.lines?.length ?? 0) - lines.length;
+  const lines = (chart.lines ?? []).slice(0, MAX_NAMES), more = (chart.lines?.length ?? 0) - lines.length;
   if (more > 0) lines.push({ label: `and ${more} more`, colour: "transparent" });
   let x = EDGE, row = 0;
   const legend = lines.map((line) => {
@@ -26,6 +29,7 @@ function around(chart, ctx, width) {
   return { legend, names, head: names + ROW, height: names + ROW + FOOT };
 }
 
+/** Draws the texts around the chart. */
 function frame(chart, ctx, width, height, title, { legend, names, head }) {
   const colours = palette();
   ctx.fillStyle = colours.card;
@@ -50,7 +54,7 @@ function frame(chart, ctx, width, height, title, { legend, names, head }) {
 
 async function png(chart, title) {
   const { width, height } = chart.root.getBoundingClientRect(), ratio = 2;
-  const canvas = document.createElement("canvas"), ctx = canvas.getContext("2d"), edge = around(chart, ctx, width);
+  const canvas = document.createElement("canvas"), ctx = canvas.getContext("2d"), edge = layout(chart, ctx, width);
   canvas.width = width * ratio;
   canvas.height = (height + edge.height) * ratio;
   ctx.scale(ratio, ratio);
@@ -63,7 +67,7 @@ async function png(chart, title) {
 
 function svg(chart, title) {
   const { width, height } = chart.root.getBoundingClientRect();
-  const measure = document.createElement("canvas").getContext("2d"), edge = around(chart, measure, width);
+  const measure = document.createElement("canvas").getContext("2d"), edge = layout(chart, measure, width);
   const inner = new SvgContext(width, height, measure), outer = new SvgContext(width, height + edge.height, measure);
   frame(chart, outer, width, height, title, edge);
   chart.paint(inner, width, height);
@@ -90,7 +94,7 @@ function csv(chart) {
 
 const KINDS = { PNG: [png, "png"], SVG: [svg, "svg"], CSV: [(chart) => chart.csv?.() ?? csv(chart), "csv"] };
 
-/** Saves a chart as `kind` (PNG, SVG, CSV), in a file named after the job and the metric. */
+/** Saves a chart as `kind` (PNG, SVG, CSV), in a file called `name`. `title`: the heading in the picture. */
 export async function save(chart, kind, name, title) {
   const [make, extension] = KINDS[kind];
   const blob = await make(chart, title);
@@ -101,7 +105,7 @@ export async function save(chart, kind, name, title) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-/** Returns the place for a chart's menus: its controls, if it has any. */
+/** Returns the element for a chart's menus: the controls in the head of its card, or the head if there are none. */
 export function headOf(root) {
   const head = root.closest(".card").querySelector(".card-head");
   return head.querySelector(".controls") ?? head;
@@ -115,7 +119,7 @@ export function tools(...menus) {
   return box;
 }
 
-/** Adds a small menu with all formats to a chart's head. `every`: address of the file with all points. */
+/** Returns a small menu with all formats. `name()` and `title()`: see `save`. `every`: URL of the CSV file with all points. */
 export function saveMenu(chart, name, title, every) {
   const menu = document.createElement("details");
   menu.className = "menu";

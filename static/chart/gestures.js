@@ -1,13 +1,13 @@
-// Pointer gestures on a chart. Dragging with a mouse, or with a finger after a short rest, makes a brush. A finger that moves at once moves
-// the crosshair. Two fingers zoom and pan.
+// Pointer gestures on a chart. Dragging with a mouse, or with a finger after a long press, selects a range (a brush). A finger that moves at
+// once moves the crosshair. Two fingers zoom and pan.
 
 import { onHold } from "./hold.js";
 
 /** Minimum width of a brush, and minimum distance of two fingers, in pixels. */
-const LEAST = 4, APART = 24;
+const MIN_BRUSH = 4, MIN_PINCH = 24;
 
 export class Gestures {
-  /** The brush, `{ from, to }` in pixels; `to` is set by the first move. */
+  /** The brush, `{ from, to, held }` in pixels, or null. `to` is set by the first move; `held`: a long press began the brush. */
   brush = null;
   /** Whether a pointer is on the chart. */
   over = false;
@@ -15,8 +15,8 @@ export class Gestures {
   #pinch = null;
 
   /**
-   * `chart`: has `root`, `view`, `plot` and `x`. `brushed(from, to)`: called at the end of a brush. `ends()`: the range of the data.
-   * `changed()`: called when the brush changes.
+   * `chart`: has `root`, `view`, `plot` and `x`. `brushed(from, to)`: called with the range of a finished brush, and during a pinch with the
+   * range to show. `ends()`: the range of the data. `changed()`: called when the brush is to be drawn again.
    */
   constructor(chart, { brushed, ends, changed }) {
     Object.assign(this, { chart, brushed, ends, changed });
@@ -30,7 +30,7 @@ export class Gestures {
     onHold(root, (event) => {
       if (!chart.plot || this.#pinch) return;
       const from = this.#place(event);
-      // Wide enough to be visible under a finger, as feedback that the hold was recognised.
+      // Drawn as a thin bar before the first move, as feedback that the long press was recognised.
       this.brush = { from, held: true };
       this.changed();
     });
@@ -57,7 +57,7 @@ export class Gestures {
     const place = this.#place(event), { brush } = this;
     if (this.#fingers.has(event.pointerId)) this.#fingers.set(event.pointerId, place);
     if (this.#pinch) return this.#zoom();
-    if (brush && Math.abs(place - brush.from) > LEAST) brush.to = place;
+    if (brush && Math.abs(place - brush.from) > MIN_BRUSH) brush.to = place;
     const before = view.cursor;
     view.setCursor(x.from(place));
     if (before === view.cursor && brush) this.changed();
@@ -66,7 +66,7 @@ export class Gestures {
   /** Zooms so that the data under the two fingers stays under them. */
   #zoom() {
     const { view, plot } = this.chart, [a, b] = this.#pinch.map(({ id, at }) => ({ p: this.#fingers.get(id), at })).sort((m, n) => m.p - n.p);
-    if (b.p - a.p < APART || b.at <= a.at) return;
+    if (b.p - a.p < MIN_PINCH || b.at <= a.at) return;
     const pixel = (b.at - a.at) / (b.p - a.p), [first, last] = this.ends();
     const low = Math.max(first, a.at - (a.p - plot.left) * pixel), high = Math.min(last, b.at + (plot.right - b.p) * pixel);
     if (low <= first && high >= last) { if (view.zoom) view.setZoom(null); } else this.brushed(low, high);

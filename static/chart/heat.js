@@ -11,7 +11,10 @@ export class Heat {
   #at = null;
   #name = "";
 
-  /** `at(histogram)`: called when the reader moves to a histogram, or with null when the reader leaves. `format(v)`: a value as text. */
+  /**
+   * `at(histogram)`: called when the reader moves to a histogram, or with null when new content is shown and no histogram is selected.
+   * `format(v)`: a value as text.
+   */
   constructor(root, at, format) {
     Object.assign(this, { root, at, format });
     this.canvas = root.appendChild(document.createElement("canvas"));
@@ -54,7 +57,7 @@ export class Heat {
     const [y0, y1] = [lowest - room, highest + room], ticks = linearTicks(y0, y1, Math.max(2, Math.floor(height / 52)));
     const plot = { top: 8, bottom: height - 26, left: labelWidth(ctx, ticks.map(this.format), colours, 24) + 10, right: width - 10 };
     const y = linear([y0, y1], [plot.bottom, plot.top]), first = all[0].step, last = all.at(-1).step, x = linear([first, last > first ? last : first + 1], [plot.left, plot.right]);
-    // A column extends half way to each neighbour.
+    // A column extends halfway to each neighbour.
     const middle = (i) => (i < 0 ? plot.left : i >= all.length - 1 ? plot.right : (x.to(all[i].step) + x.to(all[i + 1].step)) / 2);
     this.edges = all.map((_, i) => [middle(i - 1), middle(i)]);
     ctx.fillStyle = colours.accent;

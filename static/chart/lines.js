@@ -55,7 +55,7 @@ export class Columns {
   }
 }
 
-/** Number of vertical pixels per horizontal pixel above which a line is drawn as bars. */
+/** Vertical pixels per horizontal pixel, on average over a line, above which the line is drawn as bars. */
 const STEEP = 4;
 
 /** Lengths of dashes and gaps, in pixels. */
@@ -65,7 +65,7 @@ const DASHES = { dashed: [7, 4], dotted: [2, 3] };
 function stroke(ctx, points, { colour, alpha, width, dash }) {
   const length = points.length;
   let travel = 0;
-  for (let i = 3; i < length; i += 2) { const d = points[i] - points[i - 2]; if (d === d) travel += Math.abs(d); }
+  for (let i = 3; i < length; i += 2) { const d = points[i] - points[i - 2]; if (!Number.isNaN(d)) travel += Math.abs(d); }
   if (length > 400 && travel > STEEP * (points[length - 2] - points[0])) return bars(ctx, points, { colour, alpha, width, dash });
   ctx.strokeStyle = ctx.fillStyle = colour;
   ctx.globalAlpha = alpha;
@@ -90,8 +90,8 @@ function stroke(ctx, points, { colour, alpha, width, dash }) {
 }
 
 /**
- * Draws the same line as the range that it covers in each column of pixels. A noisy line looks the same, but is drawn faster: the cost of a
- * path grows with its length, and eight noisy ranks took a browser without a GPU a second.
+ * Draws the line as bars: in each column of pixels, the range that the line covers. A noisy line looks the same, but is drawn faster: the time
+ * to draw a path grows with its length. Eight noisy ranks as paths took a second in a browser without a GPU.
  */
 function bars(ctx, points, { colour, alpha, width, dash }) {
   const first = Math.round(points.find(Number.isFinite)), columns = Math.max(1, Math.ceil(points[points.length - 2] - first) + 2);
@@ -126,7 +126,7 @@ export function dot(ctx, x, y, radius) {
   ctx.fill();
 }
 
-/** Draws a point as a disc, a ring or a square; `inside`: the colour within a ring. */
+/** Draws a point as a square, a ring or (any other `shape`) a disc; `inside`: the colour within a ring. */
 export function mark(ctx, x, y, radius, shape, inside) {
   if (shape === "square") return ctx.fillRect(x - radius, y - radius, 2 * radius, 2 * radius);
   dot(ctx, x, y, radius);

@@ -10,7 +10,7 @@ let cache = null;
 let listening = false;
 const watchers = new Set();
 
-/** Called at the first use, because reading the system's theme earlier causes an additional layout of the page. */
+/** Listens for changes of the theme. Called at the first use, because reading the theme earlier causes an additional layout of the page. */
 function listen() {
   listening = true;
   const changed = () => { cache = null; for (const then of watchers) then(); };
@@ -18,7 +18,7 @@ function listen() {
   new MutationObserver(changed).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
 }
 
-/** Returns `{ text, muted, grid, card, accent, ..., ranks: [...] }`, with colours in a form for a canvas. */
+/** Returns `{ text, muted, grid, card, accent, ..., ranks: [...] }`, with colours as a canvas accepts them, and `font`. */
 export function palette() {
   if (cache) return cache;
   if (!listening) listen();

@@ -1,10 +1,10 @@
-// The vertical range of a chart that the reader chooses: fixed ends, and whether outliers count. The choice is in the address.
+// Menus for a chart: the vertical range (fixed ends, and whether outliers count), and smoothing. The choices are in the page's URL.
 
 import { read, write } from "../address.js";
 
 let number = 0;
 
-/** Returns a small menu for a chart's head. `key`: the chart's name in the address. `unit`: the axis value of 1 in the menu. */
+/** Returns a small menu for a chart's head. `key`: the chart's name in the URL. `unit`: the axis value of 1 in the menu (0.01 for percent). */
 export function rangeMenu(chart, key, unit = 1) {
   const menu = document.createElement("details"), summary = document.createElement("summary"), box = document.createElement("div"), id = `range-${++number}`;
   menu.className = "menu range";
@@ -44,7 +44,7 @@ export function rangeMenu(chart, key, unit = 1) {
   return menu;
 }
 
-/** Sets up the slider for smoothing, whose value is `smooth` in the address. `apply(factor)` is called on changes. */
+/** Sets up the slider for smoothing, whose value is `smooth` in the URL. Calls `apply(factor)` at once and on changes. */
 export function smoothingSlider(input, output, apply) {
   const show = () => { output.textContent = Number(input.value) ? input.value : "off"; apply(Number(input.value)); };
   const wanted = Number(read("smooth", "0"));
@@ -54,7 +54,7 @@ export function smoothingSlider(input, output, apply) {
   show();
 }
 
-/** Returns the range of `values` (sorted in place) without the lowest and the highest hundredth. */
+/** Returns the range of `values` (sorted in place) without the lowest and the highest hundredth, widened by a tenth at either end. */
 export function withoutOutliers(values) {
   values.sort();
   const at = (share) => values[Math.min(values.length - 1, Math.max(0, Math.round(share * (values.length - 1))))];

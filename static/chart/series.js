@@ -48,7 +48,7 @@ export class Segment {
     return true;
   }
 
-  /** A gap (NaN) is merged only with a gap, so gaps stay visible. */
+  /** Whether two buckets may be merged: a gap (NaN) only with a gap, so gaps stay visible. */
   #alike(a, b) { return Number.isNaN(a) === Number.isNaN(b); }
 
   #set(i, step, min, max, mean, count) {
@@ -79,7 +79,7 @@ export class Segment {
         i++;
       }
     }
-    // If every second point is a gap, no buckets can be merged: the oldest half is dropped.
+    // If no buckets could be merged, because every second point is a gap, the oldest half is dropped.
     if (to >= this.capacity) {
       for (const column of [this.steps, this.min, this.max, this.mean, this.counts]) column.copyWithin(0, to >> 1, to);
       to -= to >> 1;

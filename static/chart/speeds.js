@@ -3,13 +3,13 @@
 
 function speeds(segment, until) {
   const { length, steps, counts } = segment;
-  // Pictures per step, by bucket: the last step of an epoch may have fewer pictures.
+  // Mean number of pictures in a step of each bucket: the last step of an epoch may have fewer pictures.
   const apiece = Float64Array.from({ length }, (_, i) => (until(steps[i] + counts[i] - 1) - until(steps[i] - 1)) / counts[i]);
   const column = (name) => segment[name].subarray(0, length).map((ms, i) => apiece[i] * 1000 / ms);
   return Object.assign(Object.create(segment), {
     of: segment,
     mean: column("mean"), min: column("max"), max: column("min"), lastValue: (until(segment.lastStep) - until(segment.lastStep - 1)) * 1000 / segment.lastValue,
-    // Pictures are smoothed like step times, so that the last step of an epoch does not look too slow.
+    // The numbers of pictures are smoothed like step times, so that the last step of an epoch does not look too slow.
     smooth: (factor) => { const per = smoothed(apiece, segment, factor); return segment.smooth(factor).subarray(0, length).map((ms, i) => per[i] * 1000 / ms); },
   });
 }
@@ -30,6 +30,6 @@ export class Speeds {
 
   get segments() { return this.base.segments.map((segment) => speeds(segment, this.until)); }
 
-  /** Returns the speeds for another part of the run. */
+  /** Returns the speeds that follow from `base`, another series of `step_ms`. */
   over(base) { return new Speeds(base, this.until); }
 }

@@ -1,4 +1,4 @@
-// A drawing context that writes SVG, with those canvas methods that charts use.
+// A drawing context that writes SVG. It has the methods of a canvas's context that charts use.
 
 const escape = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 const n = (v) => Number(v.toFixed(2));

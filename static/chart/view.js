@@ -5,7 +5,7 @@
 export const axisName = (axis) => ({ epoch: "epoch", time: "training time (hours:minutes:seconds)" }[axis] ?? "optimizer step");
 
 export class View extends EventTarget {
-  /** `step`, `epoch` or `time`. */
+  /** The kind of axis: `step`, `epoch` or `time`. */
   axis = "step";
   /** The zoomed part [from, to] in the axis's unit (steps for `step` and `epoch`, seconds for `time`), or null. */
   zoom = null;
@@ -20,9 +20,10 @@ export class View extends EventTarget {
   }
 
   setAxis(axis) {
-    const same = (this.axis === "time") === (axis === "time");
+    // The unit is seconds for `time` and steps for the other kinds.
+    const isSameUnit = (this.axis === "time") === (axis === "time");
     this.axis = axis;
-    if (!same) { this.zoom = null; this.cursor = null; }
+    if (!isSameUnit) { this.zoom = null; this.cursor = null; }
     this.dispatchEvent(new Event("zoom"));
   }
 
@@ -37,7 +38,7 @@ export class View extends EventTarget {
     this.dispatchEvent(new Event("cursor"));
   }
 
-  /** Returns the positions of a segment's buckets on the axis. */
+  /** Returns the positions of a segment's buckets on the axis: of the first step of each bucket. */
   places(segment) {
     return this.axis === "time" ? times(segment, this.clock()) : segment.steps;
   }
@@ -47,21 +48,24 @@ export class View extends EventTarget {
     if (this.axis !== "time") return x;
     let at = 0, step = 0;
     for (const c of this.clock().segments) {
-      step = c.length ? c.steps[0] - c.counts[0] : step;
       for (let i = 0; i < c.length; i++) {
-        const secs = (c.steps[i] - step) * (c.mean[i] || 0) / 1000;
-        if (at + secs >= x) return step + (secs ? (x - at) / secs * (c.steps[i] - step) : 0);
+        const secs = width(c, i) * (c.mean[i] || 0) / 1000;
+        step = c.steps[i] - 1;
+        if (at + secs >= x) return step + (secs ? (x - at) / secs * width(c, i) : 0);
         at += secs;
-        step = c.steps[i];
+        step += width(c, i);
       }
     }
     return step;
   }
 }
 
+/** Returns the number of steps from a bucket's first step to the first step of the next bucket. */
+const width = ({ length, steps, counts }, i) => i + 1 < length ? steps[i + 1] - steps[i] : counts[i];
+
 /**
- * Returns the seconds of training up to the end of each bucket: the sum of `step_ms`, including earlier attempts. `clock`: rank 0's series
- * of `step_ms`.
+ * Returns the seconds of training up to the end of each bucket's first step: the sum of `step_ms`, including earlier attempts. `clock`:
+ * rank 0's series of `step_ms`.
  */
 export function times(segment, clock) {
   const out = new Float64Array(segment.length);
@@ -69,12 +73,13 @@ export function times(segment, clock) {
   for (const c of clock.segments) {
     if (c.attempt < segment.attempt) { start += total(c); continue; }
     if (c.attempt > segment.attempt) break;
-    let i = 0, at = start, step = c.length ? c.steps[0] - c.counts[0] : 0, pace = c.length ? c.mean[0] : 0;
+    // `at`: seconds up to the end of `step`, the last step before the clock's bucket. `pace`: the bucket's milliseconds per step.
+    let i = 0, at = start, step = c.length ? c.steps[0] - 1 : 0, pace = 0;
     for (let k = 0; k < segment.length; k++) {
       while (i < c.length && c.steps[i] <= segment.steps[k]) {
+        at += (c.steps[i] - 1 - step) * pace / 1000;
         if (Number.isFinite(c.mean[i])) pace = c.mean[i];
-        at += (c.steps[i] - step) * pace / 1000;
-        step = c.steps[i++];
+        step = c.steps[i++] - 1;
       }
       out[k] = at + Math.max(0, segment.steps[k] - step) * pace / 1000;
     }
@@ -84,10 +89,7 @@ export function times(segment, clock) {
 }
 
 function total(segment) {
-  let at = 0, step = segment.length ? segment.steps[0] - segment.counts[0] : 0;
-  for (let i = 0; i < segment.length; i++) {
-    at += (segment.steps[i] - step) * (segment.mean[i] || 0) / 1000;
-    step = segment.steps[i];
-  }
-  return at;
+  let secs = 0;
+  for (let i = 0; i < segment.length; i++) secs += width(segment, i) * (segment.mean[i] || 0) / 1000;
+  return secs;
 }

@@ -1,10 +1,10 @@
-// The colour of a job, which stays the same while other jobs are added and removed, and on the next visit. There are eight colours. The
-// second job with the same colour has a dashed line, the third a dotted line.
+// The look of a job, a colour and a style of line. It stays the same while other jobs are added and removed, and on the next visit. There are
+// eight colours. The second job with the same colour has a dashed line, the third a dotted line.
 
 export const COLOURS = 8;
 const DASHES = ["", "dashed", "dotted"], LOOKS = COLOURS * DASHES.length, KEPT = "colours";
-/** Maximum number of jobs whose colours are remembered. */
-const MOST = 200;
+/** Maximum number of jobs whose looks are stored. */
+const MAX_STORED = 200;
 
 function stored() {
   try { const all = JSON.parse(localStorage.getItem(KEPT)); return Array.isArray(all) ? all.filter(([id, n]) => typeof id === "string" && Number.isInteger(n)) : []; } catch { return []; }
@@ -23,7 +23,7 @@ export function assign(ids) {
     known.delete(id);
     known.set(id, mine);
   }
-  try { localStorage.setItem(KEPT, JSON.stringify([...known].slice(-MOST))); } catch { /* not kept */ }
+  try { localStorage.setItem(KEPT, JSON.stringify([...known].slice(-MAX_STORED))); } catch { /* Without storage, looks last as long as the page. */ }
 }
 
 /** Returns the name of a job's colour in styles/charts.css. */

@@ -9,7 +9,7 @@ import { settings } from "./names.js";
 const plain = (v) => String(Number(v.toPrecision(6)));
 /** Returns the training time in seconds, without pauses and waiting: of attempts that have ended, or of a running first attempt. */
 const ran = (j) => j.ran_secs ?? (j.attempt === 1 && j.started_at ? (serverNow() - Date.parse(j.started_at)) / 1000 : NaN);
-/** Key in the address, name, value of a job, and format. */
+/** Results of a job: key in the URL, name, value of a job, and format. */
 export const RESULTS = [
   ["loss", "loss", (j) => j.last.loss, value], ["val_loss", "val. loss", (j) => j.last.val_loss, value], ["accuracy", "accuracy", (j) => j.last.accuracy, percent],
   ["val_accuracy", "val. accuracy", (j) => j.last.val_accuracy, percent], ["best", "best accuracy", (j) => j.best?.value, percent],

@@ -33,7 +33,7 @@ export class Curves {
   #known = new Map();
   #charts = new Map();
   #means = new Map();
-  /** For each job, the number of reports of points that are newer than the last request. */
+  /** For each job, the number of reports of new points since the page was opened. */
   #news = new Map();
   #asked = 0;
   #scale = "linear";
@@ -63,7 +63,7 @@ export class Curves {
     const chart = new Chart(place, this.view, {
       label: `${label} of the jobs`, describe, format, tick, limits,
       layers: () => this.#layers(metric), xName: () => axisName(this.axis), yName: () => label,
-      // Means of groups have positions on the axis. Jobs have steps.
+      // In the CSV file of groups, positions are in the axis's unit; in that of jobs, they are steps.
       column: () => (this.groupBy ? COLUMNS[this.axis] : "step"),
       empty: () => "None of these jobs has a value of this metric yet.",
       onNote: (words) => text(note, words && this.groupBy ? "means of groups" : words),

@@ -5,7 +5,7 @@ import { setting, written } from "../settings.js";
 import { settings } from "./names.js";
 
 /** Maximum number of positions along the axis at which a mean is computed. */
-const PLACES = 1000;
+const MAX_PLACES = 1000;
 /** Keys other than settings. */
 const OWN = { tag: "tag", name: "name", owner: "owner", project: "project" };
 
@@ -39,7 +39,7 @@ function curve(series, xs) {
   return { at, values };
 }
 
-/** Returns the interpolated value between two points; NaN outside the curve. */
+/** Returns a curve's interpolated value at `x`; NaN outside the curve. `from.i`: index at which the search starts, for ascending `x`. */
 function between({ at, values }, x, from) {
   let i = from.i;
   while (i < at.length && at[i] < x) i++;
@@ -56,7 +56,7 @@ function between({ at, values }, x, from) {
  */
 export function mean(all, xs, band) {
   const curves = all.map((series) => curve(series, (segment) => xs(segment))).filter(({ at }) => at.length), places = [...new Set(curves.flatMap(({ at }) => at))].sort((a, b) => a - b);
-  const stride = Math.max(1, places.length / PLACES), series = new Series("mean", null, PLACES + 2), from = curves.map(() => ({ i: 0 })), segment = series.segment(1);
+  const stride = Math.max(1, places.length / MAX_PLACES), series = new Series("mean", null, MAX_PLACES + 2), from = curves.map(() => ({ i: 0 })), segment = series.segment(1);
   series.counts = [];
   for (let k = 0; k < places.length; k += stride) {
     const x = places[Math.floor(k)], values = curves.map((c, i) => between(c, x, from[i])).filter(Number.isFinite), n = values.length;

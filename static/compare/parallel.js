@@ -1,16 +1,22 @@
-// Parallel coordinates: an axis for every setting that differs and for the results, and a line for each job. Dragging along an axis selects
-// the jobs whose lines cross the dragged part.
+// Parallel coordinates: axes for the first `SETTINGS` settings that differ and for the `RESULTS`, and a line for each job. Dragging along an
+// axis selects the jobs whose lines cross the dragged part.
 
 import { text } from "../page.js";
 import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
 import { columns, varies } from "./columns.js";
 
-const HEIGHT = 330, TOP = 34, BOTTOM = 26, WIDE = 112, SETTINGS = 10, SVG = "http://www.w3.org/2000/svg";
+/** In pixels: height of the drawing, its margins, and minimum width of an axis. */
+const HEIGHT = 330, TOP = 34, BOTTOM = 26, AXIS_WIDTH = 112;
+/** Maximum number of settings with an axis. */
+const SETTINGS = 10;
+const SVG = "http://www.w3.org/2000/svg";
 /** Results with an axis. */
 const RESULTS = ["result:loss", "result:val_loss", "result:best"];
-/** Minimum movement of a pointer that makes a brush, in pixels. */
-const LEAST = 4, STEP = 0.05, DOT = 4;
+/** Minimum movement of a pointer that makes a brush, and radius of a point, in pixels. */
+const MIN_BRUSH = 4, DOT = 4;
+/** Part of an axis by which an arrow key moves the end of a brush. */
+const KEY_STEP = 0.05;
 
 const make = (tag, attributes, words) => {
   const node = document.createElementNS(SVG, tag);
@@ -49,7 +55,7 @@ export class Parallel {
 
   #move(event) {
     const drag = this.#drag;
-    if (!drag || (!drag.moved && Math.abs(event.clientY - drag.y) < LEAST)) return;
+    if (!drag || (!drag.moved && Math.abs(event.clientY - drag.y) < MIN_BRUSH)) return;
     drag.moved = true;
     const to = this.#place(event), column = this.axes.find(({ key }) => key === drag.axis);
     // A point that the brush touches is selected.
@@ -69,7 +75,7 @@ export class Parallel {
     const key = event.target.closest?.("[data-axis]")?.dataset.axis, column = this.axes?.find((c) => c.key === key);
     if (!column || !["ArrowUp", "ArrowDown", "Escape"].includes(event.key)) return;
     event.preventDefault();
-    const [low, high] = this.selection.range(column) ?? [0, 1], by = event.key === "ArrowUp" ? STEP : -STEP;
+    const [low, high] = this.selection.range(column) ?? [0, 1], by = event.key === "ArrowUp" ? KEY_STEP : -KEY_STEP;
     const moved = event.shiftKey ? [low, Math.min(1, Math.max(low, high + by))] : [Math.max(0, Math.min(high, low + by)), high];
     this.selection.set([[column, event.key === "Escape" || (moved[0] === 0 && moved[1] === 1) ? null : moved]]);
   }
@@ -77,9 +83,9 @@ export class Parallel {
   draw() {
     const jobs = this.jobs(), { settings, results } = columns(jobs), chosen = this.selection.ids();
     const axes = this.axes = [...settings.filter((c) => c.different && varies(c)).slice(0, SETTINGS), ...results.filter((c) => RESULTS.includes(c.key) && c.values.some(Number.isFinite))];
-    const width = Math.max(this.root.clientWidth, axes.length * WIDE), focused = document.activeElement?.dataset?.axis;
+    const width = Math.max(this.root.clientWidth, axes.length * AXIS_WIDTH), focused = document.activeElement?.dataset?.axis;
     const x = (i) => 62 + i * (width - 124) / Math.max(1, axes.length - 1), y = (v) => HEIGHT - BOTTOM - v * (HEIGHT - TOP - BOTTOM);
-    const svg = make("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `One line a job across ${axes.map((a) => a.name).join(", ")}` });
+    const svg = make("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `One line per job across ${axes.map((a) => a.name).join(", ")}` });
     jobs.map((job, j) => ({ job, j })).sort((a, b) => chosen.has(a.job.id) - chosen.has(b.job.id)).forEach(({ job, j }) => {
       const points = axes.map((a, i) => [x(i), y(a.at(a.values[j]))]).filter(([, v]) => Number.isFinite(v)), spoken = axes.map((a) => `${a.name} ${a.words(a.values[j])}`);
       const line = make("g", { class: `job stroke-${colour(job.id)} ${dash(job.id)}${chosen.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${titleOf(job, jobs)}: ${spoken.join(", ")}` });

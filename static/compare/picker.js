@@ -5,13 +5,14 @@ import { cut, SIDE } from "../cut.js";
 import { percent } from "../numbers.js";
 import { swatch } from "./colours.js";
 
-const MOST = 30;
+/** Maximum number of jobs in the list, besides compared jobs. */
+const MAX_LISTED = 30;
 
 export class Picker {
   #jobs = [];
   #timer = 0;
 
-  /** `compared()`: the jobs on the page; `chosen()`: ids of the jobs that should be on the page. */
+  /** `toggle(id)`: adds or removes a job. `compared()`: the loaded jobs of the page. `chosen()`: ids of all jobs in the page's URL. */
   constructor(toggle, compared, chosen) {
     Object.assign(this, { toggle, compared, chosen, input: byId("search"), list: byId("picker") });
     this.input.addEventListener("input", () => { clearTimeout(this.#timer); this.#timer = setTimeout(() => this.load(), 150); });
@@ -20,7 +21,7 @@ export class Picker {
   }
 
   async load() {
-    const name = this.input.value.trim(), query = new URLSearchParams({ limit: MOST, ...(name ? { name } : {}) });
+    const name = this.input.value.trim(), query = new URLSearchParams({ limit: MAX_LISTED, ...(name ? { name } : {}) });
     const { jobs } = await ask(`/api/v1/jobs?${query}`).catch(() => ({ jobs: [] })), chosen = this.chosen();
     this.#jobs = name ? jobs : jobs.toSorted((a, b) => chosen.has(b.id) - chosen.has(a.id));
     this.draw();

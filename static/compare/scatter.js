@@ -13,8 +13,8 @@ import { linear, linearTicks, log, logTicks } from "../chart/scale.js";
 import { plural } from "../numbers.js";
 import { columns, varies } from "./columns.js";
 
-/** Maximum distance in pixels at which a pointer hits a point, and minimum movement that makes a brush. */
-const NEAR = 14, LEAST = 4, RADIUS = 5;
+/** In pixels: maximum distance at which a pointer hits a point, minimum movement that makes a brush, and radius of a point. */
+const NEAR = 14, MIN_BRUSH = 4, RADIUS = 5;
 const KEYS = { ArrowRight: 1, ArrowLeft: -1 };
 /** Shapes of points for jobs with dashed and dotted lines. */
 const SHAPES = { dashed: "ring", dotted: "square" };
@@ -93,7 +93,7 @@ export class Scatter {
 
   /** Returns the scale of a column between two pixels, with its ticks. */
   #scale(column, start, end, wanted) {
-    // Adds space on either side, so that no point lies on the edge.
+    // Adds space at either end, so that no point lies on the edge.
     const pad = (end - start) * 0.05, ends = [start + pad, end - pad];
     if (column.kinds) {
       const place = linear([0, 1], ends);
@@ -200,7 +200,7 @@ export class Scatter {
     });
     onHold(root, (event) => {
       if (!this.plot) return;
-      // A rectangle of the size of a fingertip shows that the hold was recognised.
+      // A rectangle of the size of a fingertip shows that the long press was recognised.
       const from = place(event);
       this.#drag = { from, to: { x: from.x + NEAR, y: from.y + NEAR }, held: true };
       this.invalidate();
@@ -208,7 +208,7 @@ export class Scatter {
     root.addEventListener("pointermove", (event) => {
       if (!this.plot) return;
       const to = place(event), drag = this.#drag;
-      if (drag && (drag.to || Math.hypot(to.x - drag.from.x, to.y - drag.from.y) > LEAST)) { drag.to = to; drag.held = false; this.invalidate(); } else at(near(to));
+      if (drag && (drag.to || Math.hypot(to.x - drag.from.x, to.y - drag.from.y) > MIN_BRUSH)) { drag.to = to; drag.held = false; this.invalidate(); } else at(near(to));
     });
     root.addEventListener("pointerup", () => {
       const drag = this.#drag;

@@ -1,15 +1,15 @@
-// Jobs selected by brushes on the axes of the parallel coordinates and of the scatter plot, which share the brushes of a column. A job is
-// selected if it lies in all brushes.
+// Jobs selected by brushes on the axes of the parallel coordinates and of the scatter plot. Both share the brush of a column. A job is selected
+// if its values are in all brushes.
 
 import { columns } from "./columns.js";
 
 export class Selection extends EventTarget {
-  /** The brushed range of each column, by key: numbers, or words in sorted order. */
+  /** The brush of each column, by key: `{ from, to }` for numbers, `{ words }` for texts. */
   brushes = new Map();
 
   constructor(jobs) { super(); this.jobs = jobs; }
 
-  /** Sets the brush of a column between two positions from 0 to 1, or removes the brush. */
+  /** Applies `changes`, a list of `[column, range]`: sets a column's brush to a range of positions from 0 to 1, or removes it for null. */
   set(changes) {
     for (const [column, range] of changes) {
       if (!range) { this.brushes.delete(column.key); continue; }

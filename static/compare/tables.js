@@ -8,9 +8,9 @@ import { cut } from "../cut.js";
 import { read, write } from "../address.js";
 import { written } from "../settings.js";
 
-/** Name, sort value and format. */
+/** Columns of the table of results: name, value of a job (also for sorting), and format. */
 const COLUMNS = [["job", (j) => j.name, (v) => v], ["state", (j) => j.state, (v) => v], ...RESULTS.map(([, name, of, words]) => [name, (j) => of(j) ?? NaN, words])];
-/** Columns with the newest values, which are not final yet. */
+/** Columns with the newest values. While a job runs, they are marked as not final. */
 const NEWEST = ["loss", "val. loss", "accuracy", "val. accuracy"];
 
 export class Tables {

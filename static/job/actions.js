@@ -25,8 +25,8 @@ export class Actions {
   #opened = false;
 
   /**
-   * `page`: `job()`, `setJob(job)`, `checkpoints`. `refused(why)` shows why an action was refused. `quiet()` is called before the job is
-   * deleted, and `loud()` if the deletion fails.
+   * `page`: `job()`, `setJob(job)`, `checkpoints`. `refused(why)` shows why an action was refused; null removes the text. `quiet()` is called
+   * before the job is deleted, and `loud()` if the deletion fails.
    */
   constructor(page) {
     this.page = page;

@@ -1,4 +1,4 @@
-// The charts of a job: their content and resolution, and the controls, whose choices are in the address.
+// The charts of a job: their content and resolution, and the controls, whose choices are in the page's URL.
 
 import { byId, note, press } from "../page.js";
 import { clock, count, percent, plural, rate, value } from "../numbers.js";
@@ -13,7 +13,7 @@ import { isFinal, pictures } from "./facts.js";
 import { about, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 
-/** Pause between requests while the reader zooms with a wheel. The first request is sent at once. */
+/** Minimum time between requests while the reader zooms. The first request is sent at once. */
 const SETTLE_MS = 80;
 
 export class Charts {
@@ -25,7 +25,7 @@ export class Charts {
     const view = this.view = new View(() => metrics.of("step_ms"));
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
-    // The charts are drawn after the history has been read, so that they are not drawn twice.
+    // Charts are held until the history has been read, so that they are not drawn twice.
     const xName = () => axisName(view.axis), empty = () => this.#empty();
     this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.released, ...options });
     const make = (id, options) => this.draw(byId(`${id}-chart`), options);
@@ -41,7 +41,7 @@ export class Charts {
         onNote: () => note(byId("acc-note"), "train (smooth 0.9) · validation"),
       }),
       images_per_second: make("speed", {
-        label: "Images a second, of all ranks", yName: () => named("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.of("step_ms"), pictures(job())) }],
+        label: "Images per second, of all ranks", yName: () => named("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.of("step_ms"), pictures(job())) }],
         onNote: (shown) => note(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", shown].filter(Boolean).join(" · ")),
       }),
       lr: make("lr", { label: "Another metric", yName: () => named(this.other), format: (v) => OTHERS[this.other][1](v), tick: (v) => (OTHERS[this.other][1] === value ? short(v) : OTHERS[this.other][1](v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
@@ -215,7 +215,7 @@ export class Charts {
   async detail() {
     const { view, metrics } = this, zoom = view.zoom;
     if (!zoom) return;
-    // If the request fails, the coarse points stay, and the note says so.
+    // If the request fails, the coarse points stay, and the chart's note shows the resolution.
     await metrics.zoom(this.shown, view.stepAt(zoom[0]), view.stepAt(zoom[1]), zoom, (detail) => {
       if (view.zoom !== zoom) return;
       for (const chart of Object.values(this.all)) chart.detail = detail;

@@ -22,7 +22,7 @@ export class Checkpoints {
   /** Callbacks that are called when a checkpoint is added or removed. */
   changed = new Set();
 
-  /** The job, if the server copies checkpoints to an object store. Events do not report these copies. */
+  /** The job's id if the server copies checkpoints to an object store, else null. Events do not report these copies. */
   #uploadsOf;
   #asking = 0;
 
@@ -46,7 +46,7 @@ export class Checkpoints {
   get sorted() { return [...this.#all.values()].sort((a, b) => b.step - a.step || b.attempt - a.attempt); }
 
   apply(event) {
-    // `best` means best so far: a better checkpoint takes over the mark.
+    // `best` means best so far: the mark moves to a better checkpoint.
     if (event.best) for (const c of this.#all.values()) c.best = false;
     this.#all.set(event.id, { ...event, stored: this.#uploadsOf && "uploading" });
     this.draw();
@@ -98,8 +98,8 @@ export class Checkpoints {
 }
 
 /**
- * Starts one download after the other: a browser asks only once for permission. The server lists the files, because a sharded checkpoint
- * has parts.
+ * Starts the downloads of all files of a checkpoint with pauses, so that the browser asks only once for permission. The server lists the
+ * files, because a sharded checkpoint has parts.
  */
 async function everything(id, menu) {
   menu.open = false;

@@ -1,4 +1,4 @@
-// Requests the first chart's history while the page's other scripts are loading.
+// Requests the first chart's history while the page's other scripts are loading. The width is that of the chart in styles/job.css.
 {
   const wide = innerWidth > 1240 ? Math.min(innerWidth, 1800) / 2 - 85 : innerWidth - 120;
   const points = Math.round(Math.max(100, wide) * Math.min(2, devicePixelRatio || 1));

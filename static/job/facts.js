@@ -1,4 +1,4 @@
-// The row of numbers, the line under the title, and the banner.
+// A job's facts: the row of numbers, the line under the title, and the banner.
 
 import { byId, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
@@ -8,7 +8,7 @@ import { waits } from "../jobs/queue.js";
 import { clock, count, percent, plural, rate, standardError, timeOfDay, value } from "../numbers.js";
 
 const FINAL = ["succeeded", "failed", "cancelled"], ACTIVE = ["starting", "running", "pausing"];
-/** Time without a new step after which the banner reports a running job (or 20 usual steps, if longer). */
+/** Time without a new step after which the banner reports a running job (or the time of 20 steps, if longer). */
 const QUIET_MS = 15_000;
 /** Time for which a refused action stays in the banner. */
 const REFUSED_MS = 10_000;
@@ -24,7 +24,7 @@ const isBare = (job, metrics) => !job.external && !job.step && !job.sparkline?.l
 /** The same as `Job::ranks_now` in protocol/src/job.rs. */
 export const ranksNow = (job) => (isActive(job.state) && job.cause?.code === "fewer_ranks" ? job.cause.ranks : job.ranks);
 
-/** Whether the reason of an active job contains the number of ranks: a reason about another subject does not. */
+/** Whether the number of an active job's ranks is known from its reason: without a reason, or with `fewer_ranks`. */
 export const tellsRanks = (job) => !job.cause || job.cause.code === "fewer_ranks";
 
 /**
@@ -99,7 +99,7 @@ export class Facts {
 
     const [measured, best] = this.#accuracy();
     fact("accuracy", measured == null ? "–" : percent(measured) + standardError(measured, job.last.val_pictures), best ? bestWords(best, this.checkpoints.best) : "");
-    // If there are checkpoints, the reader should know that the best checkpoint is not from the best epoch.
+    // Says if the best epoch has no checkpoint, so that the best checkpoint is from another epoch.
     const lost = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
     byId("best-note").hidden = !lost;
     text(byId("best-note"), lost ? `Epoch ${best.epoch} was the best with ${percent(best.value)}; there is no checkpoint of it.` : "");
@@ -161,7 +161,7 @@ export class Facts {
     this.draw();
   }
 
-  /** The job's current number of ranks. A reason about another subject does not contain it. */
+  /** The job's current number of ranks, as last known: the job's present reason may not contain the number. */
   get #ranksNow() {
     const { job } = this;
     return (isActive(job.state) && this.metrics.ranksIn(job.attempt)) || ranksNow(job);
@@ -187,7 +187,7 @@ export class Facts {
   }
 
   /**
-   * The job's place in the queue, and the current reason for waiting. The job's own reason may be the reason why its last attempt ended.
+   * Describes the job's place in the queue, and the current reason for waiting. The job's own reason may be why its last attempt ended.
    * The same as `waiting` in web/src/job.rs.
    */
   #waiting(reason) {

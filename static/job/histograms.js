@@ -1,4 +1,4 @@
-// Distributions of weights and gradients: a layer over the steps as a heat map, and all layers at a step as a table.
+// Histograms of weights and gradients: a layer over the steps as a heat map, and all layers at a step as a table.
 
 import { ask, byId, press, say, sentence, text } from "../page.js";
 import { count, plural } from "../numbers.js";
@@ -16,7 +16,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 const number = (v) => short(Number(v.toPrecision(3)));
 
-/** Returns the value below which this fraction of the values lies, as exactly as the bins allow. */
+/** Returns the value below which the fraction `share` of the values is, as exactly as the bins allow. */
 export function quantile({ min, max, counts }, share) {
   const all = counts.reduce((a, b) => a + b, 0), width = (max - min) / counts.length;
   let below = 0;
@@ -142,7 +142,7 @@ export class Histograms {
   }
 }
 
-/** Returns a cell with the shape of a histogram, whose range is in the numbers beside it. */
+/** Returns a table cell with the shape of a histogram. The cells beside it have the range. */
 function profile(counts) {
   const cell = document.createElement("td"), svg = document.createElementNS(SVG, "svg"), area = document.createElementNS(SVG, "polygon"), most = Math.max(1, ...counts);
   svg.setAttribute("viewBox", `0 0 ${counts.length} 20`);

@@ -12,22 +12,24 @@ const KEEP = 1000;
 const PART = 400;
 /** Number of found lines that fill the panel. */
 const SCREEN = 25;
+/** Words of lines that are marked as warnings, and as errors. */
 const LOUD = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
 const BAD = /\b(error|failed|panicked|killed|fatal)\b/i;
 
 export class Log {
+  /** By attempt and rank, the highest number of a received line. */
   #seen = new Map();
   #pending = [];
   #frame = 0;
   #unread = 0;
   #total = 0;
   #asked = 0;
-  /** Whether there are older and newer lines than the shown lines, and whether they are being read. */
+  /** Whether the log has older and newer lines than the shown lines, and whether a request is open. */
   #older = false;
   #newer = false;
   #reading = false;
   #lastTop = 0;
-  /** The newest event whose lines are not shown because the reader has scrolled up. */
+  /** Number of the newest event whose lines are not shown because the reader has scrolled up. */
   #heldSeq = 0;
   /** While searching: the cursor of older lines that have not been searched. */
   #from = null;
@@ -86,7 +88,7 @@ export class Log {
     } finally { if (mine === this.#asked) this.#reading = false; }
   }
 
-  /** Shows the line that the address names, or the newest lines. */
+  /** Shows the line that the page's URL names, or the newest lines. */
   async load() {
     const line = read("line").match(/^(\d+)\.(\d+)\.(\d+)\.(\d+)$/)?.slice(1).map(Number);
     if (!line) return this.toNewest();
@@ -100,7 +102,7 @@ export class Log {
     found?.scrollIntoView({ block: "center" });
   }
 
-  /** Called after lines were missed: shows the newest lines if the log follows. Otherwise, they are read when the reader scrolls. */
+  /** Called after lines were missed: shows the newest lines if the log follows. Otherwise, missed lines are read when the reader scrolls. */
   async again() {
     // An older database may have been restored, which sends lines with the same numbers again.
     this.#seen.clear();
@@ -137,13 +139,13 @@ export class Log {
     const from = firstShown(lines);
     this.#older = older || from > 0;
     this.#newer = newer;
-    for (const line of lines) this.#note1(line);
+    for (const line of lines) this.#markSeen(line);
     this.box.replaceChildren(...lines.slice(from).map(row));
     this.#note();
     performance.mark("log shown");
   }
 
-  #note1({ attempt, rank, number }) {
+  #markSeen({ attempt, rank, number }) {
     const key = `${attempt}:${rank}`;
     if (number > (this.#seen.get(key) ?? 0)) this.#seen.set(key, number);
   }
@@ -155,10 +157,10 @@ export class Log {
     const q = this.search.value.trim().toLowerCase();
     for (const line of lines) {
       if (line.number > 0 && line.number <= (this.#seen.get(`${attempt}:${rank}`) ?? 0)) continue;
-      this.#note1({ attempt, rank, number: line.number });
+      this.#markSeen({ attempt, rank, number: line.number });
       if (!q || line.text.toLowerCase().includes(q)) this.#pending.push({ seq, attempt, rank, ...line });
     }
-    // Lines are not drawn on a hidden page: only the newest are kept until it is visible again.
+    // A hidden page draws no lines: only the newest are kept until the page is visible again.
     if (this.#pending.length > 4 * KEEP) this.#drop();
     this.#frame ||= requestAnimationFrame(() => { this.#frame = 0; this.#flush(); });
   }
@@ -184,6 +186,7 @@ export class Log {
     this.#toEnd();
   }
 
+  /** Removes lines beyond the maximum, from the `first` or the `last` line on. */
   #trim(end) {
     while (this.box.childElementCount > KEEP) {
       this.box[`${end}ElementChild`].remove();
@@ -211,7 +214,7 @@ export class Log {
     this.#note();
   }
 
-  /** Reads older lines. `held`: the reader has not moved, so the position stays at the end. */
+  /** Reads older lines. `held`: the log follows its end even so. Returns whether lines were read. */
   async #before(held = false) {
     if (this.#reading) return false;
     const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);
@@ -241,7 +244,7 @@ export class Log {
     if (!seq) return;
     const answer = await this.#ask({ after: seq, limit: PART }).catch(() => null);
     if (!answer) return;
-    // Lines that arrived meanwhile are held, too, because the response may lack them.
+    // Counts lines that arrived meanwhile as unread, because the response may lack them.
     this.#flush();
     this.#newer = answer.next_cursor !== null || this.#heldSeq > (answer.lines.at(-1)?.seq ?? seq);
     if (!this.#newer) this.#unread = 0;
@@ -250,11 +253,11 @@ export class Log {
     this.#trim("first");
     this.box.scrollTop = top - (height - this.box.scrollHeight);
     this.#note();
-    // The lines may not fill the page, so that scrolling is impossible.
+    // If the lines do not fill the panel, no scrolling would read the rest.
     if (this.#newer && answer.next_cursor === null && answer.lines.length && this.#below < 400) await this.#behind();
   }
 
-  /** Writes this line into the address. */
+  /** Writes this line into the page's URL. */
   #mark(line) {
     for (const other of this.box.querySelectorAll(".marked")) other.classList.remove("marked");
     line.classList.add("marked");
@@ -275,7 +278,7 @@ export class Log {
   }
 }
 
-/** Returns the first of the newest lines that fit on the page. It is the first line of an event, because older lines are read by events. */
+/** Returns the index of the first line to show: about the newest `KEEP`, but from the first line of an event, because older lines are read by events. */
 function firstShown(lines) {
   let from = Math.max(0, lines.length - KEEP);
   while (from > 0 && from + 1 < lines.length && lines[from].seq === lines[from - 1].seq) from++;
@@ -288,7 +291,7 @@ function row({ seq, attempt, rank, number, at, text: words }) {
   line.dataset.at = `${seq}.${attempt}.${rank}.${number}`;
   time.dateTime = at;
   time.textContent = timeOfDay(at);
-  time.title = "Put this line into the address";
+  time.title = "Put this line into the page's URL";
   who.textContent = `rank ${rank}`;
   who.title = `attempt ${attempt}, line ${number}`;
   who.className = `of-${colourOf(rank)}`;

@@ -2,11 +2,13 @@
 
 import { count } from "../numbers.js";
 
-const SVG = "http://www.w3.org/2000/svg", SIDE = 28;
-/** Maximum number of ranks that are drawn. Further copies of the network are only counted. */
-const MOST = 64;
+const SVG = "http://www.w3.org/2000/svg";
+/** Width and height of a rank's square, in pixels. */
+const SIDE = 28;
+/** Approximate maximum number of ranks that are drawn: at least one copy of the network. Further copies are only counted. */
+const MAX_RANKS = 64;
 
-/** Returns a rank's coordinates. Ranks are numbered with `model` fastest and stages slowest (worker/engine/src/plan/mesh.rs). */
+/** Returns a rank's coordinates. `model` varies fastest with the rank's number, the stage slowest (worker/engine/src/plan/mesh.rs). */
 function place(rank, { pipeline = 1, height = 1, model = 1 }, ranks) {
   const of_stage = Math.max(1, Math.floor(ranks / pipeline)), within = rank % of_stage;
   return { stage: Math.floor(rank / of_stage), data: Math.floor(within / (model * height)), row: Math.floor(within / model) % height, part: within % model };
@@ -48,7 +50,7 @@ function square(rank, plan, ranks) {
 /** Draws a plan into a list, with an item for each stage. Returns a text that explains the drawing. */
 export function drawMesh(list, plan) {
   const { pipeline = 1, data, height = 1, model = 1, later_stages: later = [] } = plan, of_copy = height * model;
-  const ranks = pipeline * data * of_copy, copies = Math.min(data, Math.max(1, Math.floor(MOST / (pipeline * of_copy))));
+  const ranks = pipeline * data * of_copy, copies = Math.min(data, Math.max(1, Math.floor(MAX_RANKS / (pipeline * of_copy))));
   list.replaceChildren(...Array.from({ length: pipeline }, (_, stage) => {
     const item = made("li", ""), rows = made("div", "mesh-copies");
     if (pipeline > 1) item.append(made("b", "", `stage ${stage}`), made("small", "", stage ? `from ${later[stage - 1] ?? "?"}` : "from the pictures"));

@@ -1,10 +1,10 @@
-// The metrics of a job: reads the history over REST, then points from the stream. No point is duplicated.
+// The metrics of a job: the history, read over REST, and then points from the stream. No point is stored twice.
 
 import { ask } from "../page.js";
 import { MeanSeries, Series } from "../chart/series.js";
 import { isActive, ranksNow, tellsRanks } from "./facts.js";
 
-/** Metrics that the page always needs, with the first chart's metric first. For `MEANS`, the mean over ranks is kept, too. */
+/** Metrics that the page always reads, besides `GPU`, with the first chart's metric first. For `MEANS`, the mean over ranks is kept, too. */
 const NAMES = ["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", "val_accuracy"];
 const GPU = ["gpu_utilization", "gpu_memory_bytes", "gpu_power_watts", "gpu_temperature_celsius"];
 const MEANS = new Set(["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", ...GPU]);
@@ -15,13 +15,13 @@ export class Metrics {
   #series = new Map();
   #means = new Map();
   #asOf = new Map();
-  /** For each metric that is being read: the events that arrived meanwhile (`events`), and the end of the reading (`done`). */
+  /** For each metric that is being read: the events that arrived meanwhile (`events`), and a promise of the end (`done`). */
   #reading = new Map();
-  /** The number of ranks of each attempt that was active on this page. May be less than the job's number if machines were lost. */
+  /** The number of ranks of each attempt that was active while this page was open. May be less than the job's if machines were lost. */
   #ranksIn = new Map();
   /** The newest attempt with a point. */
   attempt = 0;
-  /** Events since the request for a zoomed part: the response may lack them. */
+  /** Events since the newest request for a zoomed part, which the response may lack; null if no request is open. */
   #since = null;
 
   /** `points(name)`: the number of buckets to request. */
@@ -49,7 +49,7 @@ export class Metrics {
     if (isActive(job.state) && tellsRanks(job)) this.#ranksIn.set(job.attempt, Math.min(this.#ranksIn.get(job.attempt) ?? Infinity, ranksNow(job)));
   }
 
-  /** Returns the number of ranks of an attempt that was active on this page, otherwise undefined. */
+  /** Returns the number of ranks of an attempt that was active while this page was open, otherwise undefined. */
   ranksIn(attempt) { return this.#ranksIn.get(attempt); }
 
   /** Returns a series of means. For an attempt that had ended earlier, the number of ranks with points is used. */
@@ -124,7 +124,7 @@ export class Metrics {
     if (this.detail) this.#applyDetail(this.detail, { attempt, rank, name, steps, values });
   }
 
-  /** Handles an `evaluation` event, which has the same value as `val_accuracy`. Either of the two may arrive first. */
+  /** Handles an `evaluation` event, which has the same value as the point of `val_accuracy`. Either may arrive first. */
   evaluated({ attempt, step, accuracy }) { this.of("val_accuracy").append(attempt, [step], [accuracy]); }
 
   #applyDetail(detail, { attempt, rank, name, steps, values }) {

@@ -77,7 +77,7 @@ export function axesNamed(names) {
   }).join(" · ");
 }
 
-/** Returns the axis value of a number that people write as 1: accuracies and utilisations are written in percent. */
+/** Returns the axis value of the number 1 in a form: 0.01 for accuracies and utilisations, which people write in percent. */
 export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(name)) ? 0.01 : 1);
 
 /** Returns the axis of a quantity, for one of its metrics. */

@@ -5,8 +5,9 @@ import { bytes, count, millis, percent, plural, rate } from "../numbers.js";
 import { drawMesh } from "./mesh.js";
 
 /** Fraction of the layers in one stage above which stages are distinguished by one more part of the names. */
-const TOO_MUCH = 0.7;
-const DEEPEST = 3;
+const MAX_SHARE = 0.7;
+/** Maximum number of parts of the names that distinguish stages. */
+const MAX_DEPTH = 3;
 
 const shape = (sizes) => sizes.map(count).join(" × ");
 const time = (us) => (us >= 1000 ? millis(us / 1000) : `${us.toFixed(us < 100 ? 1 : 0)} µs`);
@@ -27,7 +28,7 @@ export function stages(layers) {
       found.at(-1).layers.push(layer);
     }
     for (const stage of found) stage.name ||= [...new Set([stage.layers[0].name, stage.layers.at(-1).name])].join(" to ");
-    if (depth === DEEPEST || found.every((stage) => stage.layers.length <= TOO_MUCH * layers.length)) return found;
+    if (depth === MAX_DEPTH || found.every((stage) => stage.layers.length <= MAX_SHARE * layers.length)) return found;
   }
 }
 
@@ -39,7 +40,7 @@ const figures = (plan) => [
   ["images a second", plan.images_per_second, plan.measured_step_ms && (plan.images_per_second * plan.step_ms) / plan.measured_step_ms, rate],
   ["memory of a rank", plan.memory_bytes, plan.measured_memory_bytes, bytes],
 ];
-const apart = (predicted, measured) => (measured && predicted ? `${measured < predicted ? "−" : "+"}${percent(Math.abs(measured / predicted - 1), 0)}` : "–");
+const difference = (predicted, measured) => (measured && predicted ? `${measured < predicted ? "−" : "+"}${percent(Math.abs(measured / predicted - 1), 0)}` : "–");
 
 export class Network {
   /** `onPlan` receives the plan, if the job has one. */
@@ -57,7 +58,7 @@ export class Network {
     text(byId("plan-words"), `${plan.words} · limited by ${plan.limited_by} · ${plan.why}`);
     byId("plan-rows").replaceChildren(...figures(plan).map(([name, predicted, measured, words]) => {
       const row = make("tr");
-      row.append(make("th", name, { scope: "row" }), ...[words(predicted), measured ? words(measured) : "–", apart(predicted, measured)].map((cell) => make("td", cell, { class: "num" })));
+      row.append(make("th", name, { scope: "row" }), ...[words(predicted), measured ? words(measured) : "–", difference(predicted, measured)].map((cell) => make("td", cell, { class: "num" })));
       return row;
     }));
     text(byId("mesh-note"), drawMesh(byId("mesh"), plan));

@@ -1,17 +1,19 @@
 // The corner that changes a panel's size: it can be dragged with a mouse, a pen or a finger, or moved with arrow keys. Sizes are cells of
-// the page's grid: one to three columns, and three heights.
+// the page's grid: one to three columns, and one to three rows.
 
-const MOST = 3;
+/** Maximum number of columns and of rows. */
+const MAX_CELLS = 3;
 /** Heights of a panel's chart, by rows; the same as in styles/job.css. */
 const HEIGHTS = [160, 330, 500];
-/** Number of pixels beyond the page's right edge to which the corner of a panel must be dragged to add a column. */
+/** Number of pixels by which the pointer must be beyond the grid's right edge to add a column. */
 const BEYOND = 6;
 const WIDE = ["a third", "two thirds", "all"], HIGH = ["low", "medium", "high"];
 const KEYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 /** On narrower pages, panels have the full width, and only their height changes. */
 const stacked = matchMedia("(max-width: 720px)");
-const within = (cells) => Math.min(MOST, Math.max(1, cells));
+const clamp = (cells) => Math.min(MAX_CELLS, Math.max(1, cells));
+/** Returns the number of rows whose height is nearest. */
 const nearest = (pixels) => HEIGHTS.reduce((best, height, i) => (Math.abs(height - pixels) < Math.abs(HEIGHTS[best] - pixels) ? i : best), 0) + 1;
 
 /** Describes a size: `two thirds of the page wide, low`, or only the height if panels have the full width. */
@@ -24,7 +26,7 @@ export function showSize(card, panel) {
   card.querySelector(".grip")?.setAttribute("aria-label", `Size of ${panel.title}: ${sizeOf(panel)}. Arrow keys change it.`);
 }
 
-/** Adds the corner to a panel's card. `keep(before)`: stores the panel's new size. `before`: the old size. */
+/** Adds the corner to a panel's card. `keep(before)`: called to store the panel's new size, with the old size. */
 export function sizable(card, panel, keep) {
   const grip = Object.assign(document.createElement("button"), { type: "button", className: "quiet grip", title: "Drag it, or press an arrow key" });
   let drag = null;
@@ -38,11 +40,11 @@ export function sizable(card, panel, keep) {
   };
   /** Returns the number of cells nearest to the old size plus the pointer's movement. */
   const reached = ({ clientX, pageY }) => {
-    const { left, right } = card.parentElement.getBoundingClientRect(), third = (right - left) / MOST, { before } = drag;
-    const columns = within(Math.round(before.columns + (clientX - drag.x) / third));
+    const { left, right } = card.parentElement.getBoundingClientRect(), third = (right - left) / MAX_CELLS, { before } = drag;
+    const columns = clamp(Math.round(before.columns + (clientX - drag.x) / third));
     // A panel at the right edge grows only by a movement beyond the edge.
     const more = columns === before.columns && clientX > right + BEYOND ? 1 : 0;
-    return [stacked.matches ? before.columns : within(columns + more), nearest(HEIGHTS[before.rows - 1] + pageY - drag.y)];
+    return [stacked.matches ? before.columns : clamp(columns + more), nearest(HEIGHTS[before.rows - 1] + pageY - drag.y)];
   };
   grip.addEventListener("pointerdown", (event) => {
     if (event.button !== 0) return;
@@ -68,7 +70,7 @@ export function sizable(card, panel, keep) {
     if (!by || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     const { columns, rows } = panel;
-    size(stacked.matches ? columns : within(columns + by[0]), within(rows + by[1]));
+    size(stacked.matches ? columns : clamp(columns + by[0]), clamp(rows + by[1]));
     if (columns !== panel.columns || rows !== panel.rows) keep({ columns, rows });
   });
   return grip;

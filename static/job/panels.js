@@ -7,8 +7,8 @@ import { PanelForm, said as problem } from "./panel-form.js";
 import { showSize, sizable, sizeOf } from "./panel-size.js";
 import { about, axesNamed, axisOf, ownMetrics, quantity } from "./names.js";
 
-/** The same as in protocol/src/limits.rs. */
-const MOST = 24;
+/** Maximum number of panels. The same as in protocol/src/limits.rs. */
+const MAX_PANELS = 24;
 
 /** Returns the metric from which a line is computed: speeds are computed from step times. */
 const source = (name) => (name === "images_per_second" ? "step_ms" : name);
@@ -32,7 +32,7 @@ export class Panels {
     charts.panelPixels = (name) => Math.max(0, ...this.#shown.filter(({ panel }) => panel.metrics.some((of) => source(of) === name)).map(({ chart }) => chart.pixels));
     this.grid = byId("custom-grid");
     this.form = new PanelForm(charts);
-    this.#show(this.#isUsual ? ownMetrics(job()).slice(0, MOST).map(usual) : start.panels);
+    this.#show(this.#isUsual ? ownMetrics(job()).slice(0, MAX_PANELS).map(usual) : start.panels);
     byId("panel-add").addEventListener("click", () => this.#edit(null));
     byId("panels-to-project").addEventListener("click", () => this.#toProject());
     byId("panels-from-project").addEventListener("click", () => this.#fromProject());
@@ -43,7 +43,7 @@ export class Panels {
 
   /** Called when a metric has new points. The first points of a run's metric add its panel. */
   async noticed(name) {
-    if (!this.#isUsual || this.list.length >= MOST || this.list.some((panel) => panel.metrics.includes(name))) return;
+    if (!this.#isUsual || this.list.length >= MAX_PANELS || this.list.some((panel) => panel.metrics.includes(name))) return;
     this.#show([...this.list, usual(name)]);
     await this.metrics.need(name);
     this.charts.redraw(true);
@@ -67,13 +67,13 @@ export class Panels {
       card.querySelector(".handle").setAttribute("aria-label", `Move ${panel.title}, panel ${i + 1} of ${this.#shown.length}. Arrow keys move it.`);
     });
     const own = this.from === "job", any = this.#shown.length > 0;
-    byId("panel-add").disabled = this.#shown.length >= MOST;
+    byId("panel-add").disabled = this.#shown.length >= MAX_PANELS;
     byId("panels-to-project").hidden = !own || !any;
     byId("panels-from-project").hidden = !own;
     if (!byId("custom-note").dataset.said) this.#say("");
   }
 
-  /** Shows a message next to the title, or without a message, the owner of these panels. */
+  /** Shows a message next to the title. Without a message, shows whose panels these are. */
   #say(words) {
     const whose = this.#shown.length ? (this.from === "project" ? `of the project ${this.job().project}` : "") : this.mayChange ? "Charts of the metrics of your choice: none yet." : "none";
     byId("custom-note").dataset.said = words;
@@ -198,7 +198,7 @@ export class Panels {
     this.#order(list, entry);
   }
 
-  /** Makes panels draggable. A panel is dropped before the panel under the pointer, or after it if the pointer is in its second half. */
+  /** Makes a panel draggable. It is dropped before the panel under the pointer, or after that panel if the pointer is in its right half. */
   #draggable(handle, entry) {
     const target = (event) => {
       const card = document.elementFromPoint(event.clientX, event.clientY)?.closest(".panel"), over = this.#shown.find((e) => e.card === card);

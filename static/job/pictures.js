@@ -21,7 +21,7 @@ export function figure(png, alt, lines) {
   return figure;
 }
 
-/** Returns figures of mistakes (or of right predictions), in order. */
+/** Returns a figure for each entry of an evaluation (mistakes or right predictions), in order. */
 export async function predicted(job, entries, names) {
   const { samples } = await ask(`/api/v1/jobs/${job}/samples?indices=${entries.map((e) => e.index).join(",")}`);
   return samples.map((sample, i) => {

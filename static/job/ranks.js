@@ -1,5 +1,5 @@
-// The ranks: each has a lane that shows how its steps divide into computing, waiting and data, and its agent's last report. A click on a
-// rank's name emphasises its line in the loss chart.
+// The list of ranks. Each rank has a lane, which shows how its steps divide into computing, waiting and data, and its agent's last report. A
+// click on a rank's name emphasises the rank's line in the loss chart.
 
 import { read, write } from "../address.js";
 import { byId, text } from "../page.js";
@@ -8,14 +8,15 @@ import { RANK_COLOURS } from "../chart/palette.js";
 import { isFinal } from "./facts.js";
 import { inMesh } from "./mesh.js";
 
+/** Number of the newest steps over which times are averaged. */
 const WINDOW = 50;
 /** Factor by which a rank must be slower than the median of the others to be reported in the banner. */
 const SLOW = 1.2;
-/** Fraction of a step that is spent waiting for pictures above which a faster network would not train faster. */
+/** Fraction of a step's time. If ranks wait longer for pictures, the list says that pictures limit the speed. */
 const STARVED = 0.05;
 
-/** Returns the bucket of a segment that contains a step: the last bucket that does not begin later. */
-function place({ steps, length }, step) {
+/** Returns the index of a segment's bucket that contains a step: of the last bucket that does not begin later. */
+function bucketAt({ steps, length }, step) {
   let low = 0, high = length - 1;
   while (low < high) {
     const middle = (low + high + 1) >> 1;
@@ -71,7 +72,7 @@ export class Ranks {
   /** Called for a new attempt: removes the reports and machines of the old attempt's ranks. */
   forget() { this.#reports.clear(); this.#slowSince.clear(); this.#seats.clear(); }
 
-  /** Returns the mean of the newest `n` values in the newest attempt; NaN for a rank without values in it, such as a rank of only older attempts. */
+  /** Returns the mean of the newest `n` values in the newest attempt; NaN if the rank has no values in that attempt. */
   #recent(name, rank, n = WINDOW) {
     const series = this.metrics.of(name, rank);
     return series.last?.attempt === this.metrics.attempt ? series.recent(n) : NaN;
@@ -105,7 +106,7 @@ export class Ranks {
     return step ? wait / step : NaN;
   }
 
-  /** Describes what limits the job's speed. Empty if there are too few steps to know. */
+  /** Describes what limits the job's speed. Empty as long as there are too few steps. */
   #limit(splits) {
     const known = splits.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.of("step_ms", s.rank).last?.lastStep >= WINDOW);
     if (!known.length) return "";
@@ -145,11 +146,11 @@ export class Ranks {
   }
 
   /**
-   * Returns the step since when a rank has been slower than the others, as far back as the page's points reach. Each metric has points for
-   * its own chart, so their steps may differ.
+   * Returns the step since which a rank has been slower than the others, as far back as the page's points reach. Metrics may have buckets of
+   * different widths, so each step is looked up in each metric.
    */
   #since(rank, others) {
-    const at = (name, r, step) => { const segment = this.metrics.of(name, r).last; return segment ? segment.mean[place(segment, step)] : NaN; };
+    const at = (name, r, step) => { const segment = this.metrics.of(name, r).last; return segment ? segment.mean[bucketAt(segment, step)] : NaN; };
     const own = (r, step) => at("step_ms", r, step) - (at("all_reduce_ms", r, step) || 0);
     const all = ["step_ms", "all_reduce_ms"].map((name) => this.metrics.of(name, rank).last).filter(Boolean);
     const { steps, length, lastStep } = all.reduce((a, b) => (b.length > a.length ? b : a));
@@ -164,7 +165,7 @@ export class Ranks {
     return since;
   }
 
-  /** Describes a rank's status, or how it ended. `cause` may name the rank that failed first. Not all ranks that ended with it report a reason. */
+  /** Describes a rank's status, or how the rank ended. `said`: its last report. `cause` may name the rank that failed first. */
   #status(rank, said, live, cause) {
     if (live) return said;
     if (cause?.rank === rank) return "ended first";

@@ -1,4 +1,4 @@
-// The panels below the charts, one at a time. The address names the open panel.
+// The panels below the charts, one at a time. The page's URL names the open panel.
 
 import { byId } from "../page.js";
 import { read, write } from "../address.js";
@@ -6,7 +6,7 @@ import { read, write } from "../address.js";
 export class Tabs {
   #opened = new Set();
 
-  /** `opened`: for each panel's name, a function that is called when it is first opened. `again`: functions that are called each later time. */
+  /** By panel's name: `opened`, functions that are called when a panel is first opened; `again`, functions for each later opening. */
   constructor(opened, again = {}) {
     Object.assign(this, { opened, again });
     this.tabs = [...document.querySelectorAll("#panels [role=tab]")];

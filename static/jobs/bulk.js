@@ -1,4 +1,4 @@
-// Actions on several jobs, which are selected in the list, then paused, cancelled, tagged, compared or deleted together.
+// Actions on the selected jobs of the list: pause, resume, retry, cancel, tag, compare and delete.
 
 import { ask, byId, confirmThen, Problem, sentence, text } from "../page.js";
 import { bytes, plural } from "../numbers.js";
@@ -11,7 +11,7 @@ const FITS = {
 
 export class Bulk {
   #chosen = new Set();
-  /** The jobs that were selected when the message was shown. */
+  /** Ids of the jobs that were selected when the message was shown. */
   #saidOf = "";
 
   /** `find(id)`: returns a job of the list. `listed()`: returns the number of jobs in the list. */

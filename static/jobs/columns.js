@@ -1,4 +1,4 @@
-// The columns of the list: default columns, and any setting, metric or tag. The choice is in the address, and the browser keeps it for the
+// The columns of the list: default columns, and any setting, metric or tag. The choice is in the URL, and the browser keeps it for the
 // next visit.
 
 import { cut, NARROW } from "../cut.js";
@@ -9,9 +9,9 @@ import { ALL } from "../job/names.js";
 import { readMetrics } from "./query.js";
 import { read, write } from "../address.js";
 
-/** Name in the address, and label. */
+/** Default columns: name in the URL, and label. */
 const OWN = [["progress", "Progress"], ["loss", "Loss"], ["best", "Best accuracy"], ["speed", "Images/s"], ["age", "Submitted"]];
-/** Every metric that a job reports, with its newest value, and other fields of a job. */
+/** Columns that can be added, besides settings and tags: label, value of a job, and format. */
 const METRICS = {
   ...Object.fromEntries(Object.entries(ALL).map(([name, [words, format]]) => [name, [words, (j) => j.last[name], format]])),
   accuracy: ["Training accuracy", (j) => j.last.accuracy, ALL.accuracy[1]], lr: ["Learning rate now", (j) => j.last.lr, ALL.lr[1]],
@@ -21,11 +21,11 @@ const METRICS = {
 /** Metrics that every response contains. */
 const ALWAYS = ["loss", "accuracy", "lr", "val_loss", "val_accuracy", "images_per_second"];
 /** Maximum number of added columns. */
-const MOST = 12;
+const MAX_EXTRA = 12;
 const KEPT = "columns";
-/** The default: all own columns. */
+/** The default choice: all columns of `OWN`. */
 const USUAL = OWN.map(([name]) => name).join(",");
-/** The value in the address if no column is chosen. */
+/** The value in the URL if no column is chosen. */
 const NONE = "none";
 
 const kept = () => { try { return localStorage.getItem(KEPT); } catch { return null; } };
@@ -57,7 +57,7 @@ export class Columns {
       const typed = add.value, [job] = this.known().jobs, words = typed.trim().replace(/^spec\./, ""), key = job && !(words in METRICS) ? dotted(job.spec, words) : words;
       text(this.error, "");
       if (!key || this.#extra.includes(key)) return;
-      if (this.#extra.length >= MOST) return text(this.error, `There are ${MOST} columns; remove one first.`);
+      if (this.#extra.length >= MAX_EXTRA) return text(this.error, `There are ${MAX_EXTRA} columns; remove one first.`);
       const wrong = await mistake(key);
       if (wrong) return text(this.error, wrong);
       if (this.#extra.includes(key)) return;
@@ -72,15 +72,15 @@ export class Columns {
     this.fromAddress();
   }
 
-  /** Reads the columns from the address, or otherwise the last chosen columns. */
+  /** Reads the columns from the URL, or otherwise the last chosen columns. */
   fromAddress() {
     const words = read("columns") || kept() || USUAL, chosen = words.split(",").filter((name) => name && name !== NONE);
     for (const box of byId("own-columns").querySelectorAll("input")) box.checked = chosen.includes(box.value);
-    this.#extra = chosen.filter((name) => !OWN.some(([own]) => own === name)).slice(0, MOST);
+    this.#extra = chosen.filter((name) => !OWN.some(([own]) => own === name)).slice(0, MAX_EXTRA);
     this.#draw();
   }
 
-  /** Returns the visible columns, as in the address. */
+  /** Returns the visible columns, as in the URL. */
   words() { return [...[...byId("own-columns").querySelectorAll("input:checked")].map((box) => box.value), ...this.#extra].join(",") || NONE; }
 
   /** The keys of the added columns. */

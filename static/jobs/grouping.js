@@ -1,15 +1,15 @@
-// The keys by which the list is grouped: a menu and the address. Keys have the same names as in `by` of GET /jobs/groups.
+// The keys by which the list is grouped: a menu and the URL. Keys have the same names as in `by` of GET /jobs/groups.
 
 import { text } from "../page.js";
 import { read } from "../address.js";
 import { setting } from "../settings.js";
 import { field, menu } from "./narrow.js";
 
-/** The same as in server/src/api/jobs/group_keys.rs. */
-const MOST = 3;
+/** Maximum number of keys. The same as in server/src/api/jobs/group_keys.rs. */
+const MAX_KEYS = 3;
 const OWN = { project: (j) => j.project, owner: (j) => j.owner, tag: (j) => j.tags, state: (j) => j.state, name: (j) => j.name };
 
-/** Returns the keys in the address. */
+/** Returns the keys in the URL. */
 export const groupedBy = () => read("group_by").split(",").map((key) => key.trim()).filter(Boolean);
 
 /** Whether a job belongs to the group with these values, as far as the job's fields show. */
@@ -32,7 +32,7 @@ export function inWords(values) {
 }
 
 export class Grouping {
-  /** `change(values)`: writes values into the address and reads the list again. `keys()`: returns the settings to offer. */
+  /** `change(values)`: writes values into the URL and reads the list again. `keys()`: returns the settings to offer. */
   constructor(change, keys) {
     this.change = change;
     const make = (tag, properties) => Object.assign(document.createElement(tag), properties);
@@ -61,7 +61,7 @@ export class Grouping {
     const now = groupedBy();
     if (!key) return text(this.error, "Write a setting, such as train.lr.");
     if (now.includes(key)) return;
-    if (now.length >= MOST) return text(this.error, `At most ${MOST} keys can group the list; remove one first.`);
+    if (now.length >= MAX_KEYS) return text(this.error, `At most ${MAX_KEYS} keys can group the list; remove one first.`);
     this.input.value = "";
     this.change({ group_by: [...now, key].join(","), open: "" });
   }

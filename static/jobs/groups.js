@@ -1,5 +1,5 @@
 // The list by groups. Each group has a row with the mean and the spread of every column over all its jobs, which the server computes. If
-// the group is open, its jobs follow. The open groups are in the address.
+// the group is open, its jobs follow. The open groups are in the URL.
 
 import { ask, Problem, serverNow, text } from "../page.js";
 import { ALL } from "../job/names.js";
@@ -12,15 +12,15 @@ import { blank } from "./row.js";
 import { order } from "./sort.js";
 
 /**
- * Number of groups and of jobs per request; maximum number of groups, and of open groups; minimum and maximum pause between requests while
- * jobs change.
+ * Number of groups and of jobs in a first request; maximum number of groups or jobs in a request, and of open groups; minimum and maximum pause
+ * between requests while jobs change.
  */
-const GROUPS = 100, JOBS = 25, MOST = 1000, OPEN = 20, AGAIN_MS = 3000, LONGEST_AGAIN_MS = 30_000;
-/** Columns of the list, each with the format of its mean. */
+const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20, AGAIN_MS = 3000, LONGEST_AGAIN_MS = 30_000;
+/** For each column of numbers, the format of its mean. */
 const WRITTEN = { ...Object.fromEntries(Object.entries(ALL).map(([name, [, format]]) => [name, format])), best: percent, speed: rate };
 const OWN = { loss: "loss", best: "best", speed: "speed" };
 const NUMBERS = [...Object.keys(ALL), "step", "epoch", "attempt", "ranks"];
-/** Sort orders of the list for which groups have no mean, each with the order of groups in its place. */
+/** For sort keys of the list for which groups have no mean: the sort key of groups that replaces it. */
 const NO_MEAN = { created: "newest", started: "newest", finished: "newest", name: "group", state: "group", project: "group", owner: "group" };
 
 const plain = (v) => String(Number(v.toPrecision(4)));
@@ -29,9 +29,9 @@ const make = (tag, properties = {}, ...children) => { const node = Object.assign
 /** Returns a row with a button below the names. A cell that spans more columns than the table has would add columns of full width. */
 const below = (button) => make("tr", { className: "group-rest" }, make("td"), make("td"), make("td", { className: "c-name" }, button));
 
-/** Returns the open groups in the address, by their values. */
+/** Returns the open groups in the URL, by their values. */
 function opened() {
-  try { const all = JSON.parse(read("open", "[]")); return new Set(Array.isArray(all) ? all.slice(0, OPEN).map((v) => JSON.stringify(v)) : []); } catch { return new Set(); }
+  try { const all = JSON.parse(read("open", "[]")); return new Set(Array.isArray(all) ? all.slice(0, MAX_OPEN).map((v) => JSON.stringify(v)) : []); } catch { return new Set(); }
 }
 
 export class Groups {
@@ -87,7 +87,7 @@ export class Groups {
   }
 
   async #ask(cursor) {
-    const known = Math.min(MOST, Math.max(GROUPS, cursor ? 0 : this.#shown.size));
+    const known = Math.min(MAX_PER_REQUEST, Math.max(GROUPS, cursor ? 0 : this.#shown.size));
     for (;;) {
       const metrics = this.#metrics(), names = new Set(metrics.values()), by = order().replace(/^-/, "");
       if (!NO_MEAN[by] && !this.#texts.has(by)) names.add(by);
@@ -193,7 +193,7 @@ export class Groups {
   }
 
   #write() {
-    const keys = [...this.#shown.values()].filter(({ toggle }) => toggle.getAttribute("aria-expanded") === "true").map(({ key }) => key).slice(0, OPEN);
+    const keys = [...this.#shown.values()].filter(({ toggle }) => toggle.getAttribute("aria-expanded") === "true").map(({ key }) => key).slice(0, MAX_OPEN);
     write({ open: keys.length ? `[${keys.join(",")}]` : "" });
   }
 
@@ -215,7 +215,7 @@ export class Groups {
 
   /** Reads the jobs of a group: the first jobs again, or further jobs. */
   async #openJobs(one, further) {
-    const limit = further ? JOBS : Math.min(MOST, Math.max(JOBS, one.rows.length));
+    const limit = further ? JOBS : Math.min(MAX_PER_REQUEST, Math.max(JOBS, one.rows.length));
     const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", one.key], ["sort", order()], ["limit", limit], ...alsoRead()]);
     if (further) given.set("cursor", one.cursor);
     one.toggle.setAttribute("aria-expanded", "true");

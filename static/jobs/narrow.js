@@ -6,10 +6,10 @@ import { read } from "../address.js";
 import { count } from "../numbers.js";
 import { condition, filter } from "./query.js";
 
-/** The same as in server/src/api/jobs/conditions.rs. */
-const MOST = 10;
-/** The same as for a job (protocol/src/labels.rs). */
-const MOST_TAGS = 20;
+/** Maximum number of conditions. The same as in server/src/api/jobs/conditions.rs. */
+const MAX_CONDITIONS = 10;
+/** Maximum number of tags. The same as for a job (protocol/src/labels.rs). */
+const MAX_TAGS = 20;
 
 const make = (tag, properties = {}, ...children) => { const node = Object.assign(document.createElement(tag), properties); node.append(...children); return node; };
 /** Returns a field of a menu, with its label above it. */
@@ -28,7 +28,7 @@ const day = (at) => {
   const date = new Date(at), two = (n) => String(n).padStart(2, "0");
   return Number.isNaN(date.getTime()) ? "" : `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())}`;
 };
-/** Returns the beginning of the day that is `later` days after this day, in the reader's time zone, as a time for the address. */
+/** Returns the beginning of the day that is `later` days after this day, in the reader's time zone, as a time for the URL. */
 const begins = (words, later) => {
   const [year, month, date] = words.split("-").map(Number), at = new Date(year, month - 1, date + later);
   return words && !Number.isNaN(at.getTime()) ? at.toISOString() : "";
@@ -37,7 +37,7 @@ const begins = (words, later) => {
 const until = (at) => day(Date.parse(at) - 1);
 
 export class Narrow {
-  /** `change(values)`: writes values into the address and reads the list again. */
+  /** `change(values)`: writes values into the URL and reads the list again. */
   constructor(change, keys) {
     this.change = change;
     const input = make("input", { id: "condition", placeholder: "lr > 0.1", maxLength: 300, autocomplete: "off", spellcheck: false }), error = make("p", { className: "error", role: "alert" });
@@ -49,7 +49,7 @@ export class Narrow {
       const found = condition(input.value), { conditions } = filter();
       if (!found?.value) return text(error, "Write a setting, a sign and a value, such as lr > 0.1.");
       if (found.value.includes(",")) return text(error, "A value has no comma.");
-      if (conditions.length >= MOST) return text(error, `There are ${MOST} conditions; remove one first.`);
+      if (conditions.length >= MAX_CONDITIONS) return text(error, `There are ${MAX_CONDITIONS} conditions; remove one first.`);
       text(error, "");
       input.value = "";
       change({ where: [...conditions, `${found.key}${found.sign}${found.value}`].join(",") });
@@ -98,7 +98,7 @@ export class Narrow {
   addTag(tag) {
     const { tags } = filter();
     if (tags.includes(tag)) return;
-    if (tags.length >= MOST_TAGS) return text(this.problem, `There are ${MOST_TAGS} tags; remove one first.`);
+    if (tags.length >= MAX_TAGS) return text(this.problem, `There are ${MAX_TAGS} tags; remove one first.`);
     this.change({ tag: [...tags, tag].join(",") });
   }
 

@@ -1,5 +1,5 @@
 // Requests of the list: jobs by states, project, owner, tags, settings and time, and by a text in their names, tags or notes, in the order
-// that the address gives.
+// that the URL gives.
 
 import { ask } from "../page.js";
 import { setting } from "../settings.js";
@@ -23,7 +23,7 @@ function fulfils(job, words) {
   return typeof own === "number" ? COMPARE[sign](own, Number(value)) : COMPARE[sign](String(own), value);
 }
 
-/** Returns the filter in the address. */
+/** Returns the filter in the URL. */
 export function filter() {
   const at = new URL(location.href).searchParams;
   const list = (key) => (at.get(key) ?? "").split(",").map((word) => word.trim()).filter(Boolean);
@@ -33,7 +33,7 @@ export function filter() {
   };
 }
 
-/** Whether a job belongs into the list, apart from the search text. */
+/** Whether a job matches the filter, apart from the search text. */
 export function fits(job, { states, owner, tags, project, conditions, after, before }) {
   const at = Date.parse(job.created_at);
   return (!states.length || states.includes(job.state)) && (!owner || job.owner === owner) && (!project || job.project === project)
@@ -41,13 +41,13 @@ export function fits(job, { states, owner, tags, project, conditions, after, bef
     && !(at < Date.parse(after)) && !(at >= Date.parse(before));
 }
 
-/** Whether the text is in the job's name or in a tag. Jobs from a stream have no notes, which only the server searches. */
+/** Whether the text is in the job's name or in a tag. Only the server searches notes, because jobs from a stream have none. */
 export function mentions(job, text) {
   const has = (words) => words.toLowerCase().includes(text.toLowerCase());
   return !text || has(job.name) || job.tags.some(has);
 }
 
-/** Returns the parameters of a filter, for the address and for requests. */
+/** Returns the parameters of a filter, for the URL and for requests. */
 export const parameters = ({ states, text, owner, tags, project, conditions, after, before }) => Object.entries({
   state: states.join(","), q: text, owner, project, tag: tags.join(","), where: conditions.join(","), created_after: after, created_before: before,
 }).filter(([, v]) => v);

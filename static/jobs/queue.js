@@ -1,9 +1,9 @@
-// The places of waiting jobs in the queue, and their reasons for waiting. No stream reports these, because the number of free slots is not
-// an event of a job. So the page polls them while it shows a waiting job.
+// The places of waiting jobs in the queue, and their reasons for waiting. No stream reports them, because other jobs and machines change them
+// without an event of the waiting job. So the page polls them while it shows a waiting job.
 
 import { ask } from "../page.js";
 
-const EVERY_MS = 5000, MOST = 1000;
+const EVERY_MS = 5000, MAX_JOBS = 1000;
 export const waits = (job) => ["queued", "restarting"].includes(job.state);
 
 export class Queue {
@@ -19,7 +19,7 @@ export class Queue {
   async #ask() {
     const here = new Map(this.jobs().filter(waits).map((job) => [job.id, job]));
     if (!here.size || document.hidden) return;
-    const { jobs } = await ask(`/api/v1/jobs?state=queued,restarting&sort=-priority&fields=id,state,reason,queue&limit=${MOST}`);
+    const { jobs } = await ask(`/api/v1/jobs?state=queued,restarting&sort=-priority&fields=id,state,reason,queue&limit=${MAX_JOBS}`);
     for (const { id, state, reason, queue } of jobs) {
       const job = here.get(id);
       // The stream may have reported another state in the meantime.

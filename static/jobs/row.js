@@ -1,4 +1,4 @@
-// A row of the list. It is filled as on the server (web/src/jobs.rs), and filled again when its job changes.
+// A row of the list. The script fills it like the server (web/src/jobs.rs), and again when the job changes.
 
 import { byId, serverNow, text } from "../page.js";
 import { cut, sentenceOf } from "../cut.js";
@@ -59,7 +59,7 @@ export function fill(row, job) {
   );
 }
 
-/** Writes the description of a job, and its project, which is shortened first. */
+/** Writes the description of a job, and its project. If space is short, the project is shortened first. */
 function about(node, words, project) {
   if (node.dataset.whole === words + project) return;
   node.dataset.whole = node.title = words + project;

@@ -1,4 +1,4 @@
-// The order of the list: a click on a column's heading sorts by the column, and another click reverses the order. The order is in the address.
+// The order of the list: a click on a column's heading sorts by the column, and another click reverses the order. The order is in the URL.
 
 import { read } from "../address.js";
 import { cut, NARROW } from "../cut.js";
@@ -14,7 +14,7 @@ const OWN = {
   "c-state": ["state", false], "c-name": ["name", false], "c-progress": ["step", true], "c-loss": ["loss", false],
   "c-best": ["best", true], "c-speed": ["speed", true], "c-age": ["created", true],
 };
-/** Added columns that are sorted by their own name. Settings are sorted by `spec.` and their name. */
+/** Added columns whose sort key is their own name, and whether the first click sorts in descending order. A setting's sort key begins with `spec.`. */
 const METRICS = {
   ...Object.fromEntries(Object.keys(ALL).map((name) => [name, !/(^|_)loss$/.test(name)])), step: true, epoch: true, attempt: true, ranks: true, owner: false, project: false,
 };
@@ -25,7 +25,7 @@ const VALUES = {
   speed: (j) => j.images_per_second, images_per_second: (j) => j.images_per_second, priority: (j) => j.spec.priority,
 };
 
-/** Returns a job's sort value. If it changes, the job's place may change. */
+/** Returns a job's sort value. If the value changes, the job's place may change. */
 export function key(job) {
   const by = order().replace(/^-/, "");
   if (by.startsWith("tag:")) return job.tags.includes(by.slice(4));
@@ -65,7 +65,7 @@ export function drawHeads(row, choose) {
   }
 }
 
-/** Returns the numbers that keep their place, so that as few as possible have to move to get an ascending order. */
+/** Returns a longest ascending subsequence: if only the other numbers move, as few as possible move to get an ascending order. */
 function staying(numbers) {
   const ends = [], before = new Array(numbers.length).fill(-1), kept = new Set();
   numbers.forEach((n, i) => {

@@ -1,33 +1,33 @@
-// Named views of the list. A view is an address: filters, order and columns. The browser stores the names. To share a view, send its address.
+// Named views of the list. A view is a URL: filters, order and columns. The browser stores the names. To share a view, send its URL.
 
 import { text } from "../page.js";
 import { field, menu } from "./narrow.js";
 
-const KEPT = "views", MOST = 50, NAME = 60, ADDRESS = 4000;
+const KEPT = "views", MAX_VIEWS = 50, MAX_NAME = 60, MAX_QUERY = 4000;
 
 function kept() {
   try {
     const found = JSON.parse(localStorage.getItem(KEPT) ?? "[]");
-    return Array.isArray(found) ? found.filter((v) => typeof v?.name === "string" && typeof v.query === "string").slice(0, MOST) : [];
+    return Array.isArray(found) ? found.filter((v) => typeof v?.name === "string" && typeof v.query === "string").slice(0, MAX_VIEWS) : [];
   } catch { return []; }
 }
 
 export class Views {
-  /** `columns()`: returns the visible columns, as in the address. */
+  /** `columns()`: returns the visible columns, as in the URL. */
   constructor(columns) {
     this.columns = columns;
     this.list = Object.assign(document.createElement("ul"), { className: "views" });
-    this.input = Object.assign(document.createElement("input"), { id: "view-name", maxLength: NAME, autocomplete: "off", placeholder: "Name of this view" });
+    this.input = Object.assign(document.createElement("input"), { id: "view-name", maxLength: MAX_NAME, autocomplete: "off", placeholder: "Name of this view" });
     this.error = Object.assign(document.createElement("p"), { className: "error" });
     this.error.setAttribute("role", "alert");
     const form = document.createElement("form");
     form.append(field("Save what is shown now", this.input), Object.assign(document.createElement("button"), { textContent: "Save" }));
-    form.addEventListener("submit", (event) => { event.preventDefault(); this.#save(this.input.value.trim().slice(0, NAME)); });
+    form.addEventListener("submit", (event) => { event.preventDefault(); this.#save(this.input.value.trim().slice(0, MAX_NAME)); });
     this.menu = menu("Views", "saved-views", this.list, form, this.error);
     this.menu.addEventListener("toggle", () => { if (this.menu.open) this.#draw(); });
   }
 
-  /** Returns the current address, always with the columns, so that the view does not depend on the reader's own choice of columns. */
+  /** Returns the current URL, always with the columns, so that the view does not depend on the reader's own choice of columns. */
   #query() {
     const at = new URL(location.href).searchParams;
     at.delete("cursor");
@@ -36,14 +36,14 @@ export class Views {
   }
 
   #keep(views) {
-    try { localStorage.setItem(KEPT, JSON.stringify(views)); text(this.error, ""); return true; } catch { text(this.error, "This browser stores nothing: bookmark the address instead."); return false; }
+    try { localStorage.setItem(KEPT, JSON.stringify(views)); text(this.error, ""); return true; } catch { text(this.error, "This browser stores no data: bookmark this page instead."); return false; }
   }
 
   #save(name) {
     const views = kept(), query = this.#query(), others = views.filter((view) => view.name !== name);
     if (!name) return text(this.error, "Write a name.");
-    if (others.length >= MOST) return text(this.error, `There are ${MOST} views; remove one first.`);
-    if (query.length > ADDRESS) return text(this.error, "The view is too long to be kept: remove filters or columns.");
+    if (others.length >= MAX_VIEWS) return text(this.error, `There are ${MAX_VIEWS} views; remove one first.`);
+    if (query.length > MAX_QUERY) return text(this.error, "The view is too long to be kept: remove filters or columns.");
     if (!this.#keep([...others, { name, query }].sort((a, b) => a.name.localeCompare(b.name)))) return;
     this.input.value = "";
     this.#draw();

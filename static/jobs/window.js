@@ -1,11 +1,12 @@
 // Lays out only rows near the visible part, so that a list of ten thousand rows scrolls like a list of a hundred. `content-visibility` does
-// not work for table rows. So the other rows are hidden, and an empty row has their height. Only rows that enter or leave are changed.
+// not work for table rows. So all other rows are hidden, and empty rows above and below have their height.
 
 /**
- * Below `FEW` rows, all rows are laid out. `BEYOND`: number of rows that are laid out on either side of the visible part. `LEAST`: minimum
- * of this number. Cards differ in height, so the number may vary a little, and a row more or less must not move the other rows.
+ * Up to `MIN_WINDOWED` rows, all rows are laid out. `OVERSCAN`: number of rows that are laid out on either side of the visible part.
+ * `MIN_OVERSCAN`: the range of rows stays as long as this number is laid out on either side, because cards differ in height, and a small scroll
+ * must not move rows.
  */
-const FEW = 200, BEYOND = 24, LEAST = 8;
+const MIN_WINDOWED = 200, OVERSCAN = 24, MIN_OVERSCAN = 8;
 
 export class Window {
   /** Rows that are laid out. */
@@ -17,7 +18,7 @@ export class Window {
   #range = null;
   #frame = 0;
 
-  /** `enter(row)`: a hidden row is about to become visible. */
+  /** `enter(row)`: called before a hidden row becomes visible. */
   constructor(rows, enter) {
     Object.assign(this, { rows, enter });
     const pad = () => {
@@ -49,7 +50,7 @@ export class Window {
 
   #lay() {
     const all = this.rows.children, { length } = all;
-    if (length <= FEW) {
+    if (length <= MIN_WINDOWED) {
       if (this.#whole) return;
       for (const row of all) this.#show(row);
       this.#pad(this.above, 0);
@@ -60,8 +61,8 @@ export class Window {
     this.#whole = false;
     const height = this.#height ||= this.#measure(), top = (this.above.hidden ? this.rows : this.above).getBoundingClientRect().top;
     const first = Math.floor(-top / height), last = Math.max(0, Math.ceil((innerHeight - top) / height)), [now, end] = this.#range ?? [Infinity, 0];
-    if (now <= Math.max(0, first - LEAST) && end >= Math.min(length, last + LEAST)) return;
-    const from = Math.max(0, Math.min(first - BEYOND, length - 2 * BEYOND)), to = Math.min(length, last + BEYOND);
+    if (now <= Math.max(0, first - MIN_OVERSCAN) && end >= Math.min(length, last + MIN_OVERSCAN)) return;
+    const from = Math.max(0, Math.min(first - OVERSCAN, length - 2 * OVERSCAN)), to = Math.min(length, last + OVERSCAN);
     this.#range = [from, to];
     const wanted = new Set();
     for (let i = from; i < to; i++) wanted.add(all[i]);

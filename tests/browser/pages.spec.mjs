@@ -131,6 +131,24 @@ describe("a chart", () => {
     await page.end();
   });
 
+  test("places a point at the time when its step ended, also when step times are buckets", async () => {
+    const page = await browser.page(server, "/jobs");
+    const [exact, buckets] = await page.evaluate(async () => {
+      const { Series } = await import("/static/chart/series.js"), { times, View } = await import("/static/chart/view.js");
+      const exact = new Series("step_ms", 0), buckets = new Series("step_ms", 0), loss = new Series("loss", 0), steps = Array.from({ length: 64 }, (_, i) => i + 1);
+      exact.append(1, steps, steps.map((step) => (step <= 32 ? 1000 : 2000)));
+      buckets.load(1, { steps: [1, 17, 33, 49], mean: [1000, 1000, 2000, 2000] }, false, 16);
+      loss.append(1, [1, 16, 17, 40, 64], [1, 1, 1, 1, 1]);
+      return [exact, buckets].map((clock) => {
+        const view = Object.assign(new View(() => clock), { axis: "time" });
+        return { times: [...times(loss.segments[0], clock)], steps: [1, 16, 48, 96].map((secs) => view.stepAt(secs)) };
+      });
+    });
+    assert.deepEqual(exact, { times: [1, 16, 17, 48, 96], steps: [1, 16, 40, 64] });
+    assert.deepEqual(buckets, exact);
+    await page.end();
+  });
+
   test("keeps peaks, gaps and totals when it merges points, and takes none twice", async () => {
     const page = await browser.page(server, "/jobs");
     const found = await page.evaluate(async () => {

@@ -28,7 +28,7 @@ pub struct AuditLine {
 }
 
 /// Description of each request. The object follows: the last parameter of the route, or the name of what was created.
-static DONE: [(&str, &str); 34] = [
+static ACTIONS: [(&str, &str); 34] = [
     ("POST /api/v1/jobs", "submitted job"),
     ("POST /jobs/new", "submitted job"),
     ("PATCH /api/v1/jobs/{id}", "changed notes, tags, project or priority of job"),
@@ -66,7 +66,7 @@ static DONE: [(&str, &str); 34] = [
 ];
 
 impl AuditLine {
-    /// Returns the address without its query, and the name of the object that was created or changed.
+    /// Returns the URL without its query, and the name of the object that was created or changed.
     fn parts(&self) -> (&str, &str) {
         let (address, subject) = self.object.split_once(": ").unwrap_or((&self.object, ""));
         (address.split('?').next().unwrap_or_default(), subject)
@@ -92,16 +92,16 @@ impl AuditLine {
     }
 
     /// Describes the action: `cancelled job`. Returns the action itself if it has no description.
-    fn done(&self) -> &str {
-        let known = DONE.iter().find(|(action, _)| *action == self.action);
+    fn action_text(&self) -> &str {
+        let known = ACTIONS.iter().find(|(action, _)| *action == self.action);
         known.map_or(self.action.as_str(), |(_, words)| *words)
     }
 
     /// Describes the object of the action: a job's name, an id, or the name of what was created.
-    fn thing(&self) -> String {
+    fn object_text(&self) -> String {
         let (address, subject) = self.parts();
         match (self.job_name.as_str(), self.parameter(), subject) {
-            ("", "", "") if self.done() == self.action => address.to_owned(),
+            ("", "", "") if self.action_text() == self.action => address.to_owned(),
             ("", "", subject) => subject.to_owned(),
             ("", id, _) => id.to_owned(),
             (name, ..) => name.to_owned(),
@@ -125,7 +125,7 @@ pub struct AuditPage {
     pub viewer: Viewer,
 }
 
-/// Kinds of entries, each with a text that its addresses contain.
+/// Kinds of entries, each with a text that its URLs contain.
 const KINDS: [(&str, &str); 7] = [
     ("all", ""),
     ("jobs", "/jobs"),
@@ -149,13 +149,13 @@ impl AuditPage {
         Nav::Audit.seen_by(&self.viewer)
     }
 
-    /// Returns label and address of each kind, and whether the page shows this kind.
+    /// Returns label and URL of each kind, and whether the page shows this kind.
     fn kinds(&self) -> Vec<(&'static str, String, bool)> {
         let link = |(label, text): (&'static str, &str)| (label, self.address(text, ""), self.text == text);
         KINDS.into_iter().map(link).collect()
     }
 
-    /// Returns the page's address for a text, after a cursor.
+    /// Returns the page's URL for a text, after a cursor.
     fn address(&self, text: &str, cursor: &str) -> String {
         let cursor = if cursor.is_empty() { String::new() } else { format!("&cursor={}", encoded(cursor)) };
         format!("/audit?who={}&q={}{cursor}", encoded(&self.who), encoded(text))
@@ -202,7 +202,7 @@ mod tests {
             ("PUT /api/v9", "/api/v9", "", "PUT /api/v9 /api/v9", None),
         ] {
             let line = line(action, object, name);
-            assert_eq!(format!("{} {}", line.done(), line.thing()), sentence);
+            assert_eq!(format!("{} {}", line.action_text(), line.object_text()), sentence);
             assert_eq!(line.job(), job, "{action}");
         }
         let lines = vec![line("POST /api/v1/jobs/{id}/cancel", "/api/v1/jobs/j1/cancel", "<shoes>")];

@@ -1,4 +1,4 @@
-//! Comparison of jobs. The address contains the jobs, and the script reads them, so the page itself contains no data.
+//! Comparison of jobs. The URL contains the jobs, and the script reads them, so the page itself contains no data.
 
 use crate::layout::{Bar, Nav, Viewer};
 use askama::Template;

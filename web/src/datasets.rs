@@ -31,7 +31,7 @@ pub struct DatasetsPage {
     pub may_add: bool,
     /// Content of the form. Empty unless it has a mistake.
     pub form: DatasetForm,
-    /// This server's address in the browser, for commands to copy.
+    /// This server's URL in the browser, for commands to copy.
     pub server_url: String,
     /// The time from which ages are computed.
     pub now: Timestamp,

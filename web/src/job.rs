@@ -71,7 +71,7 @@ pub struct JobPage {
     pub size_bytes: Option<u64>,
     /// Files of a run from elsewhere.
     pub files: Vec<RunFile>,
-    /// This server's address in the browser, for commands to copy.
+    /// This server's URL in the browser, for commands to copy.
     pub server_url: String,
     /// Rights of the person who looks at the page.
     pub viewer: Viewer,
@@ -233,7 +233,7 @@ impl JobTemplate<'_> {
             }
             _ => return None,
         };
-        // A sentence in lower case continues the title after a colon.
+        // If the sentence is in lower case, the title ends with a colon.
         if why.starts_with(|c: char| c.is_ascii_lowercase()) && what.ends_with('.') {
             what.pop();
             what.push(':');

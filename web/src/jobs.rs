@@ -12,7 +12,7 @@ use lockstep_protocol::{
 };
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
-/// The filter of the list, which is part of the page's address.
+/// The filter of the list, which is part of the page's URL.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct JobFilter {
     /// `?state=running,failed`: jobs in one of these states; empty for all.
@@ -27,7 +27,7 @@ pub struct JobFilter {
     pub owner: String,
     /// `?sort=-loss`: the order; empty for the newest first.
     pub sort: String,
-    /// Other keys of the address: conditions and times.
+    /// Other keys of the URL: conditions and times.
     pub kept: Vec<(&'static str, String)>,
 }
 
@@ -36,13 +36,13 @@ pub struct JobFilter {
 pub struct JobsPage {
     /// Jobs that match `filter`, newest first.
     pub jobs: Vec<Job>,
-    /// The filter in the page's address.
+    /// The filter in the page's URL.
     pub filter: JobFilter,
     /// Whether any job exists, even if it does not match the filter. The text of an empty list depends on this.
     pub any: bool,
     /// Cursor of the next page, with older jobs, if there are more.
     pub next: Option<String>,
-    /// This server's address in the browser, for commands to copy: `http://127.0.0.1:7070`.
+    /// This server's URL in the browser, for commands to copy: `http://127.0.0.1:7070`.
     pub server_url: String,
     /// The time from which ages are computed.
     pub now: Timestamp,
@@ -77,7 +77,7 @@ impl JobsTemplate<'_> {
         use JobState::{Cancelled, Failed, Paused, Queued, Restarting, Running, Succeeded};
         let chosen = &self.page.filter.states;
         let mut shown = vec![Running, Queued, Restarting, Paused, Succeeded, Failed, Cancelled];
-        // Short-lived states have no link, and are shown only if the address names them.
+        // Short-lived states have no link, and are shown only if the URL names them.
         shown.extend(chosen.iter().copied().filter(|state| !shown.contains(state)).collect::<Vec<_>>());
         let all = StateLink { label: "all", state: "", leads_to: String::new(), on: chosen.is_empty() };
         let link = |state: JobState| {
@@ -89,12 +89,12 @@ impl JobsTemplate<'_> {
         std::iter::once(all).chain(shown.into_iter().map(link)).collect()
     }
 
-    /// Returns the chosen states, as in the address.
+    /// Returns the chosen states, as in the URL.
     fn chosen(&self) -> String {
         joined(self.page.filter.states.iter().copied())
     }
 
-    /// Returns all filters except states, for the end of an address.
+    /// Returns all filters except states, for the end of a URL.
     fn filters(&self) -> String {
         let JobFilter { states: _, text, project, tag, owner, sort: _, kept } = &self.page.filter;
         let given = [("q", text), ("project", project), ("tag", tag), ("owner", owner)].into_iter();
@@ -103,7 +103,7 @@ impl JobsTemplate<'_> {
         given.map(|(key, value)| format!("&{key}={}", encoded(value))).collect()
     }
 
-    /// Returns all keys except states, for the end of an address.
+    /// Returns all keys except states, for the end of a URL.
     fn others(&self) -> String {
         let order = match self.page.filter.sort.as_str() {
             "" => String::new(),
@@ -175,7 +175,7 @@ fn joined(states: impl Iterator<Item = JobState>) -> String {
     states.map(JobState::as_str).collect::<Vec<_>>().join(",")
 }
 
-/// Percent-encodes a value for an address.
+/// Percent-encodes a value for a URL.
 pub(crate) fn encoded(text: &str) -> String {
     const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
     utf8_percent_encode(text, ENCODED).to_string()

@@ -82,7 +82,7 @@ impl Nav {
 }
 
 impl<'a> Bar<'a> {
-    /// Returns address and label of each entry, and whether it is the current page. Empty before sign-in.
+    /// Returns URL and label of each entry, and whether it is the current page. Empty before sign-in.
     pub fn entries(self) -> Vec<(&'static str, &'static str, bool)> {
         if self.nav == Nav::SignIn {
             return Vec::new();

@@ -1,7 +1,7 @@
 //! The dashboard's pages. The pages are made from plain data, without input or output: the server's page handlers fill these structs and
 //! call `render`.
 //!
-//! | URL | page | live through |
+//! | URL | page | live data from |
 //! |---|---|---|
 //! | `GET /jobs` (and `/`) | [`jobs::JobsPage`] | `/api/v1/stream` |
 //! | `GET /jobs/new`, `POST /jobs/new` | [`submit::SubmitPage`] | `/api/v1/jobs/validate` |
@@ -9,16 +9,16 @@
 //! | `GET /compare` | [`compare::ComparePage`] | |
 //! | `GET /datasets`, `POST /datasets` | [`datasets::DatasetsPage`] | |
 //! | `GET /models`, `GET /models/{name}` | [`models::ModelsPage`], [`models::ModelPage`] | |
-//! | `GET /sweeps`, `GET /sweeps/{id}` | [`sweeps::SweepsPage`], [`sweeps::SweepPage`] | itself read again |
+//! | `GET /sweeps`, `GET /sweeps/{id}` | [`sweeps::SweepsPage`], [`sweeps::SweepPage`] | the page itself, read again |
 //! | `GET /machines` | [`machines::MachinesPage`] | `/api/v1/agents` |
-//! | `GET /queue` | [`queue::QueuePage`] | `/api/v1/stream`, and itself read again |
+//! | `GET /queue` | [`queue::QueuePage`] | `/api/v1/stream`, and the page itself, read again |
 //! | `GET /docs`, `GET /docs/{path}` | [`docs::DocsPage`] | |
 //! | `GET /login` | [`login::LoginPage`] | |
 //! | `GET /people`, `POST /people` | [`people::PeoplePage`] | |
 //! | `GET /account`, `POST /account` | [`people::AccountPage`] | |
 //! | `GET /audit` | [`audit::AuditPage`] | |
 //! | `GET /webhooks`, `POST /webhooks` | [`webhooks::WebhooksPage`] | |
-//! | anything that failed | [`layout::MessagePage`] | |
+//! | any URL, on an error | [`layout::MessagePage`] | |
 //!
 //! The pages contain no inline script and no inline style, so they work under
 //! `default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'`.

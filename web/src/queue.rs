@@ -69,7 +69,7 @@ impl QueuePage {
         format!("{} {waits}{kept}", plural(self.total, "job"))
     }
 
-    /// Returns the address without one of the filters, or with a cursor.
+    /// Returns the URL without one of the filters, or with a cursor.
     fn address(&self, project: bool, owner: bool, cursor: &str) -> String {
         let given = [
             ("project", if project { self.project.as_str() } else { "" }),
@@ -103,7 +103,7 @@ impl QueuePage {
     }
 
     fn reason(&self, job: &QueuedJob) -> Shown {
-        let unknown = || "It has not been considered yet.".to_owned();
+        let unknown = || "The scheduler has not considered this job yet.".to_owned();
         Shown::sentence(&job.reason.as_ref().map_or_else(unknown, ToString::to_string))
     }
 
@@ -118,8 +118,8 @@ impl QueuePage {
         slots.map(|slots| format!("{} kept", plural(slots.into(), "slot"))).unwrap_or_default()
     }
 
-    /// Describes the reserved slots, as a text after `kept for NAME`: `: slots 0 and 1, and what else becomes free here`.
-    fn what(&self, of: &Reservation) -> String {
+    /// Describes the reserved slots, as a text after `kept for NAME: `: `slots 0, 1, and what else becomes free`.
+    fn reserved_slots(&self, of: &Reservation) -> String {
         let mut parts = Vec::new();
         if !of.free.is_empty() {
             parts.push(slots(&of.free));

@@ -33,7 +33,7 @@ pub struct SubmitPage {
     pub datasets: Vec<Dataset>,
     /// Number of slots of all online machines, free or not.
     pub slots: u32,
-    /// This server's address in the browser, for commands to copy.
+    /// This server's URL in the browser, for commands to copy.
     pub server_url: String,
     /// Rights of the person who looks at the page.
     pub viewer: Viewer,

@@ -74,7 +74,7 @@ impl SweepPage {
         age(*at, self.now)
     }
 
-    /// `12 of 27 trials are over · 1,200 steps`
+    /// Counts trials and steps: `12 of 27 trials over · 1,200 steps`.
     fn summary(&self) -> String {
         let Sweep { ended, trial_count, steps, .. } = &self.sweep;
         format!("{ended} of {} over · {}", plural(u64::from(*trial_count), "trial"), plural(*steps, "step"))
@@ -120,7 +120,7 @@ fn settings(trial: &Trial) -> String {
     trial.setting.keys().map(one).collect::<Vec<_>>().join(", ")
 }
 
-/// The state in `data-state` that has the colours of a sweep's.
+/// Returns the value of `data-state` whose colours a sweep's state has.
 fn tone(state: SweepState) -> &'static str {
     match state {
         SweepState::Finished => "succeeded",

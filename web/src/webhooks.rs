@@ -9,7 +9,7 @@ use jiff::Timestamp;
 pub struct WebhookLine {
     pub id: String,
     pub url: String,
-    /// Form of the messages: `standard`, `slack`, ...
+    /// Format of the messages: `standard`, `slack`, ...
     pub form: &'static str,
     /// Project of the jobs. Empty for all projects.
     pub project: String,
@@ -42,11 +42,11 @@ pub struct DeliveryLine {
 pub struct WebhooksPage {
     /// Webhooks, the oldest first.
     pub webhooks: Vec<WebhookLine>,
-    /// The forms of messages to choose from.
+    /// The formats of messages to choose from.
     pub forms: Vec<&'static str>,
     /// The events to choose from, and whether each is chosen by default.
     pub events: Vec<(&'static str, bool)>,
-    /// The address in the form.
+    /// The URL in the form.
     pub url: String,
     /// Why the last change failed. Empty if no change failed.
     pub error: String,

@@ -117,7 +117,7 @@ fn common(operation: &Operation, needs_scope: bool) -> Vec<(&'static str, &'stat
         all.push(("403", "The request is a page's of another origin or came past the proxy that encrypts"));
     }
     if operation.request_body.is_some() {
-        all.push(("408", "The body stopped coming"));
+        all.push(("408", "The body stopped arriving"));
         all.push(("413", "The body is too large"));
         all.push(("415", "The body is of a type that is not taken"));
     }

@@ -14,7 +14,7 @@ pub(super) fn html(source: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> 
     let events: Vec<_> = Parser::new_ext(source, Options::ENABLE_TABLES).collect();
     let mut anchors = HashMap::new();
     let mut out = Vec::with_capacity(events.len());
-    // For each open link, whether the link has an address.
+    // For each open link, whether the link has a URL.
     let mut links = Vec::new();
     let mut in_image = false;
     for (number, event) in events.iter().enumerate() {
@@ -93,7 +93,7 @@ fn anchor(text: &str, taken: &mut HashMap<String, u32>) -> String {
     if *count == 0 { name } else { format!("{name}-{count}") }
 }
 
-/// Returns the address of a link on the page `path`, or `None` if the file is not a page.
+/// Returns the URL of a link on the page `path`, or `None` if the file is not a page.
 fn address(link: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> Option<String> {
     if link.starts_with('#') || link.starts_with("https://") || link.starts_with("http://") {
         return Some(link.to_owned());

@@ -13,7 +13,7 @@ pub(super) struct Gauge {
     pub(super) about: String,
     /// Names of the metrics in `GET /api/v1/agents/{id}/metrics`.
     pub(super) lines: &'static [&'static str],
-    /// The value at the top of the lines. 0: the lines' maximum.
+    /// The value at the top of the lines; 0 for the maximum of their values.
     pub(super) most: f64,
 }
 

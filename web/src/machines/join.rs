@@ -3,9 +3,9 @@
 /// The properties of the server that decide how a machine joins it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Join {
-    /// The server's address for other machines; `None` if it listens only on loopback.
+    /// The server's URL for other machines; `None` if it listens only on loopback.
     pub server_url: Option<String>,
-    /// The server's address on its own machine, where commands find the token.
+    /// The server's URL on its own machine, where commands find the token.
     pub own_url: String,
     /// The port on which the server listens.
     pub port: u16,

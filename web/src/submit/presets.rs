@@ -20,7 +20,7 @@ pub(super) const PRESETS: [Preset; 3] = [
     Preset {
         key: "fashion-mnist",
         title: "Fashion-MNIST, quick start",
-        about: "ResNet-20, 5 epochs, a minute or so on two CPU cores",
+        about: "ResNet-20, 5 epochs, about a minute on two CPU cores",
         pictures: (28, 1, 10),
         ranks: 2,
         values: &[
@@ -58,7 +58,7 @@ pub(super) const PRESETS: [Preset; 3] = [
     Preset {
         key: "tutorial",
         title: "The distributed tutorial",
-        about: "ResNet-50 at 224 pixels on CIFAR-10, batch 32 a rank, 10 epochs",
+        about: "ResNet-50 at 224 pixels on CIFAR-10, batch 32 per rank, 10 epochs",
         pictures: (32, 3, 10),
         ranks: 8,
         values: &[

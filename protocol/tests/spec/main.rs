@@ -96,7 +96,7 @@ fn every_key_is_known_to_the_structs_and_back() {
             class_weights: Some(ClassWeights::Rule("balanced".into())),
             ..Default::default()
         },
-        stop: StopSpec { patience: Some(1), mode: Some("max".into()), ..Default::default() },
+        stop: StopSpec { patience: Some(1), goal: Some("maximize".into()), ..Default::default() },
         evaluate: lockstep_protocol::spec::EvaluateSpec { views: 2, ..Default::default() },
         recovery: lockstep_protocol::spec::RecoverySpec { min_ranks: Some(1), ..Default::default() },
         parallel: lockstep_protocol::spec::ParallelSpec {

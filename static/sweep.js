@@ -45,7 +45,7 @@ async function act(what) {
 
 sweep.addEventListener("click", (event) => {
   const what = event.target.closest("[data-act]")?.dataset.act;
-  if (what === "cancel") confirmThen({ title: "Cancel the sweep?", detail: "Its trials that are not over are cancelled. They keep their checkpoints and logs.", yes: "Cancel the sweep", act: () => act(what) });
+  if (what === "cancel") confirmThen({ title: "Cancel the sweep?", detail: "Its unfinished trials are cancelled. They keep their checkpoints and logs.", yes: "Cancel the sweep", act: () => act(what) });
   else if (what === "delete") confirmThen({ title: "Delete the sweep?", detail: "Its jobs stay, with their logs and checkpoints, as jobs without a sweep.", yes: "Delete the sweep", act: async () => { await ask(at, { method: "DELETE" }); location.href = "/sweeps"; } });
   else if (what) act(what).catch((error) => text(byId("sweep-error"), sentence(error)));
 });

@@ -109,7 +109,8 @@ pub struct ParallelSpec {
     pub pipeline: u32,
     /// How operators are split over the ranks of `model`: tables with `match`, the name of a convolution or linear layer (`*` stands for
     /// any text), and `split`, which is `out` (output channels or classes), `in` (input channels) or `groups`. The last table that matches
-    /// an operator counts. Without tables, the last layer is split over its classes. GPUs support only this split.
+    /// an operator counts. Without tables, the last layer is split over its classes. On GPUs, each rank needs a multiple
+    /// of 8 channels of a split convolution.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub shard: Vec<ShardSpec>,
     /// ZeRO-1: ranks whose gradients are summed divide the optimizer's state among themselves, instead of each keeping

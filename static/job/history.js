@@ -1,4 +1,4 @@
-// The history of a job: attempts, requests of people, alerts, the job's parent and forks.
+// The history of a job: attempts, people's requests, alerts, and the jobs from which and into which it was forked.
 
 import { ask, byId, text } from "../page.js";
 import { clock, count, plural, timeOfDay } from "../numbers.js";

@@ -45,7 +45,7 @@ impl SweepsPage {
 pub struct SweepPage {
     /// With its trials.
     pub sweep: Sweep,
-    /// Whether the viewer may pause, cancel and delete it.
+    /// Whether the viewer may pause, cancel and delete the sweep.
     pub may_change: bool,
     /// The time from which ages are computed.
     pub now: Timestamp,
@@ -100,7 +100,7 @@ fn method(sweep: &Sweep) -> &str {
     sweep.spec.pointer("/sweep/method").and_then(Value::as_str).unwrap_or_default()
 }
 
-/// A trial's metric; a dash before its first rung.
+/// Returns a trial's metric as text; a dash before its first rung.
 fn metric(sweep: &Sweep, trial: &Trial) -> String {
     sweep.metric_of(trial).unwrap_or_else(|| "–".into())
 }

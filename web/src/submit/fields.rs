@@ -354,7 +354,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
                 Kind::Choice(&["", "maximize", "minimize"]),
                 "empty: by the metric",
             ),
-            more("evaluate.views", "Views in validation", Kind::Integer, "2: mirrored too; 6: shifted too"),
+            more("evaluate.views", "Views in validation", Kind::Integer, "2: also mirrored; 6: also shifted"),
             more("log.every_steps", "Steps between logged losses", Kind::Integer, "0: at most 10 a second"),
             more("log.histograms", "Steps between histograms", Kind::Integer, "at least 10; 0: none"),
         ],

@@ -1,6 +1,6 @@
 //! The server that a command talks to, and the token that it sends.
 
-use super::wrong;
+use super::usage_error;
 use std::{
     fs::{self, File},
     io::{self, ErrorKind, Read as _},
@@ -102,7 +102,7 @@ fn listens_for(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
         addresses.into_iter().flat_map(|address| lockstep_host::listener_owners(address, port)).collect();
     match owners.iter().find(|uid| ![owner, ROOT].contains(uid)) {
         None => Ok(()),
-        Some(uid) => Err(wrong(format!(
+        Some(uid) => Err(usage_error(format!(
             "{server}: another account of this machine (user id {uid}) listens at this address, not the owner of {} (user id {owner}), \
              so the token is not sent. Start the server again, or name its address with --server. To use the server of that account, name \
              a token file with --token-file",
@@ -145,17 +145,17 @@ pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
             }
             _ => "",
         };
-        wrong(format!("the token file {}: {error}{hint}", path.display()))
+        usage_error(format!("the token file {}: {error}{hint}", path.display()))
     })?;
     if text.len() as u64 > TOKEN_FILE_BYTES {
         let most = TOKEN_FILE_BYTES >> 10;
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "the token file {} has more than {most} KiB; a token is one short line",
             path.display()
         )));
     }
     match text.trim() {
-        "" => Err(wrong(format!("the token file {} is empty", path.display()))),
+        "" => Err(usage_error(format!("the token file {} is empty", path.display()))),
         token => Ok(token.to_owned()),
     }
 }

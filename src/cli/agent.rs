@@ -4,7 +4,7 @@ use super::{
     access::{from_file, is_open},
     init_tracing,
     size::size,
-    wrong,
+    usage_error,
 };
 use lockstep_engine::MOST_CPU_SLOTS;
 use lockstep_protocol::JobId;
@@ -168,7 +168,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
     }
     result.map_err(|error| match error.is_wrong_request() {
-        true => wrong(error.to_string()),
+        true => usage_error(error.to_string()),
         false => error.into(),
     })
 }

@@ -7,7 +7,7 @@ mod stream;
 
 use super::{
     access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN},
-    output, wrong,
+    output, usage_error,
 };
 use anyhow::{Context, anyhow};
 pub(crate) use away::Away;
@@ -82,12 +82,12 @@ impl Api {
         let with_scheme = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
         let base = with_scheme.trim_end_matches('/').to_owned();
         let url = reqwest::Url::parse(&base)
-            .map_err(|e| wrong(format!("{server}: {e}; write an address such as {DEFAULT_SERVER}")))?;
+            .map_err(|e| usage_error(format!("{server}: {e}; write an address such as {DEFAULT_SERVER}")))?;
         let tls = match url.scheme() {
             "https" => tls::client_config(ca_file),
             _ => tls::without_roots(),
         };
-        let tls = tls.map_err(wrong)?;
+        let tls = tls.map_err(usage_error)?;
         let token = token.map(|token| bearer(&token)).transpose()?;
         let client = Client::builder()
             .default_headers(token.map(|token| (AUTHORIZATION, token)).into_iter().collect())
@@ -129,7 +129,7 @@ impl Api {
     ) -> anyhow::Result<Job> {
         match self.named(id, is_meant).await? {
             (job, None) => Ok(job),
-            (_, Some(_)) => Err(wrong(format!(
+            (_, Some(_)) => Err(usage_error(format!(
                 "several jobs are called {id}: give the id of one, which `lockstep list` shows"
             ))),
         }
@@ -143,7 +143,7 @@ impl Api {
         is_meant: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<(Job, Option<String>)> {
         if id.is_empty() {
-            return Err(wrong(
+            return Err(usage_error(
                 "no job is named: the name is empty; give an id, the start of an id, or a name",
             ));
         }
@@ -157,7 +157,7 @@ impl Api {
         if all.iter().any(|job| called(job) && !is_other(job)) {
             all.retain(|job| !(called(job) && is_other(job)));
         }
-        let (job, note) = named::choose(named::JOB, &all, id).map_err(wrong)?;
+        let (job, note) = named::choose(named::JOB, &all, id).map_err(usage_error)?;
         Ok((self.get(&format!("/jobs/{}", named::text(job, "id"))).await?, note))
     }
 
@@ -177,10 +177,10 @@ impl Api {
         if changes && all.iter().any(|sweep| called(sweep) && !is_over(sweep)) {
             all.retain(|sweep| !(called(sweep) && is_over(sweep)));
         }
-        let (sweep, note) = named::choose(named::SWEEP, &all, id).map_err(wrong)?;
+        let (sweep, note) = named::choose(named::SWEEP, &all, id).map_err(usage_error)?;
         match note {
             Some(_) if changes => {
-                return Err(wrong(format!(
+                return Err(usage_error(format!(
                     "several sweeps are called {id}: give the id of one, which `lockstep sweep list` shows"
                 )));
             }
@@ -406,14 +406,15 @@ async fn problem(answer: Response) -> anyhow::Error {
     }
     match status {
         s if s.is_server_error() || s == StatusCode::REQUEST_TIMEOUT => anyhow!(message),
-        _ => wrong(message),
+        _ => usage_error(message),
     }
 }
 
 /// Builds the authorization header.
 fn bearer(token: &str) -> anyhow::Result<HeaderValue> {
     let value = HeaderValue::from_str(&format!("Bearer {token}"));
-    let mut value = value.map_err(|_| wrong("the token has characters that are not allowed in a token"))?;
+    let mut value =
+        value.map_err(|_| usage_error("the token has characters that are not allowed in a token"))?;
     value.set_sensitive(true);
     Ok(value)
 }

@@ -2,7 +2,7 @@
 
 mod pictures;
 
-use super::{output, wrong};
+use super::{output, usage_error};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use lockstep_engine::{
     Devices, Selection,
@@ -126,7 +126,7 @@ impl Number {
 /// # Errors
 /// A case cannot be divided over the ranks or does not fit its network, or the device does not exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    if let Some(member) = Member::of_this_process().map_err(wrong)? {
+    if let Some(member) = Member::of_this_process().map_err(usage_error)? {
         return be_a_rank(&args, &member);
     }
     if let Some(path) = &args.pictures {
@@ -144,24 +144,24 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let devices = devices(&args)?;
     let Args { ranks, parallel_model, parallel_height, parallel_pipeline, optimizer_sharding, .. } = args;
     if !ranks.is_multiple_of(parallel_model * parallel_height) {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "--parallel-model {parallel_model}, --parallel-height {parallel_height}: {ranks} ranks cannot be divided into groups of \
              {parallel_model} x {parallel_height}"
         )));
     }
     let on_gpus = !devices.is_empty();
     if on_gpus && parallel_model > 1 && optimizer_sharding {
-        return Err(wrong(
+        return Err(usage_error(
             "--optimizer-sharding: on GPUs not with --parallel-model. Leave one of the two out",
         ));
     }
     if !ranks.is_multiple_of(parallel_pipeline * parallel_model * parallel_height) {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "--parallel-pipeline {parallel_pipeline}: {ranks} ranks cannot be divided into that many stages"
         )));
     }
     if on_gpus && parallel_pipeline > 1 && (parallel_model * parallel_height > 1 || optimizer_sharding) {
-        return Err(wrong(
+        return Err(usage_error(
             "--parallel-pipeline: on GPUs not with --parallel-model, --parallel-height or --optimizer-sharding. Leave these out",
         ));
     }
@@ -194,15 +194,15 @@ fn defaults(on_devices: bool) -> anyhow::Result<Vec<Case>> {
     } else {
         &["resnet20:32:64", "resnet18c:32:64", "resnet50:32:32"]
     };
-    names.iter().map(|name| name.parse().map_err(|e: String| wrong(e))).collect()
+    names.iter().map(|name| name.parse().map_err(|e: String| usage_error(e))).collect()
 }
 
 /// Returns the devices to use, one per rank. Empty if ranks share the CPU's cores.
 fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
     let selection = Selection { device: args.device, ..Selection::default() };
-    let Devices { slots, hindrance } = registry::offer(selection).map_err(wrong)?;
+    let Devices { slots, hindrance } = registry::offer(selection).map_err(usage_error)?;
     if slots.is_empty() {
-        return Err(wrong(hindrance.unwrap_or_else(|| "there is no device to measure on".into())));
+        return Err(usage_error(hindrance.unwrap_or_else(|| "there is no device to measure on".into())));
     }
     let mut devices: Vec<String> = slots.into_iter().filter_map(|slot| slot.uuid).collect();
     let first = devices.first().map(|_| RankGpu { ordinal: 0, visible: devices.clone() });
@@ -213,13 +213,13 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
             (_, Some(why)) => why,
             (_, None) => "there is no GPU on this machine, and CPU ranks compute in fp32".into(),
         };
-        return Err(wrong(format!("--precision: {why}")));
+        return Err(usage_error(format!("--precision: {why}")));
     }
     if let Some(why) = hindrance {
         output::warn(format_args!("measuring the CPU: {why}"));
     }
     if !devices.is_empty() && devices.len() < args.ranks as usize {
-        return Err(wrong(format!("--ranks {}: there are {} GPUs", args.ranks, devices.len())));
+        return Err(usage_error(format!("--ranks {}: there are {} GPUs", args.ranks, devices.len())));
     }
     devices.truncate(args.ranks as usize);
     Ok(devices)
@@ -227,7 +227,7 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
 
 fn on_cpu(case: &Case, args: &Args) -> anyhow::Result<Value> {
     let measured = bench::run(case, threads(args) as usize, args.ranks, &division(args))
-        .map_err(|e| wrong(format!("{}: {e}", case.name)))?;
+        .map_err(|e| usage_error(format!("{}: {e}", case.name)))?;
     Ok(serde_json::to_value(measured)?)
 }
 
@@ -279,7 +279,7 @@ fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Va
 
 fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let (Some(gpu), [case]) = (&member.gpu, &args.cases[..]) else {
-        return Err(wrong("a member of a group measures one case on its device"));
+        return Err(usage_error("a member of a group measures one case on its device"));
     };
     let device = registry::device_of(Some(gpu), args.device);
     device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;

@@ -2,7 +2,7 @@
 
 use super::{
     api::{Api, list},
-    wrong,
+    usage_error,
 };
 use lockstep_protocol::{
     Job,
@@ -68,9 +68,9 @@ pub(crate) async fn find(api: &Api, named: &str, wanted: &str) -> anyhow::Result
         let chosen = choose(api, &job, wanted).await?;
         return Ok((job, chosen));
     }
-    let VersionName { model, which } = named.parse::<VersionName>().map_err(wrong)?;
+    let VersionName { model, which } = named.parse::<VersionName>().map_err(usage_error)?;
     if wanted != BEST {
-        return Err(wrong(format!("{named} is one checkpoint: leave --checkpoint out")));
+        return Err(usage_error(format!("{named} is one checkpoint: leave --checkpoint out")));
     }
     let version: ModelVersion = match which {
         Which::Number(number) => api.get(&format!("/models/{model}/versions/{number}")).await?,
@@ -121,7 +121,7 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
         id if all.iter().any(|c| c.id == id) => all.iter().find(|c| c.id == id),
         name => {
             let (epoch, step) = parse(name).ok_or_else(|| {
-                wrong(format!(
+                usage_error(format!(
                     "--checkpoint {name}: it is best, latest, the number of a step, or epoch and step such as 2-54"
                 ))
             })?;
@@ -129,10 +129,10 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
         }
     };
     found.cloned().ok_or_else(|| match all.len() {
-        0 => wrong(format!("{} has no checkpoint yet", job.id)),
+        0 => usage_error(format!("{} has no checkpoint yet", job.id)),
         _ => {
             let names: Vec<_> = all.iter().map(Listed::name).collect();
-            wrong(format!("{} has no checkpoint {wanted}; it has {}", job.id, names.join(", ")))
+            usage_error(format!("{} has no checkpoint {wanted}; it has {}", job.id, names.join(", ")))
         }
     })
 }
@@ -154,5 +154,5 @@ async fn only_files(api: &Api, job: &Job) -> anyhow::Result<anyhow::Error> {
             format!("download its files from its page or with job.download_file in Python: {names}{more}")
         }
     };
-    Ok(wrong(format!("{id} is a run from elsewhere and has no checkpoints; {it_has}")))
+    Ok(usage_error(format!("{id} is a run from elsewhere and has no checkpoints; {it_has}")))
 }

@@ -1,6 +1,6 @@
 //! `lockstep migrate`, `backup` and `restore`: operations on a database that need no running server.
 
-use super::{block_on, file, output, wrong};
+use super::{block_on, file, output, usage_error};
 use lockstep_protocol::numbers::plural;
 use lockstep_server::{
     ServeConfig,
@@ -33,7 +33,7 @@ impl DatabaseArgs {
     fn location(&self) -> anyhow::Result<Location> {
         let mut config = ServeConfig::new(&self.data_dir);
         config.database.clone_from(&self.database);
-        Location::of(&config).map_err(|e| wrong(e.to_string()))
+        Location::of(&config).map_err(|e| usage_error(e.to_string()))
     }
 }
 
@@ -78,7 +78,7 @@ pub(crate) fn migrate(args: MigrateArgs) -> anyhow::Result<()> {
     let location = args.which.location()?;
     std::fs::create_dir_all(&args.which.data_dir)?;
     block_on(async {
-        location.open().await.map_err(|e| wrong(e.to_string()))?.close().await;
+        location.open().await.map_err(|e| usage_error(e.to_string()))?.close().await;
         if args.which.json {
             return output::json(&serde_json::json!({ "database": location.to_string() }));
         }
@@ -98,13 +98,13 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
         && is_of(database, &args.output)
     {
         let (path, database) = (args.output.display(), database.display());
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "{path} is the database {database} itself, or a file of it; name another file"
         )));
     }
     // An existing backup may be the only copy of rows that have been deleted since.
     if !args.force && args.output.symlink_metadata().is_ok() {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "{} is there already: name another file, or replace it with --force",
             args.output.display()
         )));
@@ -147,7 +147,7 @@ fn is_of(database: &Path, path: &Path) -> bool {
 fn with_exit_status(error: BackupError) -> anyhow::Error {
     match error {
         BackupError::Database(_) | BackupError::Io(_) => error.into(),
-        other => wrong(other.to_string()),
+        other => usage_error(other.to_string()),
     }
 }
 

@@ -9,7 +9,7 @@ use super::{
     api::{Api, ServerArgs, list},
     block_on,
     confirm::confirmed,
-    output, wrong,
+    output, usage_error,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use lockstep_data::PrepareSettings;
@@ -94,8 +94,8 @@ enum Action {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
         Action::Add { name, path, prepare, to, pictures, server, private } => {
-            let mut path =
-                lockstep_data::canonical(&path).map_err(|e| wrong(format!("{}: {e}", path.display())))?;
+            let mut path = lockstep_data::canonical(&path)
+                .map_err(|e| usage_error(format!("{}: {e}", path.display())))?;
             let api = server.api()?;
             if let Some(short_side) = prepare {
                 path = prepared(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
@@ -105,7 +105,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             if server.json {
                 return output::json(&dataset);
             }
-            output::line(format_args!("{}: {}", dataset.name, sentence(&dataset.info)))?;
+            output::line(format_args!("{}: {}", dataset.name, describe(&dataset.info)))?;
             broken_files(&dataset.info)
         }
         Action::Get(args) => get::run(&args),
@@ -142,13 +142,13 @@ fn prepared(
 ) -> anyhow::Result<PathBuf> {
     // Writing a copy takes hours, so this error is reported first.
     if let Some(taken) = block_on(find(api, name))? {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "a dataset is already called {name} ({}); choose another name, or remove that dataset first",
             taken.path
         )));
     }
     let to = to.or_else(|| prepare::default_target(path, settings.short_side)).ok_or_else(|| {
-        wrong(format!(
+        usage_error(format!(
             "{}: is not a folder, so the copy has no default place; name a folder with --to DIR",
             path.display()
         ))
@@ -167,7 +167,7 @@ async fn find(api: &Api, name: &str) -> anyhow::Result<Option<Dataset>> {
 }
 
 fn unknown(name: &str) -> anyhow::Error {
-    wrong(format!("no dataset is called {name}; `lockstep dataset list` shows all datasets"))
+    usage_error(format!("no dataset is called {name}; `lockstep dataset list` shows all datasets"))
 }
 
 fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
@@ -204,7 +204,7 @@ pub(super) async fn register_as(
 ) -> anyhow::Result<Dataset> {
     match find(api, name).await? {
         Some(there) if Path::new(&there.path) == path => Ok(there),
-        Some(other) => Err(wrong(format!(
+        Some(other) => Err(usage_error(format!(
             "a dataset is already called {name} ({}); register this one under another name: lockstep dataset add OTHER {}",
             other.path,
             path.display()
@@ -263,7 +263,7 @@ pub(super) fn inspect_files(path: &Path) -> anyhow::Result<DatasetInfo> {
             }
             bar.finish_and_clear();
         });
-        let found = lockstep_data::inspect(path).map_err(|e| wrong(e.to_string()));
+        let found = lockstep_data::inspect(path).map_err(|e| usage_error(e.to_string()));
         drop(done);
         found
     })
@@ -284,7 +284,7 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
     if server.json {
         return output::json(&info);
     }
-    output::line(sentence(&info))?;
+    output::line(describe(&info))?;
     let numbers = |values: &[f32]| values.iter().map(|v| format!("{v:.4}")).collect::<Vec<_>>().join(", ");
     output::line(format_args!("mean [{}], std [{}]", numbers(&info.mean), numbers(&info.std)))?;
     for (index, class) in info.classes.iter().enumerate() {
@@ -324,7 +324,7 @@ fn splits(info: &DatasetInfo) -> String {
     info.splits.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
-pub(super) fn sentence(info: &DatasetInfo) -> String {
+pub(super) fn describe(info: &DatasetInfo) -> String {
     let size = match (info.height, info.width) {
         (0, _) | (_, 0) => "of several sizes".to_owned(),
         (height, width) => format!("of {width} x {height} pixels"),

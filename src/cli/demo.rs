@@ -8,7 +8,7 @@ use super::{
     local_agent::Slots,
     output,
     serve::{LAST_FILES, Server, StopSignals, resolve},
-    watch, wrong,
+    usage_error, watch,
 };
 use anyhow::Context;
 use lockstep_protocol::Job;
@@ -125,10 +125,10 @@ async fn start(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
         match Server::start_or(config).await {
             Ok(server) => return Ok((server, dir)),
             Err(ServeError::DataDirInUse { .. }) if index < last => {}
-            Err(error) => return Err(wrong(error.to_string())),
+            Err(error) => return Err(usage_error(error.to_string())),
         }
     }
-    Err(wrong("every demo folder is in use; name another with --data-dir"))
+    Err(usage_error("every demo folder is in use; name another with --data-dir"))
 }
 
 /// Writes the bundled pictures to a folder that the agent can read. Correct files are not written again.
@@ -165,7 +165,7 @@ async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()>
         }
         if began.elapsed() > AGENT_TIMEOUT {
             let log = data_dir.join("agent").join("agent.log");
-            return Err(wrong(format!("the local agent did not join; see {}", log.display())));
+            return Err(usage_error(format!("the local agent did not join; see {}", log.display())));
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }

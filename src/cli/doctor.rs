@@ -6,7 +6,7 @@ mod hosts;
 mod peer;
 mod remote;
 
-use super::{init_tracing, output, wrong};
+use super::{init_tracing, output, usage_error};
 use lockstep_host::gpu::{
     devices::{self, Gpu},
     libraries::{Libraries, links_dir},
@@ -73,7 +73,7 @@ struct Report {
 /// Exit status 1 if a finding would prevent training.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
-    if let Some(member) = Member::of_this_process().map_err(wrong)? {
+    if let Some(member) = Member::of_this_process().map_err(usage_error)? {
         let gathered = gather(&member)?;
         return if member.rank == 0 { output::json(&gathered) } else { Ok(()) };
     }
@@ -91,7 +91,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         });
     }
     if !args.options.is_empty() {
-        return Err(wrong("options after -- are for ssh: give --hosts or --hostfile as well"));
+        return Err(usage_error("options after -- are for ssh: give --hosts or --hostfile as well"));
     }
     if args.environment {
         for (name, value) in Libraries::find().environment(&links_dir()?)? {
@@ -101,7 +101,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return Ok(());
     }
     if !(1..=1024).contains(&args.ranks.unwrap_or(1)) {
-        return Err(wrong("--ranks: 1 to 1024"));
+        return Err(usage_error("--ranks: 1 to 1024"));
     }
     let mut findings = examine(&args.data_dir, args.quick);
     findings.extend(certificates(&args));

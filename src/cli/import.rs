@@ -7,7 +7,7 @@ mod wandb;
 
 use super::{
     api::{Api, ServerArgs},
-    block_on, output, sentence, wrong,
+    block_on, describe_error, output, usage_error,
 };
 use anyhow::Context;
 use lockstep_protocol::{
@@ -102,7 +102,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
     };
     if let Some(mistake) = source.project.as_deref().and_then(project_mistake) {
-        return Err(wrong(format!("--project {mistake}")));
+        return Err(usage_error(format!("--project {mistake}")));
     }
     let api = source.server.api()?;
     block_on(async {
@@ -111,7 +111,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             let runs = match read() {
                 Ok(runs) => runs,
                 Err(error) => {
-                    output::warn(format_args!("{name}: {}", sentence(&error)));
+                    output::warn(format_args!("{name}: {}", describe_error(&error)));
                     failed += 1;
                     continue;
                 }
@@ -121,7 +121,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                     Ok(report) if source.server.json => reports.push(report),
                     Ok(report) => output::line(report.in_words())?,
                     Err(error) => {
-                        output::warn(format_args!("{name}: {}", sentence(&error)));
+                        output::warn(format_args!("{name}: {}", describe_error(&error)));
                         failed += 1;
                     }
                 }
@@ -399,7 +399,11 @@ fn file_name(path: &Path) -> String {
 /// # Errors
 /// There is none.
 fn check_folder(path: &Path) -> anyhow::Result<()> {
-    if path.is_dir() { Ok(()) } else { Err(wrong(format!("{}: there is no such folder", path.display()))) }
+    if path.is_dir() {
+        Ok(())
+    } else {
+        Err(usage_error(format!("{}: there is no such folder", path.display())))
+    }
 }
 
 /// Numbers of a value by their names: of nested values, the names are joined by dots. Answers how many parts are no numbers.

@@ -1,6 +1,6 @@
 //! `lockstep init`: writes a job file for a folder of pictures, with comments that explain the chosen values.
 
-use super::{api::mistake, dataset, output, wrong};
+use super::{api::mistake, dataset, output, usage_error};
 use lockstep_host::own_program;
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{agent::AttemptEvent, dataset::DatasetInfo, spec::from_toml, suggestion::Suggestion};
@@ -55,20 +55,20 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let shown = args.output.display();
     let there =
-        || wrong(format!("{shown} is there already: give another name with --output, or move it away"));
+        || usage_error(format!("{shown} is there already: give another name with --output, or move it away"));
     // Checked before the inspection, which takes minutes if there are many pictures.
     if args.output.symlink_metadata().is_ok() {
         return Err(there());
     }
     let path = lockstep_data::canonical(&args.folder)
-        .map_err(|e| wrong(format!("{}: {e}", args.folder.display())))?;
+        .map_err(|e| usage_error(format!("{}: {e}", args.folder.display())))?;
     let info = dataset::inspect_files(&path)?;
     let suggest = if args.quick { Suggestion::quick } else { Suggestion::of };
-    let choice = suggest(&info).map_err(|e| wrong(format!("{}: {e}", path.display())))?;
+    let choice = suggest(&info).map_err(|e| usage_error(format!("{}: {e}", path.display())))?;
     let text = job_file(&path, &info, &choice);
     if let Err(mistakes) = from_toml(&text) {
         let mistakes: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "no job file can be made for {}:\n  {}",
             path.display(),
             mistakes.join("\n  ")
@@ -77,10 +77,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut file =
         OpenOptions::new().write(true).create_new(true).open(&args.output).map_err(|e| match e.kind() {
             ErrorKind::AlreadyExists => there(),
-            _ => wrong(format!("{shown}: {e}")),
+            _ => usage_error(format!("{shown}: {e}")),
         })?;
     file.write_all(text.as_bytes())?;
-    output::line(format_args!("{shown}: {}", dataset::sentence(&info)))?;
+    output::line(format_args!("{shown}: {}", dataset::describe(&info)))?;
     match secs_per_picture(&args.output, choice.batch) {
         Ok(secs) => {
             let quick = Suggestion::quick(&info).ok().filter(|_| !args.quick);
@@ -190,7 +190,7 @@ fn job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
     );
     let _ = writeln!(text, "name = {name:?}\n\n[data]");
     let location = toml_text(&path.to_string_lossy());
-    comment(&mut text, &format!("{}.", dataset::sentence(info)));
+    comment(&mut text, &format!("{}.", dataset::describe(info)));
     comment(&mut text, &classes(info));
     comment(
         &mut text,

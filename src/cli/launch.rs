@@ -18,7 +18,7 @@ mod uploads;
 use super::{
     WrongRequest,
     api::{Api, ServerArgs},
-    block_on, job_file, output, sentence, wrong,
+    block_on, describe_error, job_file, output, usage_error,
 };
 use bundle::Bundle;
 pub(crate) use hosts::{Host, of_list as hosts_of_list, read as read_hostfile};
@@ -162,10 +162,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let path = Path::new(&args.job);
     let is_file = path.extension().is_some_and(|extension| extension == "toml") || path.is_file();
     if !is_file && (!args.sets.is_empty() || !args.sweeps.is_empty()) {
-        return Err(wrong("--set and --sweep change a TOML file; this job is submitted already"));
+        return Err(usage_error("--set and --sweep change a TOML file; this job is submitted already"));
     }
     if !args.sweeps.is_empty() && args.with != LauncherKind::Slurm {
-        return Err(wrong(
+        return Err(usage_error(
             "--sweep is for Slurm; submit the jobs with `lockstep submit --sweep`, and launch each",
         ));
     }
@@ -185,7 +185,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         let found = if is_file { None } else { Some(api.find_job(&args.job).await?) };
         if let Some(job) = found.as_ref().filter(|job| job.state.is_final()) {
-            return Err(wrong(format!(
+            return Err(usage_error(format!(
                 "job {} is over ({}); `lockstep retry` queues it again",
                 job.id, job.state
             )));
@@ -273,7 +273,7 @@ impl Launch {
             LauncherKind::Ssh => ssh::start(self).await,
             LauncherKind::Mpirun => mpirun::start(self).await,
             LauncherKind::Slurm => slurm::start(self).await,
-            LauncherKind::Kubernetes => Err(wrong("--with kubernetes needs --template FILE")),
+            LauncherKind::Kubernetes => Err(usage_error("--with kubernetes needs --template FILE")),
         }
     }
 
@@ -319,10 +319,10 @@ impl Launch {
                     if self.is_ours { "; repeating this command would train the job twice" } else { "" };
                 let text = format!(
                     "{}\njob {} nevertheless runs on {agents}, without this launch{twice}; `lockstep watch {1}` shows it",
-                    sentence(&error),
+                    describe_error(&error),
                     job.id
                 );
-                Err(if error.is::<WrongRequest>() { wrong(text) } else { anyhow::anyhow!(text) })
+                Err(if error.is::<WrongRequest>() { usage_error(text) } else { anyhow::anyhow!(text) })
             }
             (done, _) => done,
         }
@@ -363,7 +363,7 @@ fn machines_of(agents: &[String], nodes: &[bundle::Node]) -> String {
 /// Creates and returns a launch's folder on this machine.
 fn private_folder(args: &Args, name: &str) -> anyhow::Result<PathBuf> {
     let folder = node::home().join(&args.dir).join(name);
-    node::make_private_dir(&folder).map_err(|e| wrong(format!("--dir: {}: {e}", folder.display())))?;
+    node::make_private_dir(&folder).map_err(|e| usage_error(format!("--dir: {}: {e}", folder.display())))?;
     Ok(folder)
 }
 

@@ -3,7 +3,7 @@
 //! The agent is a child process that outlives its parent. If the server is killed, ranks train on, and the agent of the next server adopts
 //! them.
 
-use super::{sentence, wrong};
+use super::{describe_error, usage_error};
 use anyhow::Context;
 use lockstep_host::SECRETS;
 use lockstep_protocol::backoff::Backoff;
@@ -112,7 +112,9 @@ async fn keep(settings: Settings, mut child: Child, mut stopped: oneshot::Receiv
                     born = Instant::now();
                     break;
                 }
-                Err(error) => tracing::error!(error = sentence(&error), "the local agent does not start"),
+                Err(error) => {
+                    tracing::error!(error = describe_error(&error), "the local agent does not start")
+                }
             }
         }
     }
@@ -183,7 +185,11 @@ async fn relieve(dir: &Path) -> anyhow::Result<()> {
             return Ok(());
         }
     }
-    Err(wrong(format!("the agent (process {}) on {} does not end", pid.as_raw_nonzero(), dir.display())))
+    Err(usage_error(format!(
+        "the agent (process {}) on {} does not end",
+        pid.as_raw_nonzero(),
+        dir.display()
+    )))
 }
 
 async fn wait_until(done: impl Fn() -> bool) -> bool {

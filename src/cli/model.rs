@@ -5,7 +5,7 @@ use super::{
     api::{ServerArgs, list},
     block_on,
     checkpoint_choice::choose,
-    output, wrong,
+    output, usage_error,
 };
 use lockstep_protocol::models::{Model, ModelVersion, SCHEME, alias_mistake, name_mistake};
 use reqwest::Method;
@@ -131,7 +131,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Action::Alias { model, alias, version, remove, server } => {
             let at = alias_mistake(&alias).map_or_else(
                 || path(&model, &format!("/aliases/{alias}")),
-                |detail| Err(wrong(format!("the alias {detail}"))),
+                |detail| Err(usage_error(format!("the alias {detail}"))),
             )?;
             match version.filter(|_| !remove) {
                 Some(version) => {
@@ -156,7 +156,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 fn path(model: &str, rest: &str) -> anyhow::Result<String> {
     match name_mistake(model) {
         None => Ok(format!("/models/{model}{rest}")),
-        Some(detail) => Err(wrong(format!("the model's name {detail}"))),
+        Some(detail) => Err(usage_error(format!("the model's name {detail}"))),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Options of `serve` for an OpenID provider that signs people in.
 
-use super::wrong;
+use super::usage_error;
 use lockstep_protocol::people::Role;
 use lockstep_server::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
 use std::{env, fs::File, io::Read, os::unix::fs::MetadataExt, path::PathBuf};
@@ -60,7 +60,7 @@ impl OidcArgs {
         };
         let parse = |(place, text): (String, String)| {
             text.parse::<ClientSecret>()
-                .map_err(|error| wrong(format!("the client secret in {place}: {error}")))
+                .map_err(|error| usage_error(format!("the client secret in {place}: {error}")))
         };
         let groups = self.oidc_group_claim.map(|claim| Groups {
             claim,
@@ -80,7 +80,7 @@ impl OidcArgs {
 
 fn read(path: &PathBuf) -> anyhow::Result<String> {
     let failed =
-        |error: std::io::Error| wrong(format!("--oidc-client-secret-file {}: {error}", path.display()));
+        |error: std::io::Error| usage_error(format!("--oidc-client-secret-file {}: {error}", path.display()));
     let file = File::open(path).map_err(failed)?;
     if file.metadata().map_err(failed)?.mode() & 0o044 != 0 {
         tracing::warn!(path = %path.display(), "others on this machine can read the client secret: chmod go-r");

@@ -1,6 +1,6 @@
 //! `lockstep plan`: predicts, without training, how a job's network is divided over its ranks and what a step costs.
 
-use super::{init_tracing, job_file, output, wrong};
+use super::{init_tracing, job_file, output, usage_error};
 use lockstep_data::loader::DataSource;
 use lockstep_engine::{
     Sample, Selection,
@@ -96,7 +96,7 @@ struct Considered {
 /// Exit status 2 for mistakes in the job or the arguments, or if no plan can run; 1 if this machine cannot be measured.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
-    if let Some(member) = Member::of_this_process().map_err(wrong)? {
+    if let Some(member) = Member::of_this_process().map_err(usage_error)? {
         return be_a_rank(&args, &member);
     }
     let document = job_file::document(&args.job, &args.sets)?;
@@ -110,9 +110,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut plans = Vec::new();
     for ranks in counts {
         let mut document = document.clone();
-        apply_set(&mut document, &format!("parallel.ranks={ranks}")).map_err(wrong)?;
+        apply_set(&mut document, &format!("parallel.ranks={ranks}")).map_err(usage_error)?;
         let spec = job_file::check(&args.job, &document)?;
-        let planned = Planned::of(&spec, &network, &machine).map_err(wrong)?;
+        let planned = Planned::of(&spec, &network, &machine).map_err(usage_error)?;
         plans.push((spec, planned));
     }
     if args.json {
@@ -260,7 +260,7 @@ fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
     let (sides, channels, classes) = match args.classes {
         Some(classes) => {
             let evaluation = spec.data.evaluation_size().ok_or_else(|| {
-                wrong("--classes: the dataset is not read, so the side of pictures is needed, too: --set data.image_size=224")
+                usage_error("--classes: the dataset is not read, so the side of pictures is needed, too: --set data.image_size=224")
             })?;
             let side = spec.data.image_size.as_ref().map_or(evaluation, ImageSize::last);
             ((evaluation as usize, side as usize), 3, classes as usize)
@@ -271,7 +271,7 @@ fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
             let found = [Some(given.to_path_buf()), beside].into_iter().flatten();
             let dataset = found.into_iter().find_map(|path| lockstep_data::canonical(&path).ok());
             let dataset = dataset.ok_or_else(|| {
-                wrong(format!(
+                usage_error(format!(
                     "data.dataset: {} does not exist on this machine: give --classes N and data.image_size instead",
                     given.display()
                 ))
@@ -284,12 +284,12 @@ fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
             ((shape.image_size, side), shape.channels, shape.classes.len())
         }
     };
-    planning::network(&spec.model, sides, channels, classes).map_err(wrong)
+    planning::network(&spec.model, sides, channels, classes).map_err(usage_error)
 }
 
 /// Reads measurements from a file: the output of `--json`, or only its key `machine`.
 fn read_machine(path: &Path) -> anyhow::Result<Machine> {
-    let failed = |detail: String| wrong(format!("--machine {}: {detail}", path.display()));
+    let failed = |detail: String| usage_error(format!("--machine {}: {detail}", path.display()));
     let text = fs::read(path).map_err(|e| failed(e.to_string()))?;
     let mut document: Value = serde_json::from_slice(&text).map_err(|e| failed(e.to_string()))?;
     let machine = document.get_mut("machine").map(Value::take).unwrap_or(document);
@@ -301,10 +301,10 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
 /// Returns this machine's measurements, either cached or measured now with at most `most` ranks.
 fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> anyhow::Result<Machine> {
     let asked = spec.parallel.device;
-    let offer = registry::offer(Selection { device: asked, ..Selection::default() }).map_err(wrong)?;
+    let offer = registry::offer(Selection { device: asked, ..Selection::default() }).map_err(usage_error)?;
     if offer.slots.is_empty() {
         let why = offer.hindrance.unwrap_or_default();
-        return Err(wrong(format!("parallel.device = {:?}: {why}; give --machine FILE", asked.name())));
+        return Err(usage_error(format!("parallel.device = {:?}: {why}; give --machine FILE", asked.name())));
     }
     let devices: Vec<String> = offer.slots.into_iter().filter_map(|slot| slot.uuid).collect();
     let ranks = match devices.len() as u32 {

@@ -1,6 +1,6 @@
 //! `lockstep rank`: one rank of an attempt, started by an agent or by `lockstep train`.
 
-use super::{init_tracing, wrong};
+use super::{init_tracing, usage_error};
 use lockstep_host::gpu::RankGpu;
 use std::path::PathBuf;
 
@@ -36,7 +36,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         (Some(config), _) => lockstep_worker::rank::run(&config),
         (None, spare) => {
             let gpu: RankGpu = serde_json::from_str(&spare.unwrap_or_default())
-                .map_err(|error| wrong(format!("--spare: {error}")))?;
+                .map_err(|error| usage_error(format!("--spare: {error}")))?;
             lockstep_worker::rank::run_spare(&gpu)
         }
     }

@@ -1,7 +1,7 @@
 //! Rank tables of MindSpore and HCCL: JSON files that assign ranks to devices of machines. Supports the form with `server_list`, and the
 //! older form with `group_list`.
 
-use super::{file, wrong};
+use super::{file, usage_error};
 use serde_json::Value;
 use std::{collections::HashMap, fmt::Display, path::Path};
 
@@ -43,7 +43,7 @@ impl RankTable {
     /// Exit status 2. The message names the field with the mistake.
     pub(crate) fn read(path: &Path) -> anyhow::Result<Self> {
         let larger = "is larger than 1 MiB; a rank table is not";
-        let failed = |detail: String| wrong(format!("the rank table {}: {detail}", path.display()));
+        let failed = |detail: String| usage_error(format!("the rank table {}: {detail}", path.display()));
         let bytes = file::read(path, TABLE_BYTES, larger).map_err(failed)?;
         Self::parse(&bytes).map_err(failed)
     }
@@ -180,13 +180,13 @@ fn list<'a>(of: &'a Value, key: &str, at: &str) -> Result<&'a Vec<Value>, String
 
 /// Parses a number, which tables contain as a text.
 fn number(of: &Value, key: &str, at: &str) -> Result<u32, String> {
-    let wrong = |given: &dyn Display| format!("{at}.{key}: is {given} and must be a whole number from 0");
+    let invalid = |given: &dyn Display| format!("{at}.{key}: is {given} and must be a whole number from 0");
     match of.get(key) {
-        Some(Value::String(text)) => text.trim().parse().map_err(|_| wrong(&format!("{text:?}"))),
+        Some(Value::String(text)) => text.trim().parse().map_err(|_| invalid(&format!("{text:?}"))),
         Some(Value::Number(number)) => {
-            number.as_u64().and_then(|n| u32::try_from(n).ok()).ok_or_else(|| wrong(number))
+            number.as_u64().and_then(|n| u32::try_from(n).ok()).ok_or_else(|| invalid(number))
         }
-        Some(other) => Err(wrong(other)),
+        Some(other) => Err(invalid(other)),
         None => Err(format!("{at}.{key}: is missing")),
     }
 }

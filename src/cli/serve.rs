@@ -6,7 +6,7 @@ use super::{
     init_tracing,
     local_agent::{LocalAgent, Settings, Slots},
     oidc::OidcArgs,
-    output, wrong,
+    output, usage_error,
 };
 use lockstep_engine::MOST_CPU_SLOTS;
 use lockstep_server::{
@@ -273,7 +273,7 @@ impl Server {
     /// See [`run`].
     pub(crate) async fn start(config: ServeConfig) -> anyhow::Result<Self> {
         Self::start_or(config).await.map_err(|error| match error.exit_code() {
-            2 => wrong(error.to_string()),
+            2 => usage_error(error.to_string()),
             _ => error.into(),
         })
     }
@@ -400,7 +400,7 @@ fn reachable(mut address: SocketAddr) -> SocketAddr {
 fn server_error(ended: Result<Result<(), ServeError>, tokio::task::JoinError>) -> anyhow::Result<()> {
     match ended {
         Ok(Ok(())) => Ok(()),
-        Ok(Err(error)) if error.exit_code() == 2 => Err(wrong(error.to_string())),
+        Ok(Err(error)) if error.exit_code() == 2 => Err(usage_error(error.to_string())),
         Ok(Err(error)) => Err(error.into()),
         Err(error) => Err(anyhow::anyhow!("the server failed: {error}")),
     }
@@ -412,7 +412,8 @@ fn stopped(why: &str) -> ServeError {
 
 /// Resolves a numeric address or a name (`localhost:7070`).
 pub(crate) fn resolve(listen: &str) -> anyhow::Result<SocketAddr> {
-    let problem = |why: String| wrong(format!("--listen {listen}: {why}; an example is 127.0.0.1:7070"));
+    let problem =
+        |why: String| usage_error(format!("--listen {listen}: {why}; an example is 127.0.0.1:7070"));
     let mut found = listen.to_socket_addrs().map_err(|e| problem(e.to_string()))?;
     found.next().ok_or_else(|| problem("no such address".into()))
 }

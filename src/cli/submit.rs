@@ -6,7 +6,7 @@ use super::{
     job_file::{check, document, mistaken, name_dataset},
     output,
     sweep::{self, Sweep as SweptValues},
-    watch, wrong,
+    usage_error, watch,
 };
 use lockstep_protocol::{
     Job,
@@ -67,7 +67,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     label(&mut document, &args);
     if !args.sweeps.is_empty() || args.folds.is_some() {
         if document.get("sweep").is_some() {
-            return Err(wrong(format!(
+            return Err(usage_error(format!(
                 "--folds and --sweep cannot be combined with a section [sweep], and {} has one: remove the section, or put the values \
                  into [sweep.parameters]",
                 args.job.display()
@@ -113,13 +113,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 /// Submits a file with a section `sweep`, which has these mistakes.
 fn submit_sweep(args: &Args, mut document: Value, own: &[SpecError]) -> anyhow::Result<()> {
     if args.watch {
-        return Err(wrong(
+        return Err(usage_error(
             "--watch shows one job, and the file is a sweep: its page and `lockstep sweep show` show the trials",
         ));
     }
     if !own.is_empty() {
         let lines: Vec<_> = own.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-        return Err(wrong(mistaken(&args.job, &lines)));
+        return Err(usage_error(mistaken(&args.job, &lines)));
     }
     let api = args.server.api()?;
     let sweep: Sweep = block_on(async {
@@ -137,7 +137,8 @@ fn submit_sweep(args: &Args, mut document: Value, own: &[SpecError]) -> anyhow::
 fn run_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
     let mut sweeps = args.sweeps.clone();
     if let Some(folds) = args.folds {
-        set_key(&mut document, "data.folds", folds.into()).map_err(|e| wrong(format!("--folds: {e}")))?;
+        set_key(&mut document, "data.folds", folds.into())
+            .map_err(|e| usage_error(format!("--folds: {e}")))?;
         let all: Vec<_> = (1..=folds).map(|fold| fold.to_string()).collect();
         sweeps.push(format!("data.fold={}", all.join(",")));
     }
@@ -183,5 +184,5 @@ async fn all_mistakes(api: &Api, path: &Path, document: &Value, own: &[SpecError
             lines.push(line);
         }
     }
-    wrong(mistaken(path, &lines))
+    usage_error(mistaken(path, &lines))
 }

@@ -3,7 +3,7 @@
 use super::{
     WrongRequest,
     api::{Api, mistake},
-    job_file, output, wrong,
+    job_file, output, usage_error,
 };
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
@@ -89,9 +89,10 @@ impl Sweep {
     /// # Errors
     /// Exit status 2 if an argument is invalid, a key is repeated, or a sweep has too many jobs.
     pub(crate) fn parse(arguments: &[String]) -> anyhow::Result<Self> {
-        let refused = |argument: &str, why: &str| wrong(format!("--sweep {}: {why}", shortened(argument)));
+        let refused =
+            |argument: &str, why: &str| usage_error(format!("--sweep {}: {why}", shortened(argument)));
         if arguments.len() > MOST_KEYS {
-            return Err(wrong(format!(
+            return Err(usage_error(format!(
                 "--sweep: at most {MOST_KEYS} keys, and these are {}",
                 arguments.len()
             )));
@@ -114,7 +115,7 @@ impl Sweep {
         let jobs = keys.iter().try_fold(1usize, |jobs, (_, values)| jobs.checked_mul(values.len()));
         match jobs {
             Some(jobs) if jobs <= MOST_JOBS => Ok(Self { keys }),
-            _ => Err(wrong(format!(
+            _ => Err(usage_error(format!(
                 "--sweep: a sweep has at most {MOST_JOBS} jobs, and these values have more combinations"
             ))),
         }
@@ -134,7 +135,7 @@ impl Sweep {
                 for value in values {
                     let mut document = document.clone();
                     set_key(&mut document, path, value.clone())
-                        .map_err(|e| wrong(format!("--sweep {}: {e}", shortened(path))))?;
+                        .map_err(|e| usage_error(format!("--sweep {}: {e}", shortened(path))))?;
                     next.push((document, format!("{label} {key}={}", in_words(value))));
                 }
             }
@@ -235,7 +236,7 @@ pub(crate) async fn check(
     if lines.is_empty() {
         return Ok(());
     }
-    Err(wrong(job_file::mistaken(path, &lines.into_iter().collect::<Vec<_>>())))
+    Err(usage_error(job_file::mistaken(path, &lines.into_iter().collect::<Vec<_>>())))
 }
 
 /// Submits all jobs or none: if the server refuses a job, the earlier jobs are cancelled. If a response is lost, the request is repeated.

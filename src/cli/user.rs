@@ -2,7 +2,7 @@
 
 use super::{
     api::{self, ServerArgs},
-    block_on, output, wrong,
+    block_on, output, usage_error,
 };
 use anyhow::Context;
 use lockstep_protocol::{
@@ -99,7 +99,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             Command::Link { name, subject, server } => {
                 if let Some(detail) = subject_mistake(&subject) {
-                    return Err(wrong(format!("a subject {detail}")));
+                    return Err(usage_error(format!("a subject {detail}")));
                 }
                 change(&server, &name, &json!({ "subject": subject })).await
             }
@@ -144,7 +144,7 @@ async fn change(server: &ServerArgs, name: &str, body: &Value) -> anyhow::Result
 fn path(name: &str) -> anyhow::Result<String> {
     match lockstep_protocol::people::name_mistake(name) {
         None => Ok(format!("/people/{name}")),
-        Some(detail) => Err(wrong(format!("a name {detail}"))),
+        Some(detail) => Err(usage_error(format!("a name {detail}"))),
     }
 }
 
@@ -174,7 +174,7 @@ fn password() -> anyhow::Result<String> {
     let password = if io::stdin().is_terminal() {
         let first = rpassword::prompt_password("password: ")?;
         if rpassword::prompt_password("once more: ")? != first {
-            return Err(wrong("the two passwords differ"));
+            return Err(usage_error("the two passwords differ"));
         }
         first
     } else {
@@ -182,7 +182,7 @@ fn password() -> anyhow::Result<String> {
     };
     match password_mistake(&password) {
         None => Ok(password),
-        Some(detail) => Err(wrong(format!("a password {detail}"))),
+        Some(detail) => Err(usage_error(format!("a password {detail}"))),
     }
 }
 
@@ -191,14 +191,14 @@ fn first_line(from: impl BufRead) -> anyhow::Result<String> {
     let mut from = from.take(LINE_BYTES + 1);
     from.read_until(b'\n', &mut line).context("the password on standard input")?;
     if line.len() as u64 > LINE_BYTES {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "the line on standard input has more than {LINE_BYTES} bytes; a password has {} to {} characters",
             PASSWORD_CHARS.start(),
             PASSWORD_CHARS.end()
         )));
     }
-    let line =
-        String::from_utf8(line).map_err(|_| wrong("the password on standard input is not text (UTF-8)"))?;
+    let line = String::from_utf8(line)
+        .map_err(|_| usage_error("the password on standard input is not text (UTF-8)"))?;
     let line = line.strip_suffix('\n').unwrap_or(&line);
     Ok(line.strip_suffix('\r').unwrap_or(line).to_owned())
 }

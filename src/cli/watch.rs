@@ -4,7 +4,7 @@ mod progress;
 
 use super::{
     api::{Api, Away, PATIENCE, ServerArgs, list},
-    block_on, output, sentence, wrong,
+    block_on, describe_error, output, usage_error,
 };
 use lockstep_protocol::{
     Job, JobState,
@@ -175,7 +175,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
         if !over {
             let since_when = *away_since.get_or_insert_with(Instant::now);
             if since_when.elapsed() > PATIENCE {
-                let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| sentence(&e));
+                let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| describe_error(&e));
                 anyhow::bail!(
                     "the connection to the server is lost: {why}; `lockstep watch {}` continues from here",
                     job.id
@@ -185,7 +185,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
             match api.get::<Job>(&format!("/jobs/{}", job.id)).await {
                 Ok(now) => over = now.state.is_final() && now.last_seq <= since,
                 Err(error) if error.is::<super::WrongRequest>() => {
-                    return Err(wrong(format!("{}: {error}", job.id)));
+                    return Err(usage_error(format!("{}: {error}", job.id)));
                 }
                 Err(_) => away.silent(|text| progress.aside(text)),
             }

@@ -7,7 +7,7 @@ use super::{
         get::{bar, client},
         known::Remote,
     },
-    output, wrong,
+    output, usage_error,
 };
 use anyhow::anyhow;
 use lockstep_host::cache;
@@ -62,7 +62,7 @@ enum Action {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let Action::Get { name, from } = &args.action;
     let place = place_of(name).ok_or_else(|| {
-        wrong("there is no cache directory for the weights: set HOME, or LOCKSTEP_CACHE to a folder")
+        usage_error("there is no cache directory for the weights: set HOME, or LOCKSTEP_CACHE to a folder")
     })?;
     fetch(name, from, &place)?;
     output::line(format_args!("{name}: {}; jobs use it with model.pretrained = \"{name}\"", place.display()))
@@ -80,10 +80,10 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
         return check(place);
     }
     let repository = KNOWN.iter().find(|(known, _)| *known == name).map(|(_, repository)| *repository);
-    let repository = repository.ok_or_else(|| wrong(format!("no weights are called {name}")))?;
+    let repository = repository.ok_or_else(|| usage_error(format!("no weights are called {name}")))?;
     let base = format!("{}/{repository}", hub.trim_end_matches('/'));
     if reqwest::Url::parse(&base).is_err() {
-        return Err(wrong(format!("--from {hub} is not an address; write an address such as {HUB}")));
+        return Err(usage_error(format!("--from {hub} is not an address; write an address such as {HUB}")));
     }
     let url = format!("{base}/resolve/main/{FILE}");
     let explained = |failure: Failure| {
@@ -93,7 +93,7 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
         );
         match failure {
             Failure::Unreachable(why) => anyhow!("{why}\nThe same command continues.\n{manually}"),
-            Failure::Refused(why) => wrong(format!("{why}\n{manually}")),
+            Failure::Refused(why) => usage_error(format!("{why}\n{manually}")),
             Failure::Local(why) => anyhow!("{}: {why}", place.display()),
         }
     };
@@ -118,7 +118,7 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
 fn check(place: &Path) -> anyhow::Result<()> {
     checkpoint::shapes(place)
         .map(drop)
-        .map_err(|why| wrong(format!("{why}; remove {} and run the command again", place.display())))
+        .map_err(|why| usage_error(format!("{why}; remove {} and run the command again", place.display())))
 }
 
 /// Returns the size and the checksum of the file, from the repository's Git LFS pointer.

@@ -130,25 +130,25 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         request.extensions_mut().insert(caller.clone());
     }
     let is_change = rules::is_recorded(&method, route.as_deref());
-    let is_carried_out = rules::is_carried_out(&method, route.as_deref());
+    let is_detached = rules::is_detached(&method, route.as_deref());
     let work = async move {
         let response = shown_to(viewer, next.run(request).await);
         let signed_in = response.extensions().get::<SignedIn>().cloned();
         let status = response.status();
         // Without a caller, only failed sign-ins are recorded, because their number is limited. Other requests could displace important
         // entries.
-        let signs_in = rules::signs_in(route.as_deref());
+        let is_sign_in = rules::is_sign_in(route.as_deref());
         let is_wrong_sign_in = rules::is_failed_sign_in(route.as_deref(), status);
         if signed_in.is_some() || is_wrong_sign_in || (is_change && caller.is_some()) {
             let token = caller.as_ref().and_then(Caller::token);
             let action = match route.as_deref() {
-                _ if signs_in => "sign in".to_owned(),
+                _ if is_sign_in => "sign in".to_owned(),
                 route => format!("{method} {}", route.unwrap_or("(no such address)")),
             };
             // The address of a sign-in may contain a code or a token, which must not be recorded.
-            let mut object = if signs_in { path } else { object };
+            let mut object = if is_sign_in { path } else { object };
             let subject = response.extensions().get::<AuditSubject>().map(|AuditSubject(what)| what.as_str());
-            if let Some(what) = subject.or_else(|| created(&response).filter(|_| !signs_in)) {
+            if let Some(what) = subject.or_else(|| created(&response).filter(|_| !is_sign_in)) {
                 object.push_str(": ");
                 object.extend(what.chars().take(OBJECT_CHARS));
             }
@@ -171,7 +171,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         }
         response
     };
-    if !is_carried_out {
+    if !is_detached {
         return work.await;
     }
     // A separate task, so that the request completes and is recorded even if the client disconnects.

@@ -1,6 +1,6 @@
 //! `lockstep bench --pictures`: measures how fast a dataset's pictures are prepared for training.
 
-use crate::cli::wrong;
+use crate::cli::usage_error;
 use lockstep_data::loader::{BatchFormat, DataSource, EpochPlan};
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
 use serde_json::{Value, json};
@@ -33,10 +33,10 @@ pub(super) fn run(path: &Path, image_size: u32, threads: usize) -> anyhow::Resul
         std: Some(vec![0.229, 0.224, 0.225]),
         ..DataSpec::default()
     };
-    let mut data = DataSource::open(path, &spec, 0).map_err(|e| wrong(e.to_string()))?;
+    let mut data = DataSource::open(path, &spec, 0).map_err(|e| usage_error(e.to_string()))?;
     data.set_format(BatchFormat::Bytes);
     if data.shape.train_samples < (BATCH * (WARM_UP + 1)) as u64 {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "{}: {} pictures are too few to measure; {} are enough",
             path.display(),
             data.shape.train_samples,

@@ -1,11 +1,12 @@
 //! `lockstep dataset get`: downloads, checks, unpacks and registers a public dataset.
 
 use super::{
+    describe,
     download::{Failure, download, partial},
     known::{KNOWN, Known, Remote},
-    register_as, sentence,
+    register_as,
 };
-use crate::cli::{api::ServerArgs, block_on, output, wrong};
+use crate::cli::{api::ServerArgs, block_on, output, usage_error};
 use anyhow::anyhow;
 use flate2::read::GzDecoder;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -45,7 +46,7 @@ pub(super) struct Args {
 /// Exit status 1 if the address cannot be reached, 2 if a file has wrong content.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let known = KNOWN.into_iter().find(|known| known.name == args.name);
-    let known = known.ok_or_else(|| wrong(format!("no dataset {} is known", args.name)))?;
+    let known = known.ok_or_else(|| usage_error(format!("no dataset {} is known", args.name)))?;
     let to = args.to.clone().unwrap_or_else(|| Path::new("datasets").join(known.name));
     // Removes a trailing slash.
     let to: std::path::PathBuf = to.components().collect();
@@ -70,7 +71,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     if args.server.json {
         return output::json(&dataset);
     }
-    output::line(format_args!("{}: {}", dataset.name, sentence(&dataset.info)))
+    output::line(format_args!("{}: {}", dataset.name, describe(&dataset.info)))
 }
 
 /// Puts all of the dataset's files into `to`, or none. Until then, downloaded files are kept next to `to`.
@@ -80,7 +81,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
         if missing.is_empty() {
             return Ok(());
         }
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "{} exists already but has no {}: move it away, or give another folder with --to",
             to.display(),
             missing.join(", ")
@@ -91,7 +92,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(&work).map_err(|e| failed(&work, e))?;
     let base = if base.ends_with('/') { base.to_owned() } else { format!("{base}/") };
     if reqwest::Url::parse(&base).is_err() {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "--from {base} is not an address; write an address such as {}",
             known.base
         )));
@@ -157,7 +158,7 @@ fn place(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
 
 /// Returns an HTTP client that uses proxies from the environment (`https_proxy`), because the files are on the internet.
 pub(crate) fn client() -> anyhow::Result<Client> {
-    let tls = tls::client_config(None).map_err(wrong)?;
+    let tls = tls::client_config(None).map_err(usage_error)?;
     Ok(Client::builder()
         .connect_timeout(Duration::from_secs(15))
         .read_timeout(Duration::from_secs(60))
@@ -186,7 +187,9 @@ fn explained(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path
             "{why}\nThe bytes so far are kept in {}; the same command continues.\n{manually}",
             work.display()
         ),
-        Failure::Refused(why) => wrong(format!("{why}\nNothing was put into {}.\n{manually}", to.display())),
+        Failure::Refused(why) => {
+            usage_error(format!("{why}\nNothing was put into {}.\n{manually}", to.display()))
+        }
         Failure::Local(why) => anyhow!("{}: {why}", work.display()),
     }
 }

@@ -1,7 +1,7 @@
 //! Copies a dataset as shards of small pictures, for `lockstep dataset prepare` and `dataset add --prepare`.
 
 use super::{SHOW_EVERY, unnamed};
-use crate::cli::{output, wrong};
+use crate::cli::{output, usage_error};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_data::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES};
 use lockstep_protocol::numbers::plural;
@@ -63,8 +63,8 @@ enum Policy {
 /// # Errors
 /// Exit status 2 if the files are not a dataset or cannot be copied.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let path =
-        lockstep_data::canonical(&args.path).map_err(|e| wrong(format!("{}: {e}", args.path.display())))?;
+    let path = lockstep_data::canonical(&args.path)
+        .map_err(|e| usage_error(format!("{}: {e}", args.path.display())))?;
     let made = copy(&path, &args.to, &args.pictures.settings(args.short_side))?;
     report(&args.to, &made)
 }
@@ -92,7 +92,7 @@ pub(super) fn copy(path: &Path, to: &Path, settings: &PrepareSettings) -> anyhow
         bar.set_position(progress.done);
     });
     bar.finish_and_clear();
-    made.map_err(|e| wrong(e.to_string()))
+    made.map_err(|e| usage_error(e.to_string()))
 }
 
 /// Prints what the copy contains.

@@ -4,7 +4,7 @@
 use super::{
     super::{
         launch::{Host, hosts_of_list, read_hostfile},
-        output, wrong,
+        output, usage_error,
     },
     assessment,
     examined::{ExaminedMachine, Pair},
@@ -68,7 +68,7 @@ pub(super) fn run(request: &Request<'_>) -> anyhow::Result<()> {
     let hosts = match (request.hostfile, request.list) {
         (Some(path), _) => read_hostfile(path)?,
         (None, list) => {
-            hosts_of_list(list.unwrap_or_default()).map_err(|e| wrong(format!("--hosts: {e}")))?
+            hosts_of_list(list.unwrap_or_default()).map_err(|e| usage_error(format!("--hosts: {e}")))?
         }
     };
     let secret = format!("{}{}", uuid::Uuid::new_v4().simple(), uuid::Uuid::new_v4().simple());

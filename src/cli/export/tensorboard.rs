@@ -5,7 +5,7 @@ use crate::cli::{
     block_on,
     event_files::{Event, FILE_VERSION, Hparam, Summary, SummaryValue},
     history::{self, Point},
-    output, wrong,
+    output, usage_error,
 };
 use anyhow::Context;
 use jiff::Timestamp;
@@ -77,7 +77,7 @@ async fn export(api: &Api, job: &Job, output: &Path) -> anyhow::Result<Run> {
     for rank in 0..job.ranks {
         let series = history::of_rank(api, &job.id, rank).await?;
         if series.is_empty() && rank == 0 {
-            return Err(wrong(format!("job {} has no metrics yet", job.id)));
+            return Err(usage_error(format!("job {} has no metrics yet", job.id)));
         } else if series.is_empty() {
             continue;
         }

@@ -4,7 +4,7 @@
 mod server;
 
 use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of};
-use crate::cli::wrong;
+use crate::cli::usage_error;
 use anyhow::Context;
 use serde_json::Value;
 use std::{
@@ -38,7 +38,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
         }
     }
     if found.is_empty() {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {ABOUT}. For a database, start `mlflow server` with it and \
              give the server's address",
             root.display()

@@ -1,7 +1,7 @@
 //! Metrics in a CSV or Parquet file: a row has all metrics of a step, or one value.
 
 use super::{Read, Run, Sources, file_name, id_of};
-use crate::cli::wrong;
+use crate::cli::usage_error;
 use anyhow::Context;
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 use lockstep_protocol::numbers::plural;
@@ -33,7 +33,7 @@ pub(super) fn sources(
     read: impl Fn(&Path) -> anyhow::Result<Table> + 'static,
 ) -> anyhow::Result<Sources> {
     if !file.is_file() {
-        return Err(wrong(format!("{}: there is no such file", file.display())));
+        return Err(usage_error(format!("{}: there is no such file", file.display())));
     }
     let shown = file.display().to_string();
     let path = file.canonicalize().with_context(|| shown.clone())?;

@@ -3,7 +3,7 @@
 use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of};
 use crate::cli::{
     event_files::{self, Event, Hparam, HparamsData, SummaryValue},
-    wrong,
+    usage_error,
 };
 use anyhow::Context;
 use prost::Message;
@@ -17,7 +17,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     collect(root, root, &mut found)?;
     if found.is_empty() {
         let detail = format!("{} has no event files: no file is called *tfevents*", root.display());
-        return Err(wrong(detail));
+        return Err(usage_error(detail));
     }
     Ok(found)
 }

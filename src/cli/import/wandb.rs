@@ -3,7 +3,7 @@
 //! `wandb/proto/wandb_internal.proto`. Fields that are not read are left out; a `oneof` is several optional fields.
 
 use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of, numbers};
-use crate::cli::wrong;
+use crate::cli::usage_error;
 use anyhow::Context;
 use crc::{CRC_32_ISO_HDLC, Crc};
 use prost::Message;
@@ -158,7 +158,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     }
     if files.is_empty() {
         let detail = format!("{} has no runs of W&B: no folder in it has a file *.wandb", root.display());
-        return Err(wrong(detail));
+        return Err(usage_error(detail));
     }
     let source = |file: PathBuf| {
         let name = file.display().to_string();

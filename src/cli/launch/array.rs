@@ -5,7 +5,7 @@ use super::{
         api::Api,
         output,
         sweep::{self, Sweep},
-        watch, wrong,
+        usage_error, watch,
     },
     Args, Launch,
     hosts::Host,
@@ -78,7 +78,7 @@ pub(super) async fn run(
 /// Returns the machines with slots for the largest of the jobs, and whether any job trains on CPU cores.
 fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Result<(Vec<Host>, Device)> {
     if documents.len() * hosts.len() > MOST_AGENTS {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "{} jobs on {} machines each are more than {MOST_AGENTS} agents: split the sweep, or give fewer --nodes",
             documents.len(),
             hosts.len()

@@ -1,7 +1,7 @@
 //! Lists of machines: hostfiles, `-H` and rank tables.
 
 use super::{
-    super::{file, rank_table::RankTable, wrong},
+    super::{file, rank_table::RankTable, usage_error},
     MOST_HOSTS, MOST_SLOTS,
 };
 use std::{collections::BTreeMap, path::Path};
@@ -30,7 +30,7 @@ pub(crate) struct Host {
 /// # Errors
 /// Exit status 2. The message has the line number of the mistake.
 pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<Host>> {
-    let failed = |detail: String| wrong(format!("--hostfile {}: {detail}", path.display()));
+    let failed = |detail: String| usage_error(format!("--hostfile {}: {detail}", path.display()));
     let bytes =
         file::read(path, HOSTFILE_BYTES, "is larger than 1 MiB; a hostfile is not").map_err(failed)?;
     let text = String::from_utf8(bytes).map_err(|_| failed("is not text (UTF-8)".into()))?;

@@ -2,7 +2,7 @@
 //! checkpoint and the batch job is requeued.
 
 use super::{
-    super::{output, wrong},
+    super::{output, usage_error},
     Args, Launch, LaunchDetached, MOST_SLOTS,
     bundle::Bundle,
     follow::until_over,
@@ -67,7 +67,7 @@ impl Batch {
     ) -> anyhow::Result<String> {
         let shown = folder.display().to_string();
         if shown.contains(['\n', '%', '"', '\\']) {
-            return Err(wrong(format!(
+            return Err(usage_error(format!(
                 "--dir: Slurm cannot write logs to {shown:?}: choose a folder with a plain name"
             )));
         }
@@ -194,7 +194,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
 /// Exit status 2 if the file cannot be written.
 pub(super) fn write_bundle(path: &Path, bundle: &Bundle) -> anyhow::Result<()> {
     write_private(path, node::text(bundle)?.as_bytes())
-        .map_err(|e| wrong(format!("--dir: {}: {e}", path.display())))
+        .map_err(|e| usage_error(format!("--dir: {}: {e}", path.display())))
 }
 
 /// Submits a script to Slurm. Returns the number of Slurm's job.
@@ -212,7 +212,7 @@ pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
     let said = child.wait_with_output()?;
     if !said.status.success() {
         let why = String::from_utf8_lossy(&said.stderr).trim().to_owned();
-        return Err(wrong(format!("Slurm refuses the job: {why} ({})", in_words(&command))));
+        return Err(usage_error(format!("Slurm refuses the job: {why} ({})", in_words(&command))));
     }
     // sbatch prints `12` or `12;cluster`.
     let text = String::from_utf8_lossy(&said.stdout).into_owned();

@@ -1,6 +1,6 @@
 //! The lock of an `--out` folder: two runs in one folder would overwrite each other's checkpoints.
 
-use super::super::{output, wrong};
+use super::super::{output, usage_error};
 use lockstep_host::{lock_within, open_lock};
 use rustix::io::{FdFlags, fcntl_setfd};
 use std::{fs::File, path::Path, time::Duration};
@@ -23,12 +23,12 @@ impl OutLock {
     /// Another run uses the folder, or the folder cannot be written.
     pub(super) fn take(out: &Path) -> anyhow::Result<Self> {
         let path = out.join(LOCK);
-        let unusable = |e: &dyn std::fmt::Display| wrong(format!("--out: {}: {e}", path.display()));
+        let unusable = |e: &dyn std::fmt::Display| usage_error(format!("--out: {}: {e}", path.display()));
         let file = open_lock(&path).map_err(|e| unusable(&e))?;
         match lock_within(&file, PATIENCE) {
             Ok(true) => {}
             Ok(false) => {
-                return Err(wrong(format!(
+                return Err(usage_error(format!(
                     "--out: another `lockstep train`, or ranks that it left behind, use {}: they hold {}. Wait \
                      until they end, or give another --out",
                     out.display(),

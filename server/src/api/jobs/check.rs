@@ -12,7 +12,7 @@ use crate::{
         error::{Error, Problem, Result},
         extract::{Document, Query},
     },
-    scheduler::{Scheduler, device_for, most_slots},
+    scheduler::{Scheduler, device_for, max_capacity_of},
     store::JobFilter,
 };
 use axum::{Extension, Json, extract::State};
@@ -389,7 +389,7 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     let device = device_for(spec);
     let mut slots = online.iter().flat_map(|agent| &agent.row.slots);
     let is_cpu = device == Device::Cpu || slots.all(|slot| slot.device == Device::Cpu.name());
-    let sum = most_slots(online.into_iter().map(|agent| agent.row), device);
+    let sum = max_capacity_of(online.into_iter().map(|agent| agent.row), device);
     let most = sum.slots;
     if most >= spec.parallel.ranks as usize {
         return None;

@@ -3,7 +3,7 @@
 use super::{Connection, Db, DbRow, SqlStore};
 use crate::store::{
     HistogramFilter, HistogramIndex, HistogramRow, Result, StoreError,
-    values::{from_json, int, json, plain, small, uint},
+    values::{from_json, int, json, plain, to_u32, uint},
 };
 use lockstep_protocol::{
     agent::AttemptEvent,
@@ -141,7 +141,7 @@ fn row(row: &DbRow) -> Result<HistogramRow> {
     let (counts, _) = counts.as_chunks::<4>();
     Ok(HistogramRow {
         step: uint(row.try_get("step")?),
-        attempt: small(row.try_get("attempt")?),
+        attempt: to_u32(row.try_get("attempt")?),
         layer: row.try_get("layer")?,
         kind: kind(row.try_get("kind")?)?,
         min: row.try_get::<f64, _>("min")? as f32,

@@ -6,7 +6,7 @@ use crate::{
     store::{
         NewVersion, Owned, Result, StoreError, VersionRow,
         quarantine::{read_spec, readable},
-        values::{from_json, json, plain, small, time},
+        values::{from_json, json, plain, time, to_u32},
     },
 };
 use lockstep_protocol::{
@@ -30,7 +30,7 @@ fn version(row: &DbRow) -> Result<VersionRow> {
     let text = |column: &str| row.try_get::<Option<String>, _>(column);
     let version = ModelVersion {
         model: row.try_get("model")?,
-        version: small(row.try_get("version")?),
+        version: to_u32(row.try_get("version")?),
         aliases: Vec::new(),
         checkpoint: row.try_get("checkpoint_id")?,
         job: job.parse().map_err(|_| StoreError::Corrupt(format!("job id {job:?}")))?,
@@ -135,7 +135,7 @@ impl SqlStore {
         .execute(&mut *db)
         .await?;
         db.commit().await?;
-        Ok(small(version))
+        Ok(to_u32(version))
     }
 
     pub(super) async fn list_versions(&self, model: Option<&str>) -> Result<Vec<VersionRow>> {

@@ -1,9 +1,8 @@
 //! The queue: jobs that wait for slots, and the slots in use by each owner or project.
 
 use super::{
-    SqlStore,
+    SqlStore, batch,
     jobs::{JOB, job_row},
-    together,
 };
 use crate::{
     config::FairShare,
@@ -43,8 +42,8 @@ impl SqlStore {
 
     pub(super) async fn read_jobs(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
         let mut found = Vec::with_capacity(ids.len());
-        for ids in together::cut(ids) {
-            let places = together::values(ids.len(), 1);
+        for ids in batch::split(ids) {
+            let places = batch::values(ids.len(), 1);
             let text = format!("{JOB} WHERE jobs.id IN ({places}) AND jobs.deleted_at IS NULL");
             let query = sqlx::query(AssertSqlSafe(text));
             let query = ids.iter().fold(query, |query, id| query.bind(id.as_str()));

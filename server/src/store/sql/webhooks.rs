@@ -1,7 +1,7 @@
 //! Webhooks and their messages. A message is queued in the transaction that changes the job's state, so that a message exists exactly if
 //! the change was committed.
 
-use super::{Connection, DbRow, SqlStore, together};
+use super::{Connection, DbRow, SqlStore, batch};
 use crate::store::{
     Delivery, JobRow, Result, StoreError, Webhook, WebhookEvent, WebhookRow,
     quarantine::readable,
@@ -78,10 +78,10 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
         .flat_map(|notice| webhooks.iter().map(move |webhook| (webhook, *notice)))
         .filter(|(webhook, notice)| wants(webhook, notice))
         .collect();
-    for now in together::cut(&wanted) {
+    for now in batch::split(&wanted) {
         let text = format!(
             "INSERT INTO webhook_deliveries (id, webhook_id, job_id, event, payload, created_at, next_at) VALUES {}",
-            together::values(now.len(), 7)
+            batch::values(now.len(), 7)
         );
         let mut query = sqlx::query(AssertSqlSafe(text));
         for (webhook, notice) in now {

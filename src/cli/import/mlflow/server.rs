@@ -1,7 +1,7 @@
 //! Runs of a server that has MLflow's REST interface (2.0), asked as MLflow's own client asks.
 
 use super::{Failure, Read, Run, Sources, add_points, described, settings, text};
-use crate::cli::{block_on, wrong};
+use crate::cli::{block_on, usage_error};
 use anyhow::{Context, anyhow};
 use jiff::Timestamp;
 use lockstep_worker::tls;
@@ -21,7 +21,7 @@ struct Server {
 
 /// The runs of all experiments.
 pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
-    let tls = tls::client_config(None).map_err(wrong)?;
+    let tls = tls::client_config(None).map_err(usage_error)?;
     let client = Client::builder().timeout(ANSWER).tls_backend_preconfigured((*tls).clone()).build()?;
     let server = Server { base: format!("{}/api/2.0/mlflow", url.trim_end_matches('/')), client };
     let mut found = Sources::new();
@@ -34,7 +34,7 @@ pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
         });
         found.push((shown, read));
     }
-    if found.is_empty() { Err(wrong(format!("{url} has no runs"))) } else { Ok(found) }
+    if found.is_empty() { Err(usage_error(format!("{url} has no runs"))) } else { Ok(found) }
 }
 
 impl Server {
@@ -127,7 +127,10 @@ impl Server {
         let body: Value = answer.json().await.unwrap_or_default();
         if !status.is_success() {
             let why = ["message", "detail"].iter().find_map(|key| body.get(key)?.as_str());
-            return Err(wrong(format!("{url}: {status}: {}", why.unwrap_or("the server gives no reason"))));
+            return Err(usage_error(format!(
+                "{url}: {status}: {}",
+                why.unwrap_or("the server gives no reason")
+            )));
         }
         anyhow::ensure!(body.is_object(), "{url} does not answer as a server of MLflow's does");
         Ok(body)

@@ -1,7 +1,7 @@
 //! A client for Kubernetes' API: objects as plain JSON, with retries after conflicts and while the API server is unreachable.
 
 use super::super::{
-    super::{api::PATIENCE, output, wrong},
+    super::{api::PATIENCE, output, usage_error},
     Args,
 };
 use kube::{
@@ -78,20 +78,20 @@ impl Cluster {
     /// # Errors
     /// Neither of the two exists, or the connection fails.
     pub(super) async fn connect(args: &Args) -> anyhow::Result<Self> {
-        let unusable = |e: &dyn std::error::Error| wrong(format!("Kubernetes: {}", chain(e)));
+        let unusable = |e: &dyn std::error::Error| usage_error(format!("Kubernetes: {}", chain(e)));
         let config = match &args.context {
             None => Config::infer().await.map_err(|e| unusable(&e))?,
             Some(context) => {
                 let options = KubeConfigOptions { context: Some(context.clone()), ..Default::default() };
                 Config::from_kubeconfig(&options)
                     .await
-                    .map_err(|e| wrong(format!("--context {context}: {}", chain(&e))))?
+                    .map_err(|e| usage_error(format!("--context {context}: {}", chain(&e))))?
             }
         };
         let namespace = args.namespace.clone().unwrap_or_else(|| config.default_namespace.clone());
         let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
         if namespace.is_empty() || namespace.len() > 63 || !namespace.chars().all(plain) {
-            return Err(wrong(format!(
+            return Err(usage_error(format!(
                 "--namespace {namespace:?}: up to 63 small letters, digits and hyphens"
             )));
         }
@@ -146,11 +146,11 @@ impl Cluster {
     pub(super) fn explain(&self, doing: &str, error: &Error) -> anyhow::Error {
         let namespace = &self.namespace;
         match error {
-            Error::Api(status) if status.code == 401 => wrong(format!(
+            Error::Api(status) if status.code == 401 => usage_error(format!(
                 "{doing}: Kubernetes does not know your account ({}); sign in as for kubectl",
                 status.message
             )),
-            Error::Api(status) if status.code == 403 => wrong(format!(
+            Error::Api(status) if status.code == 403 => usage_error(format!(
                 "{doing}: Kubernetes does not let you do this ({}); deploy/kubernetes/launch-role.yaml has the role that a launch needs in namespace {namespace}",
                 status.message
             )),

@@ -1,7 +1,7 @@
 //! The user's template for pods (YAML): the parts that are used or refused, and the parts that a launch adds.
 
 use super::super::{
-    super::{file, wrong},
+    super::{file, usage_error},
     Args, LauncherKind, MOST_HOSTS, MOST_SLOTS,
     hosts::Host,
 };
@@ -51,22 +51,26 @@ pub(in super::super) fn template(args: &Args) -> anyhow::Result<Option<Template>
     let path = match (&args.template, args.with) {
         (Some(path), LauncherKind::Kubernetes) => path,
         (None, LauncherKind::Kubernetes) => {
-            return Err(wrong("no template is named: give the pods' template with --template pod.yaml"));
+            return Err(usage_error(
+                "no template is named: give the pods' template with --template pod.yaml",
+            ));
         }
-        (Some(_), _) => return Err(wrong("--template is for --with kubernetes")),
+        (Some(_), _) => return Err(usage_error("--template is for --with kubernetes")),
         (None, _) => return Ok(None),
     };
     if !args.options.is_empty() {
-        return Err(wrong("with Kubernetes there are no options after --: write them into the template"));
+        return Err(usage_error(
+            "with Kubernetes there are no options after --: write them into the template",
+        ));
     }
-    let failed = |detail: String| wrong(format!("--template {}: {detail}", path.display()));
+    let failed = |detail: String| usage_error(format!("--template {}: {detail}", path.display()));
     let bytes = file::read(path, TEMPLATE_BYTES, "is larger than 256 KiB").map_err(failed)?;
     let mut template = parse(&bytes).map_err(failed)?;
     // The default of `--dir` is relative to a home directory, which few pods have.
     if args.dir.is_absolute() {
         template.dir.clone_from(&args.dir);
     } else if args.dir != Path::new(super::super::DEFAULT_DIR) {
-        return Err(wrong("--dir: in a pod this is an absolute path, such as /var/lib/lockstep"));
+        return Err(usage_error("--dir: in a pod this is an absolute path, such as /var/lib/lockstep"));
     }
     Ok(Some(template))
 }
@@ -220,13 +224,13 @@ impl Template {
     ) -> anyhow::Result<()> {
         let Some(gpus) = self.gpus.filter(|_| !spec.parallel.device.is_cores()) else { return Ok(()) };
         if let Some(slots) = args.slots.filter(|slots| *slots != gpus) {
-            return Err(wrong(format!(
+            return Err(usage_error(format!(
                 "--slots {slots}, and the template's container has {gpus} GPUs, a slot each: leave --slots out, or change {GPU}"
             )));
         }
         let pods = args.nodes.unwrap_or_else(|| spec.parallel.ranks.div_ceil(gpus)).max(1) as usize;
         if pods > MOST_HOSTS {
-            return Err(wrong(format!(
+            return Err(usage_error(format!(
                 "{} ranks need {pods} pods of {gpus} GPUs; a launch has at most {MOST_HOSTS}",
                 spec.parallel.ranks
             )));

@@ -26,12 +26,12 @@ use std::{
     time::Duration,
 };
 
-/// Time limit for an unreachable server, after which a command gives up.
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+/// Time after which a command gives up while the server is unreachable.
+pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 /// Number of elements that one request for a list returns.
-const PAGE: usize = 200;
+const PAGE_SIZE: usize = 200;
 
-/// Options for the server that a command talks to, and for the output.
+/// Options for the server to which a command connects, and for the output.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct ServerArgs {
     /// Address of the server [default: the address in the data directory of a server that runs on this machine, or
@@ -74,7 +74,7 @@ pub(crate) struct Api {
 }
 
 impl Api {
-    /// Returns a client for `server` with this token, which trusts `ca_file` in addition to the system's authorities. Sends no request.
+    /// Returns a client for `server` with this token, which trusts `ca_file` in addition to the system's CA certificates. Sends no request.
     ///
     /// # Errors
     /// The address, the CA file or the token is invalid.
@@ -93,8 +93,8 @@ impl Api {
             .default_headers(token.map(|token| (AUTHORIZATION, token)).into_iter().collect())
             .connect_timeout(Duration::from_secs(5))
             .tls_backend_preconfigured((*tls).clone());
-        let proxy = proxy_of(&url);
-        // A proxy must not see a token in plain text.
+        let proxy = proxy_variable(&url);
+        // A proxy must not see an unencrypted token.
         let client = if proxy.is_none() { client.no_proxy() } else { client };
         Ok(Self { base, client: client.build()?, proxy })
     }
@@ -130,13 +130,13 @@ impl Api {
         match self.named(id, is_meant).await? {
             (job, None) => Ok(job),
             (_, Some(_)) => Err(usage_error(format!(
-                "several jobs are called {id}: give the id of one, which `lockstep list` shows"
+                "several jobs are called {id}: give a job's id; `lockstep list` shows the ids"
             ))),
         }
     }
 
     /// Returns the job that `id` names, with a note if several jobs have the name. Jobs whose state `is_meant` rejects count only if it
-    /// rejects all of them.
+    /// rejects all jobs.
     async fn named(
         &self,
         id: &str,
@@ -162,7 +162,7 @@ impl Api {
     }
 
     /// Returns the sweep with this id, name or start of an id. `changes`: for a command that changes the sweep, a name means the only sweep
-    /// that is called so and is not over.
+    /// with this name that has not ended.
     ///
     /// # Errors
     /// See [`Api::find_only_job`].
@@ -181,7 +181,7 @@ impl Api {
         match note {
             Some(_) if changes => {
                 return Err(usage_error(format!(
-                    "several sweeps are called {id}: give the id of one, which `lockstep sweep list` shows"
+                    "several sweeps are called {id}: give a sweep's id; `lockstep sweep list` shows the ids"
                 )));
             }
             Some(note) => output::warn(note),
@@ -216,7 +216,7 @@ impl Api {
         let mut all = Vec::new();
         let mut cursor: Option<String> = None;
         loop {
-            let wanted = most.map_or(PAGE, |most| most.saturating_sub(all.len()).clamp(1, PAGE));
+            let wanted = most.map_or(PAGE_SIZE, |most| most.saturating_sub(all.len()).clamp(1, PAGE_SIZE));
             let mut pairs = vec![("limit", wanted.to_string())];
             pairs.extend(query.iter().cloned());
             pairs.extend(cursor.map(|cursor| ("cursor", cursor)));
@@ -230,7 +230,7 @@ impl Api {
         }
     }
 
-    /// Whether the server responds.
+    /// Whether the server responds within 5 s.
     pub(crate) async fn answers(&self) -> bool {
         let asked = self.client.get(format!("{}/healthz", self.base)).timeout(Duration::from_secs(5));
         asked.send().await.is_ok()
@@ -326,7 +326,7 @@ impl Api {
                 format!(" ({name} is set: requests go through that proxy, unless NO_PROXY names the server)")
             });
             anyhow!(
-                "no server answers at {}{}; start one with `lockstep serve`, or name another with LOCKSTEP_SERVER",
+                "no server answers at {}{}; start one with `lockstep serve`, or set LOCKSTEP_SERVER to another server's address",
                 self.base,
                 way.unwrap_or_default()
             )
@@ -337,7 +337,7 @@ impl Api {
 }
 
 /// Returns the variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.
-fn proxy_of(server: &reqwest::Url) -> Option<&'static str> {
+fn proxy_variable(server: &reqwest::Url) -> Option<&'static str> {
     let host = server.host_str()?.trim_matches(['[', ']']);
     let is_here = host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());

@@ -19,13 +19,13 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum Action {
-    /// Create the authority; `serve --tls-own-ca` creates it at its first start
+    /// Create the authority; `serve --tls-own-ca` does this at its first start
     Init(AuthorityArgs),
     /// Print the authority's certificate, which browsers and clients have to trust
     Show(AuthorityArgs),
     /// Issue a certificate for another server or a proxy, or with --agent for an agent: NAME.crt and NAME.key
     Issue {
-        /// DNS names and addresses for which the certificate is valid, or the agent's name. The files are named after the first
+        /// DNS names and addresses for which the certificate is valid, or the agent's name. The first name is also the name of the files
         #[arg(required = true, value_name = "NAME")]
         names: Vec<String>,
         /// Issue a certificate that identifies an agent (`lockstep agent --cert-file --key-file`)
@@ -54,7 +54,8 @@ enum Action {
         #[command(flatten)]
         which: AuthorityArgs,
     },
-    /// Revoke all certificates of a name, or the certificate with a serial number; a running server refuses them within seconds
+    /// Revoke all certificates of a name, or the certificate with a serial number; a running server refuses revoked certificates within
+    /// seconds
     Revoke {
         /// Name or serial number, as `lockstep ca list` prints it
         #[arg(value_name = "NAME|SERIAL")]
@@ -80,12 +81,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
         Action::Init(which) => {
             let authority = Authority::init(&which.data_dir).map_err(usage_error)?;
-            about(&authority);
+            print_about(&authority);
             output::line(format_args!("{}", authority.pem().trim_end()))
         }
         Action::Show(which) => {
             let authority = Authority::open(&which.data_dir).map_err(usage_error)?;
-            about(&authority);
+            print_about(&authority);
             output::line(format_args!("{}", authority.pem().trim_end()))
         }
         Action::Issue { names, agent, pkcs12, pkcs12_password_file, days, output, which } => {
@@ -95,10 +96,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             let endings: &[&str] = if pkcs12 { &["p12"] } else { &["crt", "key"] };
             let paths: Vec<_> =
                 endings.iter().map(|ending| output.join(format!("{stem}.{ending}"))).collect();
-            // Checked before the certificate is issued: a certificate that cannot be written would be valid even so.
+            // Checked before the certificate is issued: a certificate that cannot be written would still be valid.
             if let Some(path) = paths.iter().find(|path| path.exists()) {
                 return Err(usage_error(format!(
-                    "{} is there already; move it away, or choose another --output",
+                    "{} exists already; move it away, or choose another --output",
                     path.display()
                 )));
             }
@@ -149,7 +150,7 @@ fn password(file: Option<&Path>) -> anyhow::Result<String> {
         ));
     }
     let ask = |what: &str| rpassword::prompt_password(format!("{what}: "));
-    let (first, second) = (ask("Password for the PKCS#12 file")?, ask("The same again")?);
+    let (first, second) = (ask("Password for the PKCS#12 file")?, ask("Repeat the password")?);
     match first.is_empty() || first != second {
         true => Err(usage_error("the passwords are empty or differ; nothing was issued".to_owned())),
         false => Ok(first),
@@ -188,8 +189,8 @@ fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints an explanation for people to standard error. Standard output has only the certificate.
-fn about(authority: &Authority) {
+/// Prints an explanation to standard error, because standard output contains only the certificate.
+fn print_about(authority: &Authority) {
     let until = authority.facts().not_after.to_string();
     output::warn(format_args!(
         "SHA-256 {}\nvalid until {}\nsave the certificate below on each client, and name the file with --ca-file or LOCKSTEP_CA_FILE; \
@@ -202,6 +203,6 @@ fn about(authority: &Authority) {
 fn write(path: &Path, mode: u32, content: &[u8]) -> std::io::Result<()> {
     let mut file = File::options().write(true).create_new(true).mode(mode).open(path)?;
     file.write_all(content)?;
-    // Sets the mode even if the umask is stricter.
+    // Sets the mode also if the umask is stricter.
     fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))
 }

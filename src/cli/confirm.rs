@@ -1,4 +1,4 @@
-//! Asks for confirmation before something is lost. Without a terminal, the command needs `--yes`.
+//! Asks for confirmation before data is deleted. Without a terminal, the command needs `--yes`.
 
 use super::{output, usage_error};
 use std::{
@@ -6,10 +6,11 @@ use std::{
     io::{self, BufRead, IsTerminal as _},
 };
 
-/// Continues if `yes` is given or a person answers `question` with yes.
+/// Returns `Ok` if `yes` is given or a person answers `question` with yes.
 ///
 /// # Errors
-/// Exit status 2: the answer is not yes (the message says that `kept` stays unchanged), or there is no terminal (the message names `--yes`).
+/// Exit status 2: the answer is not yes (the message says that `kept` stays unchanged), or there is no terminal (the message names
+/// `--yes`).
 pub(crate) fn confirmed(yes: bool, question: impl Display, kept: impl Display) -> anyhow::Result<()> {
     if yes {
         return Ok(());

@@ -25,7 +25,7 @@ use std::{
 };
 
 /// Interval between two updates of the progress of an inspection on this machine.
-const SHOW_EVERY: Duration = Duration::from_millis(200);
+const UPDATE_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Download, prepare, register, list, inspect and remove datasets
 #[derive(clap::Args)]
@@ -43,7 +43,7 @@ enum Action {
         /// A folder: CIFAR binary files, IDX files, train/<class>/* or <class>/* with pictures, WebDataset shards (*.tar)
         /// or Parquet files; or a pattern of such files ('/data/train-{000..127}.tar')
         path: PathBuf,
-        /// First write a copy that is faster to train from, like `dataset prepare`, and register the copy. Larger pictures are resized to a
+        /// First write a copy that trains faster, like `dataset prepare`, and register the copy. Larger pictures are resized to a
         /// short side of this many pixels
         #[arg(long, value_name = "SIDE", value_parser = prepare::side())]
         prepare: Option<u32>,
@@ -60,7 +60,7 @@ enum Action {
     },
     /// Download, check and register a public dataset
     Get(get::Args),
-    /// Write a copy that is faster to train from: shards of small pictures (no server needed; register the copy with `dataset add`)
+    /// Write a copy that trains faster: shards of small pictures (no server needed; register the copy with `dataset add`)
     Prepare(prepare::Args),
     /// List the registered datasets
     List {
@@ -75,7 +75,7 @@ enum Action {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Remove a dataset's registration; the files stay, unless they were uploaded
+    /// Remove a dataset's registration; only uploaded files are deleted
     Remove {
         /// Name of the dataset
         name: String,
@@ -140,7 +140,7 @@ fn prepared(
     to: Option<PathBuf>,
     quiet: bool,
 ) -> anyhow::Result<PathBuf> {
-    // Writing a copy takes hours, so this error is reported first.
+    // Writing a copy takes hours, so a name in use is reported before.
     if let Some(taken) = block_on(find(api, name))? {
         return Err(usage_error(format!(
             "a dataset is already called {name} ({}); choose another name, or remove that dataset first",
@@ -149,7 +149,7 @@ fn prepared(
     }
     let to = to.or_else(|| prepare::default_target(path, settings.short_side)).ok_or_else(|| {
         usage_error(format!(
-            "{}: is not a folder, so the copy has no default place; name a folder with --to DIR",
+            "{}: is not a folder, so the copy has no default path; name a folder with --to DIR",
             path.display()
         ))
     })?;
@@ -176,7 +176,7 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
         // Registered names have no characters with a special meaning in URLs.
         let dataset = find(&api, name).await?.ok_or_else(|| unknown(name))?;
         let kept = match dataset.is_uploaded() {
-            true => "its uploaded files are removed, too".to_owned(),
+            true => "its uploaded files are also deleted".to_owned(),
             false => format!("its files stay at {}", dataset.path),
         };
         let question = format!(
@@ -257,7 +257,7 @@ pub(super) fn inspect_files(path: &Path) -> anyhow::Result<DatasetInfo> {
         let (bar, path) = (&bar, &path);
         scope.spawn(move || {
             // The loop ends when the sender is dropped.
-            while is_done.recv_timeout(SHOW_EVERY) == Err(RecvTimeoutError::Timeout) {
+            while is_done.recv_timeout(UPDATE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
                 let progress = lockstep_data::index_progress(path);
                 show(bar, progress.map(|progress| (progress.done, progress.total)));
             }

@@ -189,7 +189,7 @@ pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Optio
     const UNFINISHED: Option<&str> = Some("ends within an event");
     const DAMAGED: Option<&str> = Some("has an event that is damaged");
     /// Larger than any event that has scalars.
-    const LARGEST: u64 = 1 << 30;
+    const MAX_EVENT_BYTES: u64 = 1 << 30;
     let mut from = BufReader::new(File::open(path)?);
     let mut record = Vec::new();
     loop {
@@ -204,7 +204,7 @@ pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Optio
             return Ok(DAMAGED);
         }
         let length = length.try_into().map_or(u64::MAX, u64::from_le_bytes);
-        if length > LARGEST {
+        if length > MAX_EVENT_BYTES {
             return Ok(DAMAGED);
         }
         record.resize(length as usize + 4, 0);

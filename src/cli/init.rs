@@ -17,16 +17,16 @@ use std::{
 };
 
 /// Maximum number of classes that a comment lists.
-const NAMED: usize = 12;
+const MAX_CLASSES_NAMED: usize = 12;
 
 /// Number of steps of a measurement. The first step is left out, because it includes preparations that later steps reuse.
 const STEPS: u64 = 5;
 /// Maximum number of pictures in a measured step.
-const BATCH: u64 = 32;
+const MAX_BATCH: u64 = 32;
 /// Time limit for the measurement.
-const LIMIT: Duration = Duration::from_secs(60);
+const MEASURE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval between two checks of whether the measurement has ended.
-const LOOK: Duration = Duration::from_millis(50);
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// Estimated ratio of the speeds of validation and training. Validation has no backward pass.
 const VALIDATION_SPEED: f64 = 3.0;
 
@@ -117,7 +117,7 @@ fn estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -> Strin
 /// The job cannot be trained on this machine, or takes too long. The error is a sentence.
 fn secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
     let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
-    let batch = batch.min(BATCH);
+    let batch = batch.min(MAX_BATCH);
     let said = folder.path().join("stderr");
     let stderr = File::create(&said).map_err(|e| e.to_string())?;
     let out = folder.path().join("run");
@@ -136,7 +136,7 @@ fn secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
     let mut child = command.spawn().map_err(|e| e.to_string())?;
     let status = ended(&mut child).map_err(|e| e.to_string())?;
     let Some(status) = status else {
-        return Err(format!("{STEPS} steps take longer than {} s", LIMIT.as_secs()));
+        return Err(format!("{STEPS} steps take longer than {} s", MEASURE_TIMEOUT.as_secs()));
     };
     if !status.success() {
         let said = fs::read_to_string(&said).unwrap_or_default();
@@ -167,14 +167,14 @@ fn ended(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
         if let Some(status) = child.try_wait()? {
             return Ok((!is_late).then_some(status));
         }
-        thread::sleep(LOOK);
-        if began.elapsed() > LIMIT {
+        thread::sleep(CHECK_INTERVAL);
+        if began.elapsed() > MEASURE_TIMEOUT {
             is_late = true;
             // The first signal ends training after a checkpoint, and further signals end it at once. The process ends its ranks.
             if let Some(pid) = Pid::from_raw(child.id().cast_signed()) {
                 let _ = kill_process(pid, Signal::TERM);
             }
-            thread::sleep(10 * LOOK);
+            thread::sleep(10 * CHECK_INTERVAL);
         }
     }
 }
@@ -225,10 +225,10 @@ fn job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
 fn classes(info: &DatasetInfo) -> String {
     let train = info.splits.iter().find(|split| split.name == "train");
     let count = |index: usize| train.and_then(|split| split.per_class.get(index)).copied().unwrap_or(0);
-    let named = info.classes.iter().enumerate().take(NAMED);
+    let named = info.classes.iter().enumerate().take(MAX_CLASSES_NAMED);
     let named = named.map(|(index, class)| format!("{} ({})", output::one_line(class), count(index)));
     let named = named.collect::<Vec<_>>().join(", ");
-    let more = info.classes.len().saturating_sub(NAMED);
+    let more = info.classes.len().saturating_sub(MAX_CLASSES_NAMED);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     format!("{}: {named}{more}.", plural(info.classes.len() as u64, "class"))
 }

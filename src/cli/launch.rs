@@ -32,9 +32,9 @@ use std::{
 use uploads::UploadStatus;
 
 /// Maximum number of machines in a launch.
-pub(crate) const MOST_HOSTS: usize = 256;
+pub(crate) const MAX_HOSTS: usize = 256;
 /// Maximum number of slots on a machine, as on the server.
-pub(crate) const MOST_SLOTS: u32 = 1024;
+pub(crate) const MAX_SLOTS: u32 = 1024;
 /// Default of `--dir`. Relative to the home directory.
 const DEFAULT_DIR: &str = ".lockstep/launch";
 
@@ -72,10 +72,10 @@ pub(crate) struct Args {
     /// Number of machines to request from Slurm, or of pods from Kubernetes [default: 1, or as many as the job's ranks need with the
     /// template's GPUs]
     #[arg(long, value_name = "N", conflicts_with_all = ["hostfile", "hosts", "rank_table"],
-        value_parser = clap::value_parser!(u32).range(1..=MOST_HOSTS as i64))]
+        value_parser = clap::value_parser!(u32).range(1..=MAX_HOSTS as i64))]
     nodes: Option<u32>,
     /// Number of ranks on each machine whose slots are not given by a list [default: the job's ranks, divided evenly]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_SLOTS)))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_SLOTS)))]
     slots: Option<u32>,
     /// Template of the pods (YAML): a Pod, a PodTemplate, or the part of a Job under `template:`
     #[arg(long, value_name = "FILE")]

@@ -23,11 +23,11 @@ use tokio::{
 
 /// Time from SIGTERM to SIGKILL. An agent gives its ranks 20 s to write a checkpoint and 5 s to exit, and then reports to the server for up
 /// to 5 s.
-const GRACE: Duration = Duration::from_secs(35);
+const KILL_DELAY: Duration = Duration::from_secs(35);
 /// Pauses before a dead agent is restarted.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(10));
 /// An agent that has run for this time resets the pauses.
-const FINE_AFTER: Duration = Duration::from_secs(30);
+const BACKOFF_RESET: Duration = Duration::from_secs(30);
 
 /// A running local agent and its task.
 pub(crate) struct LocalAgent {
@@ -92,7 +92,7 @@ async fn keep(settings: Settings, mut child: Child, mut stopped: oneshot::Receiv
         tokio::select! {
             _ = &mut stopped => return end(child).await,
             status = child.wait() => {
-                if born.elapsed() >= FINE_AFTER {
+                if born.elapsed() >= BACKOFF_RESET {
                     backoff = RETRY;
                 }
                 match status {
@@ -168,7 +168,7 @@ async fn end(mut child: Child) {
     let Some(pid) = child.id().and_then(|id| Pid::from_raw(id.cast_signed())) else { return };
     // An error means that the process has exited, which the wait below detects.
     let _ = kill_process(pid, Signal::TERM);
-    if timeout(GRACE, child.wait()).await.is_err() {
+    if timeout(KILL_DELAY, child.wait()).await.is_err() {
         tracing::warn!("the local agent does not end; killing it");
         let _ = child.kill().await;
     }

@@ -8,7 +8,7 @@ use clap::{
 use std::ffi::OsString;
 
 /// Names of commands in other tools, each with the equivalent command of this program.
-const MEANT: [(&str, &str); 11] = [
+const EQUIVALENTS: [(&str, &str); 11] = [
     ("stop", "cancel"),
     ("kill", "cancel"),
     ("status", "list"),
@@ -24,7 +24,7 @@ const MEANT: [(&str, &str); 11] = [
 
 /// Returns the command that is equivalent to `typed` in another tool.
 pub(crate) fn meant(typed: &str) -> Option<&'static str> {
-    MEANT.iter().find(|(name, _)| *name == typed).map(|(_, command)| *command)
+    EQUIVALENTS.iter().find(|(name, _)| *name == typed).map(|(_, command)| *command)
 }
 
 /// Adds to clap's error a suggestion for an unknown command, and the usage line of the command's help. clap's own usage line would show

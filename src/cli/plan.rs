@@ -28,11 +28,11 @@ use std::{
 };
 
 /// Time limit for measurements from the start of the processes: cuDNN may tune plans first.
-const LIMIT: Duration = Duration::from_secs(600);
+const MEASURE_TIMEOUT: Duration = Duration::from_secs(600);
 /// Time limit for ranks to connect and to respond.
-const PATIENCE: Duration = Duration::from_secs(300);
+const RANK_TIMEOUT: Duration = Duration::from_secs(300);
 /// Maximum number of alternative plans that are shown.
-const OTHERS: usize = 5;
+const MAX_ALTERNATIVES: usize = 5;
 
 /// Print how a job's network is divided over its ranks and what a step costs, without training
 ///
@@ -205,7 +205,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     ] {
         output::line(format_args!("{key:<20}{value}"))?;
     }
-    let others = planned.considered.iter().filter(|of| of.plan != *plan).take(OTHERS);
+    let others = planned.considered.iter().filter(|of| of.plan != *plan).take(MAX_ALTERNATIVES);
     let rows: Vec<_> = others
         .map(|of| {
             let [step, images, memory] = figures(of, machine);
@@ -321,7 +321,7 @@ fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> an
     let members = local_group::members_on(ranks, &devices)?;
     let sampled = format!("--sample={}", serde_json::to_string(&sample)?);
     let arguments = ["plan".into(), args.job.clone().into_os_string(), sampled.into()];
-    let printed = local_group::run(&arguments, &members, LIMIT).map_err(|e| anyhow::anyhow!(e))?;
+    let printed = local_group::run(&arguments, &members, MEASURE_TIMEOUT).map_err(|e| anyhow::anyhow!(e))?;
     let machine: Machine = serde_json::from_slice(&printed)?;
     planning::keep(&machine, &sample, device, ranks);
     Ok(machine)
@@ -332,7 +332,7 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let sample: Sample = serde_json::from_str(args.sample.as_deref().unwrap_or_default())?;
     let device = registry::device_of(member.gpu.as_ref(), Device::Auto);
     device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;
-    let JoinedGroup { comm, store } = member.meet(PATIENCE)?;
+    let JoinedGroup { comm, store } = member.meet(RANK_TIMEOUT)?;
     let machine = planning::measure(&sample, device, member.world_size, comm.as_ref(), store.as_deref())?;
     if member.rank == 0 { output::json(&machine) } else { Ok(()) }
 }

@@ -20,7 +20,7 @@ use std::{
 };
 
 /// Maximum total size of pictures in a request, as on the server.
-const MOST_BYTES: u64 = 24 << 20;
+const MAX_REQUEST_BYTES: u64 = 24 << 20;
 
 /// Classify or embed pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
 #[derive(clap::Args)]
@@ -58,8 +58,8 @@ pub(crate) struct Args {
 /// Reads a picture file.
 fn read(path: &Path) -> Result<Vec<u8>, String> {
     let larger =
-        format!("is larger than {} MiB, which is the most that a picture may have", MOST_BYTES >> 20);
-    file::read(path, MOST_BYTES, &larger)
+        format!("is larger than {} MiB, which is the most that a picture may have", MAX_REQUEST_BYTES >> 20);
+    file::read(path, MAX_REQUEST_BYTES, &larger)
 }
 
 /// Prints each picture's most probable classes, or its embedding.

@@ -8,9 +8,9 @@ use std::{collections::HashMap, fmt::Display, path::Path};
 /// Maximum size of a file. A table of 4096 devices has about half of this size.
 const TABLE_BYTES: u64 = 1 << 20;
 /// Maximum number of devices in a table. MindSpore's own tools write tables of 2, 8 and 16 devices.
-pub(crate) const MOST_DEVICES: usize = 4096;
+pub(crate) const MAX_DEVICES: usize = 4096;
 /// Maximum length of a machine's name: the limit of DNS names.
-const MOST_NAME_BYTES: usize = 253;
+const MAX_NAME_BYTES: usize = 253;
 
 /// The assignment of ranks to machines and devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,8 +134,8 @@ impl Entries {
     }
 
     fn add(&mut self, address: &str, rank: u32, device: u32, at: &str) -> Result<(), String> {
-        if self.ranks.len() == MOST_DEVICES {
-            return Err(format!("{at}: a rank table may have at most {MOST_DEVICES} devices"));
+        if self.ranks.len() == MAX_DEVICES {
+            return Err(format!("{at}: a rank table may have at most {MAX_DEVICES} devices"));
         }
         if let Some(first) = self.ranks.insert(rank, at.to_owned()) {
             return Err(format!("{at}.rank_id: rank {rank} is at {first} already"));
@@ -207,9 +207,9 @@ fn address(of: &Value, at: &str) -> Result<String, String> {
         None => return Err(format!("{at}.server_id: is missing")),
     };
     let plain = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
-    if text.is_empty() || text.len() > MOST_NAME_BYTES || text.starts_with('-') || !text.chars().all(plain) {
+    if text.is_empty() || text.len() > MAX_NAME_BYTES || text.starts_with('-') || !text.chars().all(plain) {
         return Err(format!(
-            "{at}.server_id: must be a machine's name or address of at most {MOST_NAME_BYTES} characters"
+            "{at}.server_id: must be a machine's name or address of at most {MAX_NAME_BYTES} characters"
         ));
     }
     Ok(text.to_owned())

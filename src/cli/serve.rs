@@ -30,7 +30,7 @@ use tokio::{
 const START_PAGE: &str = "/jobs";
 
 /// Time limit for threads that still read or write files after the server has ended.
-pub(crate) const LAST_FILES: Duration = Duration::from_secs(3);
+pub(crate) const FILE_THREADS_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Serve the dashboard and the REST interface, and train on this machine
 #[derive(clap::Args)]
@@ -222,7 +222,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
     });
     // A thread that waits for an unresponsive file system cannot be stopped.
-    runtime.shutdown_timeout(LAST_FILES);
+    runtime.shutdown_timeout(FILE_THREADS_TIMEOUT);
     result
 }
 

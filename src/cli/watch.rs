@@ -3,7 +3,7 @@
 mod progress;
 
 use super::{
-    api::{Api, Away, PATIENCE, ServerArgs, list},
+    api::{Api, Away, SERVER_TIMEOUT, ServerArgs, list},
     block_on, describe_error, output, usage_error,
 };
 use lockstep_protocol::{
@@ -29,7 +29,7 @@ pub(crate) struct Args {
 }
 
 /// Interval between two requests for a waiting job's place in the queue. The place depends on other jobs, so no event of this job reports it.
-const ASK_EVERY: Duration = Duration::from_secs(2);
+const QUEUE_INTERVAL: Duration = Duration::from_secs(2);
 /// Pauses before a new connection.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
 
@@ -88,7 +88,7 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
 pub(crate) async fn until(api: &Api, mut job: Job, done: impl Fn(&Job) -> bool) -> anyhow::Result<Job> {
     let began = Instant::now();
     while !done(&job) {
-        if began.elapsed() > PATIENCE {
+        if began.elapsed() > SERVER_TIMEOUT {
             anyhow::bail!("{} is still {}", job.id, job.state);
         }
         let mut stream = api.stream(&job, job.last_seq).await?;
@@ -133,7 +133,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
             Ok(mut stream) => loop {
                 let next = match progress.waits() {
                     false => stream.next().await,
-                    true => match tokio::time::timeout(ASK_EVERY, stream.next()).await {
+                    true => match tokio::time::timeout(QUEUE_INTERVAL, stream.next()).await {
                         Ok(next) => next,
                         Err(_) => match api.get(&format!("/jobs/{}", job.id)).await {
                             Ok(now) => {
@@ -149,7 +149,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                     Ok(None) => break None,
                     Ok(Some(frame)) => {
                         away_since = None;
-                        away.answered(|text| progress.aside(text));
+                        away.note_answer(|text| progress.aside(text));
                         backoff = RETRY;
                         if let Frame::Hello { last_seq, .. } = &frame
                             && *last_seq < since
@@ -174,7 +174,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
         };
         if !over {
             let since_when = *away_since.get_or_insert_with(Instant::now);
-            if since_when.elapsed() > PATIENCE {
+            if since_when.elapsed() > SERVER_TIMEOUT {
                 let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| describe_error(&e));
                 anyhow::bail!(
                     "the connection to the server is lost: {why}; `lockstep watch {}` continues from here",
@@ -187,7 +187,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                 Err(error) if error.is::<super::WrongRequest>() => {
                     return Err(usage_error(format!("{}: {error}", job.id)));
                 }
-                Err(_) => away.silent(|text| progress.aside(text)),
+                Err(_) => away.note_silence(|text| progress.aside(text)),
             }
             tokio::time::sleep(backoff.pause()).await;
         }

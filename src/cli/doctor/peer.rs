@@ -23,7 +23,7 @@ const SECRET: &str = "LOCKSTEP_DOCTOR_SECRET";
 /// Maximum length of a line in either direction.
 pub(super) const LINE_BYTES: u64 = 64 << 10;
 /// Time limit of a pair's all-reduces: NCCL's first start may take a minute or more.
-pub(super) const MEETING: Duration = Duration::from_secs(90);
+pub(super) const ALL_REDUCE_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// The first line that a machine receives.
 #[derive(Debug, Serialize, Deserialize)]
@@ -133,7 +133,7 @@ fn meet(facts: &Facts, secret: &str, rank: u32, addr: String, port: u16) -> Resu
         local_group::members(1, &gpus[..gpus.len().min(1)]).map_err(|e| e.to_string())?.swap_remove(0).gpu;
     let interface = facts.interface.clone().filter(|_| nccl_variable().is_none());
     let member = Member { rank, world_size: 2, addr, port, secret: secret.into(), gpu, interface };
-    let printed = local_group::run(&["doctor".into()], &[member], MEETING)?;
+    let printed = local_group::run(&["doctor".into()], &[member], ALL_REDUCE_TIMEOUT)?;
     match rank {
         0 => serde_json::from_slice(&printed)
             .map(Some)

@@ -10,7 +10,7 @@ use super::{
     Args, Launch,
     hosts::Host,
     in_words, machines, node, private_folder, slurm,
-    uploads::{LAST_UPLOAD, UploadStatus},
+    uploads::{UPLOAD_TIMEOUT, UploadStatus},
 };
 use lockstep_protocol::{
     Job, JobState,
@@ -26,7 +26,7 @@ use std::{
 };
 
 /// Maximum number of agents in a sweep. Each agent has a token, and a server keeps 5000 tokens.
-const MOST_AGENTS: usize = 500;
+const MAX_AGENTS: usize = 500;
 
 /// Submits the sweep's jobs and the array, and follows them.
 ///
@@ -77,9 +77,9 @@ pub(super) async fn run(
 
 /// Returns the machines with slots for the largest of the jobs, and whether any job trains on CPU cores.
 fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Result<(Vec<Host>, Device)> {
-    if documents.len() * hosts.len() > MOST_AGENTS {
+    if documents.len() * hosts.len() > MAX_AGENTS {
         return Err(usage_error(format!(
-            "{} jobs on {} machines each are more than {MOST_AGENTS} agents: split the sweep, or give fewer --nodes",
+            "{} jobs on {} machines each are more than {MAX_AGENTS} agents: split the sweep, or give fewer --nodes",
             documents.len(),
             hosts.len()
         )));
@@ -139,7 +139,7 @@ impl Array {
         let (mut over, mut complete) = (HashMap::new(), HashMap::new());
         let mut succeeded = 0;
         while !left.is_empty() {
-            tokio::time::sleep(slurm::POLL).await;
+            tokio::time::sleep(slurm::POLL_INTERVAL).await;
             // Tasks are listed before jobs. Otherwise the job of a task that ends between the two requests would seem to have no agents.
             let (Some(tasks), Some(jobs)) = (slurm::tasks(id), self.jobs(api).await) else { continue };
             for (task, launch) in left.clone() {
@@ -176,11 +176,11 @@ impl Array {
                         match launch.upload_status().await {
                             Ok(UploadStatus::Complete(job)) if job.state.is_final() => {
                                 let complete = *complete.entry(task).or_insert_with(Instant::now);
-                                if state.starts_with("PENDING") || complete.elapsed() > slurm::FAREWELL {
+                                if state.starts_with("PENDING") || complete.elapsed() > slurm::END_TIMEOUT {
                                     slurm::cancel(&in_slurm);
                                 }
                             }
-                            _ if over.elapsed() > LAST_UPLOAD => {
+                            _ if over.elapsed() > UPLOAD_TIMEOUT => {
                                 output::warn(format_args!(
                                     "the last checkpoint of job {} is not known to be on the server: Slurm's task {in_slurm} continues, and `scancel {in_slurm}` ends it",
                                     job.id

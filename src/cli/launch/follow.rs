@@ -3,7 +3,7 @@
 use super::{
     super::{
         WrongRequest,
-        api::{Api, Away, PATIENCE},
+        api::{Api, Away, SERVER_TIMEOUT},
         output, usage_error, watch,
     },
     Launch, LaunchDetached,
@@ -20,8 +20,8 @@ use std::{
 };
 
 /// Time for agents to exit after their job: a heartbeat tells an agent that the job has ended.
-const FAREWELL: Duration = Duration::from_secs(90);
-const POLL: Duration = Duration::from_millis(200);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(90);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Number of bytes at the end of a log in which the last line is searched.
 const TAIL_BYTES: u64 = 4096;
 
@@ -102,7 +102,7 @@ pub(super) async fn follow(
         // The server was unreachable for too long for this command. The agents keep trying.
         return Err(LaunchDetached(format!("{error:#}")).into());
     }
-    let until = Instant::now() + FAREWELL;
+    let until = Instant::now() + EXIT_TIMEOUT;
     while launched.iter_mut().any(|one| one.ended().is_none() && one.status.is_none()) {
         if Instant::now() > until {
             let left: Vec<_> =
@@ -114,7 +114,7 @@ pub(super) async fn follow(
             ));
             break;
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
     done
 }
@@ -155,7 +155,7 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
             }
             output::warn(what);
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -167,11 +167,11 @@ async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Expla
         match online(launch, launched, explain).await {
             Ok(Some(done)) => return done,
             Ok(None) => {
-                away.answered(|text| output::warn(text));
+                away.note_answer(|text| output::warn(text));
                 answered = Instant::now();
             }
             Err(error) if error.is::<WrongRequest>() => return Err(error),
-            Err(_) if answered.elapsed() < PATIENCE => away.silent(|text| output::warn(text)),
+            Err(_) if answered.elapsed() < SERVER_TIMEOUT => away.note_silence(|text| output::warn(text)),
             Err(error) => {
                 let id = &launch.job.id;
                 let text = format!(
@@ -180,7 +180,7 @@ async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Expla
                 return Err(LaunchDetached(text).into());
             }
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -257,10 +257,10 @@ async fn job_once_read(launch: &Launch) -> anyhow::Result<Job> {
     let began = Instant::now();
     loop {
         match job(&launch.api, launch).await {
-            Err(error) if !error.is::<WrongRequest>() && began.elapsed() < PATIENCE => {}
+            Err(error) if !error.is::<WrongRequest>() && began.elapsed() < SERVER_TIMEOUT => {}
             read => return read,
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 

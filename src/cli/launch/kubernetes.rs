@@ -19,7 +19,7 @@ use std::{path::Path, time::Duration};
 
 pub(super) use template::{Template, template};
 
-const POLL: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Prints the objects for `--dry-run`, without the content of the Secret.
 pub(super) fn show(

@@ -2,7 +2,7 @@
 
 use super::{
     super::{file, output, rank_table::RankTable, usage_error},
-    Args, LauncherKind, MOST_SLOTS,
+    Args, LauncherKind, MAX_SLOTS,
     bundle::BUNDLE_BYTES,
     hosts::{self, Host},
 };
@@ -53,7 +53,7 @@ pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -
     let given: u32 = hosts.iter().filter_map(|host| host.slots).sum();
     let without = hosts.iter().filter(|host| host.slots.is_none()).count() as u32;
     if without > 0 {
-        let share = ranks.saturating_sub(given).div_ceil(without).clamp(1, MOST_SLOTS);
+        let share = ranks.saturating_sub(given).div_ceil(without).clamp(1, MAX_SLOTS);
         hosts.iter_mut().for_each(|host| host.slots = host.slots.or(each).or(Some(share)));
     }
     let slots: u32 = hosts.iter().filter_map(|host| host.slots).sum();

@@ -3,7 +3,7 @@
 
 use super::{
     super::{output, usage_error},
-    Args, Launch, LaunchDetached, MOST_SLOTS,
+    Args, Launch, LaunchDetached, MAX_SLOTS,
     bundle::Bundle,
     follow::until_over,
     hosts::Host,
@@ -21,9 +21,9 @@ use std::{
     time::Duration,
 };
 
-pub(super) const POLL: Duration = Duration::from_secs(2);
+pub(super) const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// Time limit for Slurm to end its job after Lockstep's job is over.
-pub(super) const FAREWELL: Duration = Duration::from_secs(60);
+pub(super) const END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns the command `sbatch`, which reads the script from standard input.
 pub(super) fn command(args: &Args) -> Command {
@@ -71,7 +71,7 @@ impl Batch {
                 "--dir: Slurm cannot write logs to {shown:?}: choose a folder with a plain name"
             )));
         }
-        let slots = hosts.iter().filter_map(|host| host.slots).max().unwrap_or(1).min(MOST_SLOTS);
+        let slots = hosts.iter().filter_map(|host| host.slots).max().unwrap_or(1).min(MAX_SLOTS);
         let mut text = String::from("#!/bin/bash\n");
         let mut option = |option: String| {
             let _ = writeln!(text, "#SBATCH {option}");
@@ -173,14 +173,14 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
         .into());
     }
     // Agents exit after Lockstep's job. A batch job that still waits for machines, or was requeued, is no longer needed.
-    let until = tokio::time::Instant::now() + FAREWELL;
+    let until = tokio::time::Instant::now() + END_TIMEOUT;
     loop {
         match state(&id) {
             Some(state) if state.starts_with("PENDING") || tokio::time::Instant::now() > until => {
                 cancel(&id);
                 break;
             }
-            Some(_) => tokio::time::sleep(POLL).await,
+            Some(_) => tokio::time::sleep(POLL_INTERVAL).await,
             None => break,
         }
     }
@@ -287,7 +287,7 @@ async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
         }
         if now.is_none() {
             // The display of Lockstep's job reports its end.
-            tokio::time::sleep(POLL).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
             let job: anyhow::Result<Job> = launch.api.get(&format!("/jobs/{}", launch.job.id)).await;
             if let Ok(job) = job
                 && !job.state.is_final()
@@ -300,7 +300,7 @@ async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
                 );
             }
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 

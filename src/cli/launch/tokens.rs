@@ -2,7 +2,7 @@
 
 use super::{
     super::{api::Api, output},
-    Host, Launch, MOST_HOSTS,
+    Host, Launch, MAX_HOSTS,
     bundle::Node,
 };
 use anyhow::Context as _;
@@ -65,7 +65,7 @@ pub(super) async fn revoke(api: &Api, ids: &[String]) {
 /// Selects from these comma-separated token ids the tokens that a launch of this job created. The ids come from an annotation that other
 /// accounts may have written, so the server's list decides which tokens belong to this job's agents.
 pub(super) async fn of_earlier_launch(api: &Api, job: &Job, ids: &str) -> Vec<String> {
-    let ids: BTreeSet<_> = ids.split(',').map(str::trim).filter(|id| is_id(id)).take(MOST_HOSTS).collect();
+    let ids: BTreeSet<_> = ids.split(',').map(str::trim).filter(|id| is_id(id)).take(MAX_HOSTS).collect();
     if ids.is_empty() {
         return Vec::new();
     }

@@ -44,7 +44,7 @@ pub(super) fn markdown(document: &Value) -> String {
 const METHODS: [&str; 5] = ["get", "put", "post", "patch", "delete"];
 
 /// Number of calls from which a shared response is listed once for all calls.
-const MANY: usize = 5;
+const SHARED_FROM: usize = 5;
 
 /// Returns error statuses, with their meanings, that many calls share.
 fn shared<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String, String)> {
@@ -58,7 +58,7 @@ fn shared<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String, Strin
     }
     counts
         .into_iter()
-        .filter(|((_, words), count)| *count >= MANY && !words.is_empty())
+        .filter(|((_, words), count)| *count >= SHARED_FROM && !words.is_empty())
         .map(|(key, _)| key)
         .collect()
 }

@@ -23,13 +23,13 @@ const END_DELAYS: EndDelays = {
     EndDelays { certain: within, provisional: within, stopping: Duration::from_secs(20) }
 };
 /// Time from SIGTERM to SIGKILL for ranks after another rank has failed.
-const GRACE: Duration = Duration::from_secs(6);
+const KILL_DELAY: Duration = Duration::from_secs(6);
 /// Time from SIGTERM to SIGKILL for ranks that write a checkpoint. Longer than the time that ranks allow themselves. A second Ctrl-C ends
 /// the ranks at once.
-const STOP: Duration = Duration::from_secs(25);
+const STOP_KILL_DELAY: Duration = Duration::from_secs(25);
 
 /// Time limit for this process to exit after its rank has failed.
-const EXIT_WITHIN: Duration = Duration::from_secs(5);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The outcome of training.
 pub(super) enum Ended {
@@ -141,7 +141,7 @@ impl Policy for Command {
     }
 
     fn grace(&self, _ranks: &RankGroup<Vec<AttemptEvent>>) -> Duration {
-        if self.interrupted { STOP } else { GRACE }
+        if self.interrupted { STOP_KILL_DELAY } else { KILL_DELAY }
     }
 }
 
@@ -208,7 +208,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     let status = training.join().unwrap_or(-1);
     if status == EXIT_STOPPED && !registry::may_run_exit_handlers(Duration::ZERO) {
         // The last step of the rank is saved, but its GPU still waits for ranks that have exited.
-        end_by_force_within(EXIT_WITHIN);
+        end_by_force_within(EXIT_TIMEOUT);
     }
     Ok(match status {
         EXIT_FINISHED if config.rank > 0 => Ended::Elsewhere,
@@ -218,9 +218,9 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
         EXIT_STOPPED => Ended::Stopped { step: show.step },
         _ => {
             // The reason is printed soon. CUDA's exit handlers may wait for ranks that have exited.
-            end_by_force_within(EXIT_WITHIN);
+            end_by_force_within(EXIT_TIMEOUT);
             // Exit handlers free resources that aborts still use.
-            let are_over = registry::may_run_exit_handlers(EXIT_WITHIN / 2);
+            let are_over = registry::may_run_exit_handlers(EXIT_TIMEOUT / 2);
             let reason = reason.unwrap_or_else(|| "it printed nothing".into());
             let said = format!("rank {} failed at step {}: {reason}", config.rank, show.step);
             if !are_over {

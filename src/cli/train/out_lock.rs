@@ -8,7 +8,7 @@ use std::{fs::File, path::Path, time::Duration};
 /// Name of the locked file in the folder.
 const LOCK: &str = "train.lock";
 /// Time for the threads of a killed run to exit: they may hold the lock after the process has disappeared from `ps`.
-const PATIENCE: Duration = Duration::from_secs(1);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A locked folder. The lock is held until this value is dropped and every process that inherited the lock has exited.
 pub(super) struct OutLock {
@@ -25,7 +25,7 @@ impl OutLock {
         let path = out.join(LOCK);
         let unusable = |e: &dyn std::fmt::Display| usage_error(format!("--out: {}: {e}", path.display()));
         let file = open_lock(&path).map_err(|e| unusable(&e))?;
-        match lock_within(&file, PATIENCE) {
+        match lock_within(&file, LOCK_TIMEOUT) {
             Ok(true) => {}
             Ok(false) => {
                 return Err(usage_error(format!(

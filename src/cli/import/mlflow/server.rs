@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use std::{env, thread, time::Duration};
 
 /// Time limit for one answer: a page of runs or points.
-const ANSWER: Duration = Duration::from_secs(120);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Clone)]
 struct Server {
@@ -22,7 +22,8 @@ struct Server {
 /// The runs of all experiments.
 pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
     let tls = tls::client_config(None).map_err(usage_error)?;
-    let client = Client::builder().timeout(ANSWER).tls_backend_preconfigured((*tls).clone()).build()?;
+    let client =
+        Client::builder().timeout(RESPONSE_TIMEOUT).tls_backend_preconfigured((*tls).clone()).build()?;
     let server = Server { base: format!("{}/api/2.0/mlflow", url.trim_end_matches('/')), client };
     let mut found = Sources::new();
     for (experiment, run) in block_on(server.runs())? {

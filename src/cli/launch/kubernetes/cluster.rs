@@ -1,7 +1,7 @@
 //! A client for Kubernetes' API: objects as plain JSON, with retries after conflicts and while the API server is unreachable.
 
 use super::super::{
-    super::{api::PATIENCE, output, usage_error},
+    super::{api::SERVER_TIMEOUT, output, usage_error},
     Args,
 };
 use kube::{
@@ -20,9 +20,9 @@ use std::{
 /// Pauses before a request is retried.
 pub(super) const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
 /// Maximum number of retries of a change after conflicts with another writer.
-const MOST_CONFLICTS: u32 = 20;
+const MAX_CONFLICTS: u32 = 20;
 /// Time limit for the deletion of an object, whose pods end first.
-const DELETED_WITHIN: Duration = Duration::from_secs(180);
+const DELETION_TIMEOUT: Duration = Duration::from_secs(180);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -54,7 +54,7 @@ struct Timeouts {
     away: Duration,
 }
 
-const TIMEOUTS: Timeouts = Timeouts { answer: Duration::from_secs(30), away: PATIENCE };
+const TIMEOUTS: Timeouts = Timeouts { answer: Duration::from_secs(30), away: SERVER_TIMEOUT };
 
 /// A namespace of a cluster.
 pub(super) struct Cluster {
@@ -198,7 +198,7 @@ impl Cluster {
     pub(super) async fn change(&self, name: &str, change: impl Fn(&mut Value) -> bool) -> anyhow::Result<()> {
         let api = self.api(Kind::Job);
         let doing = format!("changing Job {name}");
-        for _ in 0..MOST_CONFLICTS {
+        for _ in 0..MAX_CONFLICTS {
             let Some(mut job) = self.get(Kind::Job, name).await? else {
                 anyhow::bail!("{doing}: it does not exist any more");
             };
@@ -246,7 +246,7 @@ impl Cluster {
     pub(super) async fn remove(&self, kind: Kind, object: &Value) -> anyhow::Result<()> {
         self.delete(kind, object).await?;
         let name = object["metadata"]["name"].as_str().unwrap_or_default();
-        let until = Instant::now() + DELETED_WITHIN;
+        let until = Instant::now() + DELETION_TIMEOUT;
         while let Some(found) = self.get(kind, name).await? {
             if found["metadata"]["uid"] != object["metadata"]["uid"] {
                 break;

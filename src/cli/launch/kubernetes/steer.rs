@@ -6,7 +6,7 @@ use super::{
         Launch,
         uploads::{UploadStatus, say_once},
     },
-    POLL,
+    POLL_INTERVAL,
     cluster::{Cluster, Kind},
     objects::PAUSED,
     observe::{Seen, observe},
@@ -21,7 +21,7 @@ use tokio::{sync::mpsc, time::Instant};
 /// Maximum number of changes that wait to be handled.
 const BACKLOG: usize = 64;
 /// Maximum number of printed messages that are remembered. A remembered message is not printed again.
-const MOST_SAID: usize = 4096;
+const MAX_REMEMBERED: usize = 4096;
 
 /// Returns an error when Kubernetes' Job is over or deleted and Lockstep's job is not over.
 pub(super) async fn until_over(
@@ -51,7 +51,7 @@ pub(super) async fn until_over(
             said: BTreeSet::new(),
             said_upload: false,
         };
-        let mut poll = tokio::time::interval(POLL);
+        let mut poll = tokio::time::interval(POLL_INTERVAL);
         loop {
             let result = tokio::select! {
                 change = changes.recv() => match change {
@@ -129,7 +129,7 @@ impl Steering<'_> {
 
     fn see_pod(&mut self, pod: &Value) {
         if let Some(words) = words::of_pod(pod)
-            && self.said.len() < MOST_SAID
+            && self.said.len() < MAX_REMEMBERED
             && self.said.insert(words.clone())
         {
             output::warn(words);
@@ -156,7 +156,7 @@ impl Steering<'_> {
     /// it. If the server does not respond, the next poll asks again.
     async fn compare(&self, how: &str, since: Instant) -> anyhow::Result<()> {
         // Agents exit after the job, but their last report may not be stored yet.
-        if since.elapsed() < 2 * POLL {
+        if since.elapsed() < 2 * POLL_INTERVAL {
             return Ok(());
         }
         match self.ours().await {

@@ -2,7 +2,7 @@
 
 use super::super::{
     super::{file, usage_error},
-    Args, LauncherKind, MOST_HOSTS, MOST_SLOTS,
+    Args, LauncherKind, MAX_HOSTS, MAX_SLOTS,
     hosts::Host,
 };
 use lockstep_protocol::{JobSpec, spec::Device};
@@ -14,7 +14,7 @@ use std::{
 
 const TEMPLATE_BYTES: u64 = 256 << 10;
 /// Maximum number of containers in a pod, including init containers.
-const MOST_CONTAINERS: usize = 32;
+const MAX_CONTAINERS: usize = 32;
 /// Name of the container with the agent, if a pod has several containers.
 const CONTAINER: &str = "lockstep";
 /// Default folder for the agents' state.
@@ -100,8 +100,8 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
     if containers == 0 {
         return Err("has no spec.containers".into());
     }
-    if containers + count("initContainers") > MOST_CONTAINERS {
-        return Err(format!("has more than {MOST_CONTAINERS} containers"));
+    if containers + count("initContainers") > MAX_CONTAINERS {
+        return Err(format!("has more than {MAX_CONTAINERS} containers"));
     }
     let container = agent_container(&spec)?;
     match spec.get("restartPolicy").and_then(Value::as_str) {
@@ -197,8 +197,8 @@ fn gpus(container: &Value) -> Result<Option<u32>, String> {
     let find = |under: &str| container["resources"][under].get(GPU).cloned();
     let Some(value) = find("limits").or_else(|| find("requests")) else { return Ok(None) };
     let number = value.as_u64().or_else(|| value.as_str()?.parse().ok());
-    let found = number.and_then(|n| u32::try_from(n).ok()).filter(|n| (1..=MOST_SLOTS).contains(n));
-    found.map(Some).ok_or_else(|| format!("{GPU}: {value} is not a number from 1 to {MOST_SLOTS}"))
+    let found = number.and_then(|n| u32::try_from(n).ok()).filter(|n| (1..=MAX_SLOTS).contains(n));
+    found.map(Some).ok_or_else(|| format!("{GPU}: {value} is not a number from 1 to {MAX_SLOTS}"))
 }
 
 impl Template {
@@ -229,9 +229,9 @@ impl Template {
             )));
         }
         let pods = args.nodes.unwrap_or_else(|| spec.parallel.ranks.div_ceil(gpus)).max(1) as usize;
-        if pods > MOST_HOSTS {
+        if pods > MAX_HOSTS {
             return Err(usage_error(format!(
-                "{} ranks need {pods} pods of {gpus} GPUs; a launch has at most {MOST_HOSTS}",
+                "{} ranks need {pods} pods of {gpus} GPUs; a launch has at most {MAX_HOSTS}",
                 spec.parallel.ranks
             )));
         }

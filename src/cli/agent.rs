@@ -1,7 +1,7 @@
 //! `lockstep agent`: joins a server from any machine.
 
 use super::{
-    access::{from_file, is_open},
+    access::{from_file, open_file_warning},
     init_tracing,
     size::size,
     usage_error,
@@ -117,7 +117,7 @@ pub(crate) const IN_POD_JOB_FAILED: i32 = 3;
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     init_tracing("info");
-    if let Some(remark) = args.token_file.as_deref().and_then(is_open) {
+    if let Some(remark) = args.token_file.as_deref().and_then(open_file_warning) {
         tracing::warn!("{remark}");
     }
     let token = args.token_file.as_deref().map(from_file).transpose()?;

@@ -117,7 +117,7 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// Exit status 2 if the file is not a backup or the database is not empty, 1 if a write fails. An error changes nothing.
-pub(crate) fn restore(args: RestoreArgs) -> anyhow::Result<()> {
+pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
     std::fs::create_dir_all(&args.which.data_dir)?;

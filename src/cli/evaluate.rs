@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde_json::Value;
 use std::time::Duration;
 
-/// Pause between two requests. The server itself waits before it responds, so this matters only if it responds sooner.
+/// Pause between two requests. The server itself waits before it responds, so the pause matters only if the server responds at once.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Number of pairs of classes that are printed: the most frequent confusions.
 const MAX_PAIRS: usize = 5;
@@ -29,7 +29,8 @@ pub(crate) struct Args {
     /// Another registered dataset, which must have the same classes unless --knn is given [default: the job's own]
     #[arg(long, value_name = "NAME")]
     dataset: Option<String>,
-    /// Classify by this many nearest training embeddings (usually 20) instead of by the network's scores; the dataset may have other classes
+    /// Classify by this number of nearest training embeddings (usually 20) instead of by the network's scores; the dataset may have other
+    /// classes
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_NEIGHBOURS)))]
     knn: Option<u32>,
     #[command(flatten)]

@@ -46,14 +46,14 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
                     write!(io::stdout().lock(), "{text}")?;
                     Ok(())
                 }
-                _ => Err(usage_error(format!("there is no help with {}", names.join(" ")))),
+                _ => Err(usage_error(format!("there is no command or key {} to help with", names.join(" ")))),
             }
         }
     }
 }
 
 fn unknown(name: &str, known: &[String]) -> String {
-    let meant = mistyped::meant(name).filter(|meant| known.iter().any(|known| known == meant));
+    let meant = mistyped::equivalent(name).filter(|meant| known.iter().any(|known| known == meant));
     let near = meant
         .or_else(|| nearest(name, known.iter().map(String::as_str).chain(["job"])))
         .map_or_else(|| "`lockstep help` lists them".to_owned(), |near| format!("did you mean {near:?}?"));

@@ -37,7 +37,7 @@ const VALIDATION_SPEED: f64 = 3.0;
 /// the job takes on this machine.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The dataset: a folder or a pattern of shards, in a form that `dataset add` accepts
+    /// The dataset: a folder or a pattern of shards, in a format that `dataset add` accepts
     #[arg(default_value = ".")]
     folder: PathBuf,
     /// File to write; an existing file is not replaced
@@ -54,8 +54,11 @@ pub(crate) struct Args {
 /// Exit status 2 if the file exists already, or the folder is not a dataset.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let shown = args.output.display();
-    let there =
-        || usage_error(format!("{shown} is there already: give another name with --output, or move it away"));
+    let there = || {
+        usage_error(format!(
+            "{shown} is there already: give another name with --output, or move the file away"
+        ))
+    };
     // Checked before the inspection, which takes minutes if there are many pictures.
     if args.output.symlink_metadata().is_ok() {
         return Err(there());
@@ -84,7 +87,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     match secs_per_picture(&args.output, choice.batch) {
         Ok(secs) => {
             let quick = Suggestion::quick(&info).ok().filter(|_| !args.quick);
-            output::line(estimate(secs, &choice, quick.as_ref()))?;
+            output::line(format_estimate(secs, &choice, quick.as_ref()))?;
         }
         Err(why) => output::warn(format_args!("no estimate of the time: {why}")),
     }
@@ -94,7 +97,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Formats the duration of the suggested run, and of the quick run if given. `secs`: seconds per picture.
-fn estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -> String {
+fn format_estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -> String {
     let whole = |of: &Suggestion| {
         let pixels = f64::from(of.side).powi(2) / f64::from(choice.side).powi(2);
         secs * pixels * (of.trained as f64 + of.validated as f64 / VALIDATION_SPEED)
@@ -280,7 +283,7 @@ mod tests {
                 "about 100 min on this machine; `lockstep init --quick` suggests a run of about 5 min",
             ),
         ] {
-            assert_eq!(estimate(secs, &choice, quick.as_ref()), said);
+            assert_eq!(format_estimate(secs, &choice, quick.as_ref()), said);
         }
     }
 }

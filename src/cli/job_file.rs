@@ -18,9 +18,9 @@ use std::{
 /// Maximum size of a job file. The server has the same limit for a specification.
 const JOB_FILE_BYTES: u64 = 1 << 20;
 
-/// Replaces a dataset's path by its registered name. If `may`, registers an unregistered path under its folder's name, so that the file
-/// that `lockstep init` writes works with `train` and with `submit`.
-pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> anyhow::Result<()> {
+/// Replaces a dataset's path by its registered name. If `may_register`, registers an unregistered path under its folder's name, so that the
+/// file that `lockstep init` writes works with `train` and with `submit`.
+pub(super) async fn name_dataset(api: &Api, document: &mut Value, may_register: bool) -> anyhow::Result<()> {
     let private = document.get("private").and_then(Value::as_bool).unwrap_or(false);
     let Some(given) = document.pointer_mut("/data/dataset") else { return Ok(()) };
     let Some(path) = given.as_str().filter(|text| text.contains(std::path::is_separator)).map(PathBuf::from)
@@ -29,7 +29,7 @@ pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> 
     };
     let found = match dataset::at(api, &path).await? {
         Some(found) => found,
-        None if may && path.is_dir() => {
+        None if may_register && path.is_dir() => {
             let name = dataset_name(&path);
             output::warn(format_args!("registering {} as the dataset {name}", path.display()));
             dataset::register_as(api, &name, &path, private).await?

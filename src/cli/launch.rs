@@ -133,8 +133,8 @@ impl LauncherKind {
         }
     }
 
-    /// Whether the launcher chooses the machines (Slurm, Kubernetes).
-    fn chooses(self) -> bool {
+    /// Whether the launcher itself chooses the machines (Slurm, Kubernetes).
+    fn chooses_machines(self) -> bool {
         matches!(self, LauncherKind::Slurm | LauncherKind::Kubernetes)
     }
 }
@@ -173,9 +173,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     // For a sweep, the file itself is not checked, because it may lack the swept keys. `array::run` checks each job.
     let alone = document.as_ref().filter(|_| args.sweeps.is_empty());
     let spec = alone.map(|document| job_file::check(path, document)).transpose()?;
-    machines::reachable(&args, &hosts)?;
+    machines::check_reachable(&args, &hosts)?;
     if !args.dry_run {
-        args.with.programs().iter().try_for_each(|program| machines::on_path(program))?;
+        args.with.programs().iter().try_for_each(|program| machines::check_on_path(program))?;
     }
     let api = args.server.api()?;
     let args = Arc::new(args);
@@ -301,7 +301,7 @@ impl Launch {
         // Agents of another launch have taken the job, so this launch's agents, if any, have nothing to do.
         let elsewhere = self.elsewhere(&job).filter(|_| done.is_err() && !continues);
         let has_nothing_to_do = never_started || job.state.is_final() || elsewhere.is_some();
-        // An agent, perhaps of an earlier launch, needs its token while it uploads a checkpoint. The token expires in any case.
+        // An agent, perhaps of an earlier launch, needs its token while it uploads a checkpoint. A token that is not revoked expires.
         let is_uploading = has_nothing_to_do
             && job.attempt > 0
             && matches!(self.upload_status().await, Ok(UploadStatus::Uploading) | Err(_));

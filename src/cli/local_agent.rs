@@ -1,4 +1,4 @@
-//! The agent of the server's own machine: a separate process, which is restarted if it dies.
+//! The agent of the server's own machine: a separate process, which is restarted after a crash.
 //!
 //! The agent is a child process that outlives its parent. If the server is killed, ranks train on, and the agent of the next server adopts
 //! them.
@@ -24,7 +24,7 @@ use tokio::{
 /// Time from SIGTERM to SIGKILL. An agent gives its ranks 20 s to write a checkpoint and 5 s to exit, and then reports to the server for up
 /// to 5 s.
 const KILL_DELAY: Duration = Duration::from_secs(35);
-/// Pauses before a dead agent is restarted.
+/// Pauses before an agent that has crashed is restarted.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(10));
 /// An agent that has run for this time resets the pauses.
 const BACKOFF_RESET: Duration = Duration::from_secs(30);
@@ -70,14 +70,14 @@ impl LocalAgent {
     /// # Errors
     /// The earlier agent cannot be ended, or the new agent cannot be started.
     pub(crate) async fn start(settings: Settings) -> anyhow::Result<Self> {
-        relieve(&settings.dir).await?;
+        end_earlier_agent(&settings.dir).await?;
         let child = spawn(&settings)?;
         let (stop, stopped) = oneshot::channel();
-        let task = tokio::spawn(keep(settings, child, stopped));
+        let task = tokio::spawn(supervise(settings, child, stopped));
         Ok(Self { stop, task })
     }
 
-    /// Ends the agent in order: it ends its ranks, and reports that to the server.
+    /// Stops the agent, which first ends its ranks and reports their end to the server.
     pub(crate) async fn stop(self) {
         // If the task has ended, there is no agent to stop.
         let _ = self.stop.send(());
@@ -85,7 +85,7 @@ impl LocalAgent {
     }
 }
 
-async fn keep(settings: Settings, mut child: Child, mut stopped: oneshot::Receiver<()>) {
+async fn supervise(settings: Settings, mut child: Child, mut stopped: oneshot::Receiver<()>) {
     let mut backoff = RETRY;
     let mut born = Instant::now();
     loop {
@@ -175,7 +175,7 @@ async fn end(mut child: Child) {
 }
 
 /// Ends the agent of an earlier, killed server, which still locks the folder. SIGUSR1 asks the agent to exit and leave its ranks running.
-async fn relieve(dir: &Path) -> anyhow::Result<()> {
+async fn end_earlier_agent(dir: &Path) -> anyhow::Result<()> {
     let Some(pid) = running_agent(dir).and_then(Pid::from_raw) else { return Ok(()) };
     tracing::info!(process = pid.as_raw_nonzero(), "taking over from an earlier server's agent");
     for signal in [Signal::USR1, Signal::KILL] {

@@ -67,7 +67,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                     let (seq, body) = match frame {
                         Frame::Event(Event { seq, body, .. }) => (seq, body),
                         Frame::Hello { last_seq, .. } if last_seq < since => {
-                            // An older database was restored, so its events are numbered anew.
+                            // An older database was restored, so new events reuse earlier numbers.
                             since = last_seq;
                             break;
                         }

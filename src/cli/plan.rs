@@ -52,7 +52,7 @@ pub(crate) struct Args {
     /// Number of classes, for a dataset that is not on this machine; requires data.image_size
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     classes: Option<u32>,
-    /// File with measurements of the machines to plan for: the output of --json on such a machine [default: measure this machine once]
+    /// File with measurements of a machine: the output of --json on that machine [default: measure this machine once]
     #[arg(long, value_name = "FILE")]
     machine: Option<PathBuf>,
     /// Measure this machine again
@@ -61,7 +61,7 @@ pub(crate) struct Args {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Measurement that a rank on this machine makes
+    /// Measurement that a rank on this machine runs
     #[arg(long, hide = true, value_name = "JSON")]
     sample: Option<String>,
 }
@@ -97,7 +97,7 @@ struct Considered {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     if let Some(member) = Member::of_this_process().map_err(usage_error)? {
-        return be_a_rank(&args, &member);
+        return run_rank(&args, &member);
     }
     let document = job_file::document(&args.job, &args.sets)?;
     let spec = job_file::check(&args.job, &document)?;
@@ -219,7 +219,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     output::table(["STEP", "IMAGES/S", "MEMORY", "OTHER PLAN"], &rows)
 }
 
-/// Formats a plan's time of a step, images per second, and memory per rank.
+/// Formats a plan's time per step, images per second, and memory per rank.
 fn figures(of: &Candidate, machine: &Machine) -> [String; 3] {
     let cost = &of.cost;
     let lacks = if of.fits(machine) { "" } else { " (too much)" };
@@ -260,7 +260,7 @@ fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
     let (sides, channels, classes) = match args.classes {
         Some(classes) => {
             let evaluation = spec.data.evaluation_size().ok_or_else(|| {
-                usage_error("--classes: the dataset is not read, so the side of pictures is needed, too: --set data.image_size=224")
+                usage_error("--classes: the dataset is not read, so the side of pictures is also needed: --set data.image_size=224")
             })?;
             let side = spec.data.image_size.as_ref().map_or(evaluation, ImageSize::last);
             ((evaluation as usize, side as usize), 3, classes as usize)
@@ -328,7 +328,7 @@ fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> an
 }
 
 /// Measures this machine as one of the ranks.
-fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
+fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let sample: Sample = serde_json::from_str(args.sample.as_deref().unwrap_or_default())?;
     let device = registry::device_of(member.gpu.as_ref(), Device::Auto);
     device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;

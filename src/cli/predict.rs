@@ -57,8 +57,7 @@ pub(crate) struct Args {
 
 /// Reads a picture file.
 fn read(path: &Path) -> Result<Vec<u8>, String> {
-    let larger =
-        format!("is larger than {} MiB, which is the most that a picture may have", MAX_REQUEST_BYTES >> 20);
+    let larger = format!("is larger than {} MiB, the limit for a picture", MAX_REQUEST_BYTES >> 20);
     file::read(path, MAX_REQUEST_BYTES, &larger)
 }
 
@@ -77,7 +76,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let bytes = read(image).map_err(|e| usage_error(format!("{}: {e}", image.display())))?;
         if bytes.is_empty() {
             return Err(usage_error(format!(
-                "{}: is empty; give a picture: JPEG, PNG, WebP, GIF, BMP or TIFF",
+                "{}: is empty; give a JPEG, PNG, WebP, GIF, BMP or TIFF file",
                 image.display()
             )));
         }

@@ -10,7 +10,7 @@ pub(crate) struct Args {
     /// Configuration file: `rank.<r>.json` in the attempt's folder
     #[arg(required_unless_present = "spare")]
     config: Option<PathBuf>,
-    /// Open this GPU (JSON: its number and the visible GPUs), and become the rank whose configuration file is named on the
+    /// Open this GPU (JSON: its number and the visible GPUs), and become the rank whose configuration file is named on
     /// standard input
     #[arg(long, value_name = "GPU", conflicts_with = "config")]
     spare: Option<String>,
@@ -25,7 +25,7 @@ pub(crate) struct Args {
     rank: Option<u32>,
 }
 
-/// Trains, then ends the process with a rank's exit status.
+/// Trains, then exits with a rank's exit status.
 ///
 /// # Errors
 /// Exit status 2 if the arguments are wrong. The rank's records contain the reason of a failure.

@@ -1,5 +1,5 @@
-//! Rank tables of MindSpore and HCCL: JSON files that assign ranks to devices of machines. Supports the form with `server_list`, and the
-//! older form with `group_list`.
+//! Rank tables of MindSpore and HCCL: JSON files that assign ranks to devices of machines. Supports the format with `server_list`, and the
+//! older format with `group_list`.
 
 use super::{file, usage_error};
 use serde_json::Value;
@@ -78,7 +78,7 @@ impl RankTable {
     }
 }
 
-/// The entries read so far, and the place in the table of each rank and device.
+/// The entries read so far, and the path in the table of each rank and device.
 #[derive(Default)]
 struct Entries {
     machines: Vec<Machine>,
@@ -89,7 +89,7 @@ struct Entries {
 impl Entries {
     fn add_servers(&mut self, table: &Value) -> Result<(), String> {
         let servers = list(table, "server_list", "server_list")?;
-        counted(table, "server_count", "server_count", "server_list", servers.len())?;
+        check_count(table, "server_count", "server_count", "server_list", servers.len())?;
         for (s, server) in servers.iter().enumerate() {
             let at = format!("server_list[{s}]");
             let address = address(server, &at)?;
@@ -105,14 +105,14 @@ impl Entries {
         Ok(())
     }
 
-    /// Reads the older form: a list of ranks, each with its machine and one device.
+    /// Reads the older format: a list of ranks, each with its machine and one device.
     fn add_groups(&mut self, table: &Value) -> Result<(), String> {
         let groups = list(table, "group_list", "group_list")?;
-        counted(table, "group_count", "group_count", "group_list", groups.len())?;
+        check_count(table, "group_count", "group_count", "group_list", groups.len())?;
         for (g, group) in groups.iter().enumerate() {
             let at = format!("group_list[{g}].instance_list");
             let instances = list(group, "instance_list", &at)?;
-            counted(
+            check_count(
                 group,
                 "instance_count",
                 &format!("group_list[{g}].instance_count"),
@@ -192,7 +192,7 @@ fn number(of: &Value, key: &str, at: &str) -> Result<u32, String> {
 }
 
 /// Checks that an optional count equals the length of its list.
-fn counted(of: &Value, key: &str, at: &str, list: &str, found: usize) -> Result<(), String> {
+fn check_count(of: &Value, key: &str, at: &str, list: &str, found: usize) -> Result<(), String> {
     if of.get(key).is_none() {
         return Ok(());
     }

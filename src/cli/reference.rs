@@ -40,8 +40,8 @@ pub(crate) fn run(args: &Args, program: clap::Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the first lines of each page.
-fn made(by: &str) -> String {
+/// Returns the first line of each page.
+fn made_from(by: &str) -> String {
     format!("<!-- Made from {by} by `cargo run -- reference`. Do not edit. -->\n")
 }
 

@@ -1,4 +1,4 @@
-//! `lockstep sweep`: sweeps that a server carries out.
+//! `lockstep sweep`: sweeps that a server runs.
 
 use super::{
     age::age,
@@ -26,17 +26,17 @@ enum Action {
         server: ServerArgs,
     },
     /// Show a sweep's trials
-    Show(One),
-    /// Pause a sweep: no trial starts or continues; running trials go on to their next rung, or to their end
-    Pause(One),
-    /// Carry on a paused sweep
-    Resume(One),
-    /// Cancel a sweep and its trials that are not over; they keep their checkpoints
-    Cancel(One),
+    Show(SweepArgs),
+    /// Pause a sweep: no trial starts or resumes; running trials continue to their next rung, or to their end
+    Pause(SweepArgs),
+    /// Resume a paused sweep
+    Resume(SweepArgs),
+    /// Cancel a sweep and its unfinished trials, which keep their checkpoints
+    Cancel(SweepArgs),
 }
 
 #[derive(clap::Args)]
-struct One {
+struct SweepArgs {
     /// The sweep's id, the start of its id, or its name
     sweep: String,
     #[command(flatten)]
@@ -46,7 +46,7 @@ struct One {
 /// Runs the action.
 ///
 /// # Errors
-/// Exit status 2 when there is no such sweep, or its state does not allow the change.
+/// Exit status 2 if the sweep does not exist, or its state does not allow the change.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
         Action::List { server } => {
@@ -65,7 +65,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 &rows,
             )
         }
-        Action::Show(One { sweep, server }) => {
+        Action::Show(SweepArgs { sweep, server }) => {
             let found = block_on(server.api()?.find_sweep(&sweep, false))?;
             if server.json {
                 return output::json(&found);
@@ -87,7 +87,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-fn change(One { sweep, server }: &One, what: &str) -> anyhow::Result<()> {
+fn change(SweepArgs { sweep, server }: &SweepArgs, what: &str) -> anyhow::Result<()> {
     let api = server.api()?;
     let changed: Sweep = block_on(async {
         let Sweep { id, .. } = api.find_sweep(sweep, true).await?;

@@ -48,7 +48,7 @@ enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Revoke a token; connections that use it end at once
+    /// Revoke a token; connections that use it are closed at once
     Revoke {
         /// The token's id, or its name if only one valid token has this name
         token: String,
@@ -72,7 +72,7 @@ fn seconds(text: &str) -> Result<u64, String> {
     time.filter(|secs| *secs > 0).ok_or_else(|| "give a number and a unit, such as 12h, 30d or 1y".into())
 }
 
-/// Runs a command about tokens.
+/// Runs the command.
 ///
 /// # Errors
 /// The server refuses the request.
@@ -93,7 +93,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 }
                 // Standard output contains only the token, so that it can be redirected to a file.
                 output::warn(format_args!(
-                    "this token is shown once; keep it where only its user can read it"
+                    "this token is shown once; store it where only its user can read it"
                 ));
                 output::line(made.get("secret").and_then(Value::as_str).unwrap_or_default())
             }

@@ -33,7 +33,8 @@ struct Named {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Add a person. The command asks for the password, or reads the first line of standard input; with --subject, the person has no password
+    /// Add a person. The command asks for the password, or reads the first line of standard input; with --subject, the person has no
+    /// password
     Add {
         /// Name for signing in: a to z, digits, '.', '-', '_' and '@'
         name: String,
@@ -46,7 +47,7 @@ enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Let another account at the OpenID provider sign in as a person, whose sessions end
+    /// Let another account at the OpenID provider sign in as a person; the person's sessions end
     Link {
         /// The person's name
         name: String,
@@ -63,7 +64,7 @@ enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Remove a person, whose sessions end and whose tokens are revoked; jobs keep the name
+    /// Remove a person; sessions end, tokens are revoked, and jobs keep the person's name
     Remove(Named),
     /// Set a person's password: asked for, or read from the first line of standard input; the person's sessions end
     Password(Named),
@@ -76,13 +77,13 @@ enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Forbid a person to sign in; the person's sessions end and tokens are refused
+    /// Forbid a person to sign in; the person's sessions end, and the person's tokens are refused
     Disable(Named),
     /// Let a person sign in again
     Enable(Named),
 }
 
-/// Runs a command about people.
+/// Runs the command.
 ///
 /// # Errors
 /// The server refuses the request, or the password is invalid.
@@ -173,7 +174,7 @@ fn line(person: &Person) -> String {
 fn password() -> anyhow::Result<String> {
     let password = if io::stdin().is_terminal() {
         let first = rpassword::prompt_password("password: ")?;
-        if rpassword::prompt_password("once more: ")? != first {
+        if rpassword::prompt_password("repeat the password: ")? != first {
             return Err(usage_error("the two passwords differ"));
         }
         first

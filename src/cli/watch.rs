@@ -28,9 +28,9 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// Interval between two requests for a waiting job's place in the queue. The place depends on other jobs, so no event of this job reports it.
+/// Interval between two requests for a waiting job's position in the queue. It depends on other jobs, so no event of this job reports it.
 const QUEUE_INTERVAL: Duration = Duration::from_secs(2);
-/// Pauses before a new connection.
+/// Pauses before a connection is retried.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
 
 /// Shows the job until it ends.
@@ -56,7 +56,8 @@ pub(crate) fn announce(job: &Job) {
     }
 }
 
-/// Shows a job's progress until the job is over, then its outcome. With `json`, prints every new frame of the job's stream as a line instead.
+/// Shows a job's progress until the job is over, then its outcome. With `json`, prints every new frame of the job's stream as a line
+/// instead.
 ///
 /// # Errors
 /// The job did not succeed, or the connection to the server was lost.
@@ -154,7 +155,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                         if let Frame::Hello { last_seq, .. } = &frame
                             && *last_seq < since
                         {
-                            // An older database was restored, so its events are numbered anew.
+                            // An older database was restored, so new events reuse earlier numbers.
                             since = *last_seq;
                             break None;
                         }

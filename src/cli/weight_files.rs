@@ -71,7 +71,7 @@ pub(super) async fn fetch(
         let mut hash = Sha256::new();
         let mut size_bytes = 0;
         while let Some(chunk) = body.next().await {
-            let chunk = chunk.context("the download broke off")?;
+            let chunk = chunk.context("the connection broke during the download")?;
             hash.update(&chunk);
             size_bytes += chunk.len() as u64;
             to.write_all(&chunk).with_context(|| partial.display().to_string())?;

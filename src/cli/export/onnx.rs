@@ -68,7 +68,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", place.display()))
 }
 
-/// Whether the source is a path: a file, a folder with a checkpoint, or a text with the form of a path. Another folder may have the same
+/// Whether the source is a path: a file, a folder with a checkpoint, or a text that looks like a path. Another folder may have the same
 /// name as a job.
 fn is_path(source: &Path) -> bool {
     let has = |file: &str| source.join(file).exists();

@@ -135,7 +135,7 @@ impl Array {
         output::warn("Ctrl-C ends this display and not the jobs");
         let mut left: BTreeMap<usize, &Launch> = self.launches.iter().enumerate().collect();
         let (mut said, mut alone) = (HashMap::new(), HashSet::new());
-        // For each task: since when its job is over, and since when its checkpoints are known to be on the server.
+        // For each task: the time since which its job is over, and since which its checkpoints are known to be on the server.
         let (mut over, mut complete) = (HashMap::new(), HashMap::new());
         let mut succeeded = 0;
         while !left.is_empty() {
@@ -170,7 +170,8 @@ impl Array {
                     succeeded += usize::from(job.state == JobState::Succeeded);
                 }
                 match tasks.get(&task) {
-                    // Agents exit after their job, when its checkpoints are on the server. A task that still waits or runs later is cancelled.
+                    // Agents exit after their job, when its checkpoints are on the server. A task that still waits or runs later is
+                    // cancelled.
                     Some(state) if job.state.is_final() => {
                         let over = *over.entry(task).or_insert_with(Instant::now);
                         match launch.upload_status().await {

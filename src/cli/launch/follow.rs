@@ -95,7 +95,7 @@ pub(super) async fn follow(
     };
     let is_final = job(api, launch).await.is_ok_and(|job| job.state.is_final());
     if done.is_ok() || is_final {
-        launch.uploaded().await;
+        launch.wait_for_uploads().await;
     } else if let Err(error) = &done
         && launched.iter_mut().any(|one| one.ended().is_none() && one.status.is_none())
     {

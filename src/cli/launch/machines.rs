@@ -14,7 +14,7 @@ use std::net::IpAddr;
 pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
     let lists = args.hostfile.is_some() || args.hosts.is_some() || args.rank_table.is_some();
     if args.with == LauncherKind::Kubernetes && lists {
-        return Err(usage_error("Kubernetes chooses the machines: give --nodes N instead of a list of them"));
+        return Err(usage_error("Kubernetes chooses the machines: give --nodes N instead of a list"));
     }
     let mut hosts = match (&args.hostfile, &args.hosts, &args.rank_table) {
         (Some(path), _, _) => hosts::read(path)?,
@@ -22,7 +22,7 @@ pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
         (None, None, Some(path)) => {
             hosts::of_table(&RankTable::read(path)?).map_err(|e| usage_error(format!("--rank-table: {e}")))?
         }
-        (None, None, None) if args.with.chooses() => {
+        (None, None, None) if args.with.chooses_machines() => {
             vec![Host::default(); args.nodes.unwrap_or(1) as usize]
         }
         (None, None, None) => {
@@ -31,7 +31,7 @@ pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
             ));
         }
     };
-    if args.nodes.is_some() && !args.with.chooses() {
+    if args.nodes.is_some() && !args.with.chooses_machines() {
         return Err(usage_error(
             "--nodes is for Slurm and Kubernetes, which choose the machines; name them with --hostfile or -H",
         ));
@@ -68,7 +68,7 @@ pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -
 }
 
 /// Checks that other machines can reach the server at the given address.
-pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
+pub(super) fn check_reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
     let server = &args.agent_server.clone().unwrap_or_else(|| args.server.address());
     let with_scheme = if server.contains("://") { server.clone() } else { format!("http://{server}") };
     let url = reqwest::Url::parse(&with_scheme)
@@ -100,13 +100,13 @@ pub(super) fn ca(args: &Args) -> anyhow::Result<Option<String>> {
     let Some(path) = &args.server.ca_file else { return Ok(None) };
     let failed = |detail: &str| usage_error(format!("--ca-file {}: {detail}", path.display()));
     let larger =
-        "is larger than 1 MiB, which is too large for agents: give a file with only the server's authority";
+        "is larger than 1 MiB, the limit of agents: give a file with only the server's CA certificate";
     let bytes = file::read(path, BUNDLE_BYTES, larger).map_err(|detail| failed(&detail))?;
     String::from_utf8(bytes).map(Some).map_err(|_| failed("is not text (UTF-8)"))
 }
 
 /// Checks that a program is on the PATH.
-pub(super) fn on_path(program: &str) -> anyhow::Result<()> {
+pub(super) fn check_on_path(program: &str) -> anyhow::Result<()> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     if std::env::split_paths(&path).any(|dir| dir.join(program).is_file()) {
         return Ok(());
@@ -142,7 +142,7 @@ mod tests {
         fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
         let why = ca(&args).unwrap_err().to_string();
         assert!(
-            why.contains("ca.crt: is larger than 1 MiB") && why.contains("only the server's authority"),
+            why.contains("ca.crt: is larger than 1 MiB") && why.contains("only the server's CA certificate"),
             "{why}"
         );
     }

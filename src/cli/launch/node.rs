@@ -80,7 +80,9 @@ fn read(source: &str) -> anyhow::Result<Vec<u8>> {
             text
         }
         "env" => std::env::var(VARIABLE)
-            .map_err(|_| usage_error(format!("{VARIABLE} is not set: `lockstep launch` starts this")))?
+            .map_err(|_| {
+                usage_error(format!("{VARIABLE} is not set: only `lockstep launch` starts this command"))
+            })?
             .into_bytes(),
         path => file::read(Path::new(path), BUNDLE_BYTES, larger).map_err(|e| {
             usage_error(format!("{path}: {e}; with Slurm, --dir must be a folder that all machines share"))
@@ -169,7 +171,7 @@ pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
             let is_private = found.mode() & 0o022 == 0;
             (is_own && is_private).then_some(()).ok_or_else(|| {
                 io::Error::other(
-                    "another account owns it or may write to it: remove it, or name another folder with --dir",
+                    "another account owns the folder or may write to it: remove the folder, or name another with --dir",
                 )
             })
         }

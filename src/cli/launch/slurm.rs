@@ -166,7 +166,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
             LaunchDetached(format!("{why}Slurm's job {id} continues, and `scancel {id}` ends it")).into()
         );
     }
-    if !launch.uploaded().await {
+    if !launch.wait_for_uploads().await {
         return Err(LaunchDetached(format!(
             "the job was queued again, or its last checkpoint is not known to be on the server: Slurm's job {id} continues, and `scancel {id}` ends it"
         ))
@@ -318,6 +318,6 @@ pub(super) fn how_it_ended(id: &str) -> String {
     let field = |name: &str| text.split_whitespace().find_map(|word| word.strip_prefix(name));
     match (field("JobState="), field("Reason=")) {
         (Some(state), Some(reason)) => format!("{state}, {reason}"),
-        _ => "Slurm no longer knows how it ended".into(),
+        _ => "Slurm no longer knows how the job ended".into(),
     }
 }

@@ -55,7 +55,7 @@ impl Launch {
     }
 }
 
-/// Revokes tokens. If that fails, the tokens expire.
+/// Revokes tokens. Tokens that cannot be revoked expire.
 pub(super) async fn revoke(api: &Api, ids: &[String]) {
     for id in ids.iter().filter(|id| is_id(id)) {
         let _ = api.request(reqwest::Method::DELETE, &format!("/tokens/{id}"), None::<&()>).await;
@@ -84,7 +84,7 @@ pub(super) async fn of_earlier_launch(api: &Api, job: &Job, ids: &str) -> Vec<St
     }
 }
 
-/// Whether a text has the form of a server's id.
+/// Whether a text has the format of a token's id.
 fn is_id(id: &str) -> bool {
     id.len() == ID_CHARS && id.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }

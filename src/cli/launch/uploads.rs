@@ -50,7 +50,7 @@ impl Launch {
 
     /// Waits until the checkpoints of a finished job are on the server, even while the server does not respond. Returns true if the
     /// checkpoints are there and the job has not been queued again, or if the job is deleted.
-    pub(super) async fn uploaded(&self) -> bool {
+    pub(super) async fn wait_for_uploads(&self) -> bool {
         let mut said = false;
         let began = Instant::now();
         while began.elapsed() < UPLOAD_TIMEOUT {

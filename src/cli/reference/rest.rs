@@ -1,6 +1,6 @@
 //! Documents every call of the REST interface, from the OpenAPI document.
 
-use super::{made, prose, table};
+use super::{made_from, prose, table};
 use serde_json::Value;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -9,7 +9,7 @@ use std::{
 
 /// Returns the page.
 pub(super) fn markdown(document: &Value) -> String {
-    let mut text = made("the OpenAPI document");
+    let mut text = made_from("the OpenAPI document");
     text += "# REST interface\n\n";
     let _ = writeln!(text, "{}\n", prose(one_line(&document["info"]["description"]).as_str()));
     text += "`GET /api/v1/openapi.json` returns the OpenAPI document, for programs that generate clients. Requests carry a token \

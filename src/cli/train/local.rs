@@ -16,8 +16,8 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// After a rank has failed, the other ranks notice. A rank that does not end within this time is asked to end. Ranks that stop in order
-/// have the time that a rank allows itself for its checkpoint.
+/// After a rank has failed, the other ranks detect it and end. A rank that does not end within this time gets SIGTERM. Ranks that stop in
+/// order have the time that a rank allows itself for its checkpoint.
 const END_DELAYS: EndDelays = {
     let within = Duration::from_secs(2);
     EndDelays { certain: within, provisional: within, stopping: Duration::from_secs(20) }
@@ -69,7 +69,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
         supervise(&mut command, &mut ranks).await?;
         command.show.finish();
         if let Some(left) = ranks.sweep().await {
-            output::warn(format_args!("{left} does not end, not even by SIGKILL"));
+            output::warn(format_args!("{left} does not end, even after SIGKILL"));
         }
         Ok(ended(&ranks, &command.show, command.interrupted))
     })

@@ -53,7 +53,7 @@ impl Part {
                 (Some(place), Some(_)) if variable("MS_ROLE").is_none() => {
                     let by = place.by;
                     return Err(usage_error(format!(
-                        "{TABLE_FILE} is set and {by} has started this process: both decide which rank it is; unset {TABLE_FILE}, or \
+                        "{TABLE_FILE} is set and {by} has started this process: both decide which rank this process is; unset {TABLE_FILE}, or \
                          start without {by}"
                     )));
                 }

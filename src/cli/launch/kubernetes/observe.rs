@@ -19,7 +19,7 @@ const WATCH_SECS: u32 = 240;
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(WATCH_SECS as u64 + 30);
 /// A watch that ends before this time and without a change counts as refused.
 const MIN_WATCH_TIME: Duration = Duration::from_secs(1);
-/// Status of the API server if it no longer has the version to continue from (Gone).
+/// Status of the API server if it no longer has the version from which a watch continues (Gone).
 const STATUS_GONE: u16 = 410;
 
 /// A message about the observed objects.
@@ -57,13 +57,13 @@ pub(super) async fn observe(
         let list = match cluster.answer(api.list(&wanted)).await {
             Ok(list) => list,
             Err(error) if is_away(&error) => {
-                cluster.note_away(&error);
+                cluster.note_silence(&error);
                 sleep(backoff.pause()).await;
                 continue;
             }
             Err(error) => return Err(cluster.explain(&format!("listing {kind:?}s"), &error)),
         };
-        cluster.note_back();
+        cluster.note_answer();
         let mut version = list.metadata.resource_version.unwrap_or_default();
         if to.send((kind, Seen::All(list.items.into_iter().map(plain).collect()))).await.is_err() {
             return Ok(());
@@ -78,7 +78,7 @@ pub(super) async fn observe(
         loop {
             let ended = match api.watch(&follow, &version).await {
                 Ok(events) => {
-                    cluster.note_back();
+                    cluster.note_answer();
                     let (before, began) = (version.clone(), Instant::now());
                     let ended = until_cut(kind, events, &mut version, &to).await;
                     if to.is_closed() {
@@ -99,7 +99,7 @@ pub(super) async fn observe(
                     Ended::Lost
                 }
                 Err(error) if is_away(&error) => {
-                    cluster.note_away(&error);
+                    cluster.note_silence(&error);
                     sleep(backoff.pause()).await;
                     Ended::Cut
                 }

@@ -136,7 +136,7 @@ impl Steering<'_> {
         }
     }
 
-    async fn ours(&self) -> anyhow::Result<Job> {
+    async fn lockstep_job(&self) -> anyhow::Result<Job> {
         let job = self.launch.api.find(&format!("/jobs/{}", self.launch.job.id)).await?;
         job.context("the job is deleted")
     }
@@ -148,7 +148,7 @@ impl Steering<'_> {
     async fn poll(&mut self) -> anyhow::Result<()> {
         match &self.over {
             Some((how, since)) => self.compare(how, *since).await,
-            None => self.follow_ours().await,
+            None => self.follow_lockstep_job().await,
         }
     }
 
@@ -159,7 +159,7 @@ impl Steering<'_> {
         if since.elapsed() < 2 * POLL_INTERVAL {
             return Ok(());
         }
-        match self.ours().await {
+        match self.lockstep_job().await {
             Ok(job) if !job.state.is_final() => anyhow::bail!(
                 "Kubernetes' Job {} {how}, and the job is {}; `lockstep launch {} --with kubernetes` starts agents for it again",
                 self.name,
@@ -171,10 +171,10 @@ impl Steering<'_> {
     }
 
     /// Suspends the Job while Lockstep's job is paused. If another user or program has suspended the Job, it stays suspended.
-    async fn follow_ours(&mut self) -> anyhow::Result<()> {
+    async fn follow_lockstep_job(&mut self) -> anyhow::Result<()> {
         let (None, Some(seen)) = (self.queue, &self.job) else { return Ok(()) };
         let is_by_us = seen["metadata"]["annotations"][PAUSED].is_string();
-        let Ok(ours) = self.ours().await else { return Ok(()) };
+        let Ok(ours) = self.lockstep_job().await else { return Ok(()) };
         let is_paused = ours.state == JobState::Paused;
         if is_paused && !is_by_us && !words::is_suspended(seen) {
             // The last checkpoint may be only on the pods' disks, which are deleted with the pods. So the pods stay until the checkpoint is

@@ -46,7 +46,7 @@ pub(in super::super) struct Template {
 /// Returns the template that the arguments name, or `None` if the launcher is not Kubernetes.
 ///
 /// # Errors
-/// Exit status 2. The message names the mistake in the template, and its place.
+/// Exit status 2. The message names the mistake in the template, and the mistake's path.
 pub(in super::super) fn template(args: &Args) -> anyhow::Result<Option<Template>> {
     let path = match (&args.template, args.with) {
         (Some(path), LauncherKind::Kubernetes) => path,
@@ -60,7 +60,7 @@ pub(in super::super) fn template(args: &Args) -> anyhow::Result<Option<Template>
     };
     if !args.options.is_empty() {
         return Err(usage_error(
-            "with Kubernetes there are no options after --: write them into the template",
+            "--with kubernetes accepts no options after --: write them into the template",
         ));
     }
     let failed = |detail: String| usage_error(format!("--template {}: {detail}", path.display()));
@@ -108,7 +108,7 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
         None | Some("Never") => {}
         Some(other) => {
             return Err(format!(
-                "spec.restartPolicy is {other}: leave it out, or set Never; the Job starts another pod for one that fails"
+                "spec.restartPolicy is {other}: leave it out, or set Never; the Job replaces a failed pod"
             ));
         }
     }
@@ -147,7 +147,7 @@ fn agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
     for key in ["command", "args"] {
         if one.get(key).is_some_and(|value| !value.is_null()) {
             return Err(format!(
-                "spec.containers[{at}].{key} is set: leave it out, as the launch starts `lockstep` there (--program names it)"
+                "spec.containers[{at}].{key} is set: leave it out, because the launch starts the program in --program there"
             ));
         }
     }

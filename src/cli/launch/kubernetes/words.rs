@@ -40,7 +40,7 @@ fn reason(of: &Value) -> String {
     said.chars().take(MAX_CHARS).collect()
 }
 
-/// Describes when another pod replaces a pod that has to leave its node. On a lost node the pod never ends, and Kubernetes waits for its end.
+/// Describes when another pod replaces a pod that has to leave its node. On a lost node the pod never ends, and Kubernetes waits for that.
 fn successor(pod: &Value, why: &Value) -> String {
     let node = text(&pod["spec"], "nodeName");
     if why["reason"] != "DeletionByTaintManager" || node.is_empty() {

@@ -405,7 +405,7 @@ pub struct TrialOf {
     pub number: u32,
 }
 
-/// A value, and the epoch in which it was measured.
+/// A value, and the step and the epoch at which it was measured.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Measured {
     pub value: f64,

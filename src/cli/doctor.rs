@@ -11,7 +11,7 @@ use lockstep_host::gpu::{
     devices::{self, Gpu},
     libraries::{Libraries, links_dir},
 };
-use lockstep_server::tls::{ca, ends_soon, examine as examine_certificate};
+use lockstep_server::tls::{ca, examine as examine_certificate, expires_soon};
 use lockstep_worker::{
     doctor::{Finding, Gathered, Grade, examine, gather},
     local_group::{self, Member},
@@ -194,7 +194,7 @@ fn certificates(args: &Args) -> Vec<Finding> {
             Ok(facts) => {
                 let left = facts.days_left(jiff::Timestamp::now());
                 let found = format!("{name}: {left} days left");
-                match ends_soon("it", &facts, jiff::Timestamp::now()) {
+                match expires_soon("it", &facts, jiff::Timestamp::now()) {
                     None => (Grade::Ok, found, None),
                     Some(_) if left == 0 => (Grade::Problem, found, Some("Renew it.".to_owned())),
                     Some(_) => (

@@ -86,12 +86,12 @@ pub struct TrainSpec {
     /// Micro-batches of a rank in a step (gradient accumulation).
     pub accumulate: u32,
     /// Arithmetic of the convolutions. `auto`: on GPUs the fastest that keeps fp32's accuracy; on CPU cores fp32, which
-    /// is the only choice there.
+    /// is the only choice on CPU cores.
     pub precision: Precision,
     /// With `fp16`: the factor by which the loss is multiplied before the backward pass; `dynamic` adapts it.
     pub loss_scale: LossScale,
-    /// Make every run on GPUs give the same bits, which may cost a few percent of the speed. CPU ranks always give the
-    /// same bits.
+    /// Compute deterministically on GPUs: every run gives the same bits, which may cost a few percent of the speed. CPU ranks always give
+    /// the same bits.
     pub deterministic: bool,
     /// Seed of the initial weights, the order of pictures and their augmentation.
     pub seed: u64,

@@ -37,7 +37,7 @@ use utoipa_axum::{router::OpenApiRouter, routes};
 /// Maximum size of a request's body, in bytes. A specification or a form has a few kilobytes.
 const BODY_BYTES: usize = 1 << 20;
 /// Time limit for a handler to begin a response. Requests for large datasets take longest.
-const PATIENCE: Duration = Duration::from_secs(150);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(150);
 
 #[derive(OpenApi)]
 #[openapi(info(
@@ -242,10 +242,11 @@ async fn in_time(request: Request, next: Next) -> Response {
     if gate::is_upload(request.method(), route) {
         return next.run(request).await;
     }
-    match tokio::time::timeout(PATIENCE, next.run(request)).await {
+    match tokio::time::timeout(REQUEST_TIMEOUT, next.run(request)).await {
         Ok(response) => response,
         Err(_) => {
-            let detail = format!("the request was not completed within {} s; try again", PATIENCE.as_secs());
+            let detail =
+                format!("the request was not completed within {} s; try again", REQUEST_TIMEOUT.as_secs());
             Error::Refused(StatusCode::GATEWAY_TIMEOUT, detail).into_response()
         }
     }

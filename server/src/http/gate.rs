@@ -71,7 +71,7 @@ pub(crate) struct SignedIn {
     pub(crate) token_id: String,
 }
 
-/// Response extension of a handler: the object of the request, if its path does not name it. The audit log has both.
+/// Response extension of a handler: the object of the request, if the path does not name the object. The audit log has both.
 #[derive(Debug, Clone)]
 pub(crate) struct AuditSubject(pub(crate) String);
 
@@ -145,7 +145,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
                 _ if is_sign_in => "sign in".to_owned(),
                 route => format!("{method} {}", route.unwrap_or("(no such address)")),
             };
-            // The address of a sign-in may contain a code or a token, which must not be recorded.
+            // The URL of a sign-in may contain a code or a token, which must not be recorded.
             let mut object = if is_sign_in { path } else { object };
             let subject = response.extensions().get::<AuditSubject>().map(|AuditSubject(what)| what.as_str());
             if let Some(what) = subject.or_else(|| created(&response).filter(|_| !is_sign_in)) {
@@ -258,7 +258,7 @@ fn asked_to_sign_in(method: &Method, path: &str, object: &str) -> Response {
     Redirect::to(&login_address(back)).into_response()
 }
 
-/// The address of the sign-in page, with the page to return to.
+/// The URL of the sign-in page, with the page that is opened afterwards.
 pub(crate) fn login_address(back: &str) -> String {
     const ENCODED: &AsciiSet =
         &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~').remove(b'/');
@@ -271,7 +271,7 @@ pub(crate) fn login_address(back: &str) -> String {
 fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
     let name = caller.token().map_or("", |token| &token.name);
     let has = caller.scope().map_or("none", Scope::as_str);
-    // A session that was begun by a token's link has the rights of that token.
+    // A session that a token's sign-in link began has the rights of that token.
     let by_itself = |person: &&str| {
         caller.session().is_some() && caller.token().is_some_and(|token| token.id == principal(person))
     };

@@ -32,7 +32,7 @@ pub(super) fn wait_reason(
     }
     let sum = max_capacity(candidates);
     let mut wait = SlotWait {
-        // The device `auto` takes slots of any kind.
+        // The device `auto` uses slots of any kind.
         device: if device == Device::Auto { Device::Cpu } else { device },
         slots_needed: ranks,
         slots_free: number(sum.free),

@@ -49,7 +49,7 @@ use tokio::sync::mpsc;
 /// Maximum number of orders to stop after a heartbeat.
 const STOPS: usize = 64;
 /// Time limit for `Hello`, and for sending an answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Connect an agent
 ///
@@ -84,7 +84,7 @@ async fn send(to: &mut Sink, message: &ToAgent) -> std::result::Result<(), Strin
 }
 
 async fn send_bytes(to: &mut Sink, bytes: Vec<u8>) -> std::result::Result<(), String> {
-    match tokio::time::timeout(PATIENCE, to.send(Message::Binary(bytes.into()))).await {
+    match tokio::time::timeout(HELLO_TIMEOUT, to.send(Message::Binary(bytes.into()))).await {
         Ok(sent) => sent.map_err(|e| e.to_string()),
         Err(_) => Err("it does not read messages".into()),
     }
@@ -133,7 +133,7 @@ async fn serve(
 ) {
     let (mut to, mut from) = socket.split();
     let mut unfinished = Unfinished::at_most(HELLO_BYTES);
-    let hello_by = tokio::time::Instant::now() + PATIENCE;
+    let hello_by = tokio::time::Instant::now() + HELLO_TIMEOUT;
     let hello = loop {
         let message = match tokio::time::timeout_at(hello_by, from.next()).await {
             Ok(Some(message)) => message,

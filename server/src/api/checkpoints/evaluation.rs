@@ -57,7 +57,7 @@ impl From<Failure> for Error {
 }
 
 /// Time limit of an evaluation. A large validation split takes long on a busy machine's CPU.
-const PATIENCE: Duration = Duration::from_secs(3600);
+const TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// The progress of an evaluation.
 #[derive(Debug, Serialize, ToSchema)]
@@ -320,7 +320,7 @@ async fn start(
                 let waiting = requests::send(&scheduler.agents, for_agent).await?;
                 // Cannot fail, because only this task sets it.
                 let _ = request.set(waiting.id);
-                scheduler.agents.reply(waiting, PATIENCE).await
+                scheduler.agents.reply(waiting, TIMEOUT).await
             };
             match answer.await {
                 Ok(AgentReply::Evaluation(found)) if neighbours.is_none() => keep(&file, &found).await,

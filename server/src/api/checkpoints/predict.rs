@@ -34,10 +34,10 @@ const BYTES: usize = 24 << 20;
 pub(crate) const BODY_BYTES: usize = BYTES + (1 << 20);
 /// Limits the number of requests whose pictures are in memory at the same time. Other requests wait.
 static CONCURRENT: Semaphore = Semaphore::const_new(4);
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit for reading all pictures of a request, because other requests wait meanwhile. The largest body needs about half a megabyte a
 /// second.
-const READING: Duration = Duration::from_secs(60);
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Predictions for uploaded pictures.
 #[derive(Debug, Serialize, ToSchema)]
@@ -78,14 +78,14 @@ pub(crate) async fn predict(
     checkpoints::check_here(&checkpoints, &row).await?;
     let model = by.weights.path(&checkpoints.folder(&row))?;
     let _permit = CONCURRENT.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
-    let pictures = tokio::time::timeout(READING, pictures(request)).await.map_err(|_| {
+    let pictures = tokio::time::timeout(READ_TIMEOUT, pictures(request)).await.map_err(|_| {
         let detail =
-            format!("the pictures did not come within {} s; send fewer at a time", READING.as_secs());
+            format!("the pictures did not come within {} s; send fewer at a time", READ_TIMEOUT.as_secs());
         Error::Refused(StatusCode::REQUEST_TIMEOUT, detail)
     })??;
     let for_agent =
         AgentRequest::Predict { model: model.to_string_lossy().into_owned(), pictures, embed: by.embed };
-    match requests::call(&checkpoints.agents, for_agent, PATIENCE).await {
+    match requests::call(&checkpoints.agents, for_agent, TIMEOUT).await {
         Ok(AgentReply::Predictions { predictions }) => Ok(Json(Predictions { predictions })),
         Ok(_) => Err(Error::Internal("an agent answered something else than predictions".into())),
         Err(error) => Err(error.without_pointer()),

@@ -22,7 +22,7 @@ use utoipa::{IntoParams, ToSchema};
 /// Time limit of an inspection. It is sufficient for very large folders on slow disks.
 const PATIENCE: Duration = Duration::from_secs(12 * 3600);
 /// Maximum and default of `wait_secs`. It is less than the time limit of handlers.
-const LONGEST_WAIT_SECS: u64 = 120;
+const MAX_WAIT_SECS: u64 = 120;
 /// How long a result is kept for repeated requests.
 const KEPT: Duration = Duration::from_secs(10);
 /// Time limit for an agent's reply to `InspectProgress`. Older agents do not reply.
@@ -39,9 +39,9 @@ pub(crate) struct WaitQuery {
 
 impl WaitQuery {
     pub(crate) fn patience(&self) -> Result<Duration> {
-        let secs = self.wait_secs.unwrap_or(LONGEST_WAIT_SECS);
-        if secs > LONGEST_WAIT_SECS {
-            let detail = format!("wait_secs is {secs}; it may be 0 to {LONGEST_WAIT_SECS}");
+        let secs = self.wait_secs.unwrap_or(MAX_WAIT_SECS);
+        if secs > MAX_WAIT_SECS {
+            let detail = format!("wait_secs is {secs}; it may be 0 to {MAX_WAIT_SECS}");
             return Err(Error::BadRequest(detail));
         }
         Ok(Duration::from_secs(secs))
@@ -49,7 +49,7 @@ impl WaitQuery {
 }
 
 /// Default and maximum time that a request waits for an inspection.
-pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(LONGEST_WAIT_SECS);
+pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(MAX_WAIT_SECS);
 
 /// The progress of an inspection.
 #[derive(Debug, Serialize, ToSchema)]

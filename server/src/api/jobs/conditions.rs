@@ -7,7 +7,7 @@ use crate::{
 use lockstep_protocol::spec::{KEYS, Kind, nearest, shortened};
 
 /// Maximum number of conditions in a request.
-const MOST: usize = 10;
+const MAX_CONDITIONS: usize = 10;
 /// Maximum number of characters of a value.
 const VALUE_CHARS: usize = 200;
 /// Comparison operators. Longer operators come before their prefixes.
@@ -29,8 +29,8 @@ const COMPARISONS: [(&str, Comparison); 7] = [
 pub(super) fn parse(text: Option<&str>) -> Result<Vec<Condition>> {
     let parts = text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty());
     let parts: Vec<_> = parts.collect();
-    if parts.len() > MOST {
-        return Err(refused(format!("has {} conditions; give at most {MOST}", parts.len())));
+    if parts.len() > MAX_CONDITIONS {
+        return Err(refused(format!("has {} conditions; give at most {MAX_CONDITIONS}", parts.len())));
     }
     parts.into_iter().map(condition).collect()
 }

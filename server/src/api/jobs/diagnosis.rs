@@ -25,7 +25,7 @@ const UNCERTAIN: f64 = 0.1;
 /// Usual difference between training and validation accuracy.
 const USUAL_GAP: f64 = 0.08;
 /// Minimum rise of the accuracy that is not noise.
-const LEAST_RISE: f64 = 0.01;
+const MIN_RISE: f64 = 0.01;
 
 /// Returns the diagnosis of a job; `None` if the job did not succeed, was not validated, or needs no advice.
 ///
@@ -95,7 +95,7 @@ impl Course {
         if last >= GOOD {
             return None;
         }
-        let rise = rise(&self.validations).filter(|rise| *rise > LEAST_RISE.max(margin / 2.0));
+        let rise = rise(&self.validations).filter(|rise| *rise > MIN_RISE.max(margin / 2.0));
         if let Some(rise) = rise.filter(|_| self.training.is_none_or(|training| training < LEARNED)) {
             return Some(format!(
                 "Validation accuracy was still rising at the end (by {:.1} points in the last fifth): train more epochs (train.epochs).",

@@ -128,7 +128,7 @@ pub(super) async fn seen(scheduler: &Scheduler, caller: &Caller, id: &str) -> Re
 }
 
 /// Maximum of `wait`, in seconds. It is less than the time limit of handlers.
-const LONGEST_WAIT_SECS: u64 = 120;
+const MAX_WAIT_SECS: u64 = 120;
 
 /// Parameters of `GET /jobs/{id}`.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -186,8 +186,8 @@ pub(crate) async fn show(
     let id = job_id(&id)?;
     let row = match wait {
         0 => row(&*scheduler.store, &id).await?,
-        1..=LONGEST_WAIT_SECS => row_at_end(&scheduler, &id, Duration::from_secs(wait)).await?,
-        _ => return Err(Error::BadRequest(format!("wait is {wait}; it may be 0 to {LONGEST_WAIT_SECS}"))),
+        1..=MAX_WAIT_SECS => row_at_end(&scheduler, &id, Duration::from_secs(wait)).await?,
+        _ => return Err(Error::BadRequest(format!("wait is {wait}; it may be 0 to {MAX_WAIT_SECS}"))),
     };
     conditional::tagged(&headers, &diagnosed(&metrics, &scheduler, &caller, row).await?)
 }

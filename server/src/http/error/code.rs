@@ -40,29 +40,29 @@ macro_rules! codes {
 }
 
 codes! {
-    BadRequest = "bad_request", BAD_REQUEST, "The request cannot be read: a parameter, a header or the body is not what the call takes";
-    WrongCursor = "wrong_cursor", BAD_REQUEST, "The cursor is none, or of another list, another job or dataset, or another order: leave it out to begin with the first page";
-    Unauthorized = "unauthorized", UNAUTHORIZED, "No token, or one that is not valid";
-    Forbidden = "forbidden", FORBIDDEN, "The scope or the role does not suffice, what is to change is somebody else's, or the request is a page's of another origin";
-    NotFound = "not_found", NOT_FOUND, "Nothing has this name, id or address";
-    MethodNotAllowed = "method_not_allowed", METHOD_NOT_ALLOWED, "The address does not know this method";
-    BodyTimeout = "body_timeout", REQUEST_TIMEOUT, "The body stopped coming";
-    Conflict = "conflict", CONFLICT, "What is there forbids the request";
+    BadRequest = "bad_request", BAD_REQUEST, "The request cannot be read: a parameter, a header or the body is invalid";
+    WrongCursor = "wrong_cursor", BAD_REQUEST, "The cursor is invalid, or belongs to another list, job, dataset or order: leave it out to begin with the first page";
+    Unauthorized = "unauthorized", UNAUTHORIZED, "No valid token";
+    Forbidden = "forbidden", FORBIDDEN, "The scope or the role does not suffice, the object has another owner, or the request comes from a page of another origin";
+    NotFound = "not_found", NOT_FOUND, "No object has this name, id or URL";
+    MethodNotAllowed = "method_not_allowed", METHOD_NOT_ALLOWED, "The URL does not support this method";
+    BodyTimeout = "body_timeout", REQUEST_TIMEOUT, "The body stopped arriving";
+    Conflict = "conflict", CONFLICT, "The state of the object forbids the request";
     WrongState = "wrong_state", CONFLICT, "The job's state, which is in `state`, forbids the request";
     NameTaken = "name_taken", CONFLICT, "The name is in use";
     DatasetInUse = "dataset_in_use", CONFLICT, "Jobs that are not over train on the dataset";
-    IdempotencyKeyReused = "idempotency_key_reused", CONFLICT, "The Idempotency-Key came with another request before";
-    BodyTooLarge = "body_too_large", PAYLOAD_TOO_LARGE, "The body is larger than the call takes";
-    UnsupportedMediaType = "unsupported_media_type", UNSUPPORTED_MEDIA_TYPE, "The body is of a type that is not taken";
-    WrongHost = "wrong_host", MISDIRECTED_REQUEST, "The Host is none of this server's";
-    Invalid = "invalid", UNPROCESSABLE_ENTITY, "Mistakes in what was sent; each is in `errors` with its place";
-    Unprocessable = "unprocessable", UNPROCESSABLE_ENTITY, "What was asked for cannot be done with what is there";
-    CheckpointDamaged = "checkpoint_damaged", UNPROCESSABLE_ENTITY, "The checkpoint's files are not those that were written";
-    UpgradeRequired = "upgrade_required", UPGRADE_REQUIRED, "The address is a websocket";
-    TooManyRequests = "too_many_requests", TOO_MANY_REQUESTS, "More requests from this address or with this token than are answered; `Retry-After` says when to ask again";
-    Internal = "internal", INTERNAL_SERVER_ERROR, "A fault of the server; its log says more";
-    Unavailable = "unavailable", SERVICE_UNAVAILABLE, "The database or an agent is away; the same request may be answered later";
-    Timeout = "timeout", GATEWAY_TIMEOUT, "It took too long";
+    IdempotencyKeyReused = "idempotency_key_reused", CONFLICT, "The Idempotency-Key was used with another request before";
+    BodyTooLarge = "body_too_large", PAYLOAD_TOO_LARGE, "The body exceeds the call's limit";
+    UnsupportedMediaType = "unsupported_media_type", UNSUPPORTED_MEDIA_TYPE, "The body's media type is not supported";
+    WrongHost = "wrong_host", MISDIRECTED_REQUEST, "The Host is not a name of this server";
+    Invalid = "invalid", UNPROCESSABLE_ENTITY, "Mistakes in the request; `errors` has each mistake and its position";
+    Unprocessable = "unprocessable", UNPROCESSABLE_ENTITY, "The request cannot be carried out with the existing objects";
+    CheckpointDamaged = "checkpoint_damaged", UNPROCESSABLE_ENTITY, "The checkpoint's files are damaged";
+    UpgradeRequired = "upgrade_required", UPGRADE_REQUIRED, "The URL is a websocket";
+    TooManyRequests = "too_many_requests", TOO_MANY_REQUESTS, "Too many requests from this address or with this token; `Retry-After` says when to retry";
+    Internal = "internal", INTERNAL_SERVER_ERROR, "A fault of the server; the server's log has the details";
+    Unavailable = "unavailable", SERVICE_UNAVAILABLE, "The database or an agent is unreachable; a retry may succeed";
+    Timeout = "timeout", GATEWAY_TIMEOUT, "The request exceeded its time limit";
 }
 
 impl Code {

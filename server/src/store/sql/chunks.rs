@@ -24,7 +24,7 @@ fn chunk(row: &DbRow) -> Result<MetricChunk> {
 }
 
 /// Numbers of chunks in a statement, the largest first.
-const TOGETHER: [usize; 2] = [32, 1];
+const BATCH_SIZES: [usize; 2] = [32, 1];
 
 async fn insert(db: &mut Connection, job: &JobId, chunks: &[&MetricChunk]) -> Result<()> {
     let place = |n: usize| {
@@ -175,7 +175,7 @@ impl SqlStore {
         }
         let new: Vec<_> = chunks.iter().filter(|chunk| !chunk.replaces_chunk).collect();
         let mut rest = &new[..];
-        for size in TOGETHER {
+        for size in BATCH_SIZES {
             while let Some((now, later)) = rest.split_at_checked(size) {
                 rest = later;
                 insert(&mut db, job, now).await?;

@@ -315,7 +315,7 @@ pub(super) async fn change(
 /// The job that the request with this idempotency key created.
 ///
 /// # Errors
-/// [`StoreError::KeyReused`]: the key came with another request.
+/// [`StoreError::KeyReused`]: the key was used with another request.
 async fn made_before(db: &mut Connection, (key, request): &(String, String)) -> Result<Option<Job>> {
     let before = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = $1")
         .bind(key)

@@ -16,7 +16,7 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, Row};
 
 /// Maximum number of versions that a refusal names.
-const NAMED: usize = 10;
+const MAX_NAMED: usize = 10;
 /// Maximum numbers of versions of a model and of a job. Requests read all versions of a model.
 const VERSIONS_OF_A_MODEL: i64 = 1000;
 const VERSIONS_OF_A_JOB: i64 = 100;
@@ -69,8 +69,8 @@ pub(super) async fn require_unregistered(
     if found.is_empty() {
         return Ok(());
     }
-    let named = found.iter().take(NAMED).map(|(model, version)| format!("{SCHEME}{model}/{version}"));
-    let more = if found.len() > NAMED { ", ..." } else { "" };
+    let named = found.iter().take(MAX_NAMED).map(|(model, version)| format!("{SCHEME}{model}/{version}"));
+    let more = if found.len() > MAX_NAMED { ", ..." } else { "" };
     let detail = format!(
         "the job has registered versions ({}{more}), which would change if it were {change}: remove them first, or fork the job",
         named.collect::<Vec<_>>().join(", ")
@@ -85,7 +85,7 @@ impl SqlStore {
         let state = row.job.state;
         if !state.is_final() || row.fencing_token.is_some() {
             let detail = format!(
-                "the job is {state}, and a job that is not over replaces and removes its checkpoints: register one when the job is over"
+                "the job is {state}, and an unfinished job replaces and removes its checkpoints: register one when the job is over"
             );
             return Err(Refused { state, detail }.into());
         }

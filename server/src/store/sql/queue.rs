@@ -13,7 +13,7 @@ use sqlx::{AssertSqlSafe, Row};
 use std::collections::HashMap;
 
 /// Maximum number of jobs on a page.
-const PAGE: i64 = 1000;
+const PAGE_SIZE: i64 = 1000;
 
 impl SqlStore {
     pub(super) async fn list_waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)> {
@@ -26,11 +26,11 @@ impl SqlStore {
             .bind(from.priority)
             .bind(from.created_at)
             .bind(from.job.as_str())
-            .bind(PAGE)
+            .bind(PAGE_SIZE)
             .fetch_all(&self.reader)
             .await?;
         let next = match rows.last() {
-            Some(last) if uint(PAGE) == rows.len() as u64 => Some(QueuePlace {
+            Some(last) if uint(PAGE_SIZE) == rows.len() as u64 => Some(QueuePlace {
                 priority: last.try_get("priority")?,
                 created_at: last.try_get("created_at")?,
                 job: last.try_get("id")?,

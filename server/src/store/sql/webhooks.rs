@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, Row};
 
 /// Maximum number of a webhook's messages that are kept after their last attempt.
-const KEPT: i64 = 100;
+const MAX_KEPT: i64 = 100;
 
 /// A change of a job's state, to be sent to webhooks.
 pub(super) struct Notice {
@@ -225,7 +225,7 @@ impl SqlStore {
              (SELECT id FROM webhook_deliveries WHERE webhook_id = $1 AND next_at IS NULL ORDER BY id DESC LIMIT $2)",
         )
         .bind(&delivery.webhook)
-        .bind(KEPT)
+        .bind(MAX_KEPT)
         .execute(&mut *db)
         .await?;
         Ok(db.commit().await?)

@@ -1,5 +1,5 @@
 //! Log lines about refused agents. The first refusal of an agent is logged at once with the reason, and repetitions only once in a while,
-//! because an agent tries again every few seconds, and a scanner more often.
+//! because an agent retries every few seconds, and a scanner more often.
 
 use std::{
     collections::HashMap,
@@ -31,7 +31,12 @@ impl Refusals {
     /// Logs that an agent was disconnected because its reports cannot be stored, or counts it. The agent sends the reports again.
     pub(crate) fn note_cut_off(&self, agent: &str, why: &str) {
         if let Some(repeated) = self.is_due((None, agent.to_owned(), why.to_owned()), Instant::now()) {
-            tracing::error!(agent, why, repeated, "an agent is cut off, and is to tell it again");
+            tracing::error!(
+                agent,
+                why,
+                repeated,
+                "an agent's connection is closed; the agent sends its reports again"
+            );
         }
     }
 

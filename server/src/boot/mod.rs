@@ -168,7 +168,7 @@ async fn known_artifacts(
         })?;
     }
     if let Some(why) = away {
-        artifacts.is_away(Asked::Other, &why);
+        artifacts.note_failure(Asked::Other, &why);
     }
     // Damaged checkpoints in the object store may have been repaired.
     let forgotten = store.forget_damaged(artifacts.storage.url()).await;

@@ -1,5 +1,5 @@
-//! Datasets: the folders that they may be in, the transfer of their files to agents, their inspections, and uploads of zip files. The server
-//! does not parse datasets; agents do.
+//! Datasets: the folders that may contain them, the transfer of their files to agents, their inspections, and uploads of zip files. The
+//! server does not parse datasets; agents do.
 
 pub(crate) mod copies;
 pub(crate) mod files;

@@ -86,7 +86,7 @@ async fn comparisons(scheduler: &Scheduler) {
     loop {
         tokio::time::sleep(COMPARE_INTERVAL).await;
         match scheduler.waiting.compare(&*scheduler.store).await {
-            Ok(true) => scheduler.agents.leases.poke(),
+            Ok(true) => scheduler.agents.leases.wake_dispatch(),
             Ok(false) => {}
             Err(error) => {
                 if failing.is_new(&error) {

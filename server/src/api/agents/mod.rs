@@ -217,7 +217,7 @@ pub(super) async fn forget(store: &dyn Store, agents: &Agents, id: &str) -> crat
     if let Some(online) = agents.online().into_iter().find(|online| online.row.id == id) {
         agents.rows.put(store, AgentRow::clone(&online.row)).await?;
     }
-    agents.leases.poke();
+    agents.leases.wake_dispatch();
     Ok(())
 }
 
@@ -227,7 +227,7 @@ async fn set_draining(store: &dyn Store, agents: &Agents, id: &str, draining: bo
     }
     store.set_draining(id, draining).await?;
     agents.drain(id, draining);
-    agents.leases.poke();
+    agents.leases.wake_dispatch();
     Ok(StatusCode::NO_CONTENT)
 }
 

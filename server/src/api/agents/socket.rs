@@ -204,7 +204,7 @@ async fn serve(
         Err(why) => why.into(),
         Ok(()) => {
             tracing::info!(agent = name, "an agent is online");
-            scheduler.agents.leases.poke();
+            scheduler.agents.leases.wake_dispatch();
             loop {
                 tokio::select! {
                     message = tokio::time::timeout(scheduler.config.lease, from.next()) => match message {
@@ -289,7 +289,7 @@ async fn serve(
             tracing::warn!(%error, "an agent that has ended with its job stays on the list");
         }
     }
-    scheduler.agents.leases.poke();
+    scheduler.agents.leases.wake_dispatch();
     close(&mut to, code, &why).await;
 }
 
@@ -360,7 +360,7 @@ impl Connection<'_> {
                 }
                 scheduler.agents.heard(&self.id, crate::now(), None);
                 if scheduler.agents.set_no_work(&self.id, no_work.map(shortened)) {
-                    scheduler.agents.leases.poke();
+                    scheduler.agents.leases.wake_dispatch();
                 }
                 // The next heartbeat names the remaining attempts again.
                 for attempt in scheduler.agents.leases.renew(&self.id, &attempts).into_iter().take(STOPS) {

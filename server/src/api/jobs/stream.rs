@@ -3,7 +3,7 @@
 use crate::{
     api::jobs,
     auth::access::Caller,
-    events::hub::{JobUpdate, LIST_EVERY, Subscription},
+    events::hub::{JobUpdate, LIST_INTERVAL, Subscription},
     http::{
         error::{Error, Problem, Result},
         extract::{Path, Query, job_id},
@@ -316,7 +316,7 @@ async fn follow(
                 && Instant::now() >= due
             {
                 reader.frame(&Frame::Progress(pace)).await?;
-                (known_pace, due) = (Some(pace), Instant::now() + LIST_EVERY);
+                (known_pace, due) = (Some(pace), Instant::now() + LIST_INTERVAL);
                 continue;
             }
             tokio::select! {

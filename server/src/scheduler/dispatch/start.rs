@@ -114,7 +114,7 @@ async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<P
             None => {
                 scheduler.waiting.note(&start.row.job);
                 // The job's slots are free, so a new round is due.
-                scheduler.agents.leases.poke();
+                scheduler.agents.leases.wake_dispatch();
             }
         }
     }
@@ -124,7 +124,7 @@ async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<P
     for (job, done) in ids.iter().zip(prepared) {
         match done {
             Ok(Some(prepared)) => found.push(prepared),
-            Ok(None) => scheduler.agents.leases.poke(),
+            Ok(None) => scheduler.agents.leases.wake_dispatch(),
             Err(error) => passing = passing.and(skip_permanent_error(job, Err(error))),
         }
     }

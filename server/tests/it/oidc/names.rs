@@ -129,7 +129,7 @@ async fn an_e_mail_address_is_a_name_when_it_is_verified() {
         b.claims = json!({});
         b.user_info = json!({"sub": "another", "email": "eve@example.org", "email_verified": true});
     });
-    assert!(Browser::new(&server).refused(&provider, 401).await.contains("about somebody else"));
+    assert!(Browser::new(&server).refused(&provider, 401).await.contains("about another account"));
     provider.change(|b| b.user_info["sub"] = json!("sub-1"));
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
     assert_eq!(people(&server).await, ["eve@example.org viewer sub-1"]);

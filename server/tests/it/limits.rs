@@ -296,7 +296,7 @@ async fn a_damaged_checkpoint_says_so_and_nobody_waits_for_a_pipe() {
     std::fs::remove_file(&manifest).unwrap();
     std::fs::write(&manifest, "{\"files\": ").unwrap();
     for path in [of(""), of("/state.json")] {
-        refused(path, "MANIFEST.json is no JSON").await;
+        refused(path, "MANIFEST.json is not JSON").await;
     }
     std::fs::write(&manifest, "{}").unwrap();
     for name in ["state.json", "model.safetensors"] {

@@ -47,14 +47,14 @@ use std::{
 use tokio::sync::mpsc;
 
 /// Maximum number of orders to stop after a heartbeat.
-const STOPS: usize = 64;
+const MAX_STOPS: usize = 64;
 /// Time limit for `Hello`, and for sending an answer.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Connect an agent
 ///
-/// A websocket of binary MessagePack frames; see `lockstep_protocol::agent`. The request's token or the connection's certificate is bound to an
-/// agent; an agent with another id is refused.
+/// A websocket of binary MessagePack frames; see `lockstep_protocol::agent`. The request's token or the connection's certificate is bound
+/// to an agent; an agent with another id is refused.
 #[utoipa::path(get, path = "/agent/socket", tag = "agents", responses((status = 101), (status = 426, body = Problem)))]
 pub(crate) async fn socket(
     State(scheduler): State<Arc<Scheduler>>,
@@ -65,10 +65,7 @@ pub(crate) async fn socket(
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
     let upgrade = upgrade.map_err(|e| {
-        Error::Refused(
-            StatusCode::UPGRADE_REQUIRED,
-            format!("this address is a websocket: {}", e.body_text()),
-        )
+        Error::Refused(StatusCode::UPGRADE_REQUIRED, format!("this URL is a websocket: {}", e.body_text()))
     })?;
     let upgrade = upgrade.max_message_size(MESSAGE_BYTES).max_frame_size(MESSAGE_BYTES);
     Ok(upgrade.on_upgrade(move |socket| {
@@ -167,7 +164,7 @@ async fn serve(
             process: std::mem::take(&mut hello.process),
             address: peer.address,
         };
-        // Half a lease: after an agent's process has ended, its next process is accepted before the lease of its attempts runs out.
+        // Half a lease: after an agent's process has ended, its next process is accepted before the lease of its attempts expires.
         scheduler.agents.join(joining, scheduler.config.lease / 2, outgoing).map(|c| (hello, c))
     });
     let (hello, connection) = match joined {
@@ -239,7 +236,7 @@ async fn serve(
                             }
                             Err(error) => tracing::error!(%error, "a message for an agent cannot be written"),
                         },
-                        None => break "it has connected anew".to_owned().into(),
+                        None => break "it has connected again".to_owned().into(),
                     },
                     // Sent in the handler, because `select!` would drop an unfinished send.
                     () = std::future::ready(()), if !parts.is_empty() => {
@@ -276,7 +273,7 @@ async fn serve(
         if let Some(reason) = leaving {
             dispatch::left(&scheduler, online, reason, code == close_code::AGAIN).await;
         }
-        // Removes an agent that served a single job and ended with that job, because it would stay on the list for ever. An agent that will
+        // Removes an agent that served a single job and ended with that job, because it would stay on the list forever. An agent that will
         // reconnect stays on the list, and so does a drained one.
         if let Some(job) = only_job
             && !matches!(code, close_code::AGAIN | close_code::AWAY)
@@ -363,8 +360,9 @@ impl Connection<'_> {
                     scheduler.agents.leases.wake_dispatch();
                 }
                 // The next heartbeat names the remaining attempts again.
-                for attempt in scheduler.agents.leases.renew(&self.id, &attempts).into_iter().take(STOPS) {
-                    let reason = "it is no longer this agent's to run".into();
+                for attempt in scheduler.agents.leases.renew(&self.id, &attempts).into_iter().take(MAX_STOPS)
+                {
+                    let reason = "it no longer belongs to this agent".into();
                     scheduler.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });
                 }
                 scheduler.agents.send(&self.id, ToAgent::HeartbeatAck);
@@ -374,7 +372,9 @@ impl Connection<'_> {
                 if let Source::Rank(rank) = source
                     && scheduler.agents.leases.is_elsewhere(&self.id, &attempt, rank)
                 {
-                    return ControlFlow::Break(End::protocol("these records are of another machine's rank"));
+                    return ControlFlow::Break(End::protocol(
+                        "these records belong to another machine's rank",
+                    ));
                 }
                 let leaving = self.leaving.as_ref().map(|why| dispatch::leaving_reason(&self.name, why));
                 let began = Instant::now();

@@ -212,11 +212,11 @@ pub(crate) async fn list(
         ..ListQuery::default()
     };
     let turn = tokio::time::timeout(TIMEOUT, CONCURRENT.acquire()).await;
-    let _turn = turn.map_err(|_| Error::Unavailable("others are grouping jobs; try again".into()))?;
+    let _turn = turn.map_err(|_| Error::Unavailable("other requests are grouping jobs; try again".into()))?;
     let found = store.job_groups(&jobs.filter(&caller)?, &by, &metrics, MAX_GROUPS).await?;
     let Some(found) = found else {
         return Err(Error::BadRequest(format!(
-            "by {} makes more than {MAX_GROUPS} groups: group by something that more jobs have in common, or narrow the jobs",
+            "by {} makes more than {MAX_GROUPS} groups: group by a value that more jobs have in common, or filter the jobs",
             lockstep_protocol::spec::shortened(&query.by)
         )));
     };

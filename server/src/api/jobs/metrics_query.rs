@@ -111,7 +111,7 @@ pub(crate) async fn find(
         buckets += metrics.buckets();
         if buckets > MAX_RESPONSE_POINTS {
             return Err(Error::BadRequest(format!(
-                "the answer would have more than {MAX_RESPONSE_POINTS} points, one of each rank and attempt: ask for fewer points, ranks or jobs"
+                "the response would have more than {MAX_RESPONSE_POINTS} points, one of each rank and attempt: ask for fewer points, ranks or jobs"
             )));
         }
         found.push(JobMetrics { job: job.id.to_string(), metrics });

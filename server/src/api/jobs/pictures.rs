@@ -168,10 +168,8 @@ pub(crate) async fn of_job(
         dataset.ok_or_else(|| Error::NotFound("the job's dataset is no longer registered".into()))?;
     let asked: Vec<&str> = query.indices.split(',').filter(|index| !index.is_empty()).collect();
     if asked.len() > MAX_PICTURES as usize {
-        let detail = format!(
-            "indices are at most {MAX_PICTURES}, are {}: ask for the others in requests of their own",
-            asked.len()
-        );
+        let detail =
+            format!("indices are at most {MAX_PICTURES}, are {}: request the others separately", asked.len());
         return Err(Error::BadRequest(detail));
     }
     let places = asked.into_iter().map(str::parse).collect::<std::result::Result<Vec<u64>, _>>();
@@ -193,7 +191,7 @@ async fn ask(datasets: &Datasets, path: String, pick: Pick) -> Result<Samples> {
     let request = AgentRequest::Samples { path, pick, allowed: datasets.roots.allowed() };
     match requests::call(&datasets.agents, request, TIMEOUT).await {
         Ok(AgentReply::Samples(samples)) => Ok(samples),
-        Ok(_) => Err(Error::Internal("an agent answered something else than pictures".into())),
+        Ok(_) => Err(Error::Internal("an agent replied with something other than pictures".into())),
         Err(error) => Err(error.without_pointer()),
     }
 }

@@ -51,7 +51,7 @@ impl Opened {
         start(&self.path.canonicalize()?)?;
         let (path, running) = (self.path.clone(), server.clone());
         self.watch = Some(tokio::spawn(async move {
-            while running.is_good(&link) {
+            while running.is_valid_link(&link) {
                 tokio::time::sleep(CHECK_INTERVAL).await;
             }
             let _ = fs::remove_file(path);

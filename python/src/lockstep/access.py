@@ -72,7 +72,7 @@ def _find_token(address: httpx.URL, data_dir: Path) -> str | None:
     port = address.port or {"https": 443}.get(address.scheme, 80)
     if others := listener_owners(loopback, port) - {owner, 0}:
         raise LockstepError(
-            f"{address}: the program that listens there belongs to user id {others.pop()}, and {file} to user id {owner}, "
+            f"{address}: the program that listens there has user id {others.pop()}, and {file} has user id {owner}, "
             f"so the token is not sent. Start the server again, or pass url or token"
         )
     return _read(file)
@@ -99,7 +99,7 @@ def _loopback(address: httpx.URL) -> _Addresses:
 
 
 def listener_owners(addresses: _Addresses, port: int) -> set[int]:
-    """User ids of the sockets that listen on a port of these addresses, from Linux's `/proc/net`; empty on other systems."""
+    """User ids of the sockets that listen on a port of these addresses, from Linux's `/proc/net`; else empty."""
     owners = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for row in table.read_text().splitlines()[1:] if table.exists() else []:

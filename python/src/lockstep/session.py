@@ -17,7 +17,7 @@ from typing import Any, Literal
 from .client import Client
 from .errors import LockstepError, Problem, Unreachable
 from .spool import REQUEST_SECS, RUN, Sender, Spool, folders, is_free, read_run, send_folder
-from .tracking import SEND_SECS, AlertLevel, Mode, Run, is_passing, outcome, say, warn_once
+from .tracking import SEND_SECS, AlertLevel, Mode, Run, may_succeed_later, outcome, say, warn_once
 from .values import Artifact, Json, plain, settings
 
 Resume = Literal["allow", "must", "never", "auto"]
@@ -68,7 +68,7 @@ def _begin(sender: Sender, is_sure: bool) -> tuple[Json, bool] | None:
         try:
             return sender.begin()
         except (Problem, Unreachable) as error:
-            if not is_passing(error):
+            if not may_succeed_later(error):
                 raise
             if is_sure:
                 say(f"run {sender.id} is kept in {sender.path} until it can be sent: {error}")
@@ -107,7 +107,7 @@ def init(
     `disabled` (nothing is stored).
 
     `id`: the id of the run to continue or to begin (letters, digits, `-` and `_`). `resume`: `must` requires that the
-    run exists, `never` that it does not; `auto` or True without `id` continues the newest interrupted run in the folder.
+    run exists, `never` that it does not; `auto` or True without `id` continues the folder's newest interrupted run.
 
     If a run is active, `init` returns it; with `reinit=True` (default in notebooks) `init` finishes it and begins
     another. Raises `Problem` if the server refuses the run, `LockstepError` if another process writes it. If the server
@@ -201,7 +201,7 @@ def _continue(run: Json, before: Json, name: str | None, project: str | None) ->
 
 def current() -> Run | None:
     """The run that `init` has begun, unless it has ended."""
-    return None if _run is None or _run._is_over else _run
+    return None if _run is None or _run._has_ended else _run
 
 
 def active() -> Run:
@@ -256,16 +256,16 @@ def log_artifact(
 
 
 def login(*args: Any, **kwargs: Any) -> bool:
-    """Does nothing. The server and the token are found as by the command line."""
+    """Does nothing. The server and the token are determined in the same way as by the command line."""
     return True
 
 
 def sync(*dirs: PathLike, url: str | None = None, token: str | None = None) -> dict[str, int]:
-    """Sends the records and files of runs that the server lacks. Returns the number of each run's records on the server.
+    """Sends the records and files of runs that the server lacks. Returns each run's number of records on the server.
 
     `dirs`: folders of runs, or folders that contain such folders, also from other machines. An interrupted call can be
     repeated. `url`, `token`: as for `Client`. Raises `LockstepError` if a folder has no runs or cannot be read, and
-    `Problem` and `Unreachable` as every call.
+    `Problem` and `Unreachable` like every call.
     """
     sent = {}
     with Client(url, token) as client:

@@ -235,7 +235,7 @@ pub(crate) fn build_router(app: App) -> Router {
         .with_state(app)
 }
 
-/// Answers for a handler that has not begun to answer in time. A file may take longer to come, as long as something comes
+/// Responds with 504 if a handler has not begun its response in time. An upload may take longer, as long as data arrives
 /// (`slow_body.rs`).
 async fn in_time(request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(MatchedPath::as_str);
@@ -253,7 +253,7 @@ async fn in_time(request: Request, next: Next) -> Response {
 }
 
 async fn no_such_page() -> PageError {
-    PageError(Error::NotFound("There is no page at this address.".into()))
+    PageError(Error::NotFound("There is no page at this URL.".into()))
 }
 
 async fn no_such_call() -> Error {
@@ -261,7 +261,7 @@ async fn no_such_call() -> Error {
 }
 
 async fn wrong_method() -> Error {
-    let detail = "this address does not support that method; see /api/v1/openapi.json";
+    let detail = "this URL does not support that method; see /api/v1/openapi.json";
     Error::Refused(StatusCode::METHOD_NOT_ALLOWED, detail.into())
 }
 

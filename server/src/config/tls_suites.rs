@@ -31,7 +31,7 @@ impl FromStr for TlsVersion {
         match text {
             "1.2" => Ok(Self::V1_2),
             "1.3" => Ok(Self::V1_3),
-            _ => Err("the versions that are spoken here are 1.2 and 1.3".into()),
+            _ => Err("the supported versions are 1.2 and 1.3".into()),
         }
     }
 }
@@ -55,7 +55,7 @@ impl FromStr for TlsSuites {
             let Some(found) = found else {
                 let known: Vec<_> = known.iter().map(iana).collect();
                 return Err(format!(
-                    "{name:?} is no cipher suite that this program speaks; these are {}",
+                    "{name:?} is not a supported cipher suite; the supported suites are {}",
                     known.join(", ")
                 ));
             };

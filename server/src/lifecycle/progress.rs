@@ -40,7 +40,7 @@ pub struct Progress {
     /// For a trial of a sweep: the epoch after which it pauses, where its sweep compares it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pause_after: Option<u32>,
-    /// The rungs that it has reached, in order.
+    /// For a trial of a sweep: the rungs that it has reached, in order.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub rungs: Vec<Rung>,
     /// Number of steps that `parts` cover, for a run of unknown length.
@@ -51,14 +51,14 @@ pub struct Progress {
     ran_ms: Option<u64>,
 }
 
-/// What a trial had reached when it paused for its sweep.
+/// The progress of a trial when it paused for its sweep.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Rung {
-    /// After this epoch.
+    /// The epoch after which it paused.
     pub epoch: u32,
-    /// Of the newest validation; none if its numbers were not finite.
+    /// Accuracy of the newest validation; `None` if its numbers were not finite.
     pub val_accuracy: Option<f64>,
-    /// Likewise.
+    /// Loss of the newest validation; `None` if its numbers were not finite.
     pub val_loss: Option<f64>,
 }
 

@@ -1,14 +1,14 @@
-//! Free space on the disk: large files leave some for the database.
+//! Free space on the disk. Large files must leave space for the database.
 
 use std::{io, path::Path};
 
-/// This much of the disk stays free.
+/// Minimum free space on the disk, in bytes.
 const FREE_BYTES: u64 = 1 << 30;
 
-/// Checks that so many bytes fit on the disk of `path`.
+/// Checks that `bytes` bytes fit on the disk of `path` and leave [`FREE_BYTES`] free.
 ///
 /// # Errors
-/// The disk would be full.
+/// Too little space is free, or the disk cannot be queried.
 pub(crate) fn check_space(path: &Path, bytes: u64) -> io::Result<()> {
     let disk = rustix::fs::statvfs(path)?;
     let free = disk.f_bavail.saturating_mul(disk.f_frsize);

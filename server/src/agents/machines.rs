@@ -27,20 +27,20 @@ use tokio::time::{MissedTickBehavior, interval};
 /// Time for which the means of minutes are kept in the database.
 pub(crate) const KEPT: Duration = Duration::from_secs(24 * 3600);
 /// Interval between two times at which finished minutes are stored. A server that is killed loses the minutes since then.
-const STORE_EVERY: Duration = Duration::from_secs(20);
-const PURGE_EVERY: Duration = Duration::from_secs(600);
+const STORE_INTERVAL: Duration = Duration::from_secs(20);
+const PURGE_INTERVAL: Duration = Duration::from_secs(600);
 /// Number of samples in memory: ten minutes with one sample every five seconds.
 const RECENT_SAMPLES: usize = 120;
 /// Minimum time between two samples of an agent. Earlier samples are ignored. Agents send a sample every five seconds.
-const CLOSEST: Duration = Duration::from_millis(500);
+const MIN_SAMPLE_INTERVAL: Duration = Duration::from_millis(500);
 /// Maximum number of minutes of a machine that wait to be stored while the database cannot be written.
-const UNSTORED: usize = 60;
+const MAX_UNSTORED: usize = 60;
 /// Maximum value of a measurement: more than any machine has, and well within the range of a float32.
 const MAX_VALUE: f32 = 1e18;
 /// Number of samples from which the difference of the clocks is computed. Messages may be delayed, so the fastest message is used.
-const FOR_CLOCK: usize = 12;
+const CLOCK_SAMPLES: usize = 12;
 /// Minimum number of these samples, because the first may have waited for the connection.
-const LEAST_FOR_CLOCK: usize = 3;
+const MIN_CLOCK_SAMPLES: usize = 3;
 
 /// Measurements and findings by agent.
 #[derive(Debug, Default)]
@@ -147,7 +147,7 @@ impl Machines {
         }
         let now = Instant::now();
         let measured = match all.get_mut(agent) {
-            Some(measured) if now - measured.heard < CLOSEST => return,
+            Some(measured) if now - measured.heard < MIN_SAMPLE_INTERVAL => return,
             Some(measured) => measured,
             None => all.entry(agent.to_owned()).or_insert_with(|| Measured {
                 heard: now,
@@ -167,8 +167,8 @@ impl Machines {
         measured.clock.push_back(behind);
         let keep = |length: usize, most: usize| length.saturating_sub(most);
         measured.recent.drain(..keep(measured.recent.len(), RECENT_SAMPLES));
-        measured.clock.drain(..keep(measured.clock.len(), FOR_CLOCK));
-        measured.unstored.drain(..keep(measured.unstored.len(), UNSTORED));
+        measured.clock.drain(..keep(measured.clock.len(), CLOCK_SAMPLES));
+        measured.unstored.drain(..keep(measured.unstored.len(), MAX_UNSTORED));
     }
 
     /// Called when an agent connects. Earlier differences of the clocks are dropped.
@@ -191,7 +191,7 @@ impl Machines {
         Some(Newest {
             sample: measured.newest.clone(),
             age: measured.heard.elapsed(),
-            clock_behind_ms: nearest.filter(|_| measured.clock.len() >= LEAST_FOR_CLOCK),
+            clock_behind_ms: nearest.filter(|_| measured.clock.len() >= MIN_CLOCK_SAMPLES),
         })
     }
 
@@ -221,7 +221,7 @@ impl Machines {
         let mut all = self.all();
         for minute in minutes.into_iter().rev() {
             if let Some(measured) = all.get_mut(&minute.agent_id)
-                && measured.unstored.len() < UNSTORED
+                && measured.unstored.len() < MAX_UNSTORED
             {
                 measured.unstored.push_front(minute);
             }
@@ -232,13 +232,13 @@ impl Machines {
 impl Machines {
     /// Stores finished minutes and removes old ones. Runs until dropped.
     pub(crate) async fn keep_minutes(&self, store: &dyn Store) {
-        let mut tick = interval(STORE_EVERY);
+        let mut tick = interval(STORE_INTERVAL);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut purged: Option<Instant> = None;
         loop {
             tick.tick().await;
             self.store_minutes(store, false).await;
-            if purged.is_none_or(|at| at.elapsed() >= PURGE_EVERY) {
+            if purged.is_none_or(|at| at.elapsed() >= PURGE_INTERVAL) {
                 let before = minute_of(crate::now() - KEPT);
                 if let Err(error) = store.purge_machine_minutes(before).await {
                     tracing::warn!(%error, "old measurements of machines could not be removed");

@@ -46,12 +46,12 @@ use tokio_util::sync::CancellationToken;
 pub(crate) const SESSION_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// Interval between two checks for expired tokens, whose websockets are closed.
-const EXPIRE_EVERY: Duration = Duration::from_secs(1);
+const EXPIRE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval at which the times of the tokens' last use are stored.
-const STORE_USE_EVERY: Duration = Duration::from_secs(60);
-const PURGE_EVERY: Duration = Duration::from_secs(3600);
+const STORE_USE_INTERVAL: Duration = Duration::from_secs(60);
+const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
 /// Time for which an invalid token stays in lists.
-const KEPT: Duration = Duration::from_secs(90 * 24 * 3600);
+const INVALID_TOKEN_LIFE: Duration = Duration::from_secs(90 * 24 * 3600);
 
 /// Why a token is refused. Only the holder of a token learns more than that the token is unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -346,20 +346,20 @@ impl Access {
 impl Access {
     /// Ends expired tokens and sessions, stores when tokens were used, and removes old tokens. Runs until dropped.
     pub(crate) async fn upkeep(&self, store: &dyn Store) {
-        let mut tick = interval(EXPIRE_EVERY);
+        let mut tick = interval(EXPIRE_INTERVAL);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut stored, mut purged) = (Instant::now(), None);
         loop {
             tick.tick().await;
             let now = crate::now();
             self.expire(now);
-            if stored.elapsed() >= STORE_USE_EVERY {
+            if stored.elapsed() >= STORE_USE_INTERVAL {
                 self.store_use(store).await;
                 stored = Instant::now();
             }
-            if purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_EVERY) {
-                self.forget(now - KEPT);
-                if let Err(error) = store.purge_access(now, now - KEPT).await {
+            if purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_INTERVAL) {
+                self.forget(now - INVALID_TOKEN_LIFE);
+                if let Err(error) = store.purge_access(now, now - INVALID_TOKEN_LIFE).await {
                     tracing::warn!(%error, "old tokens and sessions could not be removed");
                 }
                 purged = Some(Instant::now());

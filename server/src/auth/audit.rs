@@ -19,8 +19,8 @@ const MAX_WAITING: usize = 10_000;
 /// Maximum number of entries in a transaction.
 const MAX_BATCH: usize = 500;
 /// Maximum age of an entry. The number of entries is also limited (`ServeConfig::audit_entries`).
-const KEPT: Duration = Duration::from_secs(365 * 24 * 3600);
-const PURGE_EVERY: Duration = Duration::from_secs(3600);
+const ENTRY_LIFE: Duration = Duration::from_secs(365 * 24 * 3600);
+const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
 /// A purge begins early after this many new entries.
 const PURGE_AFTER: usize = 1000;
 /// Pause between two steps of a purge.
@@ -81,7 +81,7 @@ impl AuditWriter {
         loop {
             let first = tokio::select! {
                 first = self.queue.recv() => first,
-                () = sleep(PURGE_EVERY) => None,
+                () = sleep(PURGE_INTERVAL) => None,
                 () = self.stopping.cancelled() => {
                     // Requests in progress end a moment later.
                     let last = tokio::time::timeout(Duration::from_millis(200), self.queue.recv()).await;
@@ -97,7 +97,7 @@ impl AuditWriter {
             }
             since += batch.len();
             self.write(batch).await;
-            let is_due = purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_EVERY);
+            let is_due = purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_INTERVAL);
             if (is_due || since >= PURGE_AFTER.min(self.kept as usize / 2 + 1))
                 && !self.stopping.is_cancelled()
             {
@@ -146,7 +146,7 @@ impl AuditWriter {
 
     /// Removes old entries in small steps, because reports need the database's only writer.
     async fn purge(&self) {
-        let before = crate::now() - KEPT;
+        let before = crate::now() - ENTRY_LIFE;
         loop {
             match self.store.purge_audit(before, self.kept).await {
                 Ok(true) => sleep(PURGE_PAUSE).await,

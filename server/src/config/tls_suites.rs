@@ -12,7 +12,7 @@ use std::{
 };
 
 /// Maximum length of a list of suites, in bytes.
-const LIST_BYTES: usize = 4096;
+const MAX_LIST_BYTES: usize = 4096;
 
 /// The minimum version of TLS.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -45,8 +45,8 @@ impl FromStr for TlsSuites {
 
     /// Parses names of the IANA or of OpenSSL, separated by commas or colons.
     fn from_str(text: &str) -> Result<Self, String> {
-        if text.len() > LIST_BYTES {
-            return Err(format!("a list of suites has at most {LIST_BYTES} bytes"));
+        if text.len() > MAX_LIST_BYTES {
+            return Err(format!("a list of suites has at most {MAX_LIST_BYTES} bytes"));
         }
         let known = &provider().cipher_suites;
         let mut suites: Vec<SupportedCipherSuite> = Vec::new();
@@ -167,8 +167,8 @@ mod tests {
         assert!(refused.contains("RC4-MD5") && refused.contains("TLS_AES_256_GCM_SHA384"), "{refused}");
         assert!(" , ".parse::<TlsSuites>().is_err());
         let long = |bytes: usize| format!("{}TLS_AES_128_GCM_SHA256", ",".repeat(bytes - 22));
-        assert!(long(LIST_BYTES).parse::<TlsSuites>().is_ok());
-        assert!(long(LIST_BYTES + 1).parse::<TlsSuites>().is_err());
+        assert!(long(MAX_LIST_BYTES).parse::<TlsSuites>().is_ok());
+        assert!(long(MAX_LIST_BYTES + 1).parse::<TlsSuites>().is_err());
         assert!("1.1".parse::<TlsVersion>().is_err() && "1.3".parse() == Ok(TlsVersion::V1_3));
     }
 }

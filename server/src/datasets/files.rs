@@ -15,11 +15,11 @@ use std::{
 };
 
 /// Maximum number of files and folders of a dataset.
-pub(crate) const MOST_FILES: u64 = 100_000_000;
+pub(crate) const MAX_FILES: u64 = 100_000_000;
 /// Maximum number of names that a pattern expands to.
 const MAX_NAMES: usize = 100_000;
 /// Maximum depth of nested folders.
-const DEPTH: usize = 32;
+const MAX_DEPTH: usize = 32;
 /// Size of a chunk of the list, in bytes.
 const LIST_BYTES: usize = 128 << 10;
 /// Minimum size of a chunk of parts, in bytes. Smaller parts are sent together.
@@ -298,8 +298,8 @@ impl List {
     }
 
     fn enter(&mut self, path: PathBuf) -> Result<(), String> {
-        if self.open.len() > DEPTH {
-            let detail = format!("{} is nested deeper than {DEPTH} folders", path.display());
+        if self.open.len() > MAX_DEPTH {
+            let detail = format!("{} is nested deeper than {MAX_DEPTH} folders", path.display());
             return Err(format!("{detail}; does a link lead back to a folder that contains it?"));
         }
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());

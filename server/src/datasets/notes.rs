@@ -16,7 +16,7 @@ const NOTE: &str = "dataset.json";
 const MACHINE: &str = "machine";
 
 /// Held while a note is read and written, so that only one of two machines that start at the same time writes the first note.
-static KEEPING: Mutex<()> = Mutex::new(());
+static NOTE_LOCK: Mutex<()> = Mutex::new(());
 
 /// Stores the fingerprint of a job's dataset on the agent `machine`, if the job has no fingerprint yet. If a different fingerprint is
 /// stored, returns a text with the machine and the size of that copy.
@@ -31,7 +31,7 @@ pub(crate) fn keep_dataset_note(
     if let Some(fields) = note.as_object_mut() {
         fields.insert(MACHINE.into(), machine.into());
     }
-    let _one_at_a_time = KEEPING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one_at_a_time = NOTE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     let text = match fs::read(job_dir.join(NOTE)) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),

@@ -23,18 +23,18 @@ use zip::{
 /// Maximum size of a piece in one request.
 pub(crate) const PIECE_BYTES: usize = 8 << 20;
 /// Maximum size of a zip file, and of its unpacked files.
-const ARCHIVE_BYTES: u64 = 8 << 30;
-const UNPACKED_BYTES: u64 = 16 << 30;
-const FILES: usize = 200_000;
+const MAX_ARCHIVE_BYTES: u64 = 8 << 30;
+const MAX_UNPACKED_BYTES: u64 = 16 << 30;
+const MAX_FILES: usize = 200_000;
 /// Maximum total length of the names in a zip file, which are kept in memory.
-const NAMES_BYTES: usize = 64 << 20;
+const MAX_NAMES_BYTES: usize = 64 << 20;
 /// Maximum number of names in one path, and maximum length of a name in bytes.
-const DEPTH: usize = 8;
-const NAME_BYTES: usize = 255;
+const MAX_DEPTH: usize = 8;
+const MAX_NAME_BYTES: usize = 255;
 /// Extensions of picture files.
-const PICTURES: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
+const PICTURE_EXTENSIONS: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
 /// Maximum number of bytes that are read at the end of an archive to find its directory.
-const END_BYTES: u64 = 1 << 20;
+const MAX_END_BYTES: u64 = 1 << 20;
 /// Time after which an unfinished upload is removed.
 const UNFINISHED_LIFE: Duration = Duration::from_secs(24 * 3600);
 
@@ -95,10 +95,10 @@ impl Upload {
     /// # Errors
     /// The piece does not continue the file, the file is too large, or a disk error.
     pub(crate) fn write(&self, offset: u64, piece: &[u8]) -> Result<()> {
-        if offset.saturating_add(piece.len() as u64) > ARCHIVE_BYTES {
+        if offset.saturating_add(piece.len() as u64) > MAX_ARCHIVE_BYTES {
             return Err(Refused::Wrong(format!(
                 "a zip file may have at most {} GiB; register a larger dataset by the path of its folder",
-                ARCHIVE_BYTES >> 30
+                MAX_ARCHIVE_BYTES >> 30
             )));
         }
         if offset == 0 {
@@ -131,25 +131,25 @@ impl Upload {
         let Ok(end) = File::open(&path) else {
             return Err(Refused::Wrong("no zip file was uploaded under this name; send it first".into()));
         };
-        let end = Bounded { file: BufReader::new(end), left: Rc::new(Cell::new(END_BYTES)) };
+        let end = Bounded { file: BufReader::new(end), left: Rc::new(Cell::new(MAX_END_BYTES)) };
         let left = end.left.clone();
         let config = Config { archive_offset: ArchiveOffset::Known(0) };
         let mut zip = ZipIterable::try_new(end, config).map_err(unreadable)?;
         left.set(u64::MAX);
-        if zip.len() > FILES {
+        if zip.len() > MAX_FILES {
             return Err(Refused::Wrong(format!(
-                "the zip file has {} entries; at most {FILES} are allowed",
+                "the zip file has {} entries; at most {MAX_FILES} are allowed",
                 zip.len()
             )));
         }
         let files = listed(&mut zip)?;
         let total = files.iter().flatten().count() as u64;
         let bytes = files.iter().flatten().fold(0_u64, |sum, file| sum.saturating_add(file.bytes));
-        if bytes > UNPACKED_BYTES {
+        if bytes > MAX_UNPACKED_BYTES {
             return Err(Refused::Wrong(format!(
                 "the zip file unpacks to {} GiB; at most {} GiB are allowed",
                 bytes >> 30,
-                UNPACKED_BYTES >> 30
+                MAX_UNPACKED_BYTES >> 30
             )));
         }
         let root = self.pictures()?;
@@ -242,10 +242,10 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
         let wrong =
             |what: &str| Err(Refused::Wrong(format!("{:?} in the zip file {what}", shortened(&name))));
         names_bytes += name.len();
-        if names_bytes > NAMES_BYTES {
+        if names_bytes > MAX_NAMES_BYTES {
             return Err(Refused::Wrong(format!(
                 "the names in the zip file have more than {} MiB together; shorten them",
-                NAMES_BYTES >> 20
+                MAX_NAMES_BYTES >> 20
             )));
         }
         let parts: Vec<String> = name.split('/').filter(|part| *part != ".").map(str::to_owned).collect();
@@ -267,7 +267,7 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
         if entry.encrypted() {
             return wrong("is encrypted; pack the folder without a password");
         }
-        if parts.len() > DEPTH || parts.iter().any(|part| part.len() > NAME_BYTES) {
+        if parts.len() > MAX_DEPTH || parts.iter().any(|part| part.len() > MAX_NAME_BYTES) {
             return wrong("has a name that is too long");
         }
         all.push(Some((parts, entry.size())));
@@ -295,7 +295,7 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
     drop(seen);
     let is_picture = |file: &Listed| {
         let extension = file.path.extension();
-        extension.is_some_and(|is| PICTURES.iter().any(|known| is.eq_ignore_ascii_case(known)))
+        extension.is_some_and(|is| PICTURE_EXTENSIONS.iter().any(|known| is.eq_ignore_ascii_case(known)))
     };
     let files = || listed.iter().flatten();
     if files().all(|file| file.path.components().count() == 1) && files().any(is_picture) {

@@ -13,11 +13,11 @@ use std::{
 };
 
 /// The last millisecond of the year 9999, before the limits of file systems.
-const LAST_MS: u64 = 253_402_300_799_999;
+const MAX_MODIFIED_MS: u64 = 253_402_300_799_999;
 /// The folder of files that are being uploaded, in the job's folder.
 const INCOMING: &str = "incoming";
 /// Held while a file is moved to its path, so that concurrent requests do not exceed the limits of a run.
-static PLACING: Mutex<()> = Mutex::new(());
+static PLACE_LOCK: Mutex<()> = Mutex::new(());
 
 /// Why a file is refused.
 #[derive(Debug)]
@@ -144,7 +144,7 @@ impl RunFiles {
         use io::ErrorKind::{AlreadyExists, DirectoryNotEmpty, IsADirectory, NotADirectory};
         let place = self.place(path)?;
         if let Some(ms) = modified_ms {
-            if ms > LAST_MS {
+            if ms > MAX_MODIFIED_MS {
                 return Err(Refused::Path("modified_ms is later than the year 9999".into()));
             }
             let file = fs::File::options().write(true).open(incoming.path())?;
@@ -155,7 +155,7 @@ impl RunFiles {
             let detail = format!("{} of {size_bytes} bytes were written", about.len());
             return Err(Refused::Io(io::Error::other(detail)));
         }
-        let _one_at_a_time = PLACING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = PLACE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         check_size(about.len(), self.room(path)?)?;
         let put = || -> io::Result<()> {
             if let Some(folder) = place.parent() {
@@ -182,7 +182,7 @@ impl RunFiles {
     /// The path is not allowed, or a disk error.
     pub(crate) fn remove(&self, path: &str) -> Result<bool> {
         let place = self.place(path)?;
-        let _one_at_a_time = PLACING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = PLACE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         let removed = match fs::symlink_metadata(&place) {
             Ok(about) if about.is_dir() => fs::remove_dir_all(&place),
             Ok(_) => fs::remove_file(&place),

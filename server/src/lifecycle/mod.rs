@@ -24,7 +24,7 @@ pub use gang::{end_at, has_ended_at, is_ending, place_ended};
 pub use place_end::PlaceEnd;
 pub use preemption::preempt;
 pub use progress::{Progress, Rung};
-use reports::NOT_BEGUN;
+use reports::MAX_NOT_BEGUN;
 pub use reports::{merge_points, report};
 pub use row::{AttemptEnd, JobRow, Refused};
 
@@ -273,7 +273,7 @@ fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<Event
     // The order to start the ranks was lost with a connection, so no rank has run.
     let never_came = matches!(why.kind(), ReasonKind::StartLost { .. })
         && row.progress.trained == Some(false)
-        && row.progress.not_begun < NOT_BEGUN;
+        && row.progress.not_begun < MAX_NOT_BEGUN;
     row.progress.not_begun += u32::from(never_came);
     let lost_machine =
         matches!(why.kind(), ReasonKind::AgentLost { .. }) || !row.progress.unreachable.is_empty();

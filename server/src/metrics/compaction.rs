@@ -15,7 +15,7 @@ use std::{
 };
 
 /// Pause between two compactions of a job, in which the database's only writer can store reports of training.
-const PAUSE: Duration = Duration::from_millis(20);
+const COMPACTION_PAUSE: Duration = Duration::from_millis(20);
 
 /// Compacts the points of queued jobs. Runs until dropped.
 pub(crate) async fn run(metrics: Arc<Metrics>) {
@@ -33,7 +33,7 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
         };
         loop {
             match compact(metrics.store.as_ref(), &job, cost, false).await {
-                Ok(true) => tokio::time::sleep(PAUSE).await,
+                Ok(true) => tokio::time::sleep(COMPACTION_PAUSE).await,
                 // The job may have been deleted meanwhile. A failed compaction is retried after the next reports.
                 Ok(false) | Err(StoreError::NotFound(_)) => break,
                 Err(error) => {

@@ -3,17 +3,17 @@
 use std::{io, path::Path};
 
 /// Minimum free space on the disk, in bytes.
-const FREE_BYTES: u64 = 1 << 30;
+const MIN_FREE_BYTES: u64 = 1 << 30;
 
-/// Checks that `bytes` bytes fit on the disk of `path` and leave [`FREE_BYTES`] free.
+/// Checks that `bytes` bytes fit on the disk of `path` and leave [`MIN_FREE_BYTES`] free.
 ///
 /// # Errors
 /// Too little space is free, or the disk cannot be queried.
 pub(crate) fn check_space(path: &Path, bytes: u64) -> io::Result<()> {
     let disk = rustix::fs::statvfs(path)?;
     let free = disk.f_bavail.saturating_mul(disk.f_frsize);
-    if free < bytes.saturating_add(FREE_BYTES) {
-        let words = format!("{} MiB are free, of which {} stay free", free >> 20, FREE_BYTES >> 20);
+    if free < bytes.saturating_add(MIN_FREE_BYTES) {
+        let words = format!("{} MiB are free, of which {} stay free", free >> 20, MIN_FREE_BYTES >> 20);
         return Err(io::Error::new(io::ErrorKind::StorageFull, words));
     }
     Ok(())

@@ -31,7 +31,7 @@ impl EndAt {
 }
 
 /// Maximum number of attempts that are remembered per agent.
-const CUT_OFF_OF_AGENT: usize = 64;
+const MAX_CUT_OFF: usize = 64;
 
 impl Leases {
     pub(super) fn cut_off(&self) -> MutexGuard<'_, Vec<(String, AttemptRef, Instant)>> {
@@ -116,7 +116,7 @@ impl Leases {
         let mut cut_off = self.cut_off();
         cut_off.retain(|(id, _, until)| id != agent_id && *until > now);
         // One attempt is enough, and the list may have any length.
-        let kept = not_its.iter().take(CUT_OFF_OF_AGENT);
+        let kept = not_its.iter().take(MAX_CUT_OFF);
         cut_off.extend(kept.map(|attempt| (agent_id.to_owned(), attempt.clone(), until)));
         drop(cut_off);
         not_its
@@ -147,8 +147,7 @@ mod tests {
 
     #[test]
     fn of_an_agent_s_strange_attempts_64_are_remembered() {
-        for (count, last) in [(CUT_OFF_OF_AGENT, CUT_OFF_OF_AGENT), (CUT_OFF_OF_AGENT + 1, CUT_OFF_OF_AGENT)]
-        {
+        for (count, last) in [(MAX_CUT_OFF, MAX_CUT_OFF), (MAX_CUT_OFF + 1, MAX_CUT_OFF)] {
             let leases = Leases::new(Duration::from_secs(600));
             let one = || AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
             let strange: Vec<_> = (0..count).map(|_| one()).collect();

@@ -119,13 +119,13 @@ fn machines_and_samples_are_bounded() {
     assert_eq!(machines.newest("m1").unwrap().sample.cpu_utilization, Some(0.5));
     for number in 0..2 * RECENT_SAMPLES as i64 {
         if let Some(measured) = machines.all().get_mut("m1") {
-            measured.heard -= CLOSEST;
+            measured.heard -= MIN_SAMPLE_INTERVAL;
         }
         machines.add("m1", sample(0.5, 1), &slots(1), at(100 + 5 * number));
     }
     let (unstored, recent) = machines.since("m1", at(0));
     assert_eq!(recent.len(), RECENT_SAMPLES);
-    assert!(unstored.len() > 15 && unstored.len() <= UNSTORED, "{}", unstored.len());
+    assert!(unstored.len() > 15 && unstored.len() <= MAX_UNSTORED, "{}", unstored.len());
     let taken = machines.take_minutes(at(100_000), false);
     assert!(machines.take_minutes(at(100_000), true).is_empty());
     machines.give_back(taken.clone());

@@ -7,7 +7,7 @@ use crate::{
     datasets::{
         Datasets,
         copies::CopyNotice,
-        files::{List, MOST_FILES, Parts, Tree},
+        files::{List, MAX_FILES, Parts, Tree},
     },
     http::{
         error::{Error, Problem, Result, blocking},
@@ -50,7 +50,7 @@ pub(crate) async fn list(
     let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
     asking.holds(&datasets.agents)?;
     let (dataset, tree) = tree(&datasets, &asking).await?;
-    let list = blocking(move || List::open(tree, MOST_FILES)).await?.map_err(unusable)?;
+    let list = blocking(move || List::open(tree, MAX_FILES)).await?.map_err(unusable)?;
     let body = chunks(list.ok_or_else(|| no_files(&dataset))?, List::chunk);
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response())
 }

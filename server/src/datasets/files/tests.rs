@@ -17,7 +17,7 @@ fn listed(tree: Tree, most: u64) -> Vec<DatasetEntry> {
 
 /// Names of files and, with a slash behind them, of folders; and what is the last line.
 fn names(path: &Path) -> (Vec<String>, DatasetEntry) {
-    let mut all = listed(tree(path), MOST_FILES);
+    let mut all = listed(tree(path), MAX_FILES);
     let last = all.pop().unwrap();
     let names = all.into_iter().filter_map(|entry| match entry {
         DatasetEntry::File(name, ..) => Some(name),
@@ -44,7 +44,7 @@ fn read(tree: Tree, parts: Vec<DatasetPart>) -> Vec<u8> {
 }
 
 fn part(tree: &Tree, path: &str, offset: u64, length: u64) -> DatasetPart {
-    let listed = listed(tree.clone(), MOST_FILES);
+    let listed = listed(tree.clone(), MAX_FILES);
     let found = listed.into_iter().find_map(|entry| match entry {
         DatasetEntry::File(name, size, changed) if name == path => Some((size, changed)),
         _ => None,
@@ -112,7 +112,7 @@ fn all_of_a_folder_is_listed_in_order_also_what_is_empty() {
 #[test]
 fn folders_lie_in_folders_up_to_a_limit_and_links_do_not_lead_round() {
     let dir = tempfile::tempdir().unwrap();
-    let deep: PathBuf = (0..DEPTH).map(|_| "d").collect();
+    let deep: PathBuf = (0..MAX_DEPTH).map(|_| "d").collect();
     fs::create_dir_all(dir.path().join(&deep)).unwrap();
     fs::write(dir.path().join(&deep).join("x"), "one").unwrap();
     assert_eq!(names(dir.path()).1, DatasetEntry::End(1, 3));
@@ -262,7 +262,7 @@ fn a_pattern_names_up_to_100_000_files() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("x-00007.tar"), "one").unwrap();
     let path = |last: usize| dir.path().join(format!("x-{{00000..{last}}}.tar"));
-    assert_eq!(names(&path(MOST_NAMES - 1)), (vec!["x-00007.tar".into()], DatasetEntry::End(1, 3)));
-    let why = List::open(tree(&path(MOST_NAMES)), MOST_FILES).err().expect("it is one too many");
+    assert_eq!(names(&path(MAX_NAMES - 1)), (vec!["x-00007.tar".into()], DatasetEntry::End(1, 3)));
+    let why = List::open(tree(&path(MAX_NAMES)), MAX_FILES).err().expect("it is one too many");
     assert!(why.contains("names more than 100000 files"), "{why}");
 }

@@ -104,8 +104,7 @@ impl Inbox {
     }
 
     /// Waits for space for a report of `bytes` encoded bytes. Meanwhile nothing more is read from the agent, whose spool keeps later
-    /// records.
-    /// `None` after `patience`: the database is so slow that the agent should send the report again later.
+    /// records. `None` after `patience`: the database is so slow that the agent should send the report again later.
     pub(crate) async fn reserve(&self, bytes: usize, patience: Duration) -> Option<Reservation> {
         let permits = bytes.div_ceil(PERMIT_BYTES).clamp(1, QUEUE_BYTES / PERMIT_BYTES);
         let permit = self.permits.clone().acquire_many_owned(u32::try_from(permits).ok()?);

@@ -111,10 +111,12 @@ impl RequestError {
                 format!("no machine that is online has {path} (asked: {})", asked.join(", "))
             }
             Self::NoReply(QueuePosition { agent, ahead: 0 }) => {
-                format!("{agent} went away or did not answer in time; try again")
+                format!("{agent} disconnected or did not respond in time; try again")
             }
             Self::NoReply(QueuePosition { agent, ahead }) => {
-                format!("{agent} did not answer in time, as it had {ahead} such requests before; try again")
+                format!(
+                    "{agent} did not respond in time, because {ahead} such requests were ahead; try again"
+                )
             }
             Self::Killed { agent, detail } => {
                 format!(
@@ -215,9 +217,8 @@ impl Agents {
         }
     }
 
-    /// Adds a connection. An earlier connection of the same process is closed. A connection of another process is replaced only if it was
-    /// silent for
-    /// `silence`; until then, the new connection is refused.
+    /// Adds a connection. An earlier connection of the same process is closed. A connection of another process is replaced only if it
+    /// was silent for `silence`; until then, the new connection is refused.
     ///
     /// # Errors
     /// Another agent has the name, or the id.

@@ -160,7 +160,7 @@ impl Tree {
         let path = Path::new(path);
         let is_below = path.components().all(|part| matches!(part, Component::Normal(_)));
         if !is_one || !is_below || path.as_os_str().is_empty() {
-            return Err(format!("{} is none of the dataset's files", path.display()));
+            return Err(format!("{} is not a file of the dataset", path.display()));
         }
         let real = self.real(path)?;
         let failed = |e: rustix::io::Errno| format!("{} cannot be read: {e}", path.display());

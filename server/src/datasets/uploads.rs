@@ -1,6 +1,6 @@
 //! Uploaded zip files of pictures. The pieces of a zip file are collected in a folder of the data directory, and its pictures are
-//! unpacked next to it. The unpacked pictures become a dataset, and the zip file is removed. An archive is read with little memory,
-//! whatever its directory says: a zip file of a few bytes may claim any size.
+//! unpacked next to it. The unpacked pictures become a dataset, and the zip file is removed. Reading an archive needs little
+//! memory for any directory in it, because a zip file of a few bytes may claim any size.
 
 use crate::util::disk_space::check_space;
 use sha2::{Digest, Sha256};
@@ -359,7 +359,7 @@ impl Read for Bounded {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let read = self.file.read(into)?;
         let left = self.left.get().checked_sub(read as u64);
-        self.left.set(left.ok_or_else(|| io::Error::other("its end is too large"))?);
+        self.left.set(left.ok_or_else(|| io::Error::other("its directory is too large"))?);
         Ok(read)
     }
 }

@@ -387,7 +387,7 @@ fn copy(from: &FilePath, to: &FilePath, folder: &str) -> io::Result<()> {
     for entry in fs::read_dir(from)? {
         let entry = entry?;
         if !fs::metadata(entry.path())?.is_file() {
-            let detail = format!("its {} is no regular file", entry.file_name().to_string_lossy());
+            let detail = format!("its {} is not a regular file", entry.file_name().to_string_lossy());
             return Err(io::Error::other(detail));
         }
         let target = temporary.join(entry.file_name());

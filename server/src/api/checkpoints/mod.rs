@@ -302,7 +302,7 @@ pub(super) fn check_regular(path: &std::path::Path) -> Result<()> {
     match path.metadata() {
         Ok(about) if !about.is_file() => {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            Err(damaged("this checkpoint", &format!("its {name} is no regular file")))
+            Err(damaged("this checkpoint", &format!("its {name} is not a regular file")))
         }
         _ => Ok(()),
     }

@@ -21,7 +21,7 @@ pub(crate) struct Args {
     /// Address of the server
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER", default_value = super::access::DEFAULT_SERVER)]
     server: String,
-    /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
+    /// CA certificates to trust in addition to the system's (PEM), for a server whose URL begins with https
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
     ca_file: Option<PathBuf>,
     /// File that contains this agent's access token; see `lockstep token create --scope agent`

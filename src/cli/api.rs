@@ -38,7 +38,7 @@ pub(crate) struct ServerArgs {
     /// http://127.0.0.1:7070]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
     server: Option<String>,
-    /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
+    /// CA certificates to trust in addition to the system's (PEM), for a server whose URL begins with https
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
     pub(crate) ca_file: Option<PathBuf>,
     #[command(flatten)]

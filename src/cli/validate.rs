@@ -28,7 +28,7 @@ pub(crate) struct Args {
     /// Address of the server, which must respond [default: the server on this machine, if it runs]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
     server: Option<String>,
-    /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
+    /// CA certificates to trust in addition to the system's (PEM), for a server whose URL begins with https
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
     ca_file: Option<std::path::PathBuf>,
     #[command(flatten)]

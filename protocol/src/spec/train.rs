@@ -41,7 +41,7 @@ pub struct TrainSpec {
     /// `muon`: learning rate of linear layers, as a multiple of `lr`.
     pub head_lr: f32,
     /// L2 penalty as in PyTorch's optimizers; `adamw` and `lamb` decouple it from the gradient. With `muon` every parameter except
-    /// filters decays by `lr` times this number a step, whatever its own learning rate is.
+    /// filters decays by `lr` times this number per step, independent of its own learning rate.
     pub weight_decay: f32,
     /// False excludes batch norm's parameters and biases from weight decay, and with `lamb` also from layer-wise
     /// adaptation (`lars` always excludes them from both).

@@ -14,7 +14,7 @@ use inspections::Inspections;
 use roots::DatasetRoots;
 use std::sync::Arc;
 
-/// The server's state about datasets, besides the rows in the store.
+/// The server's state about datasets, in addition to the rows in the store.
 pub(crate) struct Datasets {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) events: Arc<Events>,

@@ -14,7 +14,7 @@ pub enum StoreError {
     /// The name is in use.
     #[error("the name {0:?} is taken")]
     NameTaken(String),
-    /// The job's dataset is not registered any more.
+    /// The job's dataset is no longer registered.
     #[error("the dataset {0:?} is no longer registered")]
     NoDataset(String),
     /// Unfinished jobs train on the dataset.

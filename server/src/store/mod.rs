@@ -128,7 +128,7 @@ pub trait Store: Send + Sync + 'static {
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
     /// The places of an attempt's ranks; empty if there is no such attempt.
     async fn places(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>>;
-    /// The parts of a job's history besides its attempts. `with_requests`: including requests about the job from the audit log.
+    /// The parts of a job's history except its attempts. `with_requests`: including requests about the job from the audit log.
     async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows>;
     /// A page of the jobs that wait for slots, by descending priority, then the oldest first. Also returns the beginning of the next page;
     /// `None` on the last page.

@@ -73,7 +73,7 @@ pub struct Holder {
 }
 
 /// The state of a copy of a checkpoint. A copy in an object store is `Copying` from its first object on, `Complete` once its manifest is
-/// uploaded, and `Damaged` if a job could not fetch it; it is `Copying` again while the checkpoint is uploaded anew. A copy on an agent's
+/// uploaded, and `Damaged` if a job could not fetch it; it is `Copying` again while the checkpoint is uploaded again. A copy on an agent's
 /// disk is always `Complete`. A copy on the server's disk has a row only if it is `Damaged`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyState {

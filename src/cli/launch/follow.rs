@@ -246,7 +246,7 @@ pub(super) async fn until_over(
 async fn job(api: &Api, launch: &Launch) -> anyhow::Result<Job> {
     let id = &launch.job.id;
     let found = api.find(&format!("/jobs/{id}")).await?;
-    found.ok_or_else(|| usage_error(format!("there is no job {id} any more")))
+    found.ok_or_else(|| usage_error(format!("the job {id} no longer exists")))
 }
 
 /// Reads the job, and retries while the server does not respond.

@@ -57,7 +57,7 @@ impl ObjectStorage {
     pub(crate) fn restored(&self) -> Unusable {
         Unusable::permanent(format!(
             "this database was restored from a backup, and {} is the store of the server from which the backup was made: each of the two servers \
-             would delete checkpoints that the other needs. If that server is gone, or will not use the store again, start this server with \
+             would delete checkpoints that the other needs. If that server no longer exists or will not use the store again, start this server with \
              --artifacts-adopt: only this server can then use the store. For a trial, leave --artifacts out",
             self.url
         ))
@@ -67,7 +67,7 @@ impl ObjectStorage {
     pub(crate) fn of_another_server(&self) -> Unusable {
         Unusable::permanent(format!(
             "{} belongs to another server: its {MARKER} was written for another database. Name {} that was never used, or the database of \
-             that server. If that server is gone, or will not use the store again, start this server with --artifacts-adopt: only this server can \
+             that server. If that server no longer exists or will not use the store again, start this server with --artifacts-adopt: only this server can \
              then use the store, and the other server's objects stay there",
             self.url,
             if self.directory.is_some() { "a directory" } else { "a prefix" },

@@ -65,7 +65,7 @@ pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> R
             &who,
             "an admin has revoked the access of this name after its certificate was issued",
             &format!(
-                "a certificate that is issued from now on is taken (`lockstep token list`: {})",
+                "a certificate that is issued from now on is accepted (`lockstep token list`: {})",
                 certificate_id(name)
             ),
         ),

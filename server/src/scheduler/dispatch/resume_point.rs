@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 
 /// Why a job fails if all its checkpoints are lost. Ranks that find only damaged checkpoints report the same.
 pub(super) const ALL_LOST: &str = "no whole checkpoint is left to continue from: neither the server's disk nor the object store has one; submit the job \
-                         anew to begin from the start";
+                         again to begin from the start";
 
 /// Whether a job can continue.
 #[derive(Debug, PartialEq, Eq)]

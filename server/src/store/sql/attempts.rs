@@ -210,7 +210,7 @@ async fn insert(db: &mut Connection, attempts: &[(&Claim, Taken)]) -> Result<Has
     Ok(tokens)
 }
 
-/// Claims jobs. Returns `None` for a claim whose job does not wait any more or has had another attempt.
+/// Claims jobs. Returns `None` for a claim whose job no longer waits or has had another attempt.
 async fn make_attempts(db: &mut Connection, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
     let mut taken = take(db, claims).await?;
     // If several claims name a job, the first gets it.

@@ -51,7 +51,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let fencing_token = fencing_token
         .map(|number| Ok::<_, StoreError>(fencing(number, row.try_get("fencing_secret")?)))
         .transpose()?;
-    // A job with an attempt that may write is running, in whatever state of another version: its slots are in use.
+    // A job with an attempt that may write is running in any state of another version, because its slots are in use.
     let stands_for = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
     let known = stored_state.parse::<JobState>();
     let unknown_state = known.is_err().then_some((stored_state, stands_for));

@@ -70,7 +70,7 @@ pub(super) async fn until_over(
     };
     tokio::select! {
         seen = seeing => match seen {
-            Ok(_) => anyhow::anyhow!("Kubernetes' Job {name} is not watched any more"),
+            Ok(_) => anyhow::anyhow!("Kubernetes' Job {name} is no longer watched"),
             Err(error) => error,
         },
         over = steering => over,

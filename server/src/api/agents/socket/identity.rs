@@ -111,8 +111,8 @@ fn other_agents(token: &Token, agent: &AgentRow) -> String {
     }
     format!(
         "the name {bound:?} of its certificate is bound to another agent than this one, which has the id {id}; start it with the \
-         --data-dir of that agent, or have a certificate with another name issued, or, if that agent is gone for good, an admin frees the \
-         name (lockstep token revoke {}) and issues its certificate anew",
+         --data-dir of that agent, or have a certificate with another name issued, or, if that agent no longer exists, an admin frees the \
+         name (lockstep token revoke {}) and issues its certificate again",
         token.id
     )
 }

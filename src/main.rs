@@ -125,7 +125,7 @@ fn main() -> ExitCode {
         Command::LoginLink(args) => cli::token::login_link(args),
         Command::Migrate(args) => cli::database::migrate(args),
         Command::Backup(args) => cli::database::back_up(args),
-        Command::Restore(args) => cli::database::bring_back(args),
+        Command::Restore(args) => cli::database::run_restore(args),
         Command::Doctor(args) => cli::doctor::run(args),
         Command::Bench(args) => cli::bench::run(args),
         Command::Completions(args) => cli::completions::run(&args, Program::command()),

@@ -1,10 +1,10 @@
-//! Access tokens, as `GET /tokens` lists them, and what each scope allows.
+//! Access tokens, as `GET /tokens` lists them, and the rights of each scope.
 
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
 use utoipa::ToSchema;
 
-/// What the holder of a token may do. `submit` includes `read`, and `admin` includes both.
+/// The rights of a token. `submit` includes `read`, and `admin` includes both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Scope {
@@ -32,7 +32,7 @@ impl Scope {
         }
     }
 
-    /// The smaller of this scope and another one.
+    /// The smaller of this scope and `other`.
     #[must_use]
     pub fn at_most(self, other: Scope) -> Scope {
         if other.allows(self) { self } else { other }
@@ -81,11 +81,11 @@ pub struct Token {
     pub agent: Option<String>,
     /// Id of this agent; absent until a new agent uses the token for the first time.
     pub agent_id: Option<String>,
-    /// The person who owns the token; the token allows at most what the person's role allows. Absent: an admin made the token for a program or a
-    /// machine.
+    /// The person who owns the token; the token allows at most what the person's role allows. Absent: an admin made the token for a program
+    /// or a machine.
     #[serde(default)]
     pub owner: Option<String>,
-    /// Id of the person's token with which this token was made, and with which it ends.
+    /// Id of the person's token with which this token was made. It is revoked together with that token.
     #[serde(default)]
     pub made_with: Option<String>,
     #[schema(value_type = String)]

@@ -32,7 +32,7 @@ pub const PROTOCOL_VERSION: u32 = 5;
 /// The oldest version whose agents a server accepts. Up to version 4, fencing tokens were numbers.
 pub const OLDEST_PROTOCOL_VERSION: u32 = 5;
 
-/// A place where a rank can run.
+/// A slot, on which one rank can run: a GPU, or a share of CPU cores.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Slot {
     pub index: u32,
@@ -52,8 +52,8 @@ pub struct Slot {
 pub struct AttemptRef {
     pub job: JobId,
     pub attempt: u32,
-    /// Grows with every attempt of any job, and has a random part. The store refuses writes with any other token. So an attempt
-    /// that was given up and still runs somewhere cannot change anything, and neither can a caller that does not know the token.
+    /// Contains a number that grows with every attempt of any job, and a random secret. The store refuses writes with any other token. So
+    /// an attempt that was given up and still runs somewhere cannot change anything, and neither can a caller that does not know the token.
     pub fencing_token: FencingToken,
 }
 
@@ -87,7 +87,7 @@ pub enum FromAgent {
         attempts: Vec<AttemptRef>,
         /// Serve only this job.
         only_job: Option<JobId>,
-        /// Why the agent takes no new work, as text for people; absent if the agent takes work. Running ranks continue.
+        /// Why the agent accepts no new work, as text for people; absent if the agent accepts work. Running ranks continue.
         #[serde(default)]
         no_work: Option<String>,
     },
@@ -98,7 +98,7 @@ pub enum FromAgent {
         #[serde(default)]
         no_work: Option<String>,
     },
-    /// The agent did not carry out the order to start this attempt and has none of its ranks; it takes no work, for this reason.
+    /// The agent did not carry out the order to start this attempt, has no ranks of the attempt, and accepts no work for this reason.
     Declined { attempt: AttemptRef, reason: String },
     /// Records `first..first + events.len()` of one source of an attempt, to be stored before they
     /// are acknowledged. Records below the acknowledged number are ignored by the server.
@@ -120,7 +120,7 @@ pub enum FromAgent {
         /// The port on which rank 0 will listen; only rank 0's agent sends it.
         port: Option<u16>,
     },
-    /// The agent is shutting down in an orderly way and takes no new work.
+    /// The agent is shutting down in an orderly way and accepts no new work.
     Leaving { reason: String },
     /// A part of a message that is too long for one frame.
     Part(Part),
@@ -141,7 +141,7 @@ pub struct Acknowledged {
     pub source: Source,
     /// Records `0..records` are stored.
     pub records: u64,
-    /// Whether somebody watches the job live: the agent should then send points at once instead of collecting them.
+    /// Whether a client watches the job live: the agent should then send points at once instead of collecting them.
     #[serde(default)]
     pub watched: bool,
 }
@@ -170,7 +170,7 @@ pub enum ToAgent {
     /// Why the connection is about to be closed for good (wrong version, bad token, name taken).
     Refused {
         reason: String,
-        /// Whether the reason may pass, so that the agent tries again.
+        /// Whether the reason is temporary, so that the agent retries.
         #[serde(default)]
         may_pass: bool,
     },
@@ -222,7 +222,7 @@ pub struct StartAttempt {
     pub job_dir: Option<String>,
     /// Checkpoint to continue from: the name of its folder, `<epoch>-<step>`.
     pub resume: Option<String>,
-    /// The ranks stop by themselves at the end of this epoch (from 1), with a checkpoint, as if they were asked to.
+    /// The ranks stop by themselves at the end of this epoch (from 1), with a checkpoint, as after `Stop`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_after: Option<u32>,
     /// Address by which ranks of other machines reach these ranks; absent if all ranks meet at loopback.

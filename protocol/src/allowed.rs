@@ -1,16 +1,16 @@
-//! Folders in which files may be that are named by a path.
+//! Folders that may contain the files that a path names.
 
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
 /// Folders that a path may lead to. The process that opens a file first follows the links in its path, on its own
-/// machine. A link may lead elsewhere there than on the server's machine, and it may be newer than the server's check.
+/// machine. A link may have another target there than on the server's machine, and may be newer than the server's check.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct AllowedFolders {
     /// Folders of `serve --dataset-root`, absolute.
     pub below: Vec<String>,
-    /// Folders that may not be read even inside these: the server's data directory.
+    /// Folders in these folders that may not be read: the server's data directory.
     pub except: Vec<String>,
 }
 

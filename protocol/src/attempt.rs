@@ -20,7 +20,7 @@ pub enum AttemptState {
     Paused,
     /// The attempt's agent was stopped in order; the job waits for another attempt.
     Stopped,
-    /// The attempt ended before servers recorded how.
+    /// The attempt ended under a server version that did not record the outcome.
     Ended,
     /// A state that another version wrote and this version does not know.
     #[serde(other)]
@@ -75,7 +75,7 @@ impl FromStr for AttemptState {
     }
 }
 
-/// One start of a job's ranks. Later attempts overwrite none of its fields. Times are RFC 3339 UTC.
+/// One start of a job's ranks. Later attempts do not change these fields. Times are RFC 3339 UTC.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Attempt {
     /// Number of the attempt, from 1.

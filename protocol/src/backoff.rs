@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// Each pause is twice as long as the one before, up to the longest. A copy of the first value begins anew.
+/// Each pause is twice as long as the pause before, up to the longest. A copy of the initial value starts with the first pause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Backoff {
     pub first: Duration,

@@ -1,4 +1,4 @@
-//! A job's best checkpoint, as shown next to the best validation accuracy. The two differ if there is no checkpoint of
+//! A job's best checkpoint, as shown next to the best validation accuracy. Their accuracies differ if there is no checkpoint of
 //! the best epoch, or if the best checkpoint is chosen by the lowest loss.
 
 use crate::{agent::CheckpointInfo, job::Measured, numbers::percent};

@@ -15,7 +15,7 @@ pub const STATE: &str = "state.json";
 /// Sizes and checksums of the other files.
 pub const MANIFEST: &str = "MANIFEST.json";
 
-/// A [`MANIFEST`]. What it leaves out is 0 or empty, which no checkpoint has.
+/// A [`MANIFEST`]. A missing field is read as 0 or empty, which is invalid in every checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Manifest {
@@ -30,7 +30,7 @@ pub struct Manifest {
 /// Files by their names.
 pub type Files = BTreeMap<String, ManifestFile>;
 
-/// A file as the manifest knows it.
+/// A file in the manifest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ManifestFile {
     pub size_bytes: u64,
@@ -49,7 +49,7 @@ pub fn index(file: &str) -> String {
     format!("{file}.index.json")
 }
 
-/// To which of [`MODEL`], [`OPTIMIZER`] and [`AVERAGE`] a file belongs: the file itself, a part, or the index.
+/// The kind of a file, [`MODEL`], [`OPTIMIZER`] or [`AVERAGE`], if `name` is that file, a part of it, or its index.
 pub fn kind(name: &str) -> Option<&'static str> {
     let is_part = |file: &str| {
         let numbers =

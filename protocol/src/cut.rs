@@ -1,6 +1,6 @@
-//! Shortens long names and paths in the middle, because they often differ at their end. The same as `static/cut.js`.
+//! Shortens long names and paths in the middle, because names often differ at their ends. The same as `static/cut.js`.
 
-/// Separators: a word begins with one of these, or after a space.
+/// Separators: a word begins with a separator, or after a space.
 const BETWEEN: [char; 3] = ['/', '-', '_'];
 
 /// Whether a word begins at `at`: not within a word, and not between two adjacent separators.
@@ -10,13 +10,13 @@ fn begins(all: &[char], at: usize) -> bool {
     (BETWEEN.contains(&here) && !BETWEEN.contains(&before)) || (before == ' ' && here != ' ')
 }
 
-/// The beginning of a word, within `places`, that is nearest to `wanted`; `wanted` itself if there is none.
+/// The index, within `places`, of the beginning of a word that is nearest to `wanted`; `wanted` itself if no word begins there.
 fn between(all: &[char], wanted: usize, places: std::ops::RangeInclusive<usize>) -> usize {
     let found = places.filter(|at| *at < all.len() && begins(all, *at));
     found.min_by_key(|at| at.abs_diff(wanted)).unwrap_or(wanted)
 }
 
-/// Shortens `text` to at most `most` characters: its beginning, `…` and its end, both cut between two words if possible.
+/// Shortens `text` to at most `most` characters: the beginning, `…` and the end, both cut between two words if possible.
 pub fn middle(text: &str, most: usize) -> String {
     // Fewer than three characters would leave nothing of the name.
     let most = most.max(3);
@@ -24,7 +24,7 @@ pub fn middle(text: &str, most: usize) -> String {
     if all.len() <= most {
         return text.to_owned();
     }
-    // The end gets about half of the space, so that it begins with a word.
+    // The end gets about half of the space, and begins with a word if possible.
     let wanted = all.len() - most / 2;
     let tail = between(&all, wanted, all.len() - most * 7 / 10..=all.len() - (most / 4).max(1));
     let room = most - 1 - (all.len() - tail);

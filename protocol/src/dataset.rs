@@ -29,7 +29,7 @@ pub struct DatasetInfo {
     /// Splits that are left out because their samples have no labels, such as a test split with secret labels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unlabelled: Vec<String>,
-    /// Identifies the inspected content: machines with a copy of their own compare its fingerprint with this one.
+    /// Identifies the inspected content: machines compare the fingerprint of their own copy with this fingerprint.
     /// Absent from agents of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
@@ -37,7 +37,7 @@ pub struct DatasetInfo {
 }
 
 impl DatasetInfo {
-    /// Describes a part that is too long to be stored and shown; `None` if there is none.
+    /// Describes a part that is too long to be stored and shown; `None` if every part is short enough.
     pub fn too_long(&self) -> Option<String> {
         let long = |file: &BrokenFile| {
             [&file.file, &file.detail].into_iter().any(|text| text.chars().count() > BROKEN_FILE_CHARS)
@@ -56,7 +56,8 @@ impl DatasetInfo {
             })
     }
 
-    /// A sentence about splits that are left out because they have no labels, and the alternative for measuring jobs; `None` without such splits.
+    /// A sentence about splits that are left out because they have no labels, and the alternative for measuring jobs; `None` without such
+    /// splits.
     pub fn unlabelled_note(&self) -> Option<String> {
         let (first, rest) = self.unlabelled.split_first()?;
         let names = rest.iter().fold(first.clone(), |all, name| format!("{all} and {name}"));
@@ -93,19 +94,19 @@ pub fn too_few_classes(classes: &[String]) -> Option<String> {
     }
 }
 
-/// Describes classes with names that are too long; `None` if there are none.
+/// Describes class names that are too long; `None` if all names are short enough.
 pub fn class_names_mistake(classes: &[String]) -> Option<String> {
     if let Some(name) = classes.iter().find(|name| name.len() > CLASS_NAME_BYTES) {
         let begin: String = name.chars().take(30).collect();
         let bytes = name.len();
         return Some(format!(
-            "has a class whose name takes {bytes} bytes ({begin}...); up to {CLASS_NAME_BYTES} are allowed: give it a shorter one"
+            "has a class whose name has {bytes} bytes ({begin}...); at most {CLASS_NAME_BYTES} are allowed: shorten the name"
         ));
     }
     let all: usize = classes.iter().map(String::len).sum();
     (all > CLASS_NAMES_BYTES).then(|| {
         format!(
-            "has {} classes whose names take {all} bytes; up to {CLASS_NAMES_BYTES} are allowed",
+            "has {} classes whose names have {all} bytes; at most {CLASS_NAMES_BYTES} are allowed",
             classes.len()
         )
     })
@@ -121,7 +122,7 @@ pub struct SplitInfo {
     pub per_class: Vec<u64>,
 }
 
-/// Identifies the pictures that measure a network. Two accuracies can be compared if these are equal.
+/// Identifies the pictures that validate a network. Two accuracies can be compared if their validation sets are equal.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ValidationSet {
     pub pictures: u64,
@@ -156,7 +157,7 @@ pub struct Dataset {
     pub info: DatasetInfo,
     #[schema(value_type = String)]
     pub added_at: jiff::Timestamp,
-    /// The person who registered the dataset, or the name of the token that did.
+    /// The person who registered the dataset, or the name of the token that was used.
     #[serde(default)]
     pub owner: Option<String>,
     /// Only the owner and admins see the dataset.
@@ -164,11 +165,11 @@ pub struct Dataset {
     pub private: bool,
 }
 
-/// The folder below a server's data directory with what people have uploaded.
+/// The folder in a server's data directory that contains uploaded datasets.
 pub const UPLOADS: &str = "datasets/uploads";
 
 impl Dataset {
-    /// Whether the files were uploaded to the server: they are removed with the dataset.
+    /// Whether the files were uploaded to the server. Uploaded files are removed with the dataset.
     pub fn is_uploaded(&self) -> bool {
         self.path.contains(&format!("/{UPLOADS}/"))
     }
@@ -178,15 +179,15 @@ impl Dataset {
 const VALIDATION_SPLITS: [&str; 7] = ["val", "validation", "valid", "dev", "test", "eval", "evaluation"];
 
 /// The validation split of a job that does not name one, for a dataset with `splits`: the `usual` split if it exists,
-/// otherwise a split whose name is in [`VALIDATION_SPLITS`]. `None` if there is none.
+/// otherwise a split whose name is in [`VALIDATION_SPLITS`]. `None` if no split has such a name.
 pub fn default_validation<'a>(usual: &str, splits: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let splits: Vec<_> = splits.into_iter().collect();
     let there = |name: &str| splits.iter().copied().find(|split| *split == name);
     there(usual).or_else(|| VALIDATION_SPLITS.into_iter().find_map(there))
 }
 
-/// The share of the training pictures that measures a job that does not name a validation split, if the dataset has
-/// only `samples` training pictures. Each picture is held out or not by itself, so a tenth of very few may be none.
+/// The share of the training pictures that validates a job that does not name a validation split, if the dataset has
+/// only `samples` training pictures. Each picture is chosen independently, so a tenth of very few pictures may be empty.
 pub fn held_out_share(samples: u64) -> f64 {
     if samples < 50 { 0.3 } else { 0.1 }
 }

@@ -1,7 +1,7 @@
-//! Fault injection, to prove that crashes at certain points are survived: `LOCKSTEP_FAULT` names points of the program
+//! Fault injection, to test that jobs survive crashes at certain points: `LOCKSTEP_FAULT` names points of the program
 //! and an action for each. Without the variable nothing happens.
 //!
-//! `POINT:ACTION[:FILE]`, several separated by commas. `ACTION` is `kill` (SIGKILL to this process), `abort` (like a
+//! `POINT:ACTION[:FILE]`, separated by commas. `ACTION` is `kill` (SIGKILL to this process), `abort` (like a
 //! failed assertion), `error` (the disk is full), `error*` (from then on, every time) or `hold` (waits until something
 //! is written to `FILE`), each with `@N` for the N-th time that the point is reached. With `FILE`, a fault takes effect
 //! only once, in the process that reaches the point first: it creates the file. `slow` takes 20 ms from the N-th time on,

@@ -37,7 +37,7 @@ pub enum HistogramKind {
 }
 
 impl HistogramKind {
-    /// Name in addresses and in JSON.
+    /// Name in URLs and in JSON.
     pub fn name(self) -> &'static str {
         match self {
             HistogramKind::Weight => "weight",
@@ -63,7 +63,7 @@ impl LayerHistograms {
         }
         if self.layers.len() > HISTOGRAM_LAYERS {
             let count = self.layers.len();
-            return Err(format!("{count} histograms of one step; {HISTOGRAM_LAYERS} are allowed"));
+            return Err(format!("{count} histograms of one step; at most {HISTOGRAM_LAYERS} are allowed"));
         }
         self.layers.iter().try_for_each(LayerHistogram::check)?;
         let mut known = HashSet::new();
@@ -80,7 +80,7 @@ impl LayerHistogram {
         if name.is_empty() || name.len() > LAYER_NAME_BYTES || name.chars().any(char::is_control) {
             let bytes = name.len();
             return Err(format!(
-                "a layer's name has {bytes} bytes; 1 to {LAYER_NAME_BYTES} are allowed, and none that cannot be shown"
+                "a layer's name has {bytes} bytes; 1 to {LAYER_NAME_BYTES} bytes without control characters are allowed"
             ));
         }
         if counts.len() != HISTOGRAM_BINS {

@@ -51,8 +51,8 @@ pub struct Entry {
     pub at: jiff::Timestamp,
     #[serde(flatten)]
     pub what: What,
-    /// The person who asked for this, or the name of the token. For `submitted` and `forked` it is the job's owner. For
-    /// other entries, only answers to that owner and to admins contain it.
+    /// The person who made the request, or the name of the token. For `submitted` and `forked` it is the job's owner. For
+    /// other entries, only responses to the owner and to admins contain it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub who: Option<String>,
 }
@@ -74,7 +74,7 @@ pub enum What {
         checkpoint: Option<String>,
         /// Names of the agents that had the attempt's ranks.
         agents: Vec<String>,
-        /// Why the attempt had fewer ranks than the job, and how many; absent if it had all.
+        /// Why the attempt had fewer ranks than the job, and how many; absent if it had all ranks.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         reason: Option<Reason>,
     },
@@ -91,13 +91,13 @@ pub enum What {
         /// Id of the checkpoint from which the next attempt continued; absent if it began from the start, or if there is no next attempt.
         next_checkpoint: Option<String>,
     },
-    /// Somebody asked to pause the running job.
+    /// A request to pause the running job.
     PauseRequested,
     /// The job was paused while it waited.
     Paused,
     Resumed,
     Retried,
-    /// Somebody asked to cancel the running job.
+    /// A request to cancel the running job.
     CancelRequested,
     /// The job was cancelled while it waited or was paused.
     Cancelled,

@@ -110,9 +110,9 @@ pub struct ModelEvaluation {
     pub classes: Vec<ClassScore>,
     /// `confusion[a][b]`: number of pictures of class `a` that were predicted as class `b`.
     pub confusion: Vec<Vec<u64>>,
-    /// Wrong predictions with the pictures' indices in their split, most confident first; at most 5000.
+    /// Wrong predictions with the pictures' indices in their split, the most confident first; at most 5000.
     pub mistakes: Vec<Mistake>,
-    /// Some right predictions for each class, for the diagonal cells.
+    /// Some right predictions for each class, for the diagonal cells of the confusion matrix.
     pub right: Vec<Mistake>,
 }
 
@@ -121,7 +121,7 @@ pub const NEIGHBOURS: u32 = 20;
 /// Maximum number of neighbours that vote on a picture.
 pub const MOST_NEIGHBOURS: u32 = 1000;
 
-/// Accuracy of the nearest neighbours of validation pictures among training pictures, by the cosine similarity of their embeddings.
+/// Accuracy of a nearest-neighbour classifier on validation pictures: training pictures vote, by the cosine similarity of embeddings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct NearestNeighbours {
     /// Number of neighbours that vote on each picture.
@@ -139,9 +139,9 @@ pub struct NearestNeighbours {
     /// For people: how these pictures differ from the pictures that measured the checkpoint in its run. Absent if they are the same.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
-    /// Fraction of the pictures whose class wins, 0 to 1, if a neighbour's vote counts `exp(similarity / 0.07)`.
+    /// Accuracy, 0 to 1, if a neighbour's vote has the weight `exp(similarity / 0.07)`.
     pub weighted: f64,
-    /// The same if every neighbour's vote counts 1.
+    /// Accuracy, 0 to 1, if all votes have the same weight.
     pub majority: f64,
     pub secs: f64,
 }
@@ -174,7 +174,7 @@ pub struct Prediction {
     /// The input of the network's last layer, if the request asked for it in place of classes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub embedding: Option<Vec<f32>>,
-    /// Why the picture cannot be read, or why the model gives no answer.
+    /// Why the picture cannot be read, or why the model makes no prediction.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -202,7 +202,7 @@ pub struct FitWeights {
     pub allowed: Option<AllowedFolders>,
 }
 
-/// A checkpoint and the dataset to evaluate it on; paths are on the agent's machine.
+/// A checkpoint, and the dataset on which it is evaluated. Paths are on the agent's machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EvaluateModel {
     /// A checkpoint's folder, or a safetensors file.
@@ -212,7 +212,7 @@ pub struct EvaluateModel {
     /// Folders to which the dataset's path may lead if it has links; any folder if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allowed: Option<AllowedFolders>,
-    /// Evaluate by this many nearest neighbours, in place of the classes' scores.
+    /// Evaluate by this number of nearest neighbours instead of the network's scores.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub neighbours: Option<u32>,
 }

@@ -120,7 +120,7 @@ impl JobState {
         }
     }
 
-    /// Whether the job is over: no attempt will run again unless somebody retries the job.
+    /// Whether the job has ended: no attempt will start unless the job is retried.
     pub fn is_final(self) -> bool {
         matches!(self, JobState::Succeeded | JobState::Failed | JobState::Cancelled)
     }
@@ -177,7 +177,7 @@ pub struct Job {
     pub state: JobState,
     /// Why the job is in this state, in words that tell a person what to do; absent if nothing is unusual.
     pub reason: Option<String>,
-    /// The same reason as a code and facts, for programs; `reason` has its words. Absent if a version without reason codes recorded it.
+    /// The same reason as a code and facts, for programs; `reason` is its text. Absent if a version without reason codes recorded it.
     #[serde(default)]
     pub cause: Option<Reason>,
     /// Why the job failed, in a few fields for programs; only for failed jobs.
@@ -189,28 +189,29 @@ pub struct Job {
     /// The job's tags, sorted, without duplicates.
     #[serde(default)]
     pub tags: Vec<String>,
-    /// The place of a waiting job in the queue, and what it waits for now. Absent until the scheduler has considered the job, and in streams.
+    /// The position of a waiting job in the queue, and why it waits. Absent until the scheduler has considered the job, and in streams.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queue: Option<Waiting>,
     /// Notes on the job; may be empty and may be long. Absent in streams, and in lists unless `fields` names it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub notes: Option<String>,
-    /// What the job was forked from. If that job is private and this job is not, only callers who see both get it, in
+    /// The job and the checkpoint from which the job was forked. If that job is private and this job is not, only callers who see both get
+    /// it, in
     /// `GET /jobs/{id}` and in the `hello` of the job's stream.
     #[serde(default)]
     pub parent: Option<Parent>,
     /// The sweep that started the job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trial: Option<TrialOf>,
-    /// The person who submitted the job, or the name of the token that did; absent if the server has no sign-in.
+    /// The person who submitted the job, or the name of the token that was used; absent if the server has no sign-in.
     #[serde(default)]
     pub owner: Option<String>,
     /// The stored part of the job that this version of the server does not understand. The job's readable part is
     /// shown, and the job is not started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
-    /// What only a run from elsewhere has (`POST /runs`): a job that another program trains, and whose `spec` therefore has
-    /// defaults alone.
+    /// Fields of a run from elsewhere (`POST /runs`), which is a job that another program trains. Its `spec` has
+    /// only defaults.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub external: Option<External>,
     pub spec: JobSpec,
@@ -261,7 +262,7 @@ pub struct Job {
     pub sparkline: Vec<f32>,
 }
 
-/// What a program tells of a run that it trains itself.
+/// Data that a program reports about a run that it trains itself.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct External {
@@ -307,7 +308,7 @@ pub struct RunFile {
     pub path: String,
     /// Size in bytes.
     pub size_bytes: u64,
-    /// When the file was changed, as its program says, else when it was uploaded: milliseconds since 1970.
+    /// When the file was changed, as reported by the program, or else uploaded, in milliseconds since 1970.
     pub modified_ms: i64,
 }
 
@@ -346,13 +347,13 @@ impl Job {
         self.cause = reason;
     }
 
-    /// Whether the job is a trial that is paused at a rung until its sweep has compared it, and not by a person.
+    /// Whether the job is a trial that its sweep, not a person, has paused at a rung for a comparison.
     pub fn waits_for_sweep(&self) -> bool {
         let is_rung = |why: &Reason| matches!(why.kind(), ReasonKind::PausedBySweep { .. });
         self.state == JobState::Paused && self.cause.as_ref().is_some_and(is_rung)
     }
 
-    /// Whether the job's last attempt ended because something was lost, and neither on request nor for a job of higher
+    /// Whether the job's last attempt ended because of a loss, and neither on request nor for a job of higher
     /// priority. Only then may the job continue on fewer ranks.
     pub fn has_lost_attempt(&self) -> bool {
         let left = |why: &Reason| {
@@ -380,7 +381,7 @@ impl Job {
     }
 }
 
-/// The pictures of a step, in the words of a specification's `[train]`.
+/// The pictures of a step, with the names of a specification's `[train]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Batch {
     /// Pictures of a rank in one micro-batch.
@@ -407,7 +408,7 @@ impl Batch {
     }
 }
 
-/// What a fork began from; job and checkpoint may have been deleted since.
+/// The job and the checkpoint from which a fork began. Both may have been deleted since.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Parent {
     /// The other job's id.
@@ -425,7 +426,7 @@ pub struct TrialOf {
     pub number: u32,
 }
 
-/// A value and where in the run it was measured.
+/// A value, and the step and the epoch at which it was measured.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Measured {
     pub value: f64,
@@ -441,12 +442,12 @@ pub struct Measured {
 pub struct Waiting {
     /// The place, from 1. Jobs with lower places get slots first, if they fit.
     pub place: u64,
-    /// What the job waits for now. The job's own `reason` may instead tell how its last attempt ended.
+    /// Why the job waits. The job's own `reason` may instead describe the end of its last attempt.
     pub reason: Option<Reason>,
 }
 
 /// The newest values of a job. Other metrics are fields with their own names (`grad_norm`, `step_ms`, ...), averaged
-/// over the ranks that report them; lists have only those that `metrics` names.
+/// over the ranks that report them; lists have only the metrics that `metrics` names.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LastValues {
     pub loss: Option<f64>,

@@ -18,7 +18,7 @@ fn is_plain(c: char) -> bool {
     c.is_ascii_alphanumeric() || "-_.".contains(c)
 }
 
-/// A project's name for what another program calls so: with `-` in place of other characters. The same as in `python/`.
+/// A valid project name made from another program's name: invalid characters become `-`. The same as in `python/`.
 pub fn project_of(name: &str) -> String {
     let plain = |c| if is_plain(c) { c } else { '-' };
     let name: String = name.trim_start_matches('.').chars().map(plain).take(PROJECT_CHARS).collect();
@@ -49,7 +49,7 @@ pub fn tags_mistake<T: AsRef<str>>(tags: &[T]) -> Option<String> {
     })
 }
 
-/// Tags in their stored form: trimmed, sorted, without duplicates and empty ones.
+/// Tags in their stored form: trimmed and sorted, without duplicates and empty tags.
 pub fn tidy_tags(tags: &[String]) -> Vec<String> {
     let mut tags: Vec<String> = tags.iter().map(|t| t.trim().to_owned()).filter(|t| !t.is_empty()).collect();
     tags.sort();

@@ -1,5 +1,5 @@
-//! Limits of input: depths, lengths and counts, in one place. Each limit is far above what anybody needs and far below
-//! what causes trouble. Each has a test at the limit and a test one beyond it.
+//! Limits of input: depths, lengths and counts, in one place. Each limit is far above normal use and far below
+//! values that cause problems. Each limit has a test at the limit and a test one beyond it.
 
 /// Parts of a key's path (`train.lr` has two).
 pub const KEY_PARTS: usize = 8;
@@ -45,7 +45,7 @@ pub const TOKENS: usize = 5000;
 pub const TOKEN_NAME_CHARS: usize = 100;
 /// The largest number of days until a token expires: a hundred years.
 pub const TOKEN_DAYS: u32 = 36_525;
-/// Browsers that are signed in at the same time; beyond that, the earliest sessions end.
+/// Browsers that are signed in at the same time; beyond that, the earliest sessions are ended.
 pub const SESSIONS: usize = 10_000;
 /// Browsers that are signed in with one token at the same time; beyond that, its earliest session ends.
 pub const SESSIONS_OF_A_TOKEN: usize = 100;
@@ -63,7 +63,7 @@ pub const MEASURED_GPUS: usize = 64;
 pub const FINDINGS: usize = 20;
 /// The text of a finding, in characters.
 pub const FINDING_CHARS: usize = 600;
-/// Number of machines whose measurements are kept: those that were measured last.
+/// Number of machines whose measurements are kept: the machines that were measured last.
 pub const MEASURED_MACHINES: usize = 2048;
 /// Histograms of one step, of weights and gradients together. ResNet-152 has 934 tensors of both.
 pub const HISTOGRAM_LAYERS: usize = 1024;

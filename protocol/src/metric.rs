@@ -4,7 +4,8 @@ use crate::limits::METRIC_NAME_CHARS;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Every metric name that a rank may report. Runs from elsewhere have names of their own; see [`name_mistake`]. Stores refer to names by index, so new names are added at the end.
+/// Every metric name that a rank may report. Runs from elsewhere have names of their own; see [`name_mistake`]. Stores refer to names by
+/// index, so new names are added at the end.
 pub const NAMES: [&str; 25] = [
     "loss",
     "accuracy",
@@ -41,7 +42,7 @@ pub fn name_mistake(name: &str) -> Option<String> {
     })
 }
 
-/// What a metric measures. Metrics of the same quantity can share an axis, as do all whose name is not one of [`NAMES`].
+/// The quantity that a metric measures. Metrics of the same quantity can share an axis. All metrics not in [`NAMES`] have one quantity.
 pub fn quantity(name: &str) -> &'static str {
     match name {
         "loss" | "val_loss" | "val_ema_loss" => "loss",
@@ -61,7 +62,7 @@ pub fn quantity(name: &str) -> &'static str {
     }
 }
 
-/// A run of points of one metric of one rank. Steps of a rank ascend; those of a run from elsewhere may repeat and go back.
+/// Successive points of one metric of one rank. Steps of a rank ascend; steps of a run from elsewhere may repeat and go back.
 ///
 /// Every rank reports `loss`, `accuracy` (0 to 1), `step_ms`, `data_ms` and `all_reduce_ms`. Rank 0 reports `lr`,
 /// `grad_norm`, `images_per_second` (of all ranks), `val_loss` and `val_accuracy`; with float16 also `loss_scale` and

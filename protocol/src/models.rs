@@ -11,7 +11,7 @@ use serde_json::Value;
 use std::{collections::BTreeMap, fmt, str::FromStr};
 use utoipa::ToSchema;
 
-/// Names of versions begin with this, as MLflow's do.
+/// Prefix of versions' names, as in MLflow.
 pub const SCHEME: &str = "models:/";
 /// Length of a model's name and of an alias, in characters.
 pub const NAME_CHARS: usize = 100;
@@ -20,9 +20,9 @@ pub const NAME_CHARS: usize = 100;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ModelVersion {
     pub model: String,
-    /// From 1. The number of a removed version is not given again.
+    /// From 1. The number of a removed version is not used again.
     pub version: u32,
-    /// Aliases that are at this version.
+    /// Aliases of this version.
     pub aliases: Vec<String>,
     /// The checkpoint's id.
     pub checkpoint: String,
@@ -64,7 +64,7 @@ impl ModelVersion {
     }
 }
 
-/// A model, by the versions that its reader sees.
+/// A model, with the versions that the caller may see.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Model {
     pub name: String,
@@ -76,7 +76,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// A model of these versions, in the order of their numbers; `None` without any.
+    /// A model of these versions, in the order of their numbers; `None` without versions.
     pub fn of(mut versions: Vec<ModelVersion>) -> Option<Self> {
         let version_count = versions.len() as u64;
         let of_version =

@@ -34,7 +34,7 @@ pub struct PlanDescription {
     pub data: u32,
     /// Number of ranks that share the rows of each picture.
     pub height: u32,
-    /// Number of ranks that share one copy of the network.
+    /// Number of ranks over which operators are split (`shard`). Stages and shared rows divide a copy over further ranks.
     pub model: u32,
     /// How operators are split over the ranks of `model`.
     pub shard: Vec<ShardSpec>,
@@ -100,7 +100,7 @@ impl NetworkDescription {
     pub fn check(&self) -> Result<(), String> {
         let count = self.layers.len();
         if count > NETWORK_LAYERS {
-            return Err(format!("a network of {count} layers; {NETWORK_LAYERS} are allowed"));
+            return Err(format!("a network of {count} layers; at most {NETWORK_LAYERS} are allowed"));
         }
         for layer in &self.layers {
             let name = &layer.name;
@@ -110,21 +110,25 @@ impl NetworkDescription {
                 ));
             }
             if name.chars().chain(layer.kind.chars()).any(char::is_control) {
-                return Err("a layer's name or kind has characters that cannot be shown".into());
+                return Err("a layer's name or kind has control characters".into());
             }
             if layer.output_shape.len() > DIMENSIONS {
                 let count = layer.output_shape.len();
-                return Err(format!("the output of {name} has {count} dimensions; {DIMENSIONS} are allowed"));
+                return Err(format!(
+                    "the output of {name} has {count} dimensions; at most {DIMENSIONS} are allowed"
+                ));
             }
             if layer.time_us.is_some_and(|time| !is_time(time)) {
-                return Err(format!("the time of {name} is not a valid time"));
+                return Err(format!("the time of {name} is negative or not finite"));
             }
             if let Some(plan) = &layer.plan {
                 if plan.placement.len() > LAYER_NAME_BYTES || plan.placement.chars().any(char::is_control) {
-                    return Err(format!("the placement of {name} is not a short line"));
+                    return Err(format!(
+                        "the placement of {name} is not a line of at most {LAYER_NAME_BYTES} bytes"
+                    ));
                 }
                 if !is_time(plan.time_us) {
-                    return Err(format!("the predicted time of {name} is not a valid time"));
+                    return Err(format!("the predicted time of {name} is negative or not finite"));
                 }
             }
         }
@@ -140,14 +144,14 @@ impl PlanDescription {
         }
         let is_name = |name: &String| name.len() <= LAYER_NAME_BYTES && !name.chars().any(char::is_control);
         if self.later_stages.len() > NETWORK_LAYERS || !self.later_stages.iter().all(is_name) {
-            return Err("the plan has stages that no network has".into());
+            return Err("the plan has too many stages, or a stage with an invalid name".into());
         }
         if self.shard.len() > MOST_SHARDS || self.shard.iter().any(|shard| !shard.is_pattern()) {
-            return Err("the plan has strategies that no job may have".into());
+            return Err(format!("the plan has more than {MOST_SHARDS} strategies, or an invalid pattern"));
         }
         let times = [Some(self.step_ms), self.measured_step_ms, Some(self.images_per_second)];
         if !times.into_iter().flatten().all(is_time) {
-            return Err("a time of the plan is not a valid time".into());
+            return Err("a time or the rate of the plan is negative or not finite".into());
         }
         Ok(())
     }

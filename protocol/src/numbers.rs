@@ -19,13 +19,13 @@ pub fn value(v: f64) -> String {
     }
 }
 
-/// A number as it was written: through text, so that 0.1 stays 0.1.
+/// Converts through text, so that 0.1 stays 0.1.
 pub fn exact(value: f32) -> f64 {
     value.to_string().parse().unwrap_or_else(|_| f64::from(value))
 }
 
 /// With fewer pictures than this, an accuracy is shown with its standard error.
-const FEW: u64 = 10_000;
+const FEW_PICTURES: u64 = 10_000;
 
 /// `84.0 % ± 2.6 of 200 pictures`: an accuracy, its standard error in percent, and its number of pictures. The same as
 /// `accuracyOf` in `static/numbers.js`.
@@ -35,7 +35,7 @@ pub fn accuracy_of(accuracy: f64, pictures: u64) -> String {
 
 /// ` ± 2.6`: the standard error of an accuracy in percent; empty for many pictures, and where all or none are right, which would give 0.
 pub fn standard_error(accuracy: f64, pictures: u64) -> String {
-    if pictures == 0 || pictures >= FEW || accuracy <= 0.0 || accuracy >= 1.0 {
+    if pictures == 0 || pictures >= FEW_PICTURES || accuracy <= 0.0 || accuracy >= 1.0 {
         return String::new();
     }
     let error = accuracy * (1.0 - accuracy) / pictures as f64;

@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// The largest factor of smoothing.
-const MOST_SMOOTHING: f32 = 0.99;
+const MAX_SMOOTHING: f32 = 0.99;
 /// Columns of the page, and the largest height of a panel.
-const MOST_CELLS: u8 = 3;
+const MAX_CELLS: u8 = 3;
 /// Axes of a panel: one at each side.
 const AXES: usize = 2;
 
@@ -68,8 +68,8 @@ fn one() -> u8 {
     1
 }
 
-/// Mistakes in panels, each with a pointer to it; empty if there are none. `any_name`: metrics may be those of runs from
-/// elsewhere, which choose names.
+/// Mistakes in panels, each with a pointer to it; empty without mistakes. `any_name`: metrics may be metrics of runs from
+/// elsewhere, which choose their own names.
 pub fn mistakes(panels: &[Panel], any_name: bool) -> Vec<SpecError> {
     let mut all = Vec::new();
     if panels.len() > PANELS {
@@ -99,12 +99,12 @@ impl Panel {
         }
         all.extend(self.metrics_mistake(any_name).map(|detail| ("metrics", detail)));
         for (key, cells) in [("columns", self.columns), ("rows", self.rows)] {
-            if !(1..=MOST_CELLS).contains(&cells) {
-                all.push((key, format!("must be 1 to {MOST_CELLS}, is {cells}")));
+            if !(1..=MAX_CELLS).contains(&cells) {
+                all.push((key, format!("must be 1 to {MAX_CELLS}, is {cells}")));
             }
         }
-        if !(0.0..=MOST_SMOOTHING).contains(&self.smoothing) {
-            all.push(("smoothing", format!("must be 0 to {MOST_SMOOTHING}, is {}", self.smoothing)));
+        if !(0.0..=MAX_SMOOTHING).contains(&self.smoothing) {
+            all.push(("smoothing", format!("must be 0 to {MAX_SMOOTHING}, is {}", self.smoothing)));
         }
         if let (Some(low), Some(high)) = (self.y_min, self.y_max)
             && low >= high

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 /// All names of a pattern, in order, without duplicates.
 ///
 /// # Errors
-/// What is wrong with the pattern, to be appended to it; also if it has more than `most` names.
+/// The mistake, as a text to append to the pattern. More than `most` names are also an error.
 pub fn expand(pattern: &str, most: usize) -> Result<Vec<String>, String> {
     let mut names = vec![String::new()];
     let mut rest = pattern;

@@ -7,7 +7,7 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// What a waiting job waits for now. If the job's own reason tells how its last attempt ended, that follows. The same
+/// Why a job waits. If the job's own reason describes the end of its last attempt, that text follows. The same
 /// as `#waiting` in `static/job/facts.js`.
 pub fn waits_for(job: &Job) -> Option<String> {
     let now = job.queue.as_ref().and_then(|queue| queue.reason.as_ref()).map(Reason::words);
@@ -33,10 +33,10 @@ pub struct QueueList {
     pub total: Option<u64>,
 }
 
-/// A waiting job. For a job that is private to somebody else, every field except the place is null.
+/// A waiting job. For a job that is private to another person, every field except the position is null.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct QueuedJob {
-    /// The place, from 1. Jobs with lower places get slots first, if they fit.
+    /// The position, from 1. Jobs with lower positions get slots first, if they fit.
     pub place: u64,
     #[schema(value_type = Option<String>)]
     pub id: Option<JobId>,
@@ -52,7 +52,7 @@ pub struct QueuedJob {
     /// Time of the submission, or of the return to the queue.
     #[schema(value_type = Option<String>)]
     pub waiting_since: Option<jiff::Timestamp>,
-    /// What the job waits for. Null until the scheduler has considered it.
+    /// Why the job waits. Null until the scheduler has considered it.
     pub reason: Option<Reason>,
     /// Number of slots that are kept for the job now, including slots of ending jobs; `reservations` has the machines.
     pub kept_slots: Option<u32>,
@@ -70,7 +70,7 @@ pub struct Reservation {
     pub job: Option<JobId>,
     /// The job's name; null if the job is private to somebody else.
     pub name: Option<String>,
-    /// Slots that are free, and that no other job gets.
+    /// Slots that are free and that no other job gets.
     pub free: Vec<u32>,
     /// Slots whose jobs are ending, such as preempted jobs that write a checkpoint.
     pub ending: Vec<u32>,

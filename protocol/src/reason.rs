@@ -61,20 +61,20 @@ impl fmt::Debug for Text {
 #[serde(tag = "code", rename_all = "snake_case")]
 pub enum ReasonKind {
     // Reported by a rank or its agent.
-    /// A rank reported what went wrong.
+    /// A rank reported a failure.
     RankFailed { rank: u32, step: u64, detail: Text },
     /// A rank's process ended with a status of its own.
     RankExited { rank: u32, step: u64, exit_status: i32, detail: Option<Text> },
     /// A rank was killed by a signal.
     RankKilled { rank: u32, step: u64, signal: i32 },
-    /// Somebody other than its agent asked a rank to stop.
+    /// A rank was asked to stop, but not by its agent.
     RankStopped { rank: u32, step: u64 },
     /// A rank ended while no agent watched it.
     RankVanished { rank: u32, step: u64 },
     /// A rank did no step for longer than `recovery.stall_timeout_secs` (`secs`), or reported itself that it cannot
     /// continue (`detail`).
     Stalled { rank: u32, step: u64, secs: Option<f64>, detail: Option<Text> },
-    /// The loss or weights are not finite any more.
+    /// The loss or weights are no longer finite.
     Diverged { rank: u32, step: u64, detail: Text },
     /// float16 could not represent the numbers of training, which continues in bfloat16.
     PrecisionFallback { step: u64, detail: Text },
@@ -104,13 +104,13 @@ pub enum ReasonKind {
     Unexplained,
 
     // Reported by the server.
-    /// Cancelled on request; `detail` is what somebody still has to see to.
+    /// Cancelled on request; `detail` names remaining work for a person.
     CancelledByUser { detail: Option<Text> },
-    /// The job's ranks are being stopped, because somebody cancelled the job.
+    /// The job's ranks are being stopped, because the job was cancelled.
     Cancelling,
     /// Paused on request; `detail` is why the ranks ended otherwise than asked.
     PausedByUser { detail: Option<Text> },
-    /// The job's ranks write a checkpoint and stop, because somebody paused the job.
+    /// The job's ranks write a checkpoint and stop, because the job was paused.
     Pausing,
     /// The job's ranks write a checkpoint and stop, because a job of higher priority takes their slots. A private job is
     /// not named.
@@ -155,7 +155,7 @@ pub enum ReasonKind {
     NoAgentAccepts { detail: Option<Text> },
     /// Waits: no machine has enough slots of the kind.
     TooFewSlots(SlotWait),
-    /// Waits: machines have enough slots together, but those in `detail` cannot be reached by others.
+    /// Waits: machines have enough slots together, but others cannot reach the machines in `detail`.
     MachinesApart { device: Device, slots_needed: u32, detail: Text },
     /// Waits for a checkpoint that an agent uploads, or that comes from the object store; `detail` is why the last try to
     /// fetch it from there failed.
@@ -186,7 +186,7 @@ pub struct SlotWait {
     pub device: Device,
     pub slots_needed: u32,
     pub slots_free: u32,
-    /// Slots of the machine that comes nearest, or of several machines that can share the job.
+    /// Slots of the machine with the most slots, or of several machines that can share the job.
     pub slots_total: u32,
     /// The machine with these slots, unless there are several.
     pub agent: Option<Text>,
@@ -194,13 +194,13 @@ pub struct SlotWait {
     pub machines: Option<u32>,
     /// Number of free slots that are kept for earlier jobs in the queue.
     pub slots_kept: Option<u32>,
-    /// Names of these jobs, in the order of the queue; a private job's name is empty.
+    /// Names of the jobs for which slots are kept, in the order of the queue; a private job's name is empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub kept_for: Vec<Text>,
     /// Slots of each machine that takes the job, if there are several: at most nine, those with the most free slots first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub slots_on: Vec<AgentSlots>,
-    /// What else the job waits for.
+    /// Further reasons why the job waits.
     pub detail: Option<Text>,
 }
 
@@ -427,7 +427,7 @@ fn other_job(job: &Option<Text>, priority: i32) -> String {
     }
 }
 
-/// How to give work to drained machines.
+/// Advice for drained machines.
 pub fn undrain(names: &str) -> String {
     format!("drained: {names} (`lockstep machine undrain` or the page Machines gives them work again)")
 }
@@ -504,7 +504,7 @@ impl SlotWait {
     }
 }
 
-/// What follows from a reason.
+/// The consequence of a reason.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "does", rename_all = "snake_case")]
 pub enum Next {

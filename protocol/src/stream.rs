@@ -26,10 +26,10 @@ pub enum Frame {
     /// Only on a job's stream, once it is live, at most four times a second: the job's speed and progress, as in `GET
     /// /jobs/{id}`. This frame is not an event and has no number.
     Progress(Pace),
-    /// Only on a job's stream, once it is live: somebody changed the job's labels, or forked it. `notes` may have changed, too:
-    /// `GET /jobs/{id}` has them, and `GET /jobs/{id}/history` has the forks. This frame is not an event and has no number.
+    /// Only on a job's stream, once it is live: the job's labels were changed, or the job was forked. `notes` may have changed, too:
+    /// `GET /jobs/{id}` has the notes, and `GET /jobs/{id}/history` has the forks. This frame is not an event and has no number.
     Changed(Labels),
-    /// Every 20 seconds ([`HEARTBEAT_SECS`]), with the server's time. A reader that receives nothing for twice as long has a dead
+    /// Every 20 seconds ([`HEARTBEAT_SECS`]), with the server's time. A reader that receives nothing for twice as long has a broken
     /// connection, even if its system does not say so, and should reconnect. This frame is not an event and has no number.
     Heartbeat {
         #[schema(value_type = String)]

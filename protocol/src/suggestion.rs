@@ -10,7 +10,7 @@ use crate::{
 /// A comment, and the lines of TOML that it explains.
 type Lines = (String, String);
 
-/// Lines for three tables of a job file, and how much the job has to do.
+/// Lines for three tables of a job file, and the amount of work of the job.
 #[derive(Debug)]
 pub struct Suggestion {
     pub data: Vec<Lines>,
@@ -20,20 +20,20 @@ pub struct Suggestion {
     pub side: u32,
     /// Pictures of a step.
     pub batch: u64,
-    /// Pictures that are trained on, over all epochs.
+    /// Number of pictures in training, over all epochs.
     pub trained: u64,
-    /// Pictures that are validated, over all epochs.
+    /// Number of pictures in validation, over all epochs.
     pub validated: u64,
 }
 
 /// Pictures with a shorter side are small, such as CIFAR's and MNIST's.
 const SMALL: u32 = 64;
-/// The input size that networks for photographs are designed for.
+/// The usual input size of networks for photographs.
 const USUAL: u32 = 224;
 /// From this many pictures on, a larger network is worthwhile.
 const MANY: u64 = 100_000;
 
-/// How much a suggested run may do.
+/// The amount of work of a suggested run.
 struct Effort {
     /// The input size for photographs.
     side: u32,
@@ -152,7 +152,7 @@ fn data(info: &DatasetInfo, side: Option<u32>, usual: u32, validation: Lines) ->
     data
 }
 
-/// The validation split or fraction, how many training pictures the fraction takes away, and how many pictures measure.
+/// The validation split or fraction, the number of training pictures that the fraction removes, and the number of validation pictures.
 fn validation(info: &DatasetInfo) -> (Lines, u64, u64) {
     let others = info.splits.iter().filter(|split| split.name != "train" && split.samples > 0);
     let others: Vec<_> = others.map(|split| split.name.as_str()).collect();
@@ -164,7 +164,7 @@ fn validation(info: &DatasetInfo) -> (Lines, u64, u64) {
     if let Some(split) = found {
         let lines = format!("validation = {}", serde_json::Value::from(split));
         let samples = info.splits.iter().find(|of| of.name == split).map_or(0, |of| of.samples);
-        return ((format!("The pictures of {split} measure the network."), lines), 0, samples);
+        return ((format!("The pictures of {split} validate the network."), lines), 0, samples);
     }
     let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
     let fraction = held_out_share(samples);
@@ -172,7 +172,7 @@ fn validation(info: &DatasetInfo) -> (Lines, u64, u64) {
     (
         (
             format!(
-                "There is no other split, so {:.0} % of the pictures, chosen at random, measure the network.",
+                "There is no other split, so {:.0} % of the pictures, chosen at random, validate the network.",
                 fraction * 100.0
             ),
             format!("validation = {fraction}"),

@@ -1,4 +1,4 @@
-//! A sweep as the server knows it: trials, which are jobs, and how they compare.
+//! A sweep as the server shows it: trials, which are jobs, and their results.
 
 use crate::{
     job::{JobId, JobState},
@@ -14,9 +14,9 @@ use utoipa::ToSchema;
 #[serde(rename_all = "lowercase")]
 pub enum SweepState {
     Running,
-    /// No trial starts or continues. Running trials go on to their next rung.
+    /// No trial starts or resumes. Running trials continue to their next rung.
     Paused,
-    /// Every trial is over.
+    /// Every trial has ended.
     Finished,
     Cancelled,
 }
@@ -37,7 +37,7 @@ impl SweepState {
     }
 }
 
-/// A job that is submitted with several settings. Each of them is a trial: a job that its sweep starts.
+/// A job that is submitted with several settings. Each setting is a trial: a job that the sweep starts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Sweep {
     /// `sweep-` and 12 digits or letters from a to f. All trials have it as a tag.
@@ -48,7 +48,7 @@ pub struct Sweep {
     /// Why the server paused the sweep, in words.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// The person who submitted the sweep, or the name of the token that did; absent if the server has no sign-in.
+    /// The person who submitted the sweep, or the name of the token that was used; absent if the server has no sign-in.
     #[serde(default)]
     pub owner: Option<String>,
     /// Only the owner and admins see the sweep.
@@ -66,10 +66,10 @@ pub struct Sweep {
     pub warnings: Vec<String>,
     /// Number of trials, including trials that have not started.
     pub trial_count: u32,
-    /// Number of trials that are over. All that have started when the sweep is over, even if somebody retries or deletes
-    /// some of them afterwards.
+    /// Number of trials that have ended. After the sweep's end, all started trials count, even if a person retries or deletes
+    /// some of them.
     pub ended: u32,
-    /// Numbers of the trials that somebody has paused: the sweep cannot end until these are resumed or cancelled.
+    /// Numbers of the trials that a person has paused: the sweep cannot end until these are resumed or cancelled.
     #[serde(default)]
     pub paused: Vec<u32>,
     /// The best trial so far: among the trials at the highest rung, the one with the best metric. Absent before the first

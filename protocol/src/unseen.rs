@@ -1,4 +1,4 @@
-//! Invisible characters: two names that look the same would differ, and a path that looks right would not be found.
+//! Invisible characters, because of which two names that look the same could differ, and a path that looks right would not be found.
 
 use std::{borrow::Cow, fmt::Write as _};
 

@@ -1,4 +1,4 @@
-//! MessagePack with named fields, between server, agents and ranks. Messages may come from anybody, so no message is decoded that
+//! MessagePack with named fields, between server, agents and ranks. Messages may come from any sender, so no message is decoded that
 //! is nested deeper than the program's own. A long message is sent in parts, with other messages between them.
 
 use crate::limits::{MESSAGE_BYTES, MESSAGE_NESTING, PART_BYTES, UNFINISHED_MESSAGES};
@@ -17,7 +17,7 @@ pub fn encode(message: &impl Serialize) -> Result<Vec<u8>, encode::Error> {
 /// Decodes a message.
 ///
 /// # Errors
-/// The bytes are not such a message, or are nested deeper than [`MESSAGE_NESTING`].
+/// The bytes are not a message of this type, or are nested deeper than [`MESSAGE_NESTING`].
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, decode::Error> {
     let mut deserializer = Deserializer::from_read_ref(bytes);
     deserializer.set_max_depth(MESSAGE_NESTING);
@@ -35,7 +35,7 @@ pub struct Part {
     pub bytes: Vec<u8>,
 }
 
-/// A message as frames: itself, or its parts as messages of their own, made by `wrap`. `number` counts the messages
+/// A message as frames: the message itself, or its parts as separate messages, made by `wrap`. `number` counts the messages
 /// that were sent in parts.
 ///
 /// # Errors

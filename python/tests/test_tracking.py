@@ -216,7 +216,7 @@ def test_calls_of_wandb_do_what_they_do_there(server: FakeServer, capsys: pytest
     lines = capsys.readouterr().err.splitlines()
     saved = {path: content for path, (content, _) in told["files"].items()}
     assert saved == dict.fromkeys(["weights/x.pt", "model/y.pt", "model/d/x.pt", "folder/x.pt"], b"1")
-    once = ("picture is not logged: Media", "word is not logged: str", "WARN: diverged", "watch has no", "save has")
+    once = ("picture is not logged: Media", "word is not logged: str", "WARN: diverged", "watch has no", "save found")
     for words in once:
         assert len([line for line in lines if words in line]) == 1, (words, lines)
     assert any("init ignores" in line and "entity, settings" in line for line in lines)

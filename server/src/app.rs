@@ -1,5 +1,5 @@
-//! All subsystems of a server. `boot` makes them, the router hands them to handlers: a handler extracts the ones that it needs, such as
-//! `State<Arc<Agents>>`.
+//! All subsystems of a server. `boot` creates them, and the router passes them to handlers. A handler extracts the subsystems that it
+//! needs, such as `State<Arc<Agents>>`.
 
 use crate::{
     agents::Agents,
@@ -23,7 +23,7 @@ use std::sync::Arc;
 /// Cheap to clone.
 #[derive(Clone, FromRef)]
 pub(crate) struct App {
-    /// As given, the data directory made absolute.
+    /// The configuration as given, with an absolute data directory.
     pub(crate) config: Arc<ServeConfig>,
     /// The database.
     pub(crate) store: Arc<dyn Store>,

@@ -1,7 +1,8 @@
 //! The server: REST and websockets, dispatch of jobs to agents, ingest of what ranks report, and the store.
 //!
 //! Each folder uses only folders above it in this order: `util`, `config`, `lifecycle`, `store`, `events`, `webhooks`, `auth`, `agents`,
-//! `checkpoints`, `datasets`, `metrics`, `scheduler`, `sweeps`, `ingest`, `http`, `api`, `boot`. A folder is a subsystem that gets what it needs when it is made;
+//! `checkpoints`, `datasets`, `metrics`, `scheduler`, `sweeps`, `ingest`, `http`, `api`, `boot`. A folder is a subsystem, which gets its
+//! dependencies when it is created;
 //! `app.rs` has all of them, for `boot` and for the router.
 
 mod agents;
@@ -35,7 +36,7 @@ pub use config::{
 pub use http::tls;
 pub use util::private::keep_files_private;
 
-/// The time, to the millisecond: what is stored and what is streamed are then the same.
+/// The current time in whole milliseconds, so that stored and streamed times are equal.
 pub(crate) fn now() -> jiff::Timestamp {
     let now = jiff::Timestamp::now();
     jiff::Timestamp::from_millisecond(now.as_millisecond()).unwrap_or(now)

@@ -1,6 +1,6 @@
-//! The server that a command talks to, and the token that it sends.
+//! The server to which a command connects, and the access token that the command sends.
 
-use super::wrong;
+use super::usage_error;
 use std::{
     fs::{self, File},
     io::{self, ErrorKind, Read as _},
@@ -12,9 +12,9 @@ use std::{
 /// Default address of `lockstep serve`.
 pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 
-/// Hint for the error message after status 401.
+/// Hint for the error message after status 401 (no valid token).
 pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file, in LOCKSTEP_TOKEN and, on the server's own machine, in \
-    the server's data directory (lockstep-data here, or the one named with --data-dir)";
+    the server's data directory (lockstep-data here, or the folder in --data-dir)";
 
 /// Maximum size of a token file. A token has about 50 bytes.
 const TOKEN_FILE_BYTES: u64 = 4 << 10;
@@ -22,7 +22,7 @@ const TOKEN_FILE_BYTES: u64 = 4 << 10;
 /// Options that say where a command finds its access token.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct AccessArgs {
-    /// File that holds the access token [default: LOCKSTEP_TOKEN, or `token` in the data directory of a server on this machine]
+    /// File with the access token [default: LOCKSTEP_TOKEN, or `token` in the data directory of a server on this machine]
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_TOKEN_FILE")]
     pub(crate) token_file: Option<PathBuf>,
     /// Data directory of a server on this machine, which contains its token and its address
@@ -59,12 +59,14 @@ fn recorded_address(data_dir: &Path) -> Option<String> {
 }
 
 impl AccessArgs {
-    /// Returns the server's address: `given`, or the recorded address of the server of the data directory, or the default of `lockstep serve`.
+    /// Returns the server's address: `given`, or the recorded address of the server of the data directory, or the default of `lockstep
+    /// serve`.
     pub(crate) fn server(&self, given: Option<&str>) -> String {
         given.map(str::to_owned).or_else(|| recorded_address(&self.data_dir)).unwrap_or(DEFAULT_SERVER.into())
     }
 
-    /// Returns the token for this server: from the named file, from `LOCKSTEP_TOKEN`, or from the data directory of a server on this machine.
+    /// Returns the token for this server: from the named file, from `LOCKSTEP_TOKEN`, or from the data directory of a server on this
+    /// machine.
     ///
     /// # Errors
     /// The named file, or the server's own token file, cannot be read.
@@ -83,7 +85,7 @@ impl AccessArgs {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Ok(about) => {
                 let token = from_file(&path)?;
-                listens_for(server, about.uid(), &path).map(|()| Some(token))
+                check_listener(server, about.uid(), &path).map(|()| Some(token))
             }
             Err(_) => from_file(&path).map(Some),
         }
@@ -95,14 +97,14 @@ impl AccessArgs {
 ///
 /// # Errors
 /// Another account listens at `server`.
-fn listens_for(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
+fn check_listener(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
     const ROOT: u32 = 0;
     let Some((addresses, port)) = url(server).as_ref().and_then(addresses_of) else { return Ok(()) };
     let owners: Vec<u32> =
         addresses.into_iter().flat_map(|address| lockstep_host::listener_owners(address, port)).collect();
     match owners.iter().find(|uid| ![owner, ROOT].contains(uid)) {
         None => Ok(()),
-        Some(uid) => Err(wrong(format!(
+        Some(uid) => Err(usage_error(format!(
             "{server}: another account of this machine (user id {uid}) listens at this address, not the owner of {} (user id {owner}), \
              so the token is not sent. Start the server again, or name its address with --server. To use the server of that account, name \
              a token file with --token-file",
@@ -111,10 +113,10 @@ fn listens_for(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Returns a warning if other users can read a token file. Only a file of root may be readable for its group, because systemd and pods
-/// mount secrets in this way for a process of another user. The file is used in any case, because Kubernetes mounts secrets with mode 0644
-/// by default.
-pub(crate) fn is_open(path: &Path) -> Option<String> {
+/// Returns a warning if other users can read a token file. Only a file that root owns may be readable for its group, because systemd and
+/// pods mount secrets in this way for a process of another user. After a warning the file is still used, because Kubernetes mounts secrets
+/// with mode 0644 by default.
+pub(crate) fn open_file_warning(path: &Path) -> Option<String> {
     const ROOT: u32 = 0;
     let about = fs::metadata(path).ok()?;
     let open_to = about.mode() & if about.uid() == ROOT { 0o004 } else { 0o044 };
@@ -122,7 +124,7 @@ pub(crate) fn is_open(path: &Path) -> Option<String> {
     (about.is_file() && open_to != 0).then(|| {
         format!(
             "others on this machine can read the token in {shown} (mode {:04o}); close it with `chmod 600 {shown}`, or defaultMode: 0440 \
-             where it is a secret of Kubernetes",
+             if it is mounted from a Secret of Kubernetes",
             about.mode() & 0o7777
         )
     })
@@ -145,17 +147,17 @@ pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
             }
             _ => "",
         };
-        wrong(format!("the token file {}: {error}{hint}", path.display()))
+        usage_error(format!("the token file {}: {error}{hint}", path.display()))
     })?;
     if text.len() as u64 > TOKEN_FILE_BYTES {
         let most = TOKEN_FILE_BYTES >> 10;
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "the token file {} has more than {most} KiB; a token is one short line",
             path.display()
         )));
     }
     match text.trim() {
-        "" => Err(wrong(format!("the token file {} is empty", path.display()))),
+        "" => Err(usage_error(format!("the token file {} is empty", path.display()))),
         token => Ok(token.to_owned()),
     }
 }

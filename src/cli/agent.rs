@@ -1,10 +1,10 @@
 //! `lockstep agent`: joins a server from any machine.
 
 use super::{
-    access::{from_file, is_open},
+    access::{from_file, open_file_warning},
     init_tracing,
     size::size,
-    wrong,
+    usage_error,
 };
 use lockstep_engine::MOST_CPU_SLOTS;
 use lockstep_protocol::JobId;
@@ -21,7 +21,7 @@ pub(crate) struct Args {
     /// Address of the server
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER", default_value = super::access::DEFAULT_SERVER)]
     server: String,
-    /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
+    /// CA certificates to trust in addition to the system's (PEM), for a server whose URL begins with https
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
     ca_file: Option<PathBuf>,
     /// File that contains this agent's access token; see `lockstep token create --scope agent`
@@ -40,7 +40,7 @@ pub(crate) struct Args {
     /// File whose first line is the password of the PKCS#12 file; only this user may be able to read the file
     #[arg(long, value_name = "FILE", requires = "pkcs12_file")]
     pkcs12_password_file: Option<PathBuf>,
-    /// Join a server on another machine without TLS. Others on the network can then read the token and the job's data
+    /// Join a server on another machine without TLS. Then other machines on the network can read the token and the job's data
     #[arg(long)]
     insecure_http: bool,
     /// Name on the dashboard [default: the name in the certificate, or this machine's name]
@@ -74,7 +74,7 @@ pub(crate) struct Args {
     /// Path on this machine of a dataset that has another path on the server (may be repeated)
     #[arg(long, value_name = "NAME=PATH", value_parser = pair)]
     dataset: Vec<(String, PathBuf)>,
-    /// Folder of datasets on the server, and the folder on this machine with the same content (may be repeated)
+    /// Folder of datasets on the server, and the folder with the same content on this machine (may be repeated)
     #[arg(long, value_name = "SERVER=HERE", value_parser = pair)]
     path_map: Vec<(String, PathBuf)>,
     /// Folder for copies of datasets that this machine lacks and downloads from the server [default: `datasets` in the
@@ -89,14 +89,14 @@ pub(crate) struct Args {
     /// Ranks have 10 s less to finish their step and write a checkpoint
     #[arg(long, value_name = "SECS", default_value_t = KILLED_AFTER_SECS, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     killed_after: u32,
-    /// Free GPUs on which a process waits with the GPU already open, so that the next job starts sooner: `on` (all), `off` (none), or `auto`
-    /// (those with at least 40 GB of memory). The process takes about 0.5 GB of the GPU's memory
+    /// Free GPUs on which a process waits with the GPU already open, so that the next job starts sooner: `on` (all), `off` (none), or
+    /// `auto` (GPUs with at least 40 GB of memory). The process needs about 0.5 GB of the GPU's memory
     #[arg(long, value_name = "WHICH", default_value = "auto", value_parser = WARM)]
     warm: String,
     /// With --job: run until the job is over, even if it pauses, and exit with a status for a Job of Kubernetes
     #[arg(long, hide = true, requires = "job")]
     in_pod: bool,
-    /// Exit after the parent process has exited and no rank runs
+    /// Exit when the parent process has exited and no rank runs
     #[arg(long, hide = true)]
     follow_parent: bool,
 }
@@ -117,7 +117,7 @@ pub(crate) const IN_POD_JOB_FAILED: i32 = 3;
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     init_tracing("info");
-    if let Some(remark) = args.token_file.as_deref().and_then(is_open) {
+    if let Some(remark) = args.token_file.as_deref().and_then(open_file_warning) {
         tracing::warn!("{remark}");
     }
     let token = args.token_file.as_deref().map(from_file).transpose()?;
@@ -168,7 +168,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
     }
     result.map_err(|error| match error.is_wrong_request() {
-        true => wrong(error.to_string()),
+        true => usage_error(error.to_string()),
         false => error.into(),
     })
 }

@@ -7,7 +7,7 @@ mod stream;
 
 use super::{
     access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN},
-    output, wrong,
+    output, usage_error,
 };
 use anyhow::{Context, anyhow};
 pub(crate) use away::Away;
@@ -26,19 +26,19 @@ use std::{
     time::Duration,
 };
 
-/// Time limit for an unreachable server, after which a command gives up.
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+/// Time after which a command gives up while the server is unreachable.
+pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 /// Number of elements that one request for a list returns.
-const PAGE: usize = 200;
+const PAGE_SIZE: usize = 200;
 
-/// Options for the server that a command talks to, and for the output.
+/// Options for the server to which a command connects, and for the output.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct ServerArgs {
     /// Address of the server [default: the address in the data directory of a server that runs on this machine, or
     /// http://127.0.0.1:7070]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
     server: Option<String>,
-    /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
+    /// CA certificates to trust in addition to the system's (PEM), for a server whose URL begins with https
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
     pub(crate) ca_file: Option<PathBuf>,
     #[command(flatten)]
@@ -74,7 +74,7 @@ pub(crate) struct Api {
 }
 
 impl Api {
-    /// Returns a client for `server` with this token, which trusts `ca_file` in addition to the system's authorities. Sends no request.
+    /// Returns a client for `server` with this token, which trusts `ca_file` in addition to the system's CA certificates. Sends no request.
     ///
     /// # Errors
     /// The address, the CA file or the token is invalid.
@@ -82,19 +82,19 @@ impl Api {
         let with_scheme = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
         let base = with_scheme.trim_end_matches('/').to_owned();
         let url = reqwest::Url::parse(&base)
-            .map_err(|e| wrong(format!("{server}: {e}; write an address such as {DEFAULT_SERVER}")))?;
+            .map_err(|e| usage_error(format!("{server}: {e}; write an address such as {DEFAULT_SERVER}")))?;
         let tls = match url.scheme() {
             "https" => tls::client_config(ca_file),
             _ => tls::without_roots(),
         };
-        let tls = tls.map_err(wrong)?;
+        let tls = tls.map_err(usage_error)?;
         let token = token.map(|token| bearer(&token)).transpose()?;
         let client = Client::builder()
             .default_headers(token.map(|token| (AUTHORIZATION, token)).into_iter().collect())
             .connect_timeout(Duration::from_secs(5))
             .tls_backend_preconfigured((*tls).clone());
-        let proxy = proxy_of(&url);
-        // A proxy must not see a token in plain text.
+        let proxy = proxy_variable(&url);
+        // A proxy must not see an unencrypted token.
         let client = if proxy.is_none() { client.no_proxy() } else { client };
         Ok(Self { base, client: client.build()?, proxy })
     }
@@ -129,21 +129,21 @@ impl Api {
     ) -> anyhow::Result<Job> {
         match self.named(id, is_meant).await? {
             (job, None) => Ok(job),
-            (_, Some(_)) => Err(wrong(format!(
-                "several jobs are called {id}: give the id of one, which `lockstep list` shows"
+            (_, Some(_)) => Err(usage_error(format!(
+                "several jobs are called {id}: give a job's id; `lockstep list` shows the ids"
             ))),
         }
     }
 
     /// Returns the job that `id` names, with a note if several jobs have the name. Jobs whose state `is_meant` rejects count only if it
-    /// rejects all of them.
+    /// rejects all jobs.
     async fn named(
         &self,
         id: &str,
         is_meant: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<(Job, Option<String>)> {
         if id.is_empty() {
-            return Err(wrong(
+            return Err(usage_error(
                 "no job is named: the name is empty; give an id, the start of an id, or a name",
             ));
         }
@@ -157,12 +157,12 @@ impl Api {
         if all.iter().any(|job| called(job) && !is_other(job)) {
             all.retain(|job| !(called(job) && is_other(job)));
         }
-        let (job, note) = named::choose(named::JOB, &all, id).map_err(wrong)?;
+        let (job, note) = named::choose(named::JOB, &all, id).map_err(usage_error)?;
         Ok((self.get(&format!("/jobs/{}", named::text(job, "id"))).await?, note))
     }
 
     /// Returns the sweep with this id, name or start of an id. `changes`: for a command that changes the sweep, a name means the only sweep
-    /// that is called so and is not over.
+    /// with this name that has not ended.
     ///
     /// # Errors
     /// See [`Api::find_only_job`].
@@ -177,11 +177,11 @@ impl Api {
         if changes && all.iter().any(|sweep| called(sweep) && !is_over(sweep)) {
             all.retain(|sweep| !(called(sweep) && is_over(sweep)));
         }
-        let (sweep, note) = named::choose(named::SWEEP, &all, id).map_err(wrong)?;
+        let (sweep, note) = named::choose(named::SWEEP, &all, id).map_err(usage_error)?;
         match note {
             Some(_) if changes => {
-                return Err(wrong(format!(
-                    "several sweeps are called {id}: give the id of one, which `lockstep sweep list` shows"
+                return Err(usage_error(format!(
+                    "several sweeps are called {id}: give a sweep's id; `lockstep sweep list` shows the ids"
                 )));
             }
             Some(note) => output::warn(note),
@@ -216,7 +216,7 @@ impl Api {
         let mut all = Vec::new();
         let mut cursor: Option<String> = None;
         loop {
-            let wanted = most.map_or(PAGE, |most| most.saturating_sub(all.len()).clamp(1, PAGE));
+            let wanted = most.map_or(PAGE_SIZE, |most| most.saturating_sub(all.len()).clamp(1, PAGE_SIZE));
             let mut pairs = vec![("limit", wanted.to_string())];
             pairs.extend(query.iter().cloned());
             pairs.extend(cursor.map(|cursor| ("cursor", cursor)));
@@ -230,7 +230,7 @@ impl Api {
         }
     }
 
-    /// Whether the server responds.
+    /// Whether the server responds within 5 s.
     pub(crate) async fn answers(&self) -> bool {
         let asked = self.client.get(format!("{}/healthz", self.base)).timeout(Duration::from_secs(5));
         asked.send().await.is_ok()
@@ -326,7 +326,7 @@ impl Api {
                 format!(" ({name} is set: requests go through that proxy, unless NO_PROXY names the server)")
             });
             anyhow!(
-                "no server answers at {}{}; start one with `lockstep serve`, or name another with LOCKSTEP_SERVER",
+                "no server answers at {}{}; start one with `lockstep serve`, or set LOCKSTEP_SERVER to another server's address",
                 self.base,
                 way.unwrap_or_default()
             )
@@ -337,7 +337,7 @@ impl Api {
 }
 
 /// Returns the variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.
-fn proxy_of(server: &reqwest::Url) -> Option<&'static str> {
+fn proxy_variable(server: &reqwest::Url) -> Option<&'static str> {
     let host = server.host_str()?.trim_matches(['[', ']']);
     let is_here = host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
@@ -406,14 +406,15 @@ async fn problem(answer: Response) -> anyhow::Error {
     }
     match status {
         s if s.is_server_error() || s == StatusCode::REQUEST_TIMEOUT => anyhow!(message),
-        _ => wrong(message),
+        _ => usage_error(message),
     }
 }
 
 /// Builds the authorization header.
 fn bearer(token: &str) -> anyhow::Result<HeaderValue> {
     let value = HeaderValue::from_str(&format!("Bearer {token}"));
-    let mut value = value.map_err(|_| wrong("the token has characters that are not allowed in a token"))?;
+    let mut value =
+        value.map_err(|_| usage_error("the token has characters that are not allowed in a token"))?;
     value.set_sensitive(true);
     Ok(value)
 }

@@ -1,8 +1,8 @@
-//! `lockstep bench`: training throughput of named cases, or preparation speed of pictures.
+//! `lockstep bench`: measures the training throughput of named cases, or the preparation speed of pictures.
 
 mod pictures;
 
-use super::{output, wrong};
+use super::{output, usage_error};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use lockstep_engine::{
     Devices, Selection,
@@ -16,9 +16,9 @@ use serde_json::Value;
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
 /// Time limit of a case from the start of its processes: cuDNN may tune plans first, and millions of classes may have to be initialised.
-const LIMIT: Duration = Duration::from_secs(600);
+const CASE_TIMEOUT: Duration = Duration::from_secs(600);
 /// Time limit for ranks to connect, and for responses during a step.
-const PATIENCE: Duration = Duration::from_secs(120);
+const RANK_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Measure training throughput on synthetic pictures
 #[derive(clap::Args)]
@@ -37,7 +37,7 @@ pub(crate) struct Args {
     /// Number of ranks: processes on one GPU each, or CPU processes that are connected over loopback
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     ranks: u32,
-    /// Batch norm's statistics: over all ranks (true), or of each rank (GPUs only)
+    /// Compute batch norm's statistics over all ranks (true), or on each rank (false; GPUs only)
     #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
     sync_batch_norm: bool,
     /// Number of classes of the network
@@ -52,7 +52,7 @@ pub(crate) struct Args {
     /// Shard the optimizer state over the ranks (ZeRO-1)
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     optimizer_sharding: bool,
-    /// Fraction of its classes that a rank samples in each step, above 0 and at most 1, like loss.sample_share
+    /// Fraction of a rank's classes that the rank samples in each step, above 0 and at most 1, like loss.sample_share
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = share)]
     sample_share: f64,
     /// Number of ranks that share the rows of pictures; the product with --parallel-model must be a divisor of --ranks
@@ -64,7 +64,7 @@ pub(crate) struct Args {
     /// Number of micro-batches of a step, each of the case's batch size
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     accumulate: u32,
-    /// Deterministic results on GPUs: the same bits in every run
+    /// Compute deterministically on GPUs: the same bits in every run
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     deterministic: bool,
     /// Threads per rank [default: the number of cores divided by the ranks]
@@ -126,8 +126,8 @@ impl Number {
 /// # Errors
 /// A case cannot be divided over the ranks or does not fit its network, or the device does not exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    if let Some(member) = Member::of_this_process().map_err(wrong)? {
-        return be_a_rank(&args, &member);
+    if let Some(member) = Member::of_this_process().map_err(usage_error)? {
+        return run_rank(&args, &member);
     }
     if let Some(path) = &args.pictures {
         let measured = pictures::run(path, args.image_size, threads(&args) as usize)?;
@@ -144,25 +144,25 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let devices = devices(&args)?;
     let Args { ranks, parallel_model, parallel_height, parallel_pipeline, optimizer_sharding, .. } = args;
     if !ranks.is_multiple_of(parallel_model * parallel_height) {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "--parallel-model {parallel_model}, --parallel-height {parallel_height}: {ranks} ranks cannot be divided into groups of \
              {parallel_model} x {parallel_height}"
         )));
     }
     let on_gpus = !devices.is_empty();
     if on_gpus && parallel_model > 1 && optimizer_sharding {
-        return Err(wrong(
-            "--optimizer-sharding: on GPUs not with --parallel-model. Leave one of the two out",
+        return Err(usage_error(
+            "--optimizer-sharding: not possible on GPUs with --parallel-model. Leave one of the two out",
         ));
     }
     if !ranks.is_multiple_of(parallel_pipeline * parallel_model * parallel_height) {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "--parallel-pipeline {parallel_pipeline}: {ranks} ranks cannot be divided into that many stages"
         )));
     }
     if on_gpus && parallel_pipeline > 1 && (parallel_model * parallel_height > 1 || optimizer_sharding) {
-        return Err(wrong(
-            "--parallel-pipeline: on GPUs not with --parallel-model, --parallel-height or --optimizer-sharding. Leave these out",
+        return Err(usage_error(
+            "--parallel-pipeline: not possible on GPUs with --parallel-model, --parallel-height or --optimizer-sharding. Leave these out",
         ));
     }
     let cases = if args.cases.is_empty() { defaults(!devices.is_empty())? } else { args.cases.clone() };
@@ -194,15 +194,15 @@ fn defaults(on_devices: bool) -> anyhow::Result<Vec<Case>> {
     } else {
         &["resnet20:32:64", "resnet18c:32:64", "resnet50:32:32"]
     };
-    names.iter().map(|name| name.parse().map_err(|e: String| wrong(e))).collect()
+    names.iter().map(|name| name.parse().map_err(|e: String| usage_error(e))).collect()
 }
 
-/// Returns the devices to use, one per rank. Empty if ranks share the CPU's cores.
+/// Returns the devices to use, one per rank; none if ranks share the CPU's cores.
 fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
     let selection = Selection { device: args.device, ..Selection::default() };
-    let Devices { slots, hindrance } = registry::offer(selection).map_err(wrong)?;
+    let Devices { slots, hindrance } = registry::offer(selection).map_err(usage_error)?;
     if slots.is_empty() {
-        return Err(wrong(hindrance.unwrap_or_else(|| "there is no device to measure on".into())));
+        return Err(usage_error(hindrance.unwrap_or_else(|| "this machine has no device to measure".into())));
     }
     let mut devices: Vec<String> = slots.into_iter().filter_map(|slot| slot.uuid).collect();
     let first = devices.first().map(|_| RankGpu { ordinal: 0, visible: devices.clone() });
@@ -213,13 +213,13 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
             (_, Some(why)) => why,
             (_, None) => "there is no GPU on this machine, and CPU ranks compute in fp32".into(),
         };
-        return Err(wrong(format!("--precision: {why}")));
+        return Err(usage_error(format!("--precision: {why}")));
     }
     if let Some(why) = hindrance {
         output::warn(format_args!("measuring the CPU: {why}"));
     }
     if !devices.is_empty() && devices.len() < args.ranks as usize {
-        return Err(wrong(format!("--ranks {}: there are {} GPUs", args.ranks, devices.len())));
+        return Err(usage_error(format!("--ranks {}: there are {} GPUs", args.ranks, devices.len())));
     }
     devices.truncate(args.ranks as usize);
     Ok(devices)
@@ -227,7 +227,7 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
 
 fn on_cpu(case: &Case, args: &Args) -> anyhow::Result<Value> {
     let measured = bench::run(case, threads(args) as usize, args.ranks, &division(args))
-        .map_err(|e| wrong(format!("{}: {e}", case.name)))?;
+        .map_err(|e| usage_error(format!("{}: {e}", case.name)))?;
     Ok(serde_json::to_value(measured)?)
 }
 
@@ -272,18 +272,18 @@ fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Va
     let strategy = |of: &ShardSpec| format!("--parallel-shard={}={}", of.pattern, of.split.name()).into();
     arguments.extend(args.shards.iter().map(strategy));
     let members = local_group::members_on(args.ranks, devices)?;
-    let printed =
-        local_group::run(&arguments, &members, LIMIT).map_err(|e| anyhow::anyhow!("{}: {e}", case.name))?;
+    let printed = local_group::run(&arguments, &members, CASE_TIMEOUT)
+        .map_err(|e| anyhow::anyhow!("{}: {e}", case.name))?;
     Ok(serde_json::from_slice(&printed)?)
 }
 
-fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
+fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let (Some(gpu), [case]) = (&member.gpu, &args.cases[..]) else {
-        return Err(wrong("a member of a group measures one case on its device"));
+        return Err(usage_error("a rank of a group measures exactly one case on one device"));
     };
     let device = registry::device_of(Some(gpu), args.device);
     device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;
-    let JoinedGroup { comm, store } = member.meet(PATIENCE)?;
+    let JoinedGroup { comm, store } = member.meet(RANK_TIMEOUT)?;
     let how = OnDevice {
         device,
         precision: args.precision.precision(),

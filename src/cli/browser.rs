@@ -1,4 +1,4 @@
-//! Opens the dashboard in a browser when `serve` and `demo` start on a terminal. Other accounts of the machine can see the arguments of a
+//! Opens the dashboard in a browser when `serve` or `demo` starts on a terminal. Other accounts of the machine can see the arguments of a
 //! process. So the browser's argument is not the sign-in link, but a file in the data directory that redirects to the link and that only
 //! this account can read.
 
@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 /// Name of the file in the data directory.
 const FILE: &str = "sign-in.html";
 /// Interval between two checks of whether the link has been used.
-const LOOK: Duration = Duration::from_millis(500);
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The program that opens a browser.
 const OPENER: &str = if cfg!(target_os = "macos") { "open" } else { "xdg-open" };
@@ -51,8 +51,8 @@ impl Opened {
         start(&self.path.canonicalize()?)?;
         let (path, running) = (self.path.clone(), server.clone());
         self.watch = Some(tokio::spawn(async move {
-            while running.is_good(&link) {
-                tokio::time::sleep(LOOK).await;
+            while running.is_valid_link(&link) {
+                tokio::time::sleep(CHECK_INTERVAL).await;
             }
             let _ = fs::remove_file(path);
         }));
@@ -91,7 +91,7 @@ fn start(page: &Path) -> io::Result<()> {
     command.arg(page).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
     let mut browser =
         command.spawn().map_err(|error| io::Error::new(error.kind(), format!("{OPENER}: {error}")))?;
-    // The process may run as long as the browser. Nothing joins this thread.
+    // The process may run as long as the browser, so no thread joins this thread.
     std::thread::Builder::new().name("browser".into()).spawn(move || match browser.wait() {
         Ok(status) if !status.success() => tracing::info!(%status, "{OPENER} opened no browser"),
         _ => {}

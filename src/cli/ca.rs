@@ -1,6 +1,6 @@
 //! `lockstep ca`: the certificate authority of a server that makes its own certificates.
 
-use super::{output, wrong};
+use super::{output, usage_error};
 use lockstep_server::tls::ca::{Authority, DAYS, Kind, MOST_DAYS, Record};
 use lockstep_worker::tls::{pack, password_of};
 use std::{
@@ -19,13 +19,13 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum Action {
-    /// Create the authority; `serve --tls-own-ca` creates it at its first start
+    /// Create the authority; `serve --tls-own-ca` does this at its first start
     Init(AuthorityArgs),
     /// Print the authority's certificate, which browsers and clients have to trust
     Show(AuthorityArgs),
     /// Issue a certificate for another server or a proxy, or with --agent for an agent: NAME.crt and NAME.key
     Issue {
-        /// DNS names and addresses for which the certificate is valid, or the agent's name. The files are named after the first
+        /// DNS names and addresses for which the certificate is valid, or the agent's name. The first name is also the name of the files
         #[arg(required = true, value_name = "NAME")]
         names: Vec<String>,
         /// Issue a certificate that identifies an agent (`lockstep agent --cert-file --key-file`)
@@ -54,7 +54,8 @@ enum Action {
         #[command(flatten)]
         which: AuthorityArgs,
     },
-    /// Revoke all certificates of a name, or the certificate with a serial number; a running server refuses them within seconds
+    /// Revoke all certificates of a name, or the certificate with a serial number; a running server refuses revoked certificates within
+    /// seconds
     Revoke {
         /// Name or serial number, as `lockstep ca list` prints it
         #[arg(value_name = "NAME|SERIAL")]
@@ -79,26 +80,26 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     match args.action {
         Action::Init(which) => {
-            let authority = Authority::init(&which.data_dir).map_err(wrong)?;
-            about(&authority);
+            let authority = Authority::init(&which.data_dir).map_err(usage_error)?;
+            print_about(&authority);
             output::line(format_args!("{}", authority.pem().trim_end()))
         }
         Action::Show(which) => {
-            let authority = Authority::open(&which.data_dir).map_err(wrong)?;
-            about(&authority);
+            let authority = Authority::open(&which.data_dir).map_err(usage_error)?;
+            print_about(&authority);
             output::line(format_args!("{}", authority.pem().trim_end()))
         }
         Action::Issue { names, agent, pkcs12, pkcs12_password_file, days, output, which } => {
-            let authority = Authority::open(&which.data_dir).map_err(wrong)?;
+            let authority = Authority::open(&which.data_dir).map_err(usage_error)?;
             // A `*` in a file name would have to be quoted in a shell.
             let stem = names.first().map(|name| name.replace('*', "_").replace(':', "-")).unwrap_or_default();
             let endings: &[&str] = if pkcs12 { &["p12"] } else { &["crt", "key"] };
             let paths: Vec<_> =
                 endings.iter().map(|ending| output.join(format!("{stem}.{ending}"))).collect();
-            // Checked before the certificate is issued: a certificate that cannot be written would be valid even so.
+            // Checked before the certificate is issued: a certificate that cannot be written would still be valid.
             if let Some(path) = paths.iter().find(|path| path.exists()) {
-                return Err(wrong(format!(
-                    "{} is there already; move it away, or choose another --output",
+                return Err(usage_error(format!(
+                    "{} exists already; move it away, or choose another --output",
                     path.display()
                 )));
             }
@@ -108,26 +109,27 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 _ if agent => Err("an agent's certificate is for one name; issue one for each agent".into()),
                 _ => authority.issue(&names, days),
             };
-            let issued = issued.map_err(wrong)?;
+            let issued = issued.map_err(usage_error)?;
             let files = match password {
                 Some(password) => {
-                    vec![(0o600, pack(&stem, &issued.chain, &issued.key, &password).map_err(wrong)?)]
+                    vec![(0o600, pack(&stem, &issued.chain, &issued.key, &password).map_err(usage_error)?)]
                 }
                 None => vec![(0o644, issued.chain.into_bytes()), (0o600, issued.key.into_bytes())],
             };
             for ((mode, content), path) in files.iter().zip(&paths) {
-                write(path, *mode, content).map_err(|error| wrong(format!("{}: {error}", path.display())))?;
+                write(path, *mode, content)
+                    .map_err(|error| usage_error(format!("{}: {error}", path.display())))?;
                 output::line(path.display())?;
             }
             Ok(())
         }
         Action::List { json, which } => {
-            let authority = Authority::open(&which.data_dir).map_err(wrong)?;
-            list(&authority.issued().map_err(wrong)?, json)
+            let authority = Authority::open(&which.data_dir).map_err(usage_error)?;
+            list(&authority.issued().map_err(usage_error)?, json)
         }
         Action::Revoke { certificate, which } => {
-            let authority = Authority::open(&which.data_dir).map_err(wrong)?;
-            for Record { name, serial, .. } in authority.revoke(&certificate).map_err(wrong)? {
+            let authority = Authority::open(&which.data_dir).map_err(usage_error)?;
+            for Record { name, serial, .. } in authority.revoke(&certificate).map_err(usage_error)? {
                 let name = if name.is_empty() { "(not in the list)" } else { &name };
                 output::line(format_args!("revoked {name}, serial {serial}"))?;
             }
@@ -139,18 +141,18 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 /// Reads the password for a PKCS#12 file.
 fn password(file: Option<&Path>) -> anyhow::Result<String> {
     if let Some(path) = file {
-        return password_of(path).map_err(wrong);
+        return password_of(path).map_err(usage_error);
     }
     if !std::io::stdin().is_terminal() {
-        return Err(wrong(
+        return Err(usage_error(
             "there is no terminal to ask for the password; name a file with --pkcs12-password-file"
                 .to_owned(),
         ));
     }
     let ask = |what: &str| rpassword::prompt_password(format!("{what}: "));
-    let (first, second) = (ask("Password for the PKCS#12 file")?, ask("The same again")?);
+    let (first, second) = (ask("Password for the PKCS#12 file")?, ask("Repeat the password")?);
     match first.is_empty() || first != second {
-        true => Err(wrong("the passwords are empty or differ; nothing was issued".to_owned())),
+        true => Err(usage_error("the passwords are empty or differ; nothing was issued".to_owned())),
         false => Ok(first),
     }
 }
@@ -187,8 +189,8 @@ fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints an explanation for people to standard error. Standard output has only the certificate.
-fn about(authority: &Authority) {
+/// Prints an explanation to standard error, because standard output contains only the certificate.
+fn print_about(authority: &Authority) {
     let until = authority.facts().not_after.to_string();
     output::warn(format_args!(
         "SHA-256 {}\nvalid until {}\nsave the certificate below on each client, and name the file with --ca-file or LOCKSTEP_CA_FILE; \
@@ -201,6 +203,6 @@ fn about(authority: &Authority) {
 fn write(path: &Path, mode: u32, content: &[u8]) -> std::io::Result<()> {
     let mut file = File::options().write(true).create_new(true).mode(mode).open(path)?;
     file.write_all(content)?;
-    // Sets the mode even if the umask is stricter.
+    // Sets the mode also if the umask is stricter.
     fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))
 }

@@ -2,7 +2,7 @@
 
 use super::{
     api::{Api, list},
-    wrong,
+    usage_error,
 };
 use lockstep_protocol::{
     Job,
@@ -42,7 +42,7 @@ pub(crate) struct CheckpointArgs {
     /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = BEST)]
     checkpoint: String,
-    /// Which of the checkpoint's weights to use
+    /// The weights of the checkpoint to use
     #[arg(long, value_enum, default_value_t = Weights::Model)]
     pub(crate) weights: Weights,
 }
@@ -68,9 +68,9 @@ pub(crate) async fn find(api: &Api, named: &str, wanted: &str) -> anyhow::Result
         let chosen = choose(api, &job, wanted).await?;
         return Ok((job, chosen));
     }
-    let VersionName { model, which } = named.parse::<VersionName>().map_err(wrong)?;
+    let VersionName { model, which } = named.parse::<VersionName>().map_err(usage_error)?;
     if wanted != BEST {
-        return Err(wrong(format!("{named} is one checkpoint: leave --checkpoint out")));
+        return Err(usage_error(format!("{named} names a checkpoint already: leave --checkpoint out")));
     }
     let version: ModelVersion = match which {
         Which::Number(number) => api.get(&format!("/models/{model}/versions/{number}")).await?,
@@ -121,38 +121,39 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
         id if all.iter().any(|c| c.id == id) => all.iter().find(|c| c.id == id),
         name => {
             let (epoch, step) = parse(name).ok_or_else(|| {
-                wrong(format!(
-                    "--checkpoint {name}: it is best, latest, the number of a step, or epoch and step such as 2-54"
+                usage_error(format!(
+                    "--checkpoint {name}: give best, latest, the number of a step, or epoch and step such as 2-54"
                 ))
             })?;
             all.iter().find(|c| c.info.step == step && epoch.is_none_or(|epoch| c.info.epoch == epoch))
         }
     };
     found.cloned().ok_or_else(|| match all.len() {
-        0 => wrong(format!("{} has no checkpoint yet", job.id)),
+        0 => usage_error(format!("{} has no checkpoint yet", job.id)),
         _ => {
             let names: Vec<_> = all.iter().map(Listed::name).collect();
-            wrong(format!("{} has no checkpoint {wanted}; it has {}", job.id, names.join(", ")))
+            usage_error(format!("{} has no checkpoint {wanted}; it has {}", job.id, names.join(", ")))
         }
     })
 }
 
 /// The error for a run from elsewhere, which has files in place of checkpoints.
 async fn only_files(api: &Api, job: &Job) -> anyhow::Result<anyhow::Error> {
-    const NAMED: usize = 20;
+    const MAX_FILES_NAMED: usize = 20;
     let id = &job.id;
     let found: Value = api.get(&format!("/runs/{id}/files")).await?;
     let none = Vec::new();
     let files = found.get("files").and_then(Value::as_array).unwrap_or(&none);
-    let names: Vec<_> = files.iter().filter_map(|file| file.get("path")?.as_str()).take(NAMED).collect();
+    let names: Vec<_> =
+        files.iter().filter_map(|file| file.get("path")?.as_str()).take(MAX_FILES_NAMED).collect();
     let it_has = match files.len() {
-        0 => "it has no files".to_owned(),
+        0 => "the run has no files".to_owned(),
         count => {
-            let more = count.saturating_sub(NAMED);
+            let more = count.saturating_sub(MAX_FILES_NAMED);
             let more = if more > 0 { format!(" and {more} more") } else { String::new() };
             let names = names.join(", ");
             format!("download its files from its page or with job.download_file in Python: {names}{more}")
         }
     };
-    Ok(wrong(format!("{id} is a run from elsewhere and has no checkpoints; {it_has}")))
+    Ok(usage_error(format!("{id} is a run from elsewhere and has no checkpoints; {it_has}")))
 }

@@ -1,26 +1,31 @@
-//! Asks for confirmation before something is lost. Without a terminal, the command needs `--yes`.
+//! Asks for confirmation before data is deleted. Without a terminal, the command needs `--yes`.
 
-use super::{output, wrong};
+use super::{output, usage_error};
 use std::{
     fmt::Display,
     io::{self, BufRead, IsTerminal as _},
 };
 
-/// Continues if `yes` is given or a person answers `question` with yes.
+/// Returns `Ok` if `yes` is given or a person answers `question` with yes.
 ///
 /// # Errors
-/// Exit status 2: the answer is not yes (the message says that `kept` stays unchanged), or there is no terminal (the message names `--yes`).
+/// Exit status 2: the answer is not yes (the message says that `kept` stays unchanged), or there is no terminal (the message names
+/// `--yes`).
 pub(crate) fn confirmed(yes: bool, question: impl Display, kept: impl Display) -> anyhow::Result<()> {
     if yes {
         return Ok(());
     }
     if !(io::stdin().is_terminal() && io::stderr().is_terminal()) {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "{kept} stays as it is: there is no terminal to ask for confirmation; add --yes to confirm"
         )));
     }
     output::warn(format_args!("{question} [y/N]"));
-    if says_yes(&mut io::stdin().lock())? { Ok(()) } else { Err(wrong(format!("{kept} stays as it is"))) }
+    if says_yes(&mut io::stdin().lock())? {
+        Ok(())
+    } else {
+        Err(usage_error(format!("{kept} stays as it is")))
+    }
 }
 
 /// Reads whether a person answers yes. An empty or missing answer counts as no.

@@ -1,6 +1,6 @@
 //! `lockstep migrate`, `backup` and `restore`: operations on a database that need no running server.
 
-use super::{block_on, file, output, wrong};
+use super::{block_on, file, output, usage_error};
 use lockstep_protocol::numbers::plural;
 use lockstep_server::{
     ServeConfig,
@@ -33,7 +33,7 @@ impl DatabaseArgs {
     fn location(&self) -> anyhow::Result<Location> {
         let mut config = ServeConfig::new(&self.data_dir);
         config.database.clone_from(&self.database);
-        Location::of(&config).map_err(|e| wrong(e.to_string()))
+        Location::of(&config).map_err(|e| usage_error(e.to_string()))
     }
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct MigrateArgs {
 
 /// Back up a database into one file; the server may be running
 ///
-/// Checkpoints are not included. They are folders below the data directory's `jobs` that never change once written: copy them with any
+/// Checkpoints are not included. They are folders in the data directory's `jobs` that never change once written: copy them with any
 /// tool, at any time.
 #[derive(clap::Args)]
 pub(crate) struct BackupArgs {
@@ -78,7 +78,7 @@ pub(crate) fn migrate(args: MigrateArgs) -> anyhow::Result<()> {
     let location = args.which.location()?;
     std::fs::create_dir_all(&args.which.data_dir)?;
     block_on(async {
-        location.open().await.map_err(|e| wrong(e.to_string()))?.close().await;
+        location.open().await.map_err(|e| usage_error(e.to_string()))?.close().await;
         if args.which.json {
             return output::json(&serde_json::json!({ "database": location.to_string() }));
         }
@@ -95,17 +95,17 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
     let location = args.which.location()?;
     file::check_output(&args.output)?;
     if let Location::Sqlite(database) = &location
-        && is_of(database, &args.output)
+        && is_file_of(database, &args.output)
     {
         let (path, database) = (args.output.display(), database.display());
-        return Err(wrong(format!(
-            "{path} is the database {database} itself, or a file of it; name another file"
+        return Err(usage_error(format!(
+            "{path} is the database {database}, or one of its files; name another file"
         )));
     }
     // An existing backup may be the only copy of rows that have been deleted since.
     if !args.force && args.output.symlink_metadata().is_ok() {
-        return Err(wrong(format!(
-            "{} is there already: name another file, or replace it with --force",
+        return Err(usage_error(format!(
+            "{} exists already: name another file, or replace it with --force",
             args.output.display()
         )));
     }
@@ -117,7 +117,7 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// Exit status 2 if the file is not a backup or the database is not empty, 1 if a write fails. An error changes nothing.
-pub(crate) fn bring_back(args: RestoreArgs) -> anyhow::Result<()> {
+pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
     std::fs::create_dir_all(&args.which.data_dir)?;
@@ -125,8 +125,8 @@ pub(crate) fn bring_back(args: RestoreArgs) -> anyhow::Result<()> {
     report("restored", &location, &args.file, &done, args.which.json)
 }
 
-/// Whether a path is the file of an SQLite database, or one of the files that SQLite keeps next to the database, under any name.
-fn is_of(database: &Path, path: &Path) -> bool {
+/// Whether a path, under any name, is a file of an SQLite database: the database itself, or a file that SQLite keeps next to it.
+fn is_file_of(database: &Path, path: &Path) -> bool {
     ["", "-wal", "-shm", "-journal", ".lock"].iter().any(|suffix| {
         let mut part = database.as_os_str().to_owned();
         part.push(suffix);
@@ -147,7 +147,7 @@ fn is_of(database: &Path, path: &Path) -> bool {
 fn with_exit_status(error: BackupError) -> anyhow::Error {
     match error {
         BackupError::Database(_) | BackupError::Io(_) => error.into(),
-        other => wrong(other.to_string()),
+        other => usage_error(other.to_string()),
     }
 }
 

@@ -9,7 +9,7 @@ use super::{
     api::{Api, ServerArgs, list},
     block_on,
     confirm::confirmed,
-    output, wrong,
+    output, usage_error,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use lockstep_data::PrepareSettings;
@@ -25,7 +25,7 @@ use std::{
 };
 
 /// Interval between two updates of the progress of an inspection on this machine.
-const SHOW_EVERY: Duration = Duration::from_millis(200);
+const UPDATE_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Download, prepare, register, list, inspect and remove datasets
 #[derive(clap::Args)]
@@ -43,7 +43,7 @@ enum Action {
         /// A folder: CIFAR binary files, IDX files, train/<class>/* or <class>/* with pictures, WebDataset shards (*.tar)
         /// or Parquet files; or a pattern of such files ('/data/train-{000..127}.tar')
         path: PathBuf,
-        /// First write a copy that is faster to train from, like `dataset prepare`, and register the copy. Larger pictures are resized to a
+        /// First write a copy that trains faster, like `dataset prepare`, and register the copy. Larger pictures are resized to a
         /// short side of this many pixels
         #[arg(long, value_name = "SIDE", value_parser = prepare::side())]
         prepare: Option<u32>,
@@ -60,7 +60,7 @@ enum Action {
     },
     /// Download, check and register a public dataset
     Get(get::Args),
-    /// Write a copy that is faster to train from: shards of small pictures (no server needed; register the copy with `dataset add`)
+    /// Write a copy that trains faster: shards of small pictures (no server needed; register the copy with `dataset add`)
     Prepare(prepare::Args),
     /// List the registered datasets
     List {
@@ -75,7 +75,7 @@ enum Action {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Remove a dataset's registration; the files stay, unless they were uploaded
+    /// Remove a dataset's registration; only uploaded files are deleted
     Remove {
         /// Name of the dataset
         name: String,
@@ -94,8 +94,8 @@ enum Action {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
         Action::Add { name, path, prepare, to, pictures, server, private } => {
-            let mut path =
-                lockstep_data::canonical(&path).map_err(|e| wrong(format!("{}: {e}", path.display())))?;
+            let mut path = lockstep_data::canonical(&path)
+                .map_err(|e| usage_error(format!("{}: {e}", path.display())))?;
             let api = server.api()?;
             if let Some(short_side) = prepare {
                 path = prepared(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
@@ -105,7 +105,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             if server.json {
                 return output::json(&dataset);
             }
-            output::line(format_args!("{}: {}", dataset.name, sentence(&dataset.info)))?;
+            output::line(format_args!("{}: {}", dataset.name, describe(&dataset.info)))?;
             broken_files(&dataset.info)
         }
         Action::Get(args) => get::run(&args),
@@ -140,16 +140,16 @@ fn prepared(
     to: Option<PathBuf>,
     quiet: bool,
 ) -> anyhow::Result<PathBuf> {
-    // Writing a copy takes hours, so this error is reported first.
+    // Writing a copy takes hours, so a name in use is reported before.
     if let Some(taken) = block_on(find(api, name))? {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "a dataset is already called {name} ({}); choose another name, or remove that dataset first",
             taken.path
         )));
     }
     let to = to.or_else(|| prepare::default_target(path, settings.short_side)).ok_or_else(|| {
-        wrong(format!(
-            "{}: is not a folder, so the copy has no default place; name a folder with --to DIR",
+        usage_error(format!(
+            "{}: is not a folder, so the copy has no default path; name a folder with --to DIR",
             path.display()
         ))
     })?;
@@ -167,7 +167,7 @@ async fn find(api: &Api, name: &str) -> anyhow::Result<Option<Dataset>> {
 }
 
 fn unknown(name: &str) -> anyhow::Error {
-    wrong(format!("no dataset is called {name}; `lockstep dataset list` shows all datasets"))
+    usage_error(format!("no dataset is called {name}; `lockstep dataset list` shows all datasets"))
 }
 
 fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
@@ -176,7 +176,7 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
         // Registered names have no characters with a special meaning in URLs.
         let dataset = find(&api, name).await?.ok_or_else(|| unknown(name))?;
         let kept = match dataset.is_uploaded() {
-            true => "its uploaded files are removed, too".to_owned(),
+            true => "its uploaded files are also deleted".to_owned(),
             false => format!("its files stay at {}", dataset.path),
         };
         let question = format!(
@@ -204,7 +204,7 @@ pub(super) async fn register_as(
 ) -> anyhow::Result<Dataset> {
     match find(api, name).await? {
         Some(there) if Path::new(&there.path) == path => Ok(there),
-        Some(other) => Err(wrong(format!(
+        Some(other) => Err(usage_error(format!(
             "a dataset is already called {name} ({}); register this one under another name: lockstep dataset add OTHER {}",
             other.path,
             path.display()
@@ -257,13 +257,13 @@ pub(super) fn inspect_files(path: &Path) -> anyhow::Result<DatasetInfo> {
         let (bar, path) = (&bar, &path);
         scope.spawn(move || {
             // The loop ends when the sender is dropped.
-            while is_done.recv_timeout(SHOW_EVERY) == Err(RecvTimeoutError::Timeout) {
+            while is_done.recv_timeout(UPDATE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
                 let progress = lockstep_data::index_progress(path);
                 show(bar, progress.map(|progress| (progress.done, progress.total)));
             }
             bar.finish_and_clear();
         });
-        let found = lockstep_data::inspect(path).map_err(|e| wrong(e.to_string()));
+        let found = lockstep_data::inspect(path).map_err(|e| usage_error(e.to_string()));
         drop(done);
         found
     })
@@ -284,7 +284,7 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
     if server.json {
         return output::json(&info);
     }
-    output::line(sentence(&info))?;
+    output::line(describe(&info))?;
     let numbers = |values: &[f32]| values.iter().map(|v| format!("{v:.4}")).collect::<Vec<_>>().join(", ");
     output::line(format_args!("mean [{}], std [{}]", numbers(&info.mean), numbers(&info.std)))?;
     for (index, class) in info.classes.iter().enumerate() {
@@ -324,7 +324,7 @@ fn splits(info: &DatasetInfo) -> String {
     info.splits.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
-pub(super) fn sentence(info: &DatasetInfo) -> String {
+pub(super) fn describe(info: &DatasetInfo) -> String {
     let size = match (info.height, info.width) {
         (0, _) | (_, 0) => "of several sizes".to_owned(),
         (height, width) => format!("of {width} x {height} pixels"),

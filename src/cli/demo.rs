@@ -7,8 +7,8 @@ use super::{
     init_tracing,
     local_agent::Slots,
     output,
-    serve::{LAST_FILES, Server, StopSignals, resolve},
-    watch, wrong,
+    serve::{FILE_THREADS_TIMEOUT, Server, StopSignals, resolve},
+    usage_error, watch,
 };
 use anyhow::Context;
 use lockstep_protocol::Job;
@@ -33,7 +33,7 @@ pub(crate) struct Args {
     /// Address and port to listen on; port 0 chooses a free port
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:0")]
     listen: String,
-    /// Listen without TLS even if other machines can reach the address. Others on the network can then read tokens and weights
+    /// Listen without TLS even if other machines can reach the address. Then other machines on the network can read tokens and weights
     #[arg(long)]
     insecure_http: bool,
     /// Exit when the job ends, with status 0 if it succeeded
@@ -61,7 +61,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let shown = tokio::select! {
             shown = show(&mut server, &data_dir, &args) => shown,
             () = signals.next() => match args.exit_when_done {
-                true => Err(anyhow::anyhow!("ended before the job was over")),
+                true => Err(anyhow::anyhow!("stopped before the job ended")),
                 false => Ok(()),
             },
         };
@@ -70,7 +70,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             () = signals.next() => shown,
         }
     });
-    runtime.shutdown_timeout(LAST_FILES);
+    runtime.shutdown_timeout(FILE_THREADS_TIMEOUT);
     result
 }
 
@@ -97,7 +97,7 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
     if args.exit_when_done {
         return result;
     }
-    output::line(format_args!("the dashboard stays at {}; Ctrl-C ends it", server.running().url()))?;
+    output::line(format_args!("the dashboard stays at {}; Ctrl-C stops the server", server.running().url()))?;
     let mut signals = StopSignals::listen()?;
     tokio::select! {
         () = signals.next() => result,
@@ -125,10 +125,10 @@ async fn start(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
         match Server::start_or(config).await {
             Ok(server) => return Ok((server, dir)),
             Err(ServeError::DataDirInUse { .. }) if index < last => {}
-            Err(error) => return Err(wrong(error.to_string())),
+            Err(error) => return Err(usage_error(error.to_string())),
         }
     }
-    Err(wrong("every demo folder is in use; name another with --data-dir"))
+    Err(usage_error("every demo folder is in use; name another with --data-dir"))
 }
 
 /// Writes the bundled pictures to a folder that the agent can read. Correct files are not written again.
@@ -165,7 +165,7 @@ async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()>
         }
         if began.elapsed() > AGENT_TIMEOUT {
             let log = data_dir.join("agent").join("agent.log");
-            return Err(wrong(format!("the local agent did not join; see {}", log.display())));
+            return Err(usage_error(format!("the local agent did not join; see {}", log.display())));
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }

@@ -6,12 +6,12 @@ mod hosts;
 mod peer;
 mod remote;
 
-use super::{init_tracing, output, wrong};
+use super::{init_tracing, output, usage_error};
 use lockstep_host::gpu::{
     devices::{self, Gpu},
     libraries::{Libraries, links_dir},
 };
-use lockstep_server::tls::{ca, ends_soon, examine as examine_certificate};
+use lockstep_server::tls::{ca, examine as examine_certificate, expires_soon};
 use lockstep_worker::{
     doctor::{Finding, Gathered, Grade, examine, gather},
     local_group::{self, Member},
@@ -35,7 +35,7 @@ pub(crate) struct Args {
     /// Print only the environment variables for GPU ranks, which a shell can evaluate
     #[arg(long)]
     environment: bool,
-    /// Only read information: open nothing on GPUs, which jobs may be using, and start no ranks
+    /// Only read information: do not open GPUs, which jobs may be using, and start no ranks
     #[arg(long, conflicts_with = "ranks")]
     quick: bool,
     /// Check several machines and the network between them over SSH instead: node1,node2,node3. Each machine needs lockstep
@@ -47,7 +47,7 @@ pub(crate) struct Args {
     /// The lockstep program on these machines: a path, or a name on the PATH there
     #[arg(long, value_name = "PATH", default_value = "lockstep")]
     program: String,
-    /// Started by --hosts on each machine
+    /// Answer checks of another machine (`--hosts` starts this on each machine)
     #[arg(long, hide = true, exclusive = true)]
     peer: bool,
     /// Print JSON
@@ -59,7 +59,7 @@ pub(crate) struct Args {
 }
 
 /// Time limit of the all-gather: NCCL's first start on a large machine may take a minute or more.
-const PATIENCE: Duration = Duration::from_secs(120);
+const ALL_GATHER_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Serialize)]
 struct Report {
@@ -73,7 +73,7 @@ struct Report {
 /// Exit status 1 if a finding would prevent training.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
-    if let Some(member) = Member::of_this_process().map_err(wrong)? {
+    if let Some(member) = Member::of_this_process().map_err(usage_error)? {
         let gathered = gather(&member)?;
         return if member.rank == 0 { output::json(&gathered) } else { Ok(()) };
     }
@@ -91,7 +91,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         });
     }
     if !args.options.is_empty() {
-        return Err(wrong("options after -- are for ssh: give --hosts or --hostfile as well"));
+        return Err(usage_error("options after -- are for ssh: give --hosts or --hostfile as well"));
     }
     if args.environment {
         for (name, value) in Libraries::find().environment(&links_dir()?)? {
@@ -101,11 +101,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return Ok(());
     }
     if !(1..=1024).contains(&args.ranks.unwrap_or(1)) {
-        return Err(wrong("--ranks: 1 to 1024"));
+        return Err(usage_error("--ranks: 1 to 1024"));
     }
     let mut findings = examine(&args.data_dir, args.quick);
     findings.extend(certificates(&args));
-    let all_gather = if args.quick { None } else { meet(&args, &mut findings) };
+    let all_gather = if args.quick { None } else { check_all_gather(&args, &mut findings) };
     let problems = findings.iter().filter(|f| f.grade == Grade::Problem).count();
     if args.json {
         output::json(&Report { findings, all_gather })?;
@@ -147,13 +147,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     match problems {
         0 => Ok(()),
-        1 => anyhow::bail!("a problem would keep jobs from training"),
-        n => anyhow::bail!("{n} problems would keep jobs from training"),
+        1 => anyhow::bail!("a problem would prevent jobs from training"),
+        n => anyhow::bail!("{n} problems would prevent jobs from training"),
     }
 }
 
 /// Starts ranks that run the all-gather. Adds findings if they fail.
-fn meet(args: &Args, findings: &mut Vec<Finding>) -> Option<Gathered> {
+fn check_all_gather(args: &Args, findings: &mut Vec<Finding>) -> Option<Gathered> {
     // The findings already say why ranks cannot use GPUs.
     let mut gpus = devices::usable(None).map(|usable| usable.gpus).unwrap_or_default();
     let ranks = args.ranks.unwrap_or(gpus.len().max(2) as u32);
@@ -194,7 +194,7 @@ fn certificates(args: &Args) -> Vec<Finding> {
             Ok(facts) => {
                 let left = facts.days_left(jiff::Timestamp::now());
                 let found = format!("{name}: {left} days left");
-                match ends_soon("it", &facts, jiff::Timestamp::now()) {
+                match expires_soon("it", &facts, jiff::Timestamp::now()) {
                     None => (Grade::Ok, found, None),
                     Some(_) if left == 0 => (Grade::Problem, found, Some("Renew it.".to_owned())),
                     Some(_) => (
@@ -214,6 +214,6 @@ fn certificates(args: &Args) -> Vec<Finding> {
 /// Starts the ranks and returns rank 0's result.
 fn all_gather(world_size: u32, gpus: &[Gpu]) -> Result<Gathered, String> {
     let members = local_group::members(world_size, gpus).map_err(|e| e.to_string())?;
-    let printed = local_group::run(&["doctor".into()], &members, PATIENCE)?;
+    let printed = local_group::run(&["doctor".into()], &members, ALL_GATHER_TIMEOUT)?;
     serde_json::from_slice(&printed).map_err(|e| format!("rank 0 printed an unexpected result: {e}"))
 }

@@ -15,7 +15,7 @@ use serde::Serialize;
 pub(crate) struct Args {
     /// The job's id, the start of its id, or its name
     job: String,
-    /// Priority from -1000 to 1000: waiting jobs with a higher priority start first. No effect while the job runs
+    /// Priority from -1000 to 1000: waiting jobs with a higher priority start first. It has no effect on a running job
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     priority: Option<i32>,
     /// The project to which the job belongs

@@ -16,10 +16,10 @@ use serde::Serialize;
 use serde_json::Value;
 use std::time::Duration;
 
-/// Pause between two requests. The server itself waits before it responds, so this matters only if it responds sooner.
-const PAUSE: Duration = Duration::from_millis(500);
+/// Pause between two requests. The server itself waits before it responds, so the pause matters only if the server responds at once.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Number of pairs of classes that are printed: the most frequent confusions.
-const PAIRS: usize = 5;
+const MAX_PAIRS: usize = 5;
 
 /// Evaluate a job's checkpoint on validation pictures: accuracy, loss and each class
 #[derive(clap::Args)]
@@ -29,7 +29,8 @@ pub(crate) struct Args {
     /// Another registered dataset, which must have the same classes unless --knn is given [default: the job's own]
     #[arg(long, value_name = "NAME")]
     dataset: Option<String>,
-    /// Classify by this many nearest training embeddings (usually 20) instead of by the network's scores; the dataset may have other classes
+    /// Classify by this number of nearest training embeddings (usually 20) instead of by the network's scores; the dataset may have other
+    /// classes
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_NEIGHBOURS)))]
     knn: Option<u32>,
     #[command(flatten)]
@@ -93,7 +94,7 @@ async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
         }
         bar.set_message(reply.get("detail").and_then(Value::as_str).unwrap_or_default().to_owned());
         bar.tick();
-        tokio::time::sleep(PAUSE).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -147,6 +148,6 @@ fn confused(found: &ModelEvaluation) -> Vec<(u64, usize, usize)> {
     let mut pairs: Vec<_> = found.confusion.iter().enumerate().flat_map(row).collect();
     pairs.retain(|(count, of, taken_for)| *count > 0 && of != taken_for);
     pairs.sort_by_key(|(count, of, taken_for)| (std::cmp::Reverse(*count), *of, *taken_for));
-    pairs.truncate(PAIRS);
+    pairs.truncate(MAX_PAIRS);
     pairs
 }

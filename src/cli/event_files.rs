@@ -181,15 +181,15 @@ impl Event {
     }
 }
 
-/// Reads the events of a file, in their order. Answers why the rest of the file was not read, if it was not.
+/// Reads the events of a file in order. Returns a reason if a part of the file could not be read.
 ///
 /// # Errors
 /// The file cannot be opened or read.
 pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Option<&'static str>> {
     const UNFINISHED: Option<&str> = Some("ends within an event");
-    const DAMAGED: Option<&str> = Some("has an event that is damaged");
-    /// Larger than any event that has scalars.
-    const LARGEST: u64 = 1 << 30;
+    const DAMAGED: Option<&str> = Some("has a damaged event");
+    /// Maximum size of an event. Events with scalars are smaller.
+    const MAX_EVENT_BYTES: u64 = 1 << 30;
     let mut from = BufReader::new(File::open(path)?);
     let mut record = Vec::new();
     loop {
@@ -204,7 +204,7 @@ pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Optio
             return Ok(DAMAGED);
         }
         let length = length.try_into().map_or(u64::MAX, u64::from_le_bytes);
-        if length > LARGEST {
+        if length > MAX_EVENT_BYTES {
             return Ok(DAMAGED);
         }
         record.resize(length as usize + 4, 0);
@@ -219,7 +219,7 @@ pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Optio
     }
 }
 
-/// Reads until `into` is full or the file ends; answers how many bytes came.
+/// Reads until `into` is full or the file ends. Returns the number of bytes.
 fn fill(from: &mut impl Read, into: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while filled < into.len() {

@@ -4,7 +4,7 @@ mod onnx;
 mod parquet;
 mod tensorboard;
 
-use super::{checkpoint_choice::Weights, file, output, weight_files, wrong};
+use super::{checkpoint_choice::Weights, file, output, usage_error, weight_files};
 use lockstep_worker::checkpoint::ManifestFile;
 use std::path::PathBuf;
 
@@ -50,6 +50,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", place.display()))
         }
         // Both are required without a subcommand.
-        Args { .. } => Err(wrong("give the checkpoint's folder, and a file with -o")),
+        Args { .. } => Err(usage_error("give the checkpoint's folder, and a file with -o")),
     }
 }

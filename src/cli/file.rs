@@ -1,7 +1,7 @@
 //! Files named on the command line. Opening a named pipe blocks until another process writes into it, and a device may never end. So only
 //! regular files are read, and pipes that the caller's shell has connected to this process.
 
-use super::wrong;
+use super::usage_error;
 use anyhow::Context;
 use lockstep_host::files;
 use std::{
@@ -42,7 +42,7 @@ pub(crate) fn read(path: &Path, most: u64, larger: &str) -> Result<Vec<u8>, Stri
 /// Exit status 2: `path` exists and is not a regular file.
 pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
     match fs::metadata(path) {
-        Ok(there) if !there.is_file() => Err(wrong(format!(
+        Ok(there) if !there.is_file() => Err(usage_error(format!(
             "{}: is not a regular file, and this command would replace it; name another file",
             path.display()
         ))),

@@ -1,6 +1,6 @@
 //! `lockstep fork`: starts a new job from a checkpoint of another job.
 
-use super::{api::ServerArgs, block_on, checkpoint_choice::choose, output, watch, wrong};
+use super::{api::ServerArgs, block_on, checkpoint_choice::choose, output, usage_error, watch};
 use lockstep_protocol::{
     Job,
     spec::{apply_set, shortened},
@@ -33,7 +33,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut set = Value::Object(serde_json::Map::new());
     for one in &args.sets {
-        apply_set(&mut set, one).map_err(|e| wrong(format!("--set {}: {e}", shortened(one))))?;
+        apply_set(&mut set, one).map_err(|e| usage_error(format!("--set {}: {e}", shortened(one))))?;
     }
     let api = args.server.api()?;
     block_on(async {

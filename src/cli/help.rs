@@ -1,6 +1,6 @@
 //! `lockstep help`: prints the usage of a command, or the keys of a job file.
 
-use super::{mistyped, output, reference::job_file, wrong};
+use super::{mistyped, output, reference::job_file, usage_error};
 use clap::{Command, error::ErrorKind};
 use lockstep_protocol::spec::nearest;
 use std::io::{self, IsTerminal as _, Write as _};
@@ -19,19 +19,21 @@ pub(crate) struct Args {
 /// Exit status 2 if the command, section or key does not exist.
 pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
     match &args.topic[..] {
-        [job] if job == "job" => output::line(job_file::text(None).map_err(wrong)?.trim_end()),
-        [job, key] if job == "job" => output::line(job_file::text(Some(key)).map_err(wrong)?.trim_end()),
+        [job] if job == "job" => output::line(job_file::text(None).map_err(usage_error)?.trim_end()),
+        [job, key] if job == "job" => {
+            output::line(job_file::text(Some(key)).map_err(usage_error)?.trim_end())
+        }
         names => {
             let mut command = &program;
             for name in names {
                 let known = command.get_subcommands().filter(|c| !c.is_hide_set());
                 let known: Vec<_> = known.map(|c| c.get_name().to_owned()).collect();
                 if !known.contains(name) {
-                    return Err(wrong(unknown(name, &known)));
+                    return Err(usage_error(unknown(name, &known)));
                 }
                 command = match command.find_subcommand(name) {
                     Some(found) => found,
-                    None => return Err(wrong(unknown(name, &known))),
+                    None => return Err(usage_error(unknown(name, &known))),
                 };
             }
             // Prints the output of `COMMAND --help`: clap chooses the short or the long text.
@@ -44,14 +46,14 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
                     write!(io::stdout().lock(), "{text}")?;
                     Ok(())
                 }
-                _ => Err(wrong(format!("there is no help with {}", names.join(" ")))),
+                _ => Err(usage_error(format!("there is no command or key {} to help with", names.join(" ")))),
             }
         }
     }
 }
 
 fn unknown(name: &str, known: &[String]) -> String {
-    let meant = mistyped::meant(name).filter(|meant| known.iter().any(|known| known == meant));
+    let meant = mistyped::equivalent(name).filter(|meant| known.iter().any(|known| known == meant));
     let near = meant
         .or_else(|| nearest(name, known.iter().map(String::as_str).chain(["job"])))
         .map_or_else(|| "`lockstep help` lists them".to_owned(), |near| format!("did you mean {near:?}?"));

@@ -29,10 +29,11 @@ pub(super) async fn of_rank(
     let mut body = api.request(Method::GET, &path, None::<&()>).await?.bytes_stream();
     let (mut all, mut text) = (BTreeMap::<String, Vec<Point>>::new(), Vec::<u8>::new());
     while let Some(part) = body.next().await {
-        text.extend_from_slice(&part.context("the metrics broke off; try again")?);
+        text.extend_from_slice(&part.context("the connection broke during the metrics; try again")?);
         let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
         for line in std::str::from_utf8(&text[..whole])?.lines().filter(|line| *line != HEADER) {
-            let (name, point) = parse(line).with_context(|| format!("the server's metrics have {line:?}"))?;
+            let (name, point) =
+                parse(line).with_context(|| format!("the server's metrics have an invalid line {line:?}"))?;
             match all.get_mut(&*name) {
                 Some(points) => points.push(point),
                 None => _ = all.insert(name.into_owned(), vec![point]),
@@ -60,7 +61,7 @@ fn parse(line: &str) -> Option<(Cow<'_, str>, Point)> {
     Some((quoted.map_or(Cow::Borrowed(name), |name| Cow::Owned(name.replace("\"\"", "\""))), point))
 }
 
-/// Keeps one point per step: leaves out points that a later attempt computed again. `points` must be in the order of attempts and steps.
+/// Keeps one point per step: leaves out points that a later attempt has repeated. `points` must be in the order of attempts and steps.
 pub(super) fn without_repeated(points: &[Point]) -> Vec<Point> {
     let mut kept: Vec<Point> = Vec::with_capacity(points.len());
     for point in points {

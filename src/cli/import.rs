@@ -1,4 +1,4 @@
-//! `lockstep import`: runs that other programs have kept, as runs from elsewhere.
+//! `lockstep import`: stores runs of other programs as runs from elsewhere.
 
 mod mlflow;
 mod table;
@@ -7,7 +7,7 @@ mod wandb;
 
 use super::{
     api::{Api, ServerArgs},
-    block_on, output, sentence, wrong,
+    block_on, describe_error, output, usage_error,
 };
 use anyhow::Context;
 use lockstep_protocol::{
@@ -26,13 +26,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Characters of a run's name that are kept, and bytes of a request's records: the server takes 1 MiB.
+/// Maximum length of a run's name, and maximum size of a request's records: the server accepts 1 MiB.
 const NAME_CHARS: usize = 200;
 const REQUEST_BYTES: usize = 900 << 10;
 
 /// Import runs of other programs: from TensorBoard, MLflow, W&B, CSV or Parquet
 ///
-/// Each becomes a run from elsewhere with its settings and every point. A second import of the same run adds only what is new.
+/// Each run becomes a run from elsewhere with its settings and every point. A second import of the same run adds only new points.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -41,19 +41,19 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum Format {
-    /// Import runs from TensorBoard's event files: a run for each folder that has some
+    /// Import runs from TensorBoard's event files: a run for each folder with event files
     Tensorboard(Source),
-    /// Import runs from a folder to which MLflow has logged, such as mlruns, or from the address of its server
+    /// Import runs from a folder to which MLflow has logged, such as mlruns, or from the URL of an MLflow server
     ///
-    /// For a database, start `mlflow server` with it and give the server's address. Credentials are taken from MLFLOW_TRACKING_TOKEN, or
+    /// For a database, start `mlflow server` with the database and give the server's URL. Credentials come from MLFLOW_TRACKING_TOKEN, or
     /// MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     Mlflow(Source),
     /// Import runs from a folder to which W&B has logged, such as wandb, online or offline
     Wandb(Source),
     /// Import runs from a CSV file
     ///
-    /// Either a row has the metrics of a step, each in a column, or one value, with the columns step, value and metric or name. A
-    /// column run, run_id or job tells several runs apart. The file's path identifies its runs.
+    /// A row has either the metrics of a step, each in a column, or one value, with the columns step, value and metric or name. A
+    /// column run, run_id or job distinguishes several runs. The file's path identifies the runs.
     Csv(TableSource),
     /// Import runs from a Parquet file, with columns as for CSV
     Parquet(TableSource),
@@ -61,10 +61,10 @@ enum Format {
 
 #[derive(clap::Args)]
 struct Source {
-    /// The folder or file, or the address
+    /// The folder, file or URL
     #[arg(value_name = "PATH")]
     path: PathBuf,
-    /// Project of the runs [default: the source's, else `default`]
+    /// Project of the runs [default: the source's project, else `default`]
     #[arg(long)]
     project: Option<String>,
     #[command(flatten)]
@@ -75,20 +75,20 @@ struct Source {
 struct TableSource {
     #[command(flatten)]
     source: Source,
-    /// Identify the file's runs by this text, which stays the same when the file is renamed [default: the file's absolute path]
+    /// Identify the file's runs by this text, also after the file is renamed [default: the file's absolute path]
     #[arg(long)]
     id: Option<String>,
 }
 
 /// Reads runs.
 type Read = Box<dyn FnOnce() -> anyhow::Result<Vec<Run>>>;
-/// What a source has, to be read one after the other: its name for errors, and how it is read.
+/// Parts of a source, which are read one after the other: each part's name for errors, and the function that reads it.
 type Sources = Vec<(String, Read)>;
 
 /// Imports every run of a source.
 ///
 /// # Errors
-/// Exit status 2 when the source has no runs, 1 when some cannot be read or the server refuses them.
+/// Exit status 2 if the source has no runs, 1 if a run cannot be read or the server refuses it.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let (source, found) = match &args.format {
         Format::Tensorboard(source) => (source, tensorboard::sources(&source.path)),
@@ -102,7 +102,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
     };
     if let Some(mistake) = source.project.as_deref().and_then(project_mistake) {
-        return Err(wrong(format!("--project {mistake}")));
+        return Err(usage_error(format!("--project {mistake}")));
     }
     let api = source.server.api()?;
     block_on(async {
@@ -111,7 +111,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             let runs = match read() {
                 Ok(runs) => runs,
                 Err(error) => {
-                    output::warn(format_args!("{name}: {}", sentence(&error)));
+                    output::warn(format_args!("{name}: {}", describe_error(&error)));
                     failed += 1;
                     continue;
                 }
@@ -121,7 +121,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                     Ok(report) if source.server.json => reports.push(report),
                     Ok(report) => output::line(report.in_words())?,
                     Err(error) => {
-                        output::warn(format_args!("{name}: {}", sentence(&error)));
+                        output::warn(format_args!("{name}: {}", describe_error(&error)));
                         failed += 1;
                     }
                 }
@@ -135,10 +135,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     })
 }
 
-/// A run as its source has it.
+/// A run as read from its source.
 #[derive(Debug, Default)]
 struct Run {
-    /// The same whenever and wherever the run is read.
+    /// Identifies the run: equal in all imports of the run, on any machine.
     id: String,
     name: String,
     project: Option<String>,
@@ -154,24 +154,24 @@ struct Run {
     records: Vec<Record>,
     metrics: BTreeSet<String>,
     points: u64,
-    /// What is not imported, and how much of it.
+    /// The kinds of data that are not imported, each with a count.
     left_out: BTreeMap<&'static str, u64>,
-    /// Whether the source may have other points than an earlier source with the same id.
+    /// Whether the source may have other points than an earlier import with the same id.
     may_differ: bool,
     /// Whether the next point begins a record even if its step and time are those of the last record.
     begins_record: bool,
 }
 
-/// How a run ended that did not succeed.
+/// The outcome of a run that did not succeed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Failure {
     Failed,
     Cancelled,
-    /// The source does not have its end: its program was killed, or still runs.
+    /// The source does not record the run's end: the program was killed, or still runs.
     NoEnd,
 }
 
-/// What was measured at one step, as the server takes it.
+/// The values of one step, in the server's format.
 #[derive(Debug, Serialize)]
 struct Record {
     step: u64,
@@ -180,7 +180,7 @@ struct Record {
     values: BTreeMap<String, Value>,
 }
 
-/// An id of the run that follows from its source.
+/// Derives a run's id from its source.
 fn id_of(kind: &str, parts: &[&[u8]]) -> String {
     let mut hash = Sha256::new();
     for part in parts {
@@ -197,7 +197,7 @@ impl Run {
         }
     }
 
-    /// Adds a point behind those that the run has. `at`: milliseconds since 1970.
+    /// Appends a point to the run. `at`: milliseconds since 1970.
     fn add(&mut self, step: i64, at: Option<i64>, name: &str, value: f64) {
         let Some(step) = u64::try_from(step).ok().filter(|step| *step < 1 << 53) else {
             return self.leave_out("points at steps below 0, or 2^53 and above", 1);
@@ -236,8 +236,8 @@ impl Run {
         }
     }
 
-    /// Leaves out the newest records of a run without an end: its program may still log at their time, and the server tells records only by
-    /// their numbers.
+    /// Leaves out the newest records of a run without an end: the program may still log at their time, and the server identifies records
+    /// only by their numbers.
     fn hold_back(&mut self) {
         let Some(newest) = self.records.last().map(|record| record.at) else { return };
         let kept = match newest {
@@ -250,7 +250,7 @@ impl Run {
     }
 }
 
-/// What became of a run.
+/// The result of a run's import.
 #[derive(Debug, Serialize)]
 struct Report {
     /// The job's id.
@@ -258,7 +258,7 @@ struct Report {
     name: String,
     metrics: usize,
     points: u64,
-    /// Points that the server did not have.
+    /// Number of points that the server did not have before.
     new_points: u64,
     left_out: BTreeMap<&'static str, u64>,
 }
@@ -274,7 +274,7 @@ impl Report {
     }
 }
 
-/// Sends what the server lacks of a run.
+/// Sends the records of a run that the server lacks.
 async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<Report> {
     #[derive(Deserialize)]
     struct Stored {
@@ -325,7 +325,7 @@ async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<
             break;
         }
         let stored: Stored = api.post(&records, &Batch { first: acknowledged + 1, records: batch }).await?;
-        anyhow::ensure!(stored.acknowledged > acknowledged, "the server does not take the run's records");
+        anyhow::ensure!(stored.acknowledged > acknowledged, "the server does not accept the run's records");
         new_points += batch.iter().map(|record| record.values.len() as u64).sum::<u64>();
         acknowledged = stored.acknowledged;
     }
@@ -354,13 +354,13 @@ async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<
     })
 }
 
-/// Compares the stored points of a run with its first `acknowledged` records. Of several values of a metric at a step, the last one counts:
-/// the server keeps no other for long.
+/// Compares the stored points of a run with its first `acknowledged` records. Of several values of a metric at a step, the last value
+/// counts, because the server soon removes the others.
 ///
 /// # Errors
-/// They differ.
+/// The points differ.
 async fn check_stored(api: &Api, path: &str, run: &Run, acknowledged: u64) -> anyhow::Result<()> {
-    // An update without a change answers with the job.
+    // The response to an update without a change is the job.
     let answer = api.request(Method::PATCH, path, Some(&json!({}))).await?;
     let job: Value = api.read(answer).await?;
     let id = job.get("id").and_then(Value::as_str).unwrap_or_default();
@@ -394,15 +394,20 @@ fn file_name(path: &Path) -> String {
     whole.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
 }
 
-/// A folder that somebody has named.
+/// Checks that a folder exists.
 ///
 /// # Errors
-/// There is none.
+/// The path is not a folder.
 fn check_folder(path: &Path) -> anyhow::Result<()> {
-    if path.is_dir() { Ok(()) } else { Err(wrong(format!("{}: there is no such folder", path.display()))) }
+    if path.is_dir() {
+        Ok(())
+    } else {
+        Err(usage_error(format!("{}: there is no such folder", path.display())))
+    }
 }
 
-/// Numbers of a value by their names: of nested values, the names are joined by dots. Answers how many parts are no numbers.
+/// Adds the numbers in a value with their names; names of nested values are joined by dots. Returns the count of parts that are not
+/// numbers.
 fn numbers(name: &str, value: &Value, found: &mut Vec<(String, f64)>) -> u64 {
     match value {
         Value::Number(number) => found.extend(number.as_f64().map(|value| (name.to_owned(), value))),
@@ -410,7 +415,7 @@ fn numbers(name: &str, value: &Value, found: &mut Vec<(String, f64)>) -> u64 {
         Value::String(text) if text == "NaN" => found.push((name.to_owned(), f64::NAN)),
         Value::String(text) if text == "Infinity" => found.push((name.to_owned(), f64::INFINITY)),
         Value::String(text) if text == "-Infinity" => found.push((name.to_owned(), f64::NEG_INFINITY)),
-        // An image, a table or a histogram.
+        // W&B's format of an image, a table or a histogram.
         Value::Object(fields) if !fields.contains_key("_type") => {
             return fields.iter().map(|(key, value)| numbers(&format!("{name}.{key}"), value, found)).sum();
         }

@@ -1,6 +1,6 @@
 //! `lockstep init`: writes a job file for a folder of pictures, with comments that explain the chosen values.
 
-use super::{api::mistake, dataset, output, wrong};
+use super::{api::mistake, dataset, output, usage_error};
 use lockstep_host::own_program;
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{agent::AttemptEvent, dataset::DatasetInfo, spec::from_toml, suggestion::Suggestion};
@@ -17,16 +17,16 @@ use std::{
 };
 
 /// Maximum number of classes that a comment lists.
-const NAMED: usize = 12;
+const MAX_CLASSES_NAMED: usize = 12;
 
 /// Number of steps of a measurement. The first step is left out, because it includes preparations that later steps reuse.
 const STEPS: u64 = 5;
 /// Maximum number of pictures in a measured step.
-const BATCH: u64 = 32;
+const MAX_BATCH: u64 = 32;
 /// Time limit for the measurement.
-const LIMIT: Duration = Duration::from_secs(60);
+const MEASURE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval between two checks of whether the measurement has ended.
-const LOOK: Duration = Duration::from_millis(50);
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// Estimated ratio of the speeds of validation and training. Validation has no backward pass.
 const VALIDATION_SPEED: f64 = 3.0;
 
@@ -37,7 +37,7 @@ const VALIDATION_SPEED: f64 = 3.0;
 /// the job takes on this machine.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The dataset: a folder or a pattern of shards, in a form that `dataset add` accepts
+    /// The dataset: a folder or a pattern of shards, in a format that `dataset add` accepts
     #[arg(default_value = ".")]
     folder: PathBuf,
     /// File to write; an existing file is not replaced
@@ -54,21 +54,24 @@ pub(crate) struct Args {
 /// Exit status 2 if the file exists already, or the folder is not a dataset.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let shown = args.output.display();
-    let there =
-        || wrong(format!("{shown} is there already: give another name with --output, or move it away"));
+    let there = || {
+        usage_error(format!(
+            "{shown} is there already: give another name with --output, or move the file away"
+        ))
+    };
     // Checked before the inspection, which takes minutes if there are many pictures.
     if args.output.symlink_metadata().is_ok() {
         return Err(there());
     }
     let path = lockstep_data::canonical(&args.folder)
-        .map_err(|e| wrong(format!("{}: {e}", args.folder.display())))?;
+        .map_err(|e| usage_error(format!("{}: {e}", args.folder.display())))?;
     let info = dataset::inspect_files(&path)?;
     let suggest = if args.quick { Suggestion::quick } else { Suggestion::of };
-    let choice = suggest(&info).map_err(|e| wrong(format!("{}: {e}", path.display())))?;
+    let choice = suggest(&info).map_err(|e| usage_error(format!("{}: {e}", path.display())))?;
     let text = job_file(&path, &info, &choice);
     if let Err(mistakes) = from_toml(&text) {
         let mistakes: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "no job file can be made for {}:\n  {}",
             path.display(),
             mistakes.join("\n  ")
@@ -77,14 +80,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut file =
         OpenOptions::new().write(true).create_new(true).open(&args.output).map_err(|e| match e.kind() {
             ErrorKind::AlreadyExists => there(),
-            _ => wrong(format!("{shown}: {e}")),
+            _ => usage_error(format!("{shown}: {e}")),
         })?;
     file.write_all(text.as_bytes())?;
-    output::line(format_args!("{shown}: {}", dataset::sentence(&info)))?;
+    output::line(format_args!("{shown}: {}", dataset::describe(&info)))?;
     match secs_per_picture(&args.output, choice.batch) {
         Ok(secs) => {
             let quick = Suggestion::quick(&info).ok().filter(|_| !args.quick);
-            output::line(estimate(secs, &choice, quick.as_ref()))?;
+            output::line(format_estimate(secs, &choice, quick.as_ref()))?;
         }
         Err(why) => output::warn(format_args!("no estimate of the time: {why}")),
     }
@@ -94,7 +97,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Formats the duration of the suggested run, and of the quick run if given. `secs`: seconds per picture.
-fn estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -> String {
+fn format_estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -> String {
     let whole = |of: &Suggestion| {
         let pixels = f64::from(of.side).powi(2) / f64::from(choice.side).powi(2);
         secs * pixels * (of.trained as f64 + of.validated as f64 / VALIDATION_SPEED)
@@ -117,7 +120,7 @@ fn estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -> Strin
 /// The job cannot be trained on this machine, or takes too long. The error is a sentence.
 fn secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
     let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
-    let batch = batch.min(BATCH);
+    let batch = batch.min(MAX_BATCH);
     let said = folder.path().join("stderr");
     let stderr = File::create(&said).map_err(|e| e.to_string())?;
     let out = folder.path().join("run");
@@ -136,7 +139,7 @@ fn secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
     let mut child = command.spawn().map_err(|e| e.to_string())?;
     let status = ended(&mut child).map_err(|e| e.to_string())?;
     let Some(status) = status else {
-        return Err(format!("{STEPS} steps take longer than {} s", LIMIT.as_secs()));
+        return Err(format!("{STEPS} steps take longer than {} s", MEASURE_TIMEOUT.as_secs()));
     };
     if !status.success() {
         let said = fs::read_to_string(&said).unwrap_or_default();
@@ -167,14 +170,14 @@ fn ended(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
         if let Some(status) = child.try_wait()? {
             return Ok((!is_late).then_some(status));
         }
-        thread::sleep(LOOK);
-        if began.elapsed() > LIMIT {
+        thread::sleep(CHECK_INTERVAL);
+        if began.elapsed() > MEASURE_TIMEOUT {
             is_late = true;
             // The first signal ends training after a checkpoint, and further signals end it at once. The process ends its ranks.
             if let Some(pid) = Pid::from_raw(child.id().cast_signed()) {
                 let _ = kill_process(pid, Signal::TERM);
             }
-            thread::sleep(10 * LOOK);
+            thread::sleep(10 * CHECK_INTERVAL);
         }
     }
 }
@@ -190,7 +193,7 @@ fn job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
     );
     let _ = writeln!(text, "name = {name:?}\n\n[data]");
     let location = toml_text(&path.to_string_lossy());
-    comment(&mut text, &format!("{}.", dataset::sentence(info)));
+    comment(&mut text, &format!("{}.", dataset::describe(info)));
     comment(&mut text, &classes(info));
     comment(
         &mut text,
@@ -225,10 +228,10 @@ fn job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
 fn classes(info: &DatasetInfo) -> String {
     let train = info.splits.iter().find(|split| split.name == "train");
     let count = |index: usize| train.and_then(|split| split.per_class.get(index)).copied().unwrap_or(0);
-    let named = info.classes.iter().enumerate().take(NAMED);
+    let named = info.classes.iter().enumerate().take(MAX_CLASSES_NAMED);
     let named = named.map(|(index, class)| format!("{} ({})", output::one_line(class), count(index)));
     let named = named.collect::<Vec<_>>().join(", ");
-    let more = info.classes.len().saturating_sub(NAMED);
+    let more = info.classes.len().saturating_sub(MAX_CLASSES_NAMED);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     format!("{}: {named}{more}.", plural(info.classes.len() as u64, "class"))
 }
@@ -280,7 +283,7 @@ mod tests {
                 "about 100 min on this machine; `lockstep init --quick` suggests a run of about 5 min",
             ),
         ] {
-            assert_eq!(estimate(secs, &choice, quick.as_ref()), said);
+            assert_eq!(format_estimate(secs, &choice, quick.as_ref()), said);
         }
     }
 }

@@ -4,7 +4,7 @@
 #[derive(clap::Args)]
 pub(crate) struct Args {}
 
-/// Reads the request from standard input and writes the reply to standard output.
+/// Reads the request from standard input and writes the response to standard output.
 ///
 /// # Errors
 /// Standard input or output is closed.

@@ -47,7 +47,7 @@ pub(crate) struct RetryArgs {
 /// Exit status 2 if a job does not exist, or neither waits nor runs.
 pub(crate) fn pause(args: PauseArgs) -> anyhow::Result<()> {
     let still = |job: &Job| job.state == JobState::Paused || job.state.is_final();
-    ask(&args.selector, "pause", still)
+    request(&args.selector, "pause", still)
 }
 
 /// Resumes jobs.
@@ -55,34 +55,34 @@ pub(crate) fn pause(args: PauseArgs) -> anyhow::Result<()> {
 /// # Errors
 /// Exit status 2 if a job does not exist or is not paused.
 pub(crate) fn resume(args: ResumeArgs) -> anyhow::Result<()> {
-    ask(&args.selector, "resume", |_| true)
+    request(&args.selector, "resume", |_| true)
 }
 
 /// Cancels jobs, and waits until their ranks have ended.
 ///
 /// # Errors
-/// Exit status 2 if a job does not exist or is over.
+/// Exit status 2 if a job does not exist or has ended.
 pub(crate) fn cancel(args: CancelArgs) -> anyhow::Result<()> {
-    ask(&args.selector, "cancel", |job| job.state.is_final())
+    request(&args.selector, "cancel", |job| job.state.is_final())
 }
 
 /// Queues jobs again.
 ///
 /// # Errors
-/// Exit status 2 if a job does not exist or is not over.
+/// Exit status 2 if a job does not exist or has not ended.
 pub(crate) fn retry(args: RetryArgs) -> anyhow::Result<()> {
-    ask(&args.selector, "retry", |_| true)
+    request(&args.selector, "retry", |_| true)
 }
 
 /// Sends a request for each job, and waits until `done` is true for each job. If a name matches no job, no request is sent. If the server
 /// refuses the request for a job, the others are still sent.
-fn ask(selector: &JobSelector, wish: &str, done: impl Fn(&Job) -> bool) -> anyhow::Result<()> {
+fn request(selector: &JobSelector, wish: &str, done: impl Fn(&Job) -> bool) -> anyhow::Result<()> {
     let api = selector.server.api()?;
     block_on(async {
         let mut found = Vec::<Job>::new();
         for name in &selector.jobs {
             let job = match wish {
-                // Jobs that are over are ignored if another job has the same name and is not over.
+                // Jobs that have ended are ignored if another job with the same name has not.
                 "cancel" => api.find_only_job(name, |state| !state.is_final()).await?,
                 _ => api.find_job(name).await?,
             };

@@ -2,7 +2,7 @@
 
 use super::{
     api::{Api, mistake},
-    dataset, file, output, weights, wrong,
+    dataset, file, output, usage_error, weights,
 };
 use lockstep_engine::plan;
 use lockstep_protocol::{
@@ -66,9 +66,9 @@ fn dataset_name(path: &Path) -> String {
 pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     let shown = path.display();
     let text = job_file(path)?;
-    let mut document = toml_document(&text).map_err(|e| wrong(format!("{shown}: {}", e.detail)))?;
+    let mut document = toml_document(&text).map_err(|e| usage_error(format!("{shown}: {}", e.detail)))?;
     for set in sets {
-        apply_set(&mut document, set).map_err(|e| wrong(format!("--set {}: {e}", shortened(set))))?;
+        apply_set(&mut document, set).map_err(|e| usage_error(format!("--set {}: {e}", shortened(set))))?;
     }
     find_weights(&mut document)?;
     make_paths_absolute(&mut document);
@@ -87,7 +87,7 @@ pub(super) fn find_weights(document: &mut Value) -> anyhow::Result<()> {
     };
     if !place.is_file() {
         let name = given.as_str().unwrap_or_default();
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "model.pretrained: the weights of {name} are not on this machine; `lockstep weights get {name}` downloads them"
         )));
     }
@@ -102,7 +102,7 @@ pub(super) fn find_weights(document: &mut Value) -> anyhow::Result<()> {
 pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
     read(document).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-        wrong(mistaken(path, &lines))
+        usage_error(mistaken(path, &lines))
     })
 }
 
@@ -127,7 +127,7 @@ pub(super) fn mistaken(path: &Path, lines: &[String]) -> String {
 /// # Errors
 /// Exit status 2 if the file is not a regular file, is too large, is not text, or cannot be read.
 pub(crate) fn job_file(path: &Path) -> anyhow::Result<String> {
-    let failed = |detail: &str| wrong(format!("{}: {detail}", path.display()));
+    let failed = |detail: &str| usage_error(format!("{}: {detail}", path.display()));
     if path.is_dir() {
         return Err(failed("is a folder; give a job's TOML file"));
     }

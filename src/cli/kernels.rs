@@ -1,6 +1,6 @@
 //! `lockstep kernels`: compiles the GPU kernels to machine code, for packages.
 
-use super::wrong;
+use super::usage_error;
 use lockstep_host::gpu::libraries::{Library, reexec_if_needed};
 use std::path::PathBuf;
 
@@ -17,5 +17,5 @@ pub(crate) struct Args {
 /// Exit status 2 if NVRTC is missing or rejects the kernels, or the folder cannot be written.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     reexec_if_needed(&[Library::Nvrtc]);
-    lockstep_engine::compile_kernels(&args.out).map_err(wrong)
+    lockstep_engine::compile_kernels(&args.out).map_err(usage_error)
 }

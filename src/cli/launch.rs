@@ -18,7 +18,7 @@ mod uploads;
 use super::{
     WrongRequest,
     api::{Api, ServerArgs},
-    block_on, job_file, output, sentence, wrong,
+    block_on, describe_error, job_file, output, usage_error,
 };
 use bundle::Bundle;
 pub(crate) use hosts::{Host, of_list as hosts_of_list, read as read_hostfile};
@@ -32,9 +32,9 @@ use std::{
 use uploads::UploadStatus;
 
 /// Maximum number of machines in a launch.
-pub(crate) const MOST_HOSTS: usize = 256;
+pub(crate) const MAX_HOSTS: usize = 256;
 /// Maximum number of slots on a machine, as on the server.
-pub(crate) const MOST_SLOTS: u32 = 1024;
+pub(crate) const MAX_SLOTS: u32 = 1024;
 /// Default of `--dir`. Relative to the home directory.
 const DEFAULT_DIR: &str = ".lockstep/launch";
 
@@ -73,10 +73,10 @@ pub(crate) struct Args {
     /// Number of machines to request from Slurm, or of pods from Kubernetes [default: 1, or as many as the job's ranks need with the
     /// template's GPUs]
     #[arg(long, value_name = "N", conflicts_with_all = ["hostfile", "hosts", "rank_table"],
-        value_parser = clap::value_parser!(u32).range(1..=MOST_HOSTS as i64))]
+        value_parser = clap::value_parser!(u32).range(1..=MAX_HOSTS as i64))]
     nodes: Option<u32>,
     /// Number of ranks on each machine whose slots are not given by a list [default: the job's ranks, divided evenly]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_SLOTS)))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_SLOTS)))]
     slots: Option<u32>,
     /// Template of the pods (YAML): a Pod, a PodTemplate, or the part of a Job under `template:`
     #[arg(long, value_name = "FILE")]
@@ -134,8 +134,8 @@ impl LauncherKind {
         }
     }
 
-    /// Whether the launcher chooses the machines (Slurm, Kubernetes).
-    fn chooses(self) -> bool {
+    /// Whether the launcher itself chooses the machines (Slurm, Kubernetes).
+    fn chooses_machines(self) -> bool {
         matches!(self, LauncherKind::Slurm | LauncherKind::Kubernetes)
     }
 }
@@ -163,7 +163,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let path = Path::new(&args.job);
     let is_file = path.extension().is_some_and(|extension| extension == "toml") || path.is_file();
     if !is_file && (!args.sets.is_empty() || !args.sweeps.is_empty()) {
-        return Err(wrong("--set and --sweep change a TOML file; this job is submitted already"));
+        return Err(usage_error("--set and --sweep change a TOML file; this job is submitted already"));
     }
     if !args.sweeps.is_empty() && args.with != LauncherKind::Slurm {
         return Err(wrong(
@@ -174,9 +174,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     // For a sweep, the file itself is not checked, because it may lack the swept keys. `array::run` checks each trial.
     let alone = document.as_ref().filter(|_| args.sweeps.is_empty());
     let spec = alone.map(|document| job_file::check(path, document)).transpose()?;
-    machines::reachable(&args, &hosts)?;
+    machines::check_reachable(&args, &hosts)?;
     if !args.dry_run {
-        args.with.programs().iter().try_for_each(|program| machines::on_path(program))?;
+        args.with.programs().iter().try_for_each(|program| machines::check_on_path(program))?;
     }
     let api = args.server.api()?;
     let args = Arc::new(args);
@@ -186,7 +186,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         let found = if is_file { None } else { Some(api.find_job(&args.job).await?) };
         if let Some(job) = found.as_ref().filter(|job| job.state.is_final()) {
-            return Err(wrong(format!(
+            return Err(usage_error(format!(
                 "job {} is over ({}); `lockstep retry` queues it again",
                 job.id, job.state
             )));
@@ -274,7 +274,7 @@ impl Launch {
             LauncherKind::Ssh => ssh::start(self).await,
             LauncherKind::Mpirun => mpirun::start(self).await,
             LauncherKind::Slurm => slurm::start(self).await,
-            LauncherKind::Kubernetes => Err(wrong("--with kubernetes needs --template FILE")),
+            LauncherKind::Kubernetes => Err(usage_error("--with kubernetes needs --template FILE")),
         }
     }
 
@@ -302,7 +302,7 @@ impl Launch {
         // Agents of another launch have taken the job, so this launch's agents, if any, have nothing to do.
         let elsewhere = self.elsewhere(&job).filter(|_| done.is_err() && !continues);
         let has_nothing_to_do = never_started || job.state.is_final() || elsewhere.is_some();
-        // An agent, perhaps of an earlier launch, needs its token while it uploads a checkpoint. The token expires in any case.
+        // An agent, perhaps of an earlier launch, needs its token while it uploads a checkpoint. A token that is not revoked expires.
         let is_uploading = has_nothing_to_do
             && job.attempt > 0
             && matches!(self.upload_status().await, Ok(UploadStatus::Uploading) | Err(_));
@@ -320,10 +320,10 @@ impl Launch {
                     if self.is_ours { "; repeating this command would train the job twice" } else { "" };
                 let text = format!(
                     "{}\njob {} nevertheless runs on {agents}, without this launch{twice}; `lockstep watch {1}` shows it",
-                    sentence(&error),
+                    describe_error(&error),
                     job.id
                 );
-                Err(if error.is::<WrongRequest>() { wrong(text) } else { anyhow::anyhow!(text) })
+                Err(if error.is::<WrongRequest>() { usage_error(text) } else { anyhow::anyhow!(text) })
             }
             (done, _) => done,
         }
@@ -364,7 +364,7 @@ fn machines_of(agents: &[String], nodes: &[bundle::Node]) -> String {
 /// Creates and returns a launch's folder on this machine.
 fn private_folder(args: &Args, name: &str) -> anyhow::Result<PathBuf> {
     let folder = node::home().join(&args.dir).join(name);
-    node::make_private_dir(&folder).map_err(|e| wrong(format!("--dir: {}: {e}", folder.display())))?;
+    node::make_private_dir(&folder).map_err(|e| usage_error(format!("--dir: {}: {e}", folder.display())))?;
     Ok(folder)
 }
 

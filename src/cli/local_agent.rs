@@ -1,9 +1,9 @@
-//! The agent of the server's own machine: a separate process, which is restarted if it dies.
+//! The agent of the server's own machine: a separate process, which is restarted after a crash.
 //!
 //! The agent is a child process that outlives its parent. If the server is killed, ranks train on, and the agent of the next server adopts
 //! them.
 
-use super::{sentence, wrong};
+use super::{describe_error, usage_error};
 use anyhow::Context;
 use lockstep_host::SECRETS;
 use lockstep_protocol::backoff::Backoff;
@@ -23,11 +23,11 @@ use tokio::{
 
 /// Time from SIGTERM to SIGKILL. An agent gives its ranks 20 s to write a checkpoint and 5 s to exit, and then reports to the server for up
 /// to 5 s.
-const GRACE: Duration = Duration::from_secs(35);
-/// Pauses before a dead agent is restarted.
+const KILL_DELAY: Duration = Duration::from_secs(35);
+/// Pauses before an agent that has crashed is restarted.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(10));
 /// An agent that has run for this time resets the pauses.
-const FINE_AFTER: Duration = Duration::from_secs(30);
+const BACKOFF_RESET: Duration = Duration::from_secs(30);
 
 /// A running local agent and its task.
 pub(crate) struct LocalAgent {
@@ -70,14 +70,14 @@ impl LocalAgent {
     /// # Errors
     /// The earlier agent cannot be ended, or the new agent cannot be started.
     pub(crate) async fn start(settings: Settings) -> anyhow::Result<Self> {
-        relieve(&settings.dir).await?;
+        end_earlier_agent(&settings.dir).await?;
         let child = spawn(&settings)?;
         let (stop, stopped) = oneshot::channel();
-        let task = tokio::spawn(keep(settings, child, stopped));
+        let task = tokio::spawn(supervise(settings, child, stopped));
         Ok(Self { stop, task })
     }
 
-    /// Ends the agent in order: it ends its ranks, and reports that to the server.
+    /// Stops the agent, which first ends its ranks and reports their end to the server.
     pub(crate) async fn stop(self) {
         // If the task has ended, there is no agent to stop.
         let _ = self.stop.send(());
@@ -85,19 +85,19 @@ impl LocalAgent {
     }
 }
 
-async fn keep(settings: Settings, mut child: Child, mut stopped: oneshot::Receiver<()>) {
+async fn supervise(settings: Settings, mut child: Child, mut stopped: oneshot::Receiver<()>) {
     let mut backoff = RETRY;
     let mut born = Instant::now();
     loop {
         tokio::select! {
             _ = &mut stopped => return end(child).await,
             status = child.wait() => {
-                if born.elapsed() >= FINE_AFTER {
+                if born.elapsed() >= BACKOFF_RESET {
                     backoff = RETRY;
                 }
                 match status {
                     Ok(status) => tracing::warn!(%status, "the local agent ended; starting it again"),
-                    Err(error) => tracing::warn!(%error, "the local agent is gone; starting it again"),
+                    Err(error) => tracing::warn!(%error, "the local agent has ended; starting it again"),
                 }
             }
         }
@@ -112,7 +112,9 @@ async fn keep(settings: Settings, mut child: Child, mut stopped: oneshot::Receiv
                     born = Instant::now();
                     break;
                 }
-                Err(error) => tracing::error!(error = sentence(&error), "the local agent does not start"),
+                Err(error) => {
+                    tracing::error!(error = describe_error(&error), "the local agent does not start")
+                }
             }
         }
     }
@@ -166,14 +168,14 @@ async fn end(mut child: Child) {
     let Some(pid) = child.id().and_then(|id| Pid::from_raw(id.cast_signed())) else { return };
     // An error means that the process has exited, which the wait below detects.
     let _ = kill_process(pid, Signal::TERM);
-    if timeout(GRACE, child.wait()).await.is_err() {
+    if timeout(KILL_DELAY, child.wait()).await.is_err() {
         tracing::warn!("the local agent does not end; killing it");
         let _ = child.kill().await;
     }
 }
 
 /// Ends the agent of an earlier, killed server, which still locks the folder. SIGUSR1 asks the agent to exit and leave its ranks running.
-async fn relieve(dir: &Path) -> anyhow::Result<()> {
+async fn end_earlier_agent(dir: &Path) -> anyhow::Result<()> {
     let Some(pid) = running_agent(dir).and_then(Pid::from_raw) else { return Ok(()) };
     tracing::info!(process = pid.as_raw_nonzero(), "taking over from an earlier server's agent");
     for signal in [Signal::USR1, Signal::KILL] {
@@ -183,7 +185,11 @@ async fn relieve(dir: &Path) -> anyhow::Result<()> {
             return Ok(());
         }
     }
-    Err(wrong(format!("the agent (process {}) on {} does not end", pid.as_raw_nonzero(), dir.display())))
+    Err(usage_error(format!(
+        "the agent (process {}) on {} does not end",
+        pid.as_raw_nonzero(),
+        dir.display()
+    )))
 }
 
 async fn wait_until(done: impl Fn() -> bool) -> bool {

@@ -1,7 +1,7 @@
 //! `lockstep logs`: prints the log of a job's ranks.
 
 use super::{
-    api::{Api, Away, PATIENCE, ServerArgs, list},
+    api::{Api, Away, SERVER_TIMEOUT, ServerArgs, list},
     block_on, output,
 };
 use lockstep_protocol::{
@@ -63,11 +63,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             if let Ok(mut stream) = api.stream(&job, since).await {
                 while let Ok(Some(frame)) = stream.next().await {
                     away_since = None;
-                    away.answered(say);
+                    away.note_answer(say);
                     let (seq, body) = match frame {
                         Frame::Event(Event { seq, body, .. }) => (seq, body),
                         Frame::Hello { last_seq, .. } if last_seq < since => {
-                            // An older database was restored, so its events are numbered anew.
+                            // An older database was restored, so new events reuse earlier numbers.
                             since = last_seq;
                             break;
                         }
@@ -92,15 +92,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 over = match api.get::<Job>(&format!("/jobs/{}", job.id)).await {
                     Ok(now) => {
                         away_since = None;
-                        away.answered(say);
+                        away.note_answer(say);
                         now.state.is_final() && now.last_seq <= since
                     }
                     // The server may be restarting: connect again.
                     Err(error)
                         if !error.is::<super::WrongRequest>()
-                            && away_since.get_or_insert_with(Instant::now).elapsed() < PATIENCE =>
+                            && away_since.get_or_insert_with(Instant::now).elapsed() < SERVER_TIMEOUT =>
                     {
-                        away.silent(say);
+                        away.note_silence(say);
                         false
                     }
                     Err(error) => return Err(error),

@@ -5,7 +5,7 @@ use super::{
     api::{Api, ServerArgs, list},
     block_on,
     confirm::confirmed,
-    output, wrong,
+    output, usage_error,
 };
 use jiff::Timestamp;
 use lockstep_protocol::numbers::plural;
@@ -40,7 +40,7 @@ enum Action {
     Drain(Named),
     /// Assign new work to a machine again (admins only)
     Undrain(Named),
-    /// Remove an offline machine from the list, with its measurements (admins only)
+    /// Remove an offline machine from the list and delete its measurements (admins only)
     Remove {
         #[command(flatten)]
         named: Named,
@@ -56,6 +56,7 @@ struct Machine {
     id: String,
     name: String,
     online: bool,
+    /// Whether the machine is drained. Ranks may still run there.
     draining: bool,
     last_seen_at: Timestamp,
     warnings: Vec<Warning>,
@@ -77,11 +78,11 @@ struct Slot {
 /// Runs the action.
 ///
 /// # Errors
-/// Exit status 2 if no machine or several machines have the name. Otherwise, the server refuses the request.
+/// Exit status 2 if no machine or several machines have the name, or the removal is not confirmed; or the server refuses the request.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         match args.action {
-            Action::List { server } => show_all(&server).await,
+            Action::List { server } => list_machines(&server).await,
             Action::Drain(named) => drain(&named, true).await,
             Action::Undrain(named) => drain(&named, false).await,
             Action::Remove { named, yes } => remove(&named, yes).await,
@@ -89,7 +90,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-async fn show_all(server: &ServerArgs) -> anyhow::Result<()> {
+async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
     let all = server.api()?.all("/agents", "agents", &[], None).await?;
     if server.json {
         return output::json(&all);
@@ -151,11 +152,13 @@ async fn find(api: &Api, asked: &str) -> anyhow::Result<Machine> {
 fn chosen(mut machines: Vec<Machine>, asked: &str) -> anyhow::Result<Machine> {
     machines.retain(|machine| machine.name == asked || machine.id == asked);
     match machines.len() {
-        0 => Err(wrong(format!("no machine is called {asked}; `lockstep machine list` shows all machines"))),
+        0 => Err(usage_error(format!(
+            "no machine is called {asked}; `lockstep machine list` shows all machines"
+        ))),
         1 => Ok(machines.swap_remove(0)),
         _ => {
             let all: Vec<_> = machines.iter().map(|m| format!("{} (id {})", m.name, m.id)).collect();
-            Err(wrong(output::one_line(&format!(
+            Err(usage_error(output::one_line(&format!(
                 "{} have the name or the id {asked}: {}; give another name or id of the machine, or use the page Machines",
                 plural(all.len() as u64, "machine"),
                 all.join(", ")
@@ -168,8 +171,8 @@ fn chosen(mut machines: Vec<Machine>, asked: &str) -> anyhow::Result<Machine> {
 fn path(machine: &Machine) -> anyhow::Result<String> {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
     if machine.id.is_empty() || !machine.id.bytes().all(is_plain) {
-        return Err(wrong(output::one_line(&format!(
-            "the id of {} is not valid for an agent of lockstep: {:?}; use the page Machines",
+        return Err(usage_error(output::one_line(&format!(
+            "{} has an id that no agent of lockstep has: {:?}; use the page Machines",
             machine.name, machine.id
         ))));
     }
@@ -202,7 +205,7 @@ async fn remove(named: &Named, yes: bool) -> anyhow::Result<()> {
     let path = path(&machine)?;
     let Machine { id, name, .. } = machine;
     let question = format!(
-        "Remove {name} and its measurements from the list? An agent that is started there again joins again, unless its \
+        "Remove {name} from the list and delete its measurements? An agent that is started there later joins again, unless its \
          token or certificate is revoked."
     );
     confirmed(yes, question, format_args!("machine {name}"))?;

@@ -1,6 +1,6 @@
 //! `lockstep man`: writes man pages.
 
-use super::{output, wrong};
+use super::{output, usage_error};
 use clap::Command;
 use clap_mangen::Man;
 use std::{
@@ -23,7 +23,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 if the folder cannot be written.
 pub(crate) fn run(args: &Args, mut program: Command) -> anyhow::Result<()> {
-    let failed = |e: std::io::Error| wrong(format!("--out {}: {e}", args.out.display()));
+    let failed = |e: std::io::Error| usage_error(format!("--out {}: {e}", args.out.display()));
     fs::create_dir_all(&args.out).map_err(failed)?;
     program.build();
     let pages = write(&program, &args.out).map_err(failed)?;
@@ -33,9 +33,10 @@ pub(crate) fn run(args: &Args, mut program: Command) -> anyhow::Result<()> {
 /// Writes the pages of a command and its subcommands. Returns the number of pages.
 fn write(command: &Command, folder: &Path) -> std::io::Result<usize> {
     let mut pages = 1;
-    // Clap adds a `help` command to each command with subcommands.
-    let nested = command.get_display_name().is_some_and(|name| name != "lockstep");
-    for inner in command.get_subcommands().filter(|c| !(c.is_hide_set() || nested && c.get_name() == "help"))
+    // Clap adds a `help` command to each command with subcommands; only `lockstep help` gets a page.
+    let is_subcommand = command.get_display_name().is_some_and(|name| name != "lockstep");
+    for inner in
+        command.get_subcommands().filter(|c| !(c.is_hide_set() || is_subcommand && c.get_name() == "help"))
     {
         pages += write(inner, folder)?;
     }

@@ -8,7 +8,7 @@ use clap::{
 use std::ffi::OsString;
 
 /// Names of commands in other tools, each with the equivalent command of this program.
-const MEANT: [(&str, &str); 11] = [
+const EQUIVALENTS: [(&str, &str); 11] = [
     ("stop", "cancel"),
     ("kill", "cancel"),
     ("status", "list"),
@@ -23,8 +23,8 @@ const MEANT: [(&str, &str); 11] = [
 ];
 
 /// Returns the command that is equivalent to `typed` in another tool.
-pub(crate) fn meant(typed: &str) -> Option<&'static str> {
-    MEANT.iter().find(|(name, _)| *name == typed).map(|(_, command)| *command)
+pub(crate) fn equivalent(typed: &str) -> Option<&'static str> {
+    EQUIVALENTS.iter().find(|(name, _)| *name == typed).map(|(_, command)| *command)
 }
 
 /// Adds to clap's error a suggestion for an unknown command, and the usage line of the command's help. clap's own usage line would show
@@ -32,7 +32,7 @@ pub(crate) fn meant(typed: &str) -> Option<&'static str> {
 pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsString]) -> Error {
     if error.kind() == ErrorKind::InvalidSubcommand
         && let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidSubcommand)
-        && let Some(command) = meant(typed)
+        && let Some(command) = equivalent(typed)
         && program.find_subcommand(typed).is_none()
         // Applies only to the program itself: subcommands, such as the subcommands of `dataset`, have other names.
         && arguments.get(1).is_some_and(|first| first.to_str() == Some(typed))

@@ -1,4 +1,4 @@
-//! One module per command, each with `Args` (clap) and `run(Args) -> anyhow::Result<()>`, and code that commands share.
+//! The commands, each a module with `Args` (clap) and `run`, which returns `anyhow::Result<()>`. Other modules are code that commands share.
 
 pub(crate) mod access;
 mod age;
@@ -69,7 +69,7 @@ use std::{fmt, future::Future, io::IsTerminal, process::ExitCode};
 
 /// Text at the end of `lockstep --help`.
 pub(crate) const EXIT_STATUS_HELP: &str =
-    "Exit status: 0 done, 1 failed while running, 2 the request was wrong (the message names every mistake).";
+    "Exit status: 0 success, 1 failure while running, 2 invalid request (the message lists every mistake).";
 
 /// A mistake in the request (a file, an argument or a name), which leads to exit status 2. Any other error leads to 1.
 #[derive(Debug)]
@@ -83,8 +83,8 @@ impl fmt::Display for WrongRequest {
 
 impl std::error::Error for WrongRequest {}
 
-/// Returns an error for exit status 2.
-pub(crate) fn wrong(message: impl Into<String>) -> anyhow::Error {
+/// Returns an error with exit status 2, for a mistake in the request.
+pub(crate) fn usage_error(message: impl Into<String>) -> anyhow::Error {
     anyhow::Error::new(WrongRequest(message.into()))
 }
 
@@ -94,12 +94,12 @@ pub(crate) fn exit_code(result: anyhow::Result<()>) -> ExitCode {
     if output::is_closed_pipe(&error) {
         return ExitCode::SUCCESS;
     }
-    output::warn(format_args!("error: {}", sentence(&error)));
+    output::warn(format_args!("error: {}", describe_error(&error)));
     ExitCode::from(if error.is::<WrongRequest>() { 2 } else { 1 })
 }
 
-/// Formats an error and its causes, separated by colons. Leaves out a cause that the error before it quotes.
-pub(crate) fn sentence(error: &anyhow::Error) -> String {
+/// Formats an error and its causes, separated by colons. Leaves out a cause whose text the error before it contains.
+pub(crate) fn describe_error(error: &anyhow::Error) -> String {
     let mut sentence = String::new();
     let mut quoted_in = String::new();
     for cause in error.chain() {
@@ -137,7 +137,7 @@ pub(crate) fn init_tracing(default: &str) {
 
 #[cfg(test)]
 mod tests {
-    use super::sentence;
+    use super::describe_error;
     use lockstep_server::ServeError;
     use std::io;
 
@@ -145,10 +145,10 @@ mod tests {
     fn a_cause_is_named_once() {
         let missing = || io::Error::from_raw_os_error(2);
         let quoting = ServeError::DataDir { path: "/data".into(), source: missing() };
-        let text = sentence(&anyhow::Error::new(quoting).context("serve"));
+        let text = describe_error(&anyhow::Error::new(quoting).context("serve"));
         assert!(text.starts_with("serve: the data directory /data cannot be used: No such file"), "{text}");
         assert_eq!(text.matches("os error 2").count(), 1, "{text}");
-        let text = sentence(&anyhow::Error::new(missing()).context("/data/agent.log"));
+        let text = describe_error(&anyhow::Error::new(missing()).context("/data/agent.log"));
         assert_eq!(text, "/data/agent.log: No such file or directory (os error 2)");
     }
 }

@@ -5,7 +5,7 @@ use super::{
     api::{ServerArgs, list},
     block_on,
     checkpoint_choice::choose,
-    output, wrong,
+    output, usage_error,
 };
 use lockstep_protocol::models::{Model, ModelVersion, SCHEME, alias_mistake, name_mistake};
 use reqwest::Method;
@@ -47,7 +47,7 @@ enum Action {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Move an alias such as `champion` to a version, or remove it
+    /// Move an alias such as `champion` to a version, or remove the alias
     Alias {
         /// Name of the model
         model: String,
@@ -66,7 +66,7 @@ enum Action {
     Remove {
         /// Name of the model
         model: String,
-        /// Number of the version, which is not assigned again
+        /// Number of the version; it is not assigned again
         version: u32,
         #[command(flatten)]
         server: ServerArgs,
@@ -131,7 +131,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Action::Alias { model, alias, version, remove, server } => {
             let at = alias_mistake(&alias).map_or_else(
                 || path(&model, &format!("/aliases/{alias}")),
-                |detail| Err(wrong(format!("the alias {detail}"))),
+                |detail| Err(usage_error(format!("the alias {detail}"))),
             )?;
             match version.filter(|_| !remove) {
                 Some(version) => {
@@ -152,11 +152,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 /// Returns the URL path of a model.
 ///
 /// # Errors
-/// Exit status 2 if the name is invalid for a model, and could lead to another path.
+/// Exit status 2 if the name is invalid for a model, because it could lead to another path.
 fn path(model: &str, rest: &str) -> anyhow::Result<String> {
     match name_mistake(model) {
         None => Ok(format!("/models/{model}{rest}")),
-        Some(detail) => Err(wrong(format!("the model's name {detail}"))),
+        Some(detail) => Err(usage_error(format!("the model's name {detail}"))),
     }
 }
 

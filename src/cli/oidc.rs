@@ -1,6 +1,6 @@
 //! Options of `serve` for an OpenID provider that signs people in.
 
-use super::wrong;
+use super::usage_error;
 use lockstep_protocol::people::Role;
 use lockstep_server::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
 use std::{env, fs::File, io::Read, os::unix::fs::MetadataExt, path::PathBuf};
@@ -13,7 +13,7 @@ const FILE_BYTES: u64 = 8192;
 
 #[derive(clap::Args)]
 pub(crate) struct OidcArgs {
-    /// Also sign people in with this OpenID provider; its issuer address exactly as the provider writes it
+    /// Also sign people in with this OpenID provider: the issuer URL exactly as the provider writes it
     #[arg(long, value_name = "URL", requires = "oidc_client_id")]
     oidc_issuer: Option<Issuer>,
     /// This server's client id at the provider; <public-url>/login/oidc/callback must be registered there as a redirect URI
@@ -37,7 +37,7 @@ pub(crate) struct OidcArgs {
     /// Group whose members are admins
     #[arg(long, value_name = "GROUP", requires = "oidc_group_claim")]
     oidc_admin_group: Option<String>,
-    /// Group whose members have the role member. People in neither group get the role --oidc-role, or are refused without this option
+    /// Group whose members have the role member. People in neither group get the role in --oidc-role, or are refused without --oidc-role
     #[arg(long, value_name = "GROUP", requires = "oidc_group_claim")]
     oidc_member_group: Option<String>,
     /// Also trust this CA (PEM) for connections to the provider
@@ -60,7 +60,7 @@ impl OidcArgs {
         };
         let parse = |(place, text): (String, String)| {
             text.parse::<ClientSecret>()
-                .map_err(|error| wrong(format!("the client secret in {place}: {error}")))
+                .map_err(|error| usage_error(format!("the client secret in {place}: {error}")))
         };
         let groups = self.oidc_group_claim.map(|claim| Groups {
             claim,
@@ -80,10 +80,10 @@ impl OidcArgs {
 
 fn read(path: &PathBuf) -> anyhow::Result<String> {
     let failed =
-        |error: std::io::Error| wrong(format!("--oidc-client-secret-file {}: {error}", path.display()));
+        |error: std::io::Error| usage_error(format!("--oidc-client-secret-file {}: {error}", path.display()));
     let file = File::open(path).map_err(failed)?;
     if file.metadata().map_err(failed)?.mode() & 0o044 != 0 {
-        tracing::warn!(path = %path.display(), "others on this machine can read the client secret: chmod go-r");
+        tracing::warn!(path = %path.display(), "other accounts of this machine can read the client secret: chmod go-r");
     }
     let mut text = String::new();
     file.take(FILE_BYTES).read_to_string(&mut text).map_err(failed)?;

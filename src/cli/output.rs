@@ -45,7 +45,7 @@ pub(crate) fn is_closed_pipe(error: &anyhow::Error) -> bool {
         .any(|cause| cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
 }
 
-/// Formats a name from a file or a server as a part of a line: without line breaks and tabs, and with control characters as JSON escapes.
+/// Formats a name from a file or a server for one line: control characters, line breaks and tabs become JSON escapes.
 pub(crate) fn one_line(text: &str) -> String {
     unseen::shown(&text.replace(['\n', '\t'], " ")).into_owned()
 }
@@ -86,10 +86,10 @@ pub(crate) fn table_of_sentences<const N: usize>(
 
 /// Number of spaces between two columns.
 const GAP: usize = 2;
-/// Minimum width of a column of names.
-const NAME: usize = 12;
+/// Minimum width of a column of names, in characters.
+const MIN_NAME_WIDTH: usize = 12;
 /// A column of sentences gets at least the terminal's width divided by this number. Longer sentences wrap.
-const SENTENCE: usize = 3;
+const SENTENCE_SHARE: usize = 3;
 
 struct Table<'a> {
     header: Vec<&'a str>,
@@ -109,7 +109,7 @@ impl<'a> Table<'a> {
         rows: &[[String; N]],
         sentences: bool,
     ) -> Self {
-        // Each row must stay on one line, whatever its cells contain.
+        // Each row must stay on one line, even if a cell contains a line break.
         let rows: Vec<Vec<String>> =
             rows.iter().map(|row| row.iter().map(|cell| one_line(cell)).collect()).collect();
         let width = |column: usize, title: &str| {
@@ -154,7 +154,7 @@ impl<'a> Table<'a> {
         let last = self.widths.len().saturating_sub(1);
         let (mut widths, mut fits) = (self.widths.clone(), false);
         if self.sentences && last > 0 {
-            let room = columns.saturating_sub(GAP + widths[last].min(columns / SENTENCE));
+            let room = columns.saturating_sub(GAP + widths[last].min(columns / SENTENCE_SHARE));
             fits = narrow(&self.header, self.names, &mut widths[..last], room);
             if !fits {
                 self.below = self.remove(last);
@@ -193,7 +193,8 @@ fn narrow(header: &[&str], names: &[&str], widths: &mut [usize], columns: usize)
     while width(widths) > columns {
         let is_name = |column: &usize| names.contains(&header[*column]);
         let widest = (0..widths.len()).filter(is_name).max_by_key(|column| widths[*column]);
-        let Some(widest) = widest.filter(|c| widths[*c] > NAME.max(header[*c].chars().count())) else {
+        let Some(widest) = widest.filter(|c| widths[*c] > MIN_NAME_WIDTH.max(header[*c].chars().count()))
+        else {
             return false;
         };
         widths[widest] -= 1;

@@ -1,6 +1,6 @@
 //! `lockstep plan`: predicts, without training, how a job's network is divided over its ranks and what a step costs.
 
-use super::{init_tracing, job_file, output, wrong};
+use super::{init_tracing, job_file, output, usage_error};
 use lockstep_data::loader::DataSource;
 use lockstep_engine::{
     Sample, Selection,
@@ -28,11 +28,11 @@ use std::{
 };
 
 /// Time limit for measurements from the start of the processes: cuDNN may tune plans first.
-const LIMIT: Duration = Duration::from_secs(600);
+const MEASURE_TIMEOUT: Duration = Duration::from_secs(600);
 /// Time limit for ranks to connect and to respond.
-const PATIENCE: Duration = Duration::from_secs(300);
+const RANK_TIMEOUT: Duration = Duration::from_secs(300);
 /// Maximum number of alternative plans that are shown.
-const OTHERS: usize = 5;
+const MAX_ALTERNATIVES: usize = 5;
 
 /// Print how a job's network is divided over its ranks and what a step costs, without training
 ///
@@ -52,7 +52,7 @@ pub(crate) struct Args {
     /// Number of classes, for a dataset that is not on this machine; requires data.image_size
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     classes: Option<u32>,
-    /// File with measurements of the machines to plan for: the output of --json on such a machine [default: measure this machine once]
+    /// File with measurements of a machine: the output of --json on that machine [default: measure this machine once]
     #[arg(long, value_name = "FILE")]
     machine: Option<PathBuf>,
     /// Measure this machine again
@@ -61,7 +61,7 @@ pub(crate) struct Args {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Measurement that a rank on this machine makes
+    /// Measurement that a rank on this machine runs
     #[arg(long, hide = true, value_name = "JSON")]
     sample: Option<String>,
 }
@@ -96,8 +96,8 @@ struct Considered {
 /// Exit status 2 for mistakes in the job or the arguments, or if no plan can run; 1 if this machine cannot be measured.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
-    if let Some(member) = Member::of_this_process().map_err(wrong)? {
-        return be_a_rank(&args, &member);
+    if let Some(member) = Member::of_this_process().map_err(usage_error)? {
+        return run_rank(&args, &member);
     }
     let document = job_file::document(&args.job, &args.sets)?;
     let spec = job_file::check(&args.job, &document)?;
@@ -110,9 +110,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut plans = Vec::new();
     for ranks in counts {
         let mut document = document.clone();
-        apply_set(&mut document, &format!("parallel.ranks={ranks}")).map_err(wrong)?;
+        apply_set(&mut document, &format!("parallel.ranks={ranks}")).map_err(usage_error)?;
         let spec = job_file::check(&args.job, &document)?;
-        let planned = Planned::of(&spec, &network, &machine).map_err(wrong)?;
+        let planned = Planned::of(&spec, &network, &machine).map_err(usage_error)?;
         plans.push((spec, planned));
     }
     if args.json {
@@ -205,7 +205,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     ] {
         output::line(format_args!("{key:<20}{value}"))?;
     }
-    let others = planned.considered.iter().filter(|of| of.plan != *plan).take(OTHERS);
+    let others = planned.considered.iter().filter(|of| of.plan != *plan).take(MAX_ALTERNATIVES);
     let rows: Vec<_> = others
         .map(|of| {
             let [step, images, memory] = figures(of, machine);
@@ -219,7 +219,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     output::table(["STEP", "IMAGES/S", "MEMORY", "OTHER PLAN"], &rows)
 }
 
-/// Formats a plan's time of a step, images per second, and memory per rank.
+/// Formats a plan's time per step, images per second, and memory per rank.
 fn figures(of: &Candidate, machine: &Machine) -> [String; 3] {
     let cost = &of.cost;
     let lacks = if of.fits(machine) { "" } else { " (too much)" };
@@ -260,7 +260,7 @@ fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
     let (sides, channels, classes) = match args.classes {
         Some(classes) => {
             let evaluation = spec.data.evaluation_size().ok_or_else(|| {
-                wrong("--classes: the dataset is not read, so the side of pictures is needed, too: --set data.image_size=224")
+                usage_error("--classes: the dataset is not read, so the side of pictures is also needed: --set data.image_size=224")
             })?;
             let side = spec.data.image_size.as_ref().map_or(evaluation, ImageSize::last);
             ((evaluation as usize, side as usize), 3, classes as usize)
@@ -271,7 +271,7 @@ fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
             let found = [Some(given.to_path_buf()), beside].into_iter().flatten();
             let dataset = found.into_iter().find_map(|path| lockstep_data::canonical(&path).ok());
             let dataset = dataset.ok_or_else(|| {
-                wrong(format!(
+                usage_error(format!(
                     "data.dataset: {} does not exist on this machine: give --classes N and data.image_size instead",
                     given.display()
                 ))
@@ -284,12 +284,12 @@ fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
             ((shape.image_size, side), shape.channels, shape.classes.len())
         }
     };
-    planning::network(&spec.model, sides, channels, classes).map_err(wrong)
+    planning::network(&spec.model, sides, channels, classes).map_err(usage_error)
 }
 
 /// Reads measurements from a file: the output of `--json`, or only its key `machine`.
 fn read_machine(path: &Path) -> anyhow::Result<Machine> {
-    let failed = |detail: String| wrong(format!("--machine {}: {detail}", path.display()));
+    let failed = |detail: String| usage_error(format!("--machine {}: {detail}", path.display()));
     let text = fs::read(path).map_err(|e| failed(e.to_string()))?;
     let mut document: Value = serde_json::from_slice(&text).map_err(|e| failed(e.to_string()))?;
     let machine = document.get_mut("machine").map(Value::take).unwrap_or(document);
@@ -301,10 +301,10 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
 /// Returns this machine's measurements, either cached or measured now with at most `most` ranks.
 fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> anyhow::Result<Machine> {
     let asked = spec.parallel.device;
-    let offer = registry::offer(Selection { device: asked, ..Selection::default() }).map_err(wrong)?;
+    let offer = registry::offer(Selection { device: asked, ..Selection::default() }).map_err(usage_error)?;
     if offer.slots.is_empty() {
         let why = offer.hindrance.unwrap_or_default();
-        return Err(wrong(format!("parallel.device = {:?}: {why}; give --machine FILE", asked.name())));
+        return Err(usage_error(format!("parallel.device = {:?}: {why}; give --machine FILE", asked.name())));
     }
     let devices: Vec<String> = offer.slots.into_iter().filter_map(|slot| slot.uuid).collect();
     let ranks = match devices.len() as u32 {
@@ -321,18 +321,18 @@ fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> an
     let members = local_group::members_on(ranks, &devices)?;
     let sampled = format!("--sample={}", serde_json::to_string(&sample)?);
     let arguments = ["plan".into(), args.job.clone().into_os_string(), sampled.into()];
-    let printed = local_group::run(&arguments, &members, LIMIT).map_err(|e| anyhow::anyhow!(e))?;
+    let printed = local_group::run(&arguments, &members, MEASURE_TIMEOUT).map_err(|e| anyhow::anyhow!(e))?;
     let machine: Machine = serde_json::from_slice(&printed)?;
     planning::keep(&machine, &sample, device, ranks);
     Ok(machine)
 }
 
 /// Measures this machine as one of the ranks.
-fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
+fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let sample: Sample = serde_json::from_str(args.sample.as_deref().unwrap_or_default())?;
     let device = registry::device_of(member.gpu.as_ref(), Device::Auto);
     device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;
-    let JoinedGroup { comm, store } = member.meet(PATIENCE)?;
+    let JoinedGroup { comm, store } = member.meet(RANK_TIMEOUT)?;
     let machine = planning::measure(&sample, device, member.world_size, comm.as_ref(), store.as_deref())?;
     if member.rank == 0 { output::json(&machine) } else { Ok(()) }
 }

@@ -4,7 +4,7 @@ use super::{
     api::ServerArgs,
     block_on,
     checkpoint_choice::{Weights, find},
-    file, output, wrong,
+    file, output, usage_error,
 };
 use anyhow::Context;
 use lockstep_protocol::{
@@ -20,7 +20,7 @@ use std::{
 };
 
 /// Maximum total size of pictures in a request, as on the server.
-const MOST_BYTES: u64 = 24 << 20;
+const MAX_REQUEST_BYTES: u64 = 24 << 20;
 
 /// Classify or embed pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
 #[derive(clap::Args)]
@@ -57,9 +57,8 @@ pub(crate) struct Args {
 
 /// Reads a picture file.
 fn read(path: &Path) -> Result<Vec<u8>, String> {
-    let larger =
-        format!("is larger than {} MiB, which is the most that a picture may have", MOST_BYTES >> 20);
-    file::read(path, MOST_BYTES, &larger)
+    let larger = format!("is larger than {} MiB, the limit for a picture", MAX_REQUEST_BYTES >> 20);
+    file::read(path, MAX_REQUEST_BYTES, &larger)
 }
 
 /// Prints each picture's most probable classes, or its embedding.
@@ -74,17 +73,17 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let images = args.job.iter().filter(|_| args.model.is_some()).chain(&args.images);
     let mut pictures = Vec::new();
     for image in images {
-        let bytes = read(image).map_err(|e| wrong(format!("{}: {e}", image.display())))?;
+        let bytes = read(image).map_err(|e| usage_error(format!("{}: {e}", image.display())))?;
         if bytes.is_empty() {
-            return Err(wrong(format!(
-                "{}: is empty; give a picture: JPEG, PNG, WebP, GIF, BMP or TIFF",
+            return Err(usage_error(format!(
+                "{}: is empty; give a JPEG, PNG, WebP, GIF, BMP or TIFF file",
                 image.display()
             )));
         }
         pictures.push((image.display().to_string(), bytes));
     }
     if pictures.is_empty() {
-        return Err(wrong(match args.job.as_deref().filter(|given| given.is_file()) {
+        return Err(usage_error(match args.job.as_deref().filter(|given| given.is_file()) {
             Some(picture) => format!(
                 "no job is given: the job comes first, as in `lockstep predict JOB {}`; `lockstep list` shows all jobs",
                 picture.display()
@@ -96,7 +95,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let (answering, mut predictions) = match &args.model {
         Some(model) => {
             let answer = if args.embed { inspect::embed } else { inspect::predict };
-            (None, answer(model, pictures).map_err(wrong)?)
+            (None, answer(model, pictures).map_err(usage_error)?)
         }
         None => {
             let (answering, predictions) = block_on(ask(&args, pictures))?;
@@ -126,7 +125,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let unread: Vec<String> =
         predictions.iter().filter_map(|p| p.error.as_ref().map(|e| format!("{} {e}", p.name))).collect();
-    if unread.is_empty() { Ok(()) } else { Err(wrong(unread.join("\n"))) }
+    if unread.is_empty() { Ok(()) } else { Err(usage_error(unread.join("\n"))) }
 }
 
 /// Writes embeddings next to `place` and renames the file, so that `place` is never incomplete.
@@ -136,7 +135,7 @@ fn write(place: &Path, predictions: &[Prediction]) -> anyhow::Result<()> {
     let partial = PathBuf::from(partial);
     // An earlier run may have left its partial file.
     let _ = fs::remove_file(&partial);
-    let [rows, width] = inspect::write_embeddings(&partial, predictions).map_err(wrong)?;
+    let [rows, width] = inspect::write_embeddings(&partial, predictions).map_err(usage_error)?;
     fs::rename(&partial, place).with_context(|| place.display().to_string())?;
     output::line(format_args!("{}: {} of {width} values", place.display(), plural(rows as u64, "embedding")))
 }

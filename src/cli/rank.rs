@@ -1,6 +1,6 @@
 //! `lockstep rank`: one rank of an attempt, started by an agent or by `lockstep train`.
 
-use super::{init_tracing, wrong};
+use super::{init_tracing, usage_error};
 use lockstep_host::gpu::RankGpu;
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ pub(crate) struct Args {
     /// Configuration file: `rank.<r>.json` in the attempt's folder
     #[arg(required_unless_present = "spare")]
     config: Option<PathBuf>,
-    /// Open this GPU (JSON: its number and the visible GPUs), and become the rank whose configuration file is named on the
+    /// Open this GPU (JSON: its number and the visible GPUs), and become the rank whose configuration file is named on
     /// standard input
     #[arg(long, value_name = "GPU", conflicts_with = "config")]
     spare: Option<String>,
@@ -25,7 +25,7 @@ pub(crate) struct Args {
     rank: Option<u32>,
 }
 
-/// Trains, then ends the process with a rank's exit status.
+/// Trains, then exits with a rank's exit status.
 ///
 /// # Errors
 /// Exit status 2 if the arguments are wrong. The rank's records contain the reason of a failure.
@@ -36,7 +36,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         (Some(config), _) => lockstep_worker::rank::run(&config),
         (None, spare) => {
             let gpu: RankGpu = serde_json::from_str(&spare.unwrap_or_default())
-                .map_err(|error| wrong(format!("--spare: {error}")))?;
+                .map_err(|error| usage_error(format!("--spare: {error}")))?;
             lockstep_worker::rank::run_spare(&gpu)
         }
     }

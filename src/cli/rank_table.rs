@@ -1,16 +1,16 @@
-//! Rank tables of MindSpore and HCCL: JSON files that assign ranks to devices of machines. Supports the form with `server_list`, and the
-//! older form with `group_list`.
+//! Rank tables of MindSpore and HCCL: JSON files that assign ranks to devices of machines. Supports the format with `server_list`, and the
+//! older format with `group_list`.
 
-use super::{file, wrong};
+use super::{file, usage_error};
 use serde_json::Value;
 use std::{collections::HashMap, fmt::Display, path::Path};
 
 /// Maximum size of a file. A table of 4096 devices has about half of this size.
 const TABLE_BYTES: u64 = 1 << 20;
 /// Maximum number of devices in a table. MindSpore's own tools write tables of 2, 8 and 16 devices.
-pub(crate) const MOST_DEVICES: usize = 4096;
+pub(crate) const MAX_DEVICES: usize = 4096;
 /// Maximum length of a machine's name: the limit of DNS names.
-const MOST_NAME_BYTES: usize = 253;
+const MAX_NAME_BYTES: usize = 253;
 
 /// The assignment of ranks to machines and devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,7 +43,7 @@ impl RankTable {
     /// Exit status 2. The message names the field with the mistake.
     pub(crate) fn read(path: &Path) -> anyhow::Result<Self> {
         let larger = "is larger than 1 MiB; a rank table is not";
-        let failed = |detail: String| wrong(format!("the rank table {}: {detail}", path.display()));
+        let failed = |detail: String| usage_error(format!("the rank table {}: {detail}", path.display()));
         let bytes = file::read(path, TABLE_BYTES, larger).map_err(failed)?;
         Self::parse(&bytes).map_err(failed)
     }
@@ -78,7 +78,7 @@ impl RankTable {
     }
 }
 
-/// The entries read so far, and the place in the table of each rank and device.
+/// The entries read so far, and the path in the table of each rank and device.
 #[derive(Default)]
 struct Entries {
     machines: Vec<Machine>,
@@ -89,7 +89,7 @@ struct Entries {
 impl Entries {
     fn add_servers(&mut self, table: &Value) -> Result<(), String> {
         let servers = list(table, "server_list", "server_list")?;
-        counted(table, "server_count", "server_count", "server_list", servers.len())?;
+        check_count(table, "server_count", "server_count", "server_list", servers.len())?;
         for (s, server) in servers.iter().enumerate() {
             let at = format!("server_list[{s}]");
             let address = address(server, &at)?;
@@ -105,14 +105,14 @@ impl Entries {
         Ok(())
     }
 
-    /// Reads the older form: a list of ranks, each with its machine and one device.
+    /// Reads the older format: a list of ranks, each with its machine and one device.
     fn add_groups(&mut self, table: &Value) -> Result<(), String> {
         let groups = list(table, "group_list", "group_list")?;
-        counted(table, "group_count", "group_count", "group_list", groups.len())?;
+        check_count(table, "group_count", "group_count", "group_list", groups.len())?;
         for (g, group) in groups.iter().enumerate() {
             let at = format!("group_list[{g}].instance_list");
             let instances = list(group, "instance_list", &at)?;
-            counted(
+            check_count(
                 group,
                 "instance_count",
                 &format!("group_list[{g}].instance_count"),
@@ -134,8 +134,8 @@ impl Entries {
     }
 
     fn add(&mut self, address: &str, rank: u32, device: u32, at: &str) -> Result<(), String> {
-        if self.ranks.len() == MOST_DEVICES {
-            return Err(format!("{at}: a rank table may have at most {MOST_DEVICES} devices"));
+        if self.ranks.len() == MAX_DEVICES {
+            return Err(format!("{at}: a rank table may have at most {MAX_DEVICES} devices"));
         }
         if let Some(first) = self.ranks.insert(rank, at.to_owned()) {
             return Err(format!("{at}.rank_id: rank {rank} is at {first} already"));
@@ -180,19 +180,19 @@ fn list<'a>(of: &'a Value, key: &str, at: &str) -> Result<&'a Vec<Value>, String
 
 /// Parses a number, which tables contain as a text.
 fn number(of: &Value, key: &str, at: &str) -> Result<u32, String> {
-    let wrong = |given: &dyn Display| format!("{at}.{key}: is {given} and must be a whole number from 0");
+    let invalid = |given: &dyn Display| format!("{at}.{key}: is {given} and must be a whole number from 0");
     match of.get(key) {
-        Some(Value::String(text)) => text.trim().parse().map_err(|_| wrong(&format!("{text:?}"))),
+        Some(Value::String(text)) => text.trim().parse().map_err(|_| invalid(&format!("{text:?}"))),
         Some(Value::Number(number)) => {
-            number.as_u64().and_then(|n| u32::try_from(n).ok()).ok_or_else(|| wrong(number))
+            number.as_u64().and_then(|n| u32::try_from(n).ok()).ok_or_else(|| invalid(number))
         }
-        Some(other) => Err(wrong(other)),
+        Some(other) => Err(invalid(other)),
         None => Err(format!("{at}.{key}: is missing")),
     }
 }
 
 /// Checks that an optional count equals the length of its list.
-fn counted(of: &Value, key: &str, at: &str, list: &str, found: usize) -> Result<(), String> {
+fn check_count(of: &Value, key: &str, at: &str, list: &str, found: usize) -> Result<(), String> {
     if of.get(key).is_none() {
         return Ok(());
     }
@@ -207,9 +207,9 @@ fn address(of: &Value, at: &str) -> Result<String, String> {
         None => return Err(format!("{at}.server_id: is missing")),
     };
     let plain = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
-    if text.is_empty() || text.len() > MOST_NAME_BYTES || text.starts_with('-') || !text.chars().all(plain) {
+    if text.is_empty() || text.len() > MAX_NAME_BYTES || text.starts_with('-') || !text.chars().all(plain) {
         return Err(format!(
-            "{at}.server_id: must be a machine's name or address of at most {MOST_NAME_BYTES} characters"
+            "{at}.server_id: must be a machine's name or address of at most {MAX_NAME_BYTES} characters"
         ));
     }
     Ok(text.to_owned())

@@ -5,7 +5,7 @@ mod command_line;
 pub(crate) mod job_file;
 mod rest;
 
-use super::{output, wrong};
+use super::{output, usage_error};
 use std::{
     fmt::Write as _,
     fs,
@@ -25,7 +25,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 if the folder cannot be written.
 pub(crate) fn run(args: &Args, program: clap::Command) -> anyhow::Result<()> {
-    let failed = |path: &Path, e: std::io::Error| wrong(format!("{}: {e}", path.display()));
+    let failed = |path: &Path, e: std::io::Error| usage_error(format!("{}: {e}", path.display()));
     fs::create_dir_all(&args.out).map_err(|e| failed(&args.out, e))?;
     let rest = serde_json::to_value(lockstep_server::openapi())?;
     for (name, text) in [
@@ -40,8 +40,8 @@ pub(crate) fn run(args: &Args, program: clap::Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the first lines of each page.
-fn made(by: &str) -> String {
+/// Returns the first line of each page.
+fn made_from(by: &str) -> String {
     format!("<!-- Made from {by} by `cargo run -- reference`. Do not edit. -->\n")
 }
 

@@ -6,7 +6,7 @@ use super::{
     init_tracing,
     local_agent::{LocalAgent, Settings, Slots},
     oidc::OidcArgs,
-    output, wrong,
+    output, usage_error,
 };
 use lockstep_engine::MOST_CPU_SLOTS;
 use lockstep_server::{
@@ -31,7 +31,7 @@ use tokio::{
 const START_PAGE: &str = "/jobs";
 
 /// Time limit for threads that still read or write files after the server has ended.
-pub(crate) const LAST_FILES: Duration = Duration::from_secs(3);
+pub(crate) const FILE_THREADS_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Serve the dashboard and the REST interface, and train on this machine
 #[derive(clap::Args)]
@@ -71,10 +71,10 @@ pub(crate) struct Args {
     /// 10.0.0.0/8 (may be repeated)
     #[arg(long, value_name = "NETWORK")]
     trusted_proxy: Vec<Network>,
-    /// Listen without TLS even if other machines can reach the address. Others on the network can then read tokens and weights
+    /// Listen without TLS even if other machines can reach the address. Then other machines on the network can read tokens and weights
     #[arg(long, conflicts_with_all = ["tls_cert", "tls_own_ca"])]
     insecure_http: bool,
-    /// Maximum number of requests per second from an address of another machine, with bursts of ten times as many. 0: no limit
+    /// Maximum number of requests per second from one address of another machine, with bursts of ten times as many. 0: no limit
     #[arg(long, value_name = "N", default_value = "200")]
     requests_per_second: u32,
     /// Maximum number of requests per second with one token or for one signed-in person, from all addresses including this machine, with
@@ -110,10 +110,10 @@ pub(crate) struct Args {
         value_parser = clap::value_parser!(u32).range(8..=3600))]
     lease: u32,
     /// Seconds without a message after which a run that another program trains and logs here counts as failed; it continues when the
-    /// program sends again
+    /// program sends a message
     #[arg(long, value_name = "SECS", default_value = "600", value_parser = clap::value_parser!(u32).range(1..))]
     run_silence: u32,
-    /// Require no token: everybody on this machine has all rights. For loopback addresses only
+    /// Require no token: everybody on this machine has all rights. Only for loopback addresses
     #[arg(long)]
     no_auth: bool,
     /// Do not open the dashboard in a browser [default: on a terminal with a screen, open it signed in]
@@ -121,8 +121,8 @@ pub(crate) struct Args {
     no_open: bool,
     #[command(flatten)]
     oidc: OidcArgs,
-    /// Folder that may contain datasets and files of weights, including its subfolders (may be repeated) [default: any folder, but only
-    /// admins may name it]
+    /// Folder that may contain datasets and files of weights, also in subfolders (may be repeated) [default: any folder, but only
+    /// admins may name files]
     #[arg(long, value_name = "DIR")]
     dataset_root: Vec<PathBuf>,
     /// Let webhooks connect to this machine, private networks and metadata services, and not only to the internet
@@ -149,7 +149,7 @@ pub(crate) struct Args {
     /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
     #[arg(long, value_name = "LIST", conflicts_with_all = ["no_local_agent", "cpu_slots"])]
     gpus: Option<String>,
-    /// On which GPUs without a job a process waits that has opened the GPU; see `lockstep agent --help` [default: auto]
+    /// Free GPUs on which a process waits with the GPU already open; see `lockstep agent --help` [default: auto]
     #[arg(long, value_name = "WHICH", conflicts_with = "no_local_agent", value_parser = super::agent::WARM)]
     warm: Option<String>,
 }
@@ -225,14 +225,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             () = signals.next() => {}
             ended = &mut server.ended => return server_error(ended),
         }
-        tracing::info!("ending in order; send the signal once more to end at once");
+        tracing::info!("stopping; send the signal again to stop at once");
         tokio::select! {
             stopped = server.stop() => stopped,
             () = signals.next() => Ok(()),
         }
     });
     // A thread that waits for an unresponsive file system cannot be stopped.
-    runtime.shutdown_timeout(LAST_FILES);
+    runtime.shutdown_timeout(FILE_THREADS_TIMEOUT);
     result
 }
 
@@ -283,7 +283,7 @@ impl Server {
     /// See [`run`].
     pub(crate) async fn start(config: ServeConfig) -> anyhow::Result<Self> {
         Self::start_or(config).await.map_err(|error| match error.exit_code() {
-            2 => wrong(error.to_string()),
+            2 => usage_error(error.to_string()),
             _ => error.into(),
         })
     }
@@ -327,7 +327,7 @@ impl Server {
                     Self { running, local, data_dir, shutdown, ended, agent: None, advertise, warm: None };
                 // Without this file, commands need the option --server.
                 if let Err(error) = access::record_address(&server.data_dir, &server.url()) {
-                    tracing::warn!("{error}; commands in this folder do not find the server by themselves");
+                    tracing::warn!("{error}; commands in this folder need the option --server");
                 }
                 Ok(server)
             }
@@ -397,7 +397,7 @@ impl Server {
     }
 }
 
-/// Returns the address at which this machine connects to an address that is listened on.
+/// Returns the address by which this machine connects to a listening address: loopback for an unspecified address.
 fn reachable(mut address: SocketAddr) -> SocketAddr {
     match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
@@ -410,7 +410,7 @@ fn reachable(mut address: SocketAddr) -> SocketAddr {
 fn server_error(ended: Result<Result<(), ServeError>, tokio::task::JoinError>) -> anyhow::Result<()> {
     match ended {
         Ok(Ok(())) => Ok(()),
-        Ok(Err(error)) if error.exit_code() == 2 => Err(wrong(error.to_string())),
+        Ok(Err(error)) if error.exit_code() == 2 => Err(usage_error(error.to_string())),
         Ok(Err(error)) => Err(error.into()),
         Err(error) => Err(anyhow::anyhow!("the server failed: {error}")),
     }
@@ -422,7 +422,8 @@ fn stopped(why: &str) -> ServeError {
 
 /// Resolves a numeric address or a name (`localhost:7070`).
 pub(crate) fn resolve(listen: &str) -> anyhow::Result<SocketAddr> {
-    let problem = |why: String| wrong(format!("--listen {listen}: {why}; an example is 127.0.0.1:7070"));
+    let problem =
+        |why: String| usage_error(format!("--listen {listen}: {why}; an example is 127.0.0.1:7070"));
     let mut found = listen.to_socket_addrs().map_err(|e| problem(e.to_string()))?;
     found.next().ok_or_else(|| problem("no such address".into()))
 }

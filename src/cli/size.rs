@@ -18,7 +18,7 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
         "mib" => 1 << 20,
         "gib" => 1 << 30,
         "tib" => 1 << 40,
-        _ => return Err(WANTED.into()),
+        _ => return Err(EXPECTED.into()),
     };
     let whole = number.parse::<u64>().ok().and_then(|number| number.checked_mul(factor));
     let bytes = whole.or_else(|| {
@@ -26,10 +26,10 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
         // Beyond 2^53, a float cannot represent every integer.
         (bytes < 2_f64.powi(53)).then_some(bytes as u64)
     });
-    bytes.ok_or_else(|| WANTED.into())
+    bytes.ok_or_else(|| EXPECTED.into())
 }
 
-const WANTED: &str =
+const EXPECTED: &str =
     "a size is a number and a unit, such as 500GB, 1.5TB or 200GiB; without a unit it is bytes";
 
 #[cfg(test)]

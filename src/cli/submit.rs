@@ -147,5 +147,5 @@ async fn all_mistakes(api: &Api, path: &Path, document: &Value, own: &[SpecError
             lines.push(line);
         }
     }
-    wrong(mistaken(path, &lines))
+    usage_error(mistaken(path, &lines))
 }

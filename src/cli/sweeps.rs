@@ -1,4 +1,4 @@
-//! `lockstep sweep`: sweeps that a server carries out.
+//! `lockstep sweep`: sweeps that a server runs.
 
 use super::{
     WrongRequest,
@@ -53,7 +53,7 @@ enum Action {
 }
 
 #[derive(clap::Args)]
-struct One {
+struct SweepArgs {
     /// The sweep's id, the start of its id, or its name
     sweep: String,
     #[command(flatten)]
@@ -63,7 +63,7 @@ struct One {
 /// Runs the action.
 ///
 /// # Errors
-/// Exit status 2 when there is no such sweep, or its state does not allow the change.
+/// Exit status 2 if the sweep does not exist, or its state does not allow the change.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
         Action::List { server } => {
@@ -82,7 +82,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 &rows,
             )
         }
-        Action::Show(One { sweep, server }) => {
+        Action::Show(SweepArgs { sweep, server }) => {
             let found = block_on(server.api()?.find_sweep(&sweep, false))?;
             if server.json {
                 return output::json(&found);

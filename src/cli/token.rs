@@ -2,7 +2,7 @@
 
 use super::{
     api::{self, Api, ServerArgs},
-    block_on, output, wrong,
+    block_on, output, usage_error,
 };
 use lockstep_protocol::access::{Scope, Token};
 use reqwest::Method;
@@ -48,7 +48,7 @@ enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Revoke a token; connections that use it end at once
+    /// Revoke a token; connections that use it are closed at once
     Revoke {
         /// The token's id, or its name if only one valid token has this name
         token: String,
@@ -72,7 +72,7 @@ fn seconds(text: &str) -> Result<u64, String> {
     time.filter(|secs| *secs > 0).ok_or_else(|| "give a number and a unit, such as 12h, 30d or 1y".into())
 }
 
-/// Runs a command about tokens.
+/// Runs the command.
 ///
 /// # Errors
 /// The server refuses the request.
@@ -93,7 +93,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 }
                 // Standard output contains only the token, so that it can be redirected to a file.
                 output::warn(format_args!(
-                    "this token is shown once; keep it where only its user can read it"
+                    "this token is shown once; store it where only its user can read it"
                 ));
                 output::line(made.get("secret").and_then(Value::as_str).unwrap_or_default())
             }
@@ -117,12 +117,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                     (Some(found), _) => found.id.clone(),
                     (None, [found]) => found.id.clone(),
                     (None, []) => {
-                        return Err(wrong(format!(
+                        return Err(usage_error(format!(
                             "no token is called {token}; `lockstep token list` shows all tokens"
                         )));
                     }
                     (None, several) => {
-                        return Err(wrong(format!(
+                        return Err(usage_error(format!(
                             "{} tokens are called {token}; name one by its id",
                             several.len()
                         )));
@@ -137,7 +137,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 
 /// Creates a token and writes it to a new file.
 async fn write_new(api: &Api, body: &Value, path: &Path, as_json: bool) -> anyhow::Result<()> {
-    let failed = |error: io::Error| wrong(format!("{}: {error}", path.display()));
+    let failed = |error: io::Error| usage_error(format!("{}: {error}", path.display()));
     // The file is created first. If creating it failed after the request, the new token would be lost.
     let mut file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
     let made = api.post::<Value>("/tokens", body).await.inspect_err(|_| drop(fs::remove_file(path)));

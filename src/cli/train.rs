@@ -7,7 +7,7 @@ mod part;
 mod resume;
 mod show;
 
-use super::{api::mistake, init_tracing, output, wrong};
+use super::{api::mistake, init_tracing, output, usage_error};
 use launcher::{LaunchedRank, Ranks};
 use local::Ended;
 use lockstep_comm::rendezvous::free_port;
@@ -94,7 +94,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         .out
         .clone()
         .unwrap_or_else(|| Path::new("runs").join(args.job.file_stem().unwrap_or("job".as_ref())));
-    fs::create_dir_all(&out).map_err(|e| wrong(format!("--out {}: {e}", out.display())))?;
+    fs::create_dir_all(&out).map_err(|e| usage_error(format!("--out {}: {e}", out.display())))?;
     let out = out.canonicalize()?;
     // The ranks of a launcher share the folder, which rank 0 locks for all of them.
     let _lock = if part.has_rank_0() { Some(OutLock::take(&out)?) } else { None };
@@ -135,7 +135,7 @@ fn in_processes(mut start: StartAttempt, out: &Path) -> anyhow::Result<Ended> {
     let mut devices = devices(&start.spec)?;
     let ranks = start.world_size;
     if !devices.is_empty() && devices.len() < ranks as usize {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "parallel.ranks = {ranks}, but there {} on this machine: lower parallel.ranks, or set parallel.device = \"cpu\"",
             if devices.len() == 1 { "is 1 GPU".to_owned() } else { format!("are {} GPUs", devices.len()) }
         )));
@@ -161,7 +161,7 @@ fn of_this_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> anyhow
     let device = |(rank, device): &(u32, u32)| {
         visible.get(*device as usize).cloned().ok_or_else(|| {
             let count = visible.len();
-            wrong(format!(
+            usage_error(format!(
                 "--rank-table: rank {rank} is on device {device}, and this machine has {count} visible GPUs"
             ))
         })
@@ -214,11 +214,11 @@ fn in_this_process(mut start: StartAttempt, place: &LaunchedRank, out: &Path) ->
 /// Returns the devices of this machine for a job's ranks, in order. Empty if ranks compute on CPU cores.
 fn devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
     let device = spec.parallel.device;
-    let offer = registry::offer(Selection { device, ..Selection::default() }).map_err(wrong)?;
+    let offer = registry::offer(Selection { device, ..Selection::default() }).map_err(usage_error)?;
     match (offer.slots.is_empty(), offer.hindrance) {
         (true, why) => {
             let device = serde_json::to_string(&device)?;
-            Err(wrong(format!("parallel.device = {device}: {}", why.unwrap_or_default())))
+            Err(usage_error(format!("parallel.device = {device}: {}", why.unwrap_or_default())))
         }
         (false, why) => {
             if let Some(why) = why {
@@ -239,7 +239,9 @@ fn device_of(spec: &JobSpec, place: &LaunchedRank) -> anyhow::Result<Option<Rank
     let ordinal = if visible.len() == 1 { 0 } else { place.device.unwrap_or(place.local_rank) };
     if ordinal as usize >= visible.len() {
         let (by, count, ranks) = (place.by, visible.len(), place.local_ranks);
-        return Err(wrong(format!("{by} has started {ranks} ranks on a machine of {count} visible GPUs")));
+        return Err(usage_error(format!(
+            "{by} has started {ranks} ranks on a machine of {count} visible GPUs"
+        )));
     }
     Ok(Some(RankGpu { ordinal: ordinal.cast_signed(), visible }))
 }
@@ -318,23 +320,23 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
 fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
     let shown = args.job.display();
     let text = super::job_file::job_file(&args.job)?;
-    let mut document = toml_document(&text).map_err(|e| wrong(format!("{shown}: {}", e.detail)))?;
+    let mut document = toml_document(&text).map_err(|e| usage_error(format!("{shown}: {}", e.detail)))?;
     let mut sets = args.sets.clone();
     if let Some((by, ranks)) = world {
         if args.ranks.is_some_and(|given| given != ranks) {
-            return Err(wrong(format!("--ranks: {by} has started {ranks} ranks; leave it out")));
+            return Err(usage_error(format!("--ranks: {by} has started {ranks} ranks; leave it out")));
         }
         sets.push(format!("parallel.ranks={ranks}"));
     } else if let Some(ranks) = args.ranks {
         sets.push(format!("parallel.ranks={ranks}"));
     }
     for set in sets {
-        apply_set(&mut document, &set).map_err(|e| wrong(format!("--set {}: {e}", shortened(&set))))?;
+        apply_set(&mut document, &set).map_err(|e| usage_error(format!("--set {}: {e}", shortened(&set))))?;
     }
     super::job_file::find_weights(&mut document)?;
     let spec = super::job_file::read(&document).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-        wrong(format!("{shown}:\n  {}", lines.join("\n  ")))
+        usage_error(format!("{shown}:\n  {}", lines.join("\n  ")))
     })?;
     let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
     Ok((spec, given))
@@ -346,7 +348,7 @@ fn dataset_path(spec: &JobSpec, job: &Path) -> anyhow::Result<PathBuf> {
     let from_job_file = job.parent().map(|dir| dir.join(given));
     let there = |path: PathBuf| lockstep_data::canonical(&path).ok();
     [Some(given.to_path_buf()), from_job_file].into_iter().flatten().find_map(there).ok_or_else(|| {
-        wrong(format!(
+        usage_error(format!(
             "data.dataset: {} does not exist; without a server a dataset is given by its path",
             given.display()
         ))

@@ -2,7 +2,7 @@
 
 use super::{
     api::{self, ServerArgs},
-    block_on, output, wrong,
+    block_on, output, usage_error,
 };
 use anyhow::Context;
 use lockstep_protocol::{
@@ -33,7 +33,8 @@ struct Named {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Add a person. The command asks for the password, or reads the first line of standard input; with --subject, the person has no password
+    /// Add a person. The command asks for the password, or reads the first line of standard input; with --subject, the person has no
+    /// password
     Add {
         /// Name for signing in: a to z, digits, '.', '-', '_' and '@'
         name: String,
@@ -46,7 +47,7 @@ enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Let another account at the OpenID provider sign in as a person, whose sessions end
+    /// Let another account at the OpenID provider sign in as a person; the person's sessions end
     Link {
         /// The person's name
         name: String,
@@ -63,7 +64,7 @@ enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Remove a person, whose sessions end and whose tokens are revoked; jobs keep the name
+    /// Remove a person; sessions end, tokens are revoked, and jobs keep the person's name
     Remove(Named),
     /// Set a person's password: asked for, or read from the first line of standard input; the person's sessions end
     Password(Named),
@@ -76,13 +77,13 @@ enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Forbid a person to sign in; the person's sessions end and tokens are refused
+    /// Forbid a person to sign in; the person's sessions end, and the person's tokens are refused
     Disable(Named),
     /// Let a person sign in again
     Enable(Named),
 }
 
-/// Runs a command about people.
+/// Runs the command.
 ///
 /// # Errors
 /// The server refuses the request, or the password is invalid.
@@ -99,7 +100,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             Command::Link { name, subject, server } => {
                 if let Some(detail) = subject_mistake(&subject) {
-                    return Err(wrong(format!("a subject {detail}")));
+                    return Err(usage_error(format!("a subject {detail}")));
                 }
                 change(&server, &name, &json!({ "subject": subject })).await
             }
@@ -144,7 +145,7 @@ async fn change(server: &ServerArgs, name: &str, body: &Value) -> anyhow::Result
 fn path(name: &str) -> anyhow::Result<String> {
     match lockstep_protocol::people::name_mistake(name) {
         None => Ok(format!("/people/{name}")),
-        Some(detail) => Err(wrong(format!("a name {detail}"))),
+        Some(detail) => Err(usage_error(format!("a name {detail}"))),
     }
 }
 
@@ -173,8 +174,8 @@ fn line(person: &Person) -> String {
 fn password() -> anyhow::Result<String> {
     let password = if io::stdin().is_terminal() {
         let first = rpassword::prompt_password("password: ")?;
-        if rpassword::prompt_password("once more: ")? != first {
-            return Err(wrong("the two passwords differ"));
+        if rpassword::prompt_password("repeat the password: ")? != first {
+            return Err(usage_error("the two passwords differ"));
         }
         first
     } else {
@@ -182,7 +183,7 @@ fn password() -> anyhow::Result<String> {
     };
     match password_mistake(&password) {
         None => Ok(password),
-        Some(detail) => Err(wrong(format!("a password {detail}"))),
+        Some(detail) => Err(usage_error(format!("a password {detail}"))),
     }
 }
 
@@ -191,14 +192,14 @@ fn first_line(from: impl BufRead) -> anyhow::Result<String> {
     let mut from = from.take(LINE_BYTES + 1);
     from.read_until(b'\n', &mut line).context("the password on standard input")?;
     if line.len() as u64 > LINE_BYTES {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "the line on standard input has more than {LINE_BYTES} bytes; a password has {} to {} characters",
             PASSWORD_CHARS.start(),
             PASSWORD_CHARS.end()
         )));
     }
-    let line =
-        String::from_utf8(line).map_err(|_| wrong("the password on standard input is not text (UTF-8)"))?;
+    let line = String::from_utf8(line)
+        .map_err(|_| usage_error("the password on standard input is not text (UTF-8)"))?;
     let line = line.strip_suffix('\n').unwrap_or(&line);
     Ok(line.strip_suffix('\r').unwrap_or(line).to_owned())
 }

@@ -24,7 +24,7 @@ pub(crate) struct Args {
     /// Address of the server, which must respond [default: the server on this machine, if it runs]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
     server: Option<String>,
-    /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
+    /// CA certificates to trust in addition to the system's (PEM), for a server whose URL begins with https
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
     ca_file: Option<std::path::PathBuf>,
     #[command(flatten)]
@@ -48,7 +48,7 @@ struct Plan {
 /// Checks as much as possible locally, then on the server.
 ///
 /// # Errors
-/// Exit status 2, with every mistake on a line; 1 if the server given by --server does not respond.
+/// Exit status 2 if the file has mistakes, each on its own line; 1 if the server given by --server does not respond.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::document(&args.job, &args.sets)?;
     let swept = sweep::check(&args.job, &document);
@@ -64,23 +64,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
         dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))
     };
-    let asks = args.server.is_some() || !is_path(&document) && block_on(async { Ok(api.answers().await) })?;
-    if asks {
+    let asks_server =
+        args.server.is_some() || !is_path(&document) && block_on(async { Ok(api.answers().await) })?;
+    if asks_server {
         block_on(job_file::name_dataset(&api, &mut document, false))?;
     }
-    if !asks || is_path(&document) {
-        let spec = own?;
-        here(&args.job, &spec)?;
-        let why = if asks {
-            "no dataset is registered at the path of data.dataset: `lockstep submit` registers it, and `lockstep train` takes the path; \
-             the server was not asked about the rest"
+    if !asks_server || is_path(&document) {
+        let spec = checked?;
+        check_files(&args.job, &spec)?;
+        let why = if asks_server {
+            "no dataset is registered at the path in data.dataset: `lockstep submit` registers the path, and `lockstep train` uses it; \
+             the server has checked nothing else"
                 .to_owned()
         } else if is_path(&document) {
-            "data.dataset is a path, as `lockstep train` takes it: no server was asked".to_owned()
+            "data.dataset is a path of this machine: no server was asked".to_owned()
         } else {
             format!(
-                "no server answers at {}: whether the dataset is registered, fits the weights, and machines have the slots was \
-                 not checked",
+                "no server answers at {}, so the dataset's registration, its classes and the number of slots were not checked",
                 api.base()
             )
         };
@@ -90,9 +90,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         output::warn(format_args!("warning: {why}"));
         return output::line(format_args!("{} has no mistake", args.job.display()));
     }
-    // The server reports these mistakes, too, and others.
+    // The server's error lists the mistakes in the file too, so it comes first.
     let answer: Value = block_on(api.post("/jobs/validate", &document))?;
-    own?;
+    checked?;
     let plan: Plan = serde_json::from_value(answer.clone())?;
     plan.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
     if args.json {
@@ -109,8 +109,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     ))
 }
 
-/// Checks files that are on this machine.
-fn here(job: &Path, spec: &JobSpec) -> anyhow::Result<()> {
+/// Checks that the dataset's path exists on this machine, and that weights on this machine can be read.
+fn check_files(job: &Path, spec: &JobSpec) -> anyhow::Result<()> {
     let mut mistakes = Vec::new();
     let dataset = &spec.data.dataset;
     if dataset.contains(std::path::is_separator) && lockstep_data::canonical(Path::new(dataset)).is_err() {
@@ -123,5 +123,5 @@ fn here(job: &Path, spec: &JobSpec) -> anyhow::Result<()> {
             files.and_then(|files| files.iter().try_for_each(|file| checkpoint::shapes(file).map(drop)));
         mistakes.extend(read.err().map(|detail| format!("model.pretrained: {detail}")));
     }
-    if mistakes.is_empty() { Ok(()) } else { Err(wrong(job_file::mistaken(job, &mistakes))) }
+    if mistakes.is_empty() { Ok(()) } else { Err(usage_error(job_file::mistaken(job, &mistakes))) }
 }

@@ -3,8 +3,8 @@
 mod progress;
 
 use super::{
-    api::{Api, Away, PATIENCE, ServerArgs, list},
-    block_on, output, sentence, wrong,
+    api::{Api, Away, SERVER_TIMEOUT, ServerArgs, list},
+    block_on, describe_error, output, usage_error,
 };
 use lockstep_protocol::{
     Job, JobState,
@@ -28,9 +28,9 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// Interval between two requests for a waiting job's place in the queue. The place depends on other jobs, so no event of this job reports it.
-const ASK_EVERY: Duration = Duration::from_secs(2);
-/// Pauses before a new connection.
+/// Interval between two requests for a waiting job's position in the queue. It depends on other jobs, so no event of this job reports it.
+const QUEUE_INTERVAL: Duration = Duration::from_secs(2);
+/// Pauses before a connection is retried.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
 
 /// Shows the job until it ends.
@@ -56,7 +56,8 @@ pub(crate) fn announce(job: &Job) {
     }
 }
 
-/// Shows a job's progress until the job is over, then its outcome. With `json`, prints every new frame of the job's stream as a line instead.
+/// Shows a job's progress until the job is over, then its outcome. With `json`, prints every new frame of the job's stream as a line
+/// instead.
 ///
 /// # Errors
 /// The job did not succeed, or the connection to the server was lost.
@@ -88,7 +89,7 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
 pub(crate) async fn until(api: &Api, mut job: Job, done: impl Fn(&Job) -> bool) -> anyhow::Result<Job> {
     let began = Instant::now();
     while !done(&job) {
-        if began.elapsed() > PATIENCE {
+        if began.elapsed() > SERVER_TIMEOUT {
             anyhow::bail!("{} is still {}", job.id, job.state);
         }
         let mut stream = api.stream(&job, job.last_seq).await?;
@@ -133,7 +134,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
             Ok(mut stream) => loop {
                 let next = match progress.waits() {
                     false => stream.next().await,
-                    true => match tokio::time::timeout(ASK_EVERY, stream.next()).await {
+                    true => match tokio::time::timeout(QUEUE_INTERVAL, stream.next()).await {
                         Ok(next) => next,
                         Err(_) => match api.get(&format!("/jobs/{}", job.id)).await {
                             Ok(now) => {
@@ -149,12 +150,12 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                     Ok(None) => break None,
                     Ok(Some(frame)) => {
                         away_since = None;
-                        away.answered(|text| progress.aside(text));
+                        away.note_answer(|text| progress.aside(text));
                         backoff = RETRY;
                         if let Frame::Hello { last_seq, .. } = &frame
                             && *last_seq < since
                         {
-                            // An older database was restored, so its events are numbered anew.
+                            // An older database was restored, so new events reuse earlier numbers.
                             since = *last_seq;
                             break None;
                         }
@@ -174,8 +175,8 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
         };
         if !over {
             let since_when = *away_since.get_or_insert_with(Instant::now);
-            if since_when.elapsed() > PATIENCE {
-                let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| sentence(&e));
+            if since_when.elapsed() > SERVER_TIMEOUT {
+                let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| describe_error(&e));
                 anyhow::bail!(
                     "the connection to the server is lost: {why}; `lockstep watch {}` continues from here",
                     job.id
@@ -185,9 +186,9 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
             match api.get::<Job>(&format!("/jobs/{}", job.id)).await {
                 Ok(now) => over = now.state.is_final() && now.last_seq <= since,
                 Err(error) if error.is::<super::WrongRequest>() => {
-                    return Err(wrong(format!("{}: {error}", job.id)));
+                    return Err(usage_error(format!("{}: {error}", job.id)));
                 }
-                Err(_) => away.silent(|text| progress.aside(text)),
+                Err(_) => away.note_silence(|text| progress.aside(text)),
             }
             tokio::time::sleep(backoff.pause()).await;
         }

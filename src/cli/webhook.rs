@@ -1,6 +1,6 @@
-//! `lockstep webhook`: webhooks, to which the server sends messages about jobs.
+//! `lockstep webhook`: webhooks, URLs to which the server posts messages about jobs.
 
-use super::{api::ServerArgs, block_on, output, wrong};
+use super::{api::ServerArgs, block_on, output, usage_error};
 use reqwest::Method;
 use serde_json::{Value, json};
 
@@ -35,20 +35,20 @@ enum Command {
         server: ServerArgs,
     },
     /// Send a test message to a webhook and print the outcome
-    Test(Named),
+    Test(WebhookArgs),
     /// Remove a webhook with all its messages, including waiting messages
-    Remove(Named),
+    Remove(WebhookArgs),
 }
 
 #[derive(clap::Args)]
-struct Named {
+struct WebhookArgs {
     /// The webhook's id
     id: String,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// Runs a command about webhooks.
+/// Runs the command.
 ///
 /// # Errors
 /// The server refuses the request, or the test message was not delivered.
@@ -78,7 +78,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 }
                 Ok(())
             }
-            Command::Test(Named { id, server }) => {
+            Command::Test(WebhookArgs { id, server }) => {
                 let sent: Value = server.api()?.post(&format!("{}/test", path(&id)?), &json!({})).await?;
                 if server.json {
                     return output::json(&sent);
@@ -89,7 +89,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                     Some(error) => Err(anyhow::anyhow!("the test was not delivered: {error}")),
                 }
             }
-            Command::Remove(Named { id, server }) => {
+            Command::Remove(WebhookArgs { id, server }) => {
                 server.api()?.request(Method::DELETE, &path(&id)?, None::<&()>).await?;
                 if server.json { output::json(&json!({ "removed": id })) } else { output::line(id) }
             }
@@ -105,6 +105,6 @@ fn text<'a>(value: &'a Value, key: &str) -> &'a str {
 fn path(id: &str) -> anyhow::Result<String> {
     match !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
         true => Ok(format!("/webhooks/{id}")),
-        false => Err(wrong("no webhook has this id; `lockstep webhook list` shows all webhooks")),
+        false => Err(usage_error("no webhook has this id; `lockstep webhook list` shows all webhooks")),
     }
 }

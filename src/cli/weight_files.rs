@@ -3,7 +3,7 @@
 use super::{
     api::Api,
     checkpoint_choice::{Listed, Weights},
-    file, wrong,
+    file, usage_error,
 };
 use anyhow::{Context, bail};
 use futures_util::StreamExt;
@@ -45,7 +45,7 @@ pub(super) async fn files(
         _ if !files.is_empty() => Ok(files),
         Weights::Ema => {
             let id = &checkpoint.id;
-            Err(wrong(format!("checkpoint {id} has no averaged weights: leave --weights out")))
+            Err(usage_error(format!("checkpoint {id} has no averaged weights: leave --weights out")))
         }
         Weights::Model => bail!("checkpoint {} has no checksum of {}", checkpoint.id, weights.file()),
     }
@@ -64,14 +64,14 @@ pub(super) async fn fetch(
 ) -> anyhow::Result<u64> {
     let path = format!("/checkpoints/{}/{}", checkpoint.id, wanted.name);
     let partial = file::partial(place);
-    let mut to = File::create(&partial).map_err(|e| wrong(format!("{}: {e}", partial.display())))?;
+    let mut to = File::create(&partial).map_err(|e| usage_error(format!("{}: {e}", partial.display())))?;
     let result = async {
         let answer = api.request(Method::GET, &path, None::<&()>).await?;
         let mut body = answer.bytes_stream();
         let mut hash = Sha256::new();
         let mut size_bytes = 0;
         while let Some(chunk) = body.next().await {
-            let chunk = chunk.context("the download broke off")?;
+            let chunk = chunk.context("the connection broke during the download")?;
             hash.update(&chunk);
             size_bytes += chunk.len() as u64;
             to.write_all(&chunk).with_context(|| partial.display().to_string())?;
@@ -116,14 +116,14 @@ pub(super) async fn fetch_beside(
 /// Exit status 2 if the checkpoint does not exist or is damaged.
 pub(super) fn join(folder: &Path, weights: Weights, place: &Path) -> anyhow::Result<ManifestFile> {
     if !folder.is_dir() {
-        return Err(wrong(format!("{}: is not the folder of a checkpoint", folder.display())));
+        return Err(usage_error(format!("{}: is not the folder of a checkpoint", folder.display())));
     }
-    let files = checkpoint::model_files(&path(folder, weights)).map_err(|e| wrong(e.to_string()))?;
+    let files = checkpoint::model_files(&path(folder, weights)).map_err(|e| usage_error(e.to_string()))?;
     if weights == Weights::Ema && !files.iter().all(|file| file.exists()) {
         let detail = "this checkpoint has no averaged weights: leave --weights out";
-        return Err(wrong(format!("{}: {detail}", folder.display())));
+        return Err(usage_error(format!("{}: {detail}", folder.display())));
     }
-    file::replace(place, |partial| checkpoint::join(&files, partial).map_err(wrong))
+    file::replace(place, |partial| checkpoint::join(&files, partial).map_err(usage_error))
 }
 
 /// Returns the path of a checkpoint's weights, as an argument for [`checkpoint::model_files`].

@@ -7,7 +7,7 @@ use super::{
         get::{bar, client},
         known::Remote,
     },
-    output, wrong,
+    output, usage_error,
 };
 use anyhow::anyhow;
 use lockstep_host::cache;
@@ -49,7 +49,7 @@ enum Action {
         /// The network
         #[arg(value_name = "NAME", value_parser = KNOWN.map(|(name, _)| name))]
         name: String,
-        /// Address of a mirror of the Hugging Face hub
+        /// URL of a mirror of the Hugging Face hub
         #[arg(long, value_name = "URL", env = HUB_VARIABLE, default_value = HUB)]
         from: String,
     },
@@ -58,11 +58,11 @@ enum Action {
 /// Downloads the weights unless they exist already.
 ///
 /// # Errors
-/// Exit status 1 if the address cannot be reached, 2 if the content does not match its checksum.
+/// Exit status 1 if the URL cannot be reached, 2 if the content does not match its checksum.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let Action::Get { name, from } = &args.action;
     let place = place_of(name).ok_or_else(|| {
-        wrong("there is no cache directory for the weights: set HOME, or LOCKSTEP_CACHE to a folder")
+        usage_error("there is no cache directory for the weights: set HOME, or LOCKSTEP_CACHE to a folder")
     })?;
     fetch(name, from, &place)?;
     output::line(format_args!("{name}: {}; jobs use it with model.pretrained = \"{name}\"", place.display()))
@@ -80,10 +80,10 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
         return check(place);
     }
     let repository = KNOWN.iter().find(|(known, _)| *known == name).map(|(_, repository)| *repository);
-    let repository = repository.ok_or_else(|| wrong(format!("no weights are called {name}")))?;
+    let repository = repository.ok_or_else(|| usage_error(format!("no weights are called {name}")))?;
     let base = format!("{}/{repository}", hub.trim_end_matches('/'));
     if reqwest::Url::parse(&base).is_err() {
-        return Err(wrong(format!("--from {hub} is not an address; write an address such as {HUB}")));
+        return Err(usage_error(format!("--from {hub} is not a URL; write a URL such as {HUB}")));
     }
     let url = format!("{base}/resolve/main/{FILE}");
     let explained = |failure: Failure| {
@@ -93,7 +93,7 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
         );
         match failure {
             Failure::Unreachable(why) => anyhow!("{why}\nThe same command continues.\n{manually}"),
-            Failure::Refused(why) => wrong(format!("{why}\n{manually}")),
+            Failure::Refused(why) => usage_error(format!("{why}\n{manually}")),
             Failure::Local(why) => anyhow!("{}: {why}", place.display()),
         }
     };
@@ -118,13 +118,13 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
 fn check(place: &Path) -> anyhow::Result<()> {
     checkpoint::shapes(place)
         .map(drop)
-        .map_err(|why| wrong(format!("{why}; remove {} and run the command again", place.display())))
+        .map_err(|why| usage_error(format!("{why}; remove {} and run the command again", place.display())))
 }
 
 /// Returns the size and the checksum of the file, from the repository's Git LFS pointer.
 ///
 /// # Errors
-/// The address cannot be reached, or its content is not a pointer.
+/// The URL cannot be reached, or its content is not a pointer.
 async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
     let lost = |error: reqwest::Error| Failure::Unreachable(chain(&error));
     let mut answer = client.get(url).send().await.map_err(lost)?;
@@ -142,11 +142,12 @@ async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
             break;
         }
     }
-    parsed(&text).ok_or_else(|| Failure::Refused(format!("{url} is no Git LFS pointer with the checksum")))
+    parse_pointer(&text)
+        .ok_or_else(|| Failure::Refused(format!("{url} is no Git LFS pointer with the checksum")))
 }
 
 /// Parses a Git LFS pointer.
-fn parsed(text: &[u8]) -> Option<Remote> {
+fn parse_pointer(text: &[u8]) -> Option<Remote> {
     let text = str::from_utf8(text).ok().filter(|text| text.len() <= POINTER_BYTES)?;
     let value = |key: &str| text.lines().find_map(|line| line.strip_prefix(key));
     let sha256 = value("oid sha256:")?;

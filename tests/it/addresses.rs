@@ -31,7 +31,7 @@ async fn an_address_in_place_of_a_path_is_refused_and_never_asked() {
         server.post("/jobs", &job).await.mistakes(&unknown);
         server.post("/jobs/validate", &job).await.mistakes(&unknown);
         let file = format!("{url}/model.safetensors");
-        let address = [("/model/pretrained", &["is an address"][..])];
+        let address = [("/model/pretrained", &["is a URL"][..])];
         server.post("/jobs", &weights(&file)).await.mistakes(&address);
         server.post("/jobs/validate", &weights(&file)).await.mistakes(&address);
 

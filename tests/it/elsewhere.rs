@@ -314,7 +314,7 @@ mod full {
         server.until("it is uploaded", async |s: &Server| stored(s, &id).await == STEPS).await;
         assert_eq!(server.last_model(&id).await, expected, "the same bytes");
         let log = log(&server, &id).await;
-        assert!(log.contains("came damaged to the server"), "{log}");
+        assert!(log.contains("was damaged during the upload to the server"), "{log}");
         let folder = a.dir(&server).join("jobs").join(&id);
         server.until("its folder is gone", async |_: &Server| !folder.exists()).await;
     }

@@ -202,9 +202,9 @@ async fn a_certificate_that_ends_soon_is_told_to_everybody_who_should_know() {
     let certificate = files("node-a");
     let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
     let _agent = Agent::start(&serve, "one", &certificate);
-    let warned = |agent: &Value| agent["warnings"].to_string().contains("Its certificate ends in 88 days");
+    let warned = |agent: &Value| agent["warnings"].to_string().contains("Its certificate expires in 88 days");
     agent(&serve, "node-a", |agent| is_online(agent) && warned(agent)).await;
-    soon("the log", || serve.log().contains("its certificate ends in 88 days"), || serve.log()).await;
+    soon("the log", || serve.log().contains("its certificate expires in 88 days"), || serve.log()).await;
     let mut doctor = lockstep();
     doctor.args(["doctor", "--quick", "--tls-cert", "node-a.crt"]).current_dir(serve.folder.path());
     let found = Finished::of(&mut doctor).stdout;
@@ -214,7 +214,7 @@ async fn a_certificate_that_ends_soon_is_told_to_everybody_who_should_know() {
     let client = client.default_headers(ready).build().expect("a client");
     let ready = client.get(format!("{}/readyz", https(&serve))).send().await.expect("an answer");
     let ready = ready.text().await.expect("text");
-    assert!(ready.contains("note: the certificate of the agent node-a ends in 88 days"), "{ready}");
+    assert!(ready.contains("note: the certificate of the agent node-a expires in 88 days"), "{ready}");
 }
 
 /// As [`issue`], by a clock that differs.

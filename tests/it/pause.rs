@@ -184,7 +184,7 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
         .await
         .mistakes(&[("/model/arch", &["resnet20", "another network"])]);
     fork(json!({"checkpoint": 75, "set": {"train.lr": -1}})).await.mistakes(&[("/train/lr", &[])]);
-    fork(json!({})).await.mistakes(&[("/train/steps", &["nothing is left to do"])]);
+    fork(json!({})).await.mistakes(&[("/train/steps", &["no steps are left"])]);
     let further = fork(json!({"set": {"train.steps": STEPS + 10}})).await;
     assert_eq!(further.status.as_u16(), 201, "{}", further.text);
     assert_eq!(

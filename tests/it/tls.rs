@@ -290,7 +290,7 @@ fn certificates_are_issued_for_others() {
     ca(&["init"]).wrong(&["there already"]);
     ca(&["issue", "proxy.example", "10.0.0.7", "--days", "30"]).ok();
     ca(&["issue", "proxy.example"]).wrong(&["proxy.example.crt", "there already"]);
-    ca(&["issue", "not a name"]).wrong(&["no DNS name"]);
+    ca(&["issue", "not a name"]).wrong(&["neither a DNS name"]);
     ca(&["issue", "a", "--days", "826"]).wrong(&["826"]);
     let verify = |name: &str| {
         let mut openssl = Command::new("openssl");

@@ -1,8 +1,8 @@
 //! How an agent copies a dataset from the server: a list of the dataset's files, and parts of these files.
 //!
-//! The list is JSON, an entry a line. An answer to [`DatasetParts`] has, for each part in turn, [`PART_FOLLOWS`], the part's bytes and their SHA-256.
-//! If a part cannot be sent, the answer ends with [`PART_CHANGED`] or [`PART_REFUSED`], the length of a sentence in four bytes (big-endian) and the
-//! sentence.
+//! The list is JSON, one entry per line. A response to [`DatasetParts`] has, for each part in turn, [`PART_FOLLOWS`], the part's bytes and
+//! their SHA-256. If a part cannot be sent, the response ends with [`PART_CHANGED`] or [`PART_REFUSED`], the length of a sentence in four
+//! bytes (big-endian) and the sentence.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -17,7 +17,7 @@ pub const DATASET_PARTS: usize = 2000;
 pub const PART_FOLLOWS: u8 = 0;
 /// Precedes the reason why a part, and all parts after it, are not sent: its file has changed since it was listed. A new list may help.
 pub const PART_CHANGED: u8 = 1;
-/// The same for a file that cannot be read, or does not belong to the dataset.
+/// Precedes the reason for a file that cannot be read, or does not belong to the dataset.
 pub const PART_REFUSED: u8 = 2;
 /// The longest reason for beginning a copy again, in bytes.
 pub const ANEW_BYTES: usize = 4000;
@@ -28,7 +28,7 @@ pub const SUM_BYTES: usize = 32;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DatasetEntry {
-    /// The path to open, relative to the folder with the files: empty for that folder itself, otherwise a file's name or a pattern.
+    /// The path to open, relative to the folder with the files: empty for the folder itself, otherwise a file's name or a pattern.
     Begin(String),
     /// A folder; its entries follow.
     Folder(String),
@@ -40,7 +40,7 @@ pub enum DatasetEntry {
     Failed(String),
 }
 
-/// A part of a file, which must not have changed since it was listed.
+/// A part of a file. The file must not have changed since it was listed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DatasetPart {
     /// The file's path, from the list.

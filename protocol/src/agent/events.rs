@@ -53,7 +53,7 @@ pub enum AttemptEvent {
         step: u64,
         what: String,
     },
-    /// Early stopping: the run ends after `step`, before its last one. `why` completes a sentence. From rank 0.
+    /// Early stopping: the run ends after `step`, before its last step. `why` completes a sentence. From rank 0.
     StoppedEarly {
         step: u64,
         why: String,
@@ -75,7 +75,8 @@ pub enum AttemptEvent {
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         unreachable: Vec<u32>,
     },
-    /// All ranks of this agent have ended: its last event of the attempt. In an attempt on several agents, each sends one.
+    /// All ranks of this agent have ended: the agent's last event of the attempt. In an attempt on several agents, each agent sends this
+    /// event.
     Ended(Ending),
     /// An event of a newer version: acknowledged and skipped.
     #[serde(other)]
@@ -93,7 +94,7 @@ pub struct LogLine {
     pub text: String,
 }
 
-/// State of a rank, and how it spends its time: averages since the last report, at most one report a second.
+/// State of a rank, and how the rank spends its time: averages since the last report, at most one report per second.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RankReport {
     /// `starting`, `training`, `evaluating`, `checkpointing`, `finished`, `stopped`, `failed`.
@@ -110,13 +111,14 @@ pub struct RankReport {
     pub pid: u32,
     /// `CPU, 1 thread`, `GPU 0`.
     pub device: String,
-    /// The part of `step_ms` spent in exchanges along each axis of the mesh: transfers, and waiting for the other ranks. Only CPU ranks that
-    /// share a network or pictures report it.
+    /// The part of `step_ms` spent in exchanges along each axis of the mesh: transfers, and waiting for the other ranks. Only CPU ranks
+    /// that share a network or pictures report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub axis_ms: Option<AxisTimes>,
 }
 
-/// A time for each axis of the mesh of ranks. A sum over several axes counts as the first one of data, height and model that has several ranks.
+/// A time for each axis of the mesh of ranks. A sum over several axes counts for the first axis of data, height and model that has several
+/// ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct AxisTimes {
     /// Between stages: activations and their gradients.
@@ -206,7 +208,8 @@ pub enum Ending {
         /// Whether another attempt may succeed (true after a killed process, false for a missing file).
         retriable: bool,
     },
-    /// Ranks here only lost ranks of other machines, whose agents know more. Only for attempts on several machines.
+    /// Ranks of this agent only lost connections to other machines' ranks, whose agents know the cause. Only for attempts on several
+    /// machines.
     Secondary {
         reason: Reason,
     },

@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use utoipa::ToSchema;
 
-/// A file in a job's folder with the random word of the newest start. An agent that finds the server's word in this
+/// A file in a job's folder with the random mark of the newest start. An agent that finds the server's mark in this
 /// file shares the server's disk.
 pub const MARK: &str = "mark";
 
@@ -15,7 +15,8 @@ pub const MARK: &str = "mark";
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StartFiles {
-    /// The word in [`MARK`] in the job's folder on the server's disk. `None` from a server that cannot write it, or does not write it yet.
+    /// The content of [`MARK`] in the job's folder on the server's disk. `None` from a server that cannot write the file, or of an earlier
+    /// version.
     pub mark: Option<String>,
     /// The dataset's fingerprint at the job's first start (`dataset.json`), if there was a start.
     pub dataset: Option<Value>,
@@ -31,7 +32,7 @@ pub struct StartFiles {
     pub dataset_in: Option<AllowedFolders>,
 }
 
-/// The answer to an agent that asks whether an attempt's files are still needed.
+/// The response to an agent that asks whether an attempt's files are still needed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct WhatIsNeeded {
     /// Whether the job may continue on this agent, so that its folder should be kept.
@@ -43,7 +44,7 @@ pub struct WhatIsNeeded {
 pub struct UploadState {
     /// The SHA-256 of the complete checkpoint's `MANIFEST.json`, if the server has a complete checkpoint.
     pub stored: Option<String>,
-    /// The SHA-256 of the `MANIFEST.json` of an upload that was begun.
+    /// The SHA-256 of the `MANIFEST.json` of an unfinished upload.
     pub manifest: Option<String>,
     /// Bytes of each file that have been received.
     pub received: BTreeMap<String, u64>,

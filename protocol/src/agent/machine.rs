@@ -14,7 +14,7 @@ pub struct Machine {
     pub disk_free_bytes: u64,
     pub version: String,
     /// Address by which ranks on other machines reach the ranks here: an IP address or a name. Agents of older versions
-    /// report none, and share no job with other machines.
+    /// report no address, and share no job with other machines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
     /// The network interface with this address, if known.
@@ -23,7 +23,7 @@ pub struct Machine {
     /// Speed of this interface in Mbit/s; absent if the system does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface_mbits: Option<u32>,
-    /// The machine's boot and network namespace: agents that report the same reach each other at loopback.
+    /// The machine's boot and network namespace: agents with equal values reach each other at loopback.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_id: Option<String>,
     /// Groups of slots whose GPUs are all connected to each other by NVLink. Empty without such GPUs, or if NVML does not report links.

@@ -11,7 +11,7 @@ use crate::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Requests to an agent, because the server opens no dataset itself. Paths are on the agent's machine.
+/// Requests to an agent, because the server itself opens no dataset. Paths are on the agent's machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum AgentRequest {
@@ -32,7 +32,7 @@ pub enum AgentRequest {
     /// The fingerprint of the pictures in the dataset at `path`. Only an agent sends this, to a child process.
     Fingerprint {
         path: String,
-        /// The job has started before: only folders are examined, and files only in folders that have changed.
+        /// The job has started before: only folders, and files in changed folders, are examined.
         #[serde(default)]
         known: bool,
     },
@@ -45,14 +45,14 @@ pub enum AgentRequest {
         allowed: Option<AllowedFolders>,
     },
     Evaluate(EvaluateModel),
-    /// The pictures in the dataset at `path` that would measure a job with `data` now.
+    /// The pictures in the dataset at `path` that would validate a job with `data` now.
     ValidationSet {
         path: String,
         data: Box<DataSpec>,
         #[serde(default, skip_serializing_if = "Option::is_none")]
         allowed: Option<AllowedFolders>,
     },
-    /// Whether training can start from these weights. Older agents do not answer.
+    /// Whether training can start from these weights. Older agents do not reply.
     FitWeights(FitWeights),
     /// `model`: a checkpoint's folder, or a safetensors file.
     Predict {
@@ -95,9 +95,9 @@ impl AgentRequest {
 /// Requests wait only for other requests of their own queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestQueue {
-    /// Requests that take moments.
+    /// Requests that take less than a second.
     Short,
-    /// Requests whose time depends on the pictures that somebody sends, up to a limit.
+    /// Requests whose time depends on the number of sent pictures, up to a limit.
     Predictions,
     /// Requests that may take minutes.
     Long,
@@ -127,7 +127,7 @@ pub enum AgentReply {
     Fingerprint {
         found: Option<PicturesFingerprint>,
     },
-    /// Absent if no picture measures the job.
+    /// Absent if no picture validates the job.
     ValidationSet {
         found: Option<ValidationSet>,
     },

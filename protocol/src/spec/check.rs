@@ -23,7 +23,7 @@ use std::fmt::Write as _;
 /// recipe's value. The resolved specification reads back the same.
 ///
 /// # Errors
-/// Every mistake in it, in the order of [`KEYS`]: unknown keys (with the nearest right name), wrong
+/// Every mistake in the document, in the order of [`KEYS`]: unknown keys (with the nearest right name), wrong
 /// types, values out of range, combinations that cannot work.
 pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     match read(document) {
@@ -39,7 +39,7 @@ pub fn read(document: &Value) -> (Option<JobSpec>, Vec<SpecError>) {
     let mut document = document.clone();
     check_shape(&mut document, &mut errors);
     check_texts(&document, &mut errors);
-    // Keys with a mistake are gone by now, so the rest can be read and its combinations checked too.
+    // Keys with a mistake have been removed, so the other keys can be read, and their combinations checked too.
     let recipe = document.pointer("/train/recipe").and_then(|name| Recipe::deserialize(name).ok());
     let has_lr = document.pointer("/train/lr").is_some();
     if let (Some(recipe), Value::Object(document)) = (recipe, &mut document) {
@@ -187,7 +187,7 @@ pub(super) fn check_section(
 fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
     let mut detail = format!("no key is called {:?} here", shortened(key));
     if key == "sweep" && section.is_empty() {
-        detail = "this file is a sweep of several jobs, and only one job is taken here: submit a sweep with `lockstep submit FILE` or POST /api/v1/sweeps".into();
+        detail = "this file is a sweep of several jobs, and only one job is accepted here: submit a sweep with `lockstep submit FILE` or POST /api/v1/sweeps".into();
     } else if let Some(near) = nearest(key, names.iter().copied()) {
         let _ = write!(detail, "; did you mean {near:?}?");
     } else if let Some(owner) =
@@ -229,7 +229,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     if spec.model.freeze_norm && spec.model.pretrained.is_none() {
         mistake(
             "/model/freeze_norm",
-            "keeps the batch norm of trained weights, but without model.pretrained there are none: set model.pretrained, or \
+            "keeps the batch norm of trained weights, but the job has no trained weights: set model.pretrained, or \
              freeze_norm = false"
                 .into(),
         );
@@ -334,7 +334,7 @@ fn check_folds(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
         (Some(folds), None) => {
             mistake(
                 "/data/fold",
-                format!("is missing: give the fold that this job is validated on, 1 to {folds}"),
+                format!("is missing: give the fold on which this job is validated, 1 to {folds}"),
             );
         }
         (None, Some(_)) => {

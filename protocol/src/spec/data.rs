@@ -10,20 +10,21 @@ use utoipa::ToSchema;
 pub struct DataSpec {
     /// A registered dataset's name, or (from the command line) a path.
     pub dataset: String,
-    /// Where validation pictures come from. When absent: the split `test` (with some recipes `val`), or, if the dataset has no
-    /// such split, the first that it has of `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation`, or, if it has
+    /// Source of the validation pictures. When absent: the split `test` (with some recipes `val`), or, if the dataset has no
+    /// such split, its first split among `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation`, or, if the dataset has
     /// only training pictures, a tenth of these (three tenths of fewer than 50).
     pub validation: Validation,
-    /// Seed that chooses the pictures of `folds`, and the held-out pictures if `validation` is a fraction. With a fraction, each picture is chosen independently, from this
-    /// seed and its class and file name (in a folder of pictures) or its content (in other formats). Adding or removing pictures
-    /// therefore moves no other picture, and the fraction is the expected share of each class. `train.seed` has no influence.
+    /// Seed that chooses the pictures of `folds`, and the held-out pictures if `validation` is a fraction. With a fraction, each picture is
+    /// chosen independently, from this seed and its class and file name (in a folder of pictures) or its content (in other formats). Adding
+    /// or removing pictures therefore moves no other picture, and the fraction is the expected share of each class. `train.seed` has no
+    /// influence.
     pub validation_seed: u64,
     /// Stratified k-fold cross-validation: the training pictures of each class are divided into this many equal parts, at random by
-    /// `validation_seed`. Fold number `fold` measures the job, which trains on the others. `validation` is then not used, so a test split
-    /// stays untouched.
+    /// `validation_seed`. Fold number `fold` validates the job, which trains on the other folds. `validation` is then not used, so a test
+    /// split stays untouched.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub folds: Option<u32>,
-    /// Number of the fold that the job is validated on, 1 to `folds`.
+    /// Number of the fold on which the job is validated, 1 to `folds`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fold: Option<u32>,
     /// Height and width of the network's input, in pixels, or a list of `[epoch, pixels]`, in which each size begins in
@@ -66,7 +67,8 @@ pub struct DataSpec {
     /// Mean of each channel, of pixels scaled to 0..1; the dataset's own when absent. For grey pictures, three values are averaged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mean: Option<Vec<f32>>,
-    /// Standard deviation of each channel, of pixels scaled to 0..1; the dataset's own when absent. For grey pictures, three values are averaged.
+    /// Standard deviation of each channel, of pixels scaled to 0..1; the dataset's own when absent. For grey pictures, three values are
+    /// averaged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub std: Option<Vec<f32>>,
     /// Leave out the last batch of an epoch if it is smaller than the others. With `false`, a last batch with fewer
@@ -83,7 +85,7 @@ pub struct Division {
     pub dataset: String,
     pub validation: Validation,
     pub validation_seed: u64,
-    /// The fold that the job is validated on, and the number of folds.
+    /// The fold on which the job is validated, and the number of folds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fold: Option<(u32, u32)>,
 }
@@ -99,7 +101,7 @@ impl Division {
         }
     }
 
-    /// Whether some of the training pictures measure the network.
+    /// Whether some of the training pictures validate the network.
     pub fn holds_out(&self) -> bool {
         self.fold.is_some() || matches!(self.validation, Validation::Fraction(_))
     }

@@ -1,9 +1,9 @@
-//! The kinds of devices that ranks compute on, as far as code outside their engines needs to know them.
+//! The kinds of devices on which ranks compute, as far as code outside the engines needs to know them.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// What ranks compute on.
+/// The device on which ranks compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Device {
@@ -29,7 +29,7 @@ pub struct DeviceKind {
     pub has_half_precision: bool,
 }
 
-/// All kinds. `auto` takes the first kind that a machine has slots of.
+/// All kinds. `auto` uses the first kind of which a machine has slots.
 pub const DEVICE_KINDS: &[DeviceKind] = &[
     DeviceKind {
         device: Device::Cuda,

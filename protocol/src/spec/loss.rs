@@ -19,18 +19,19 @@ pub(super) const WEIGHTS: RangeInclusive<f64> = 1e-6..=1e6;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LossSpec {
-    /// Partial FC: below 1, a step has this share of the classes, drawn at random on each rank from its own ones, and the classes of the
+    /// Partial FC: below 1, a step has this share of the classes, drawn at random on each rank from its own classes, and the classes of the
     /// step's labels. The loss, the accuracy of training and all gradients are those of a classifier of these classes. Weights, biases and
-    /// optimizer state of all others stay as they are: they are not decayed either. Evaluations and predictions have all classes. On GPUs
-    /// it needs `parallel.model` = `parallel.ranks` and `train.accumulate` = 1.
+    /// optimizer state of all other classes stay unchanged, also without weight decay. Evaluations and predictions have all classes. On
+    /// GPUs a share below 1 needs `parallel.model` = `parallel.ranks` and `train.accumulate` = 1.
     pub sample_share: f64,
-    /// `softmax`: cross-entropy of the logits. `arcface` and `cosface`, for embeddings of faces or products: logits are `scale` times the cosines
-    /// between the features and the weights of each class, whose bias does not count, and in training the label's has a `margin`.
+    /// `softmax`: cross-entropy of the logits. `arcface` and `cosface`, for embeddings of faces or products: logits are `scale` times the
+    /// cosines between the features and the weights of each class, without bias. In training, the logit of the label's class has a
+    /// `margin`.
     pub kind: LossKind,
     /// `arcface` and `cosface`: the factor of the cosines.
     pub scale: f32,
-    /// `arcface`: what is added to the angle of the label's class, in radians; 0.5 when absent. `cosface`: what is taken from its cosine; 0.4 when
-    /// absent.
+    /// `arcface`: angle that is added for the label's class, in radians; 0.5 when absent. `cosface`: amount subtracted from its cosine; 0.4
+    /// when absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub margin: Option<f32>,
     /// Weights of the classes in the loss of training, as in PyTorch's `CrossEntropyLoss(weight=...)`; all 1 when absent. `balanced`: the
@@ -106,7 +107,7 @@ pub(super) fn check_weights(value: &Value) -> Result<(), String> {
     ))
 }
 
-/// What logits are.
+/// How logits are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum LossKind {
@@ -124,7 +125,7 @@ impl Default for LossSpec {
 }
 
 impl LossSpec {
-    /// The margin, or that of the paper's authors.
+    /// The margin; by default the value of the paper's authors.
     pub fn margin(&self) -> f32 {
         self.margin.unwrap_or(if self.kind == LossKind::ArcFace { 0.5 } else { 0.4 })
     }
@@ -140,7 +141,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
             Some("needs all classes in each step: leave it out, or loss.sample_share".into())
         } else if spec.parallel.model > 1 {
             Some(
-                "needs all classes on each rank, and parallel.model splits them: leave one of both out"
+                "needs all classes on each rank, and parallel.model splits them: leave one of the two out"
                     .into(),
             )
         } else {

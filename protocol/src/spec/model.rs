@@ -19,8 +19,9 @@ pub struct ModelSpec {
     pub zero_init_residual: bool,
     /// Path of a safetensors file with torchvision's tensor names (timm has the same), a checkpoint's id, a version of a registered model
     /// (`models:/shoes@champion`), or (from the command line) the name of weights that `lockstep weights get` has downloaded, such as
-    /// `resnet18`. All names may share a prefix, such as `module.`. The last layer (`fc`) is initialised randomly if the file has no such layer of the same shape. For grey pictures,
-    /// a first convolution for RGB is summed over its channels. The log lists everything that was not loaded unchanged.
+    /// `resnet18`. All names may share a prefix, such as `module.`. The last layer (`fc`) is initialised randomly if the file has no such
+    /// layer of the same shape. For grey pictures, a first convolution for RGB is summed over its channels. The log lists everything that
+    /// was not loaded unchanged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pretrained: Option<String>,
     /// Keep batch norms as they are in the `pretrained` file, like torchvision's `FrozenBatchNorm2d`: training normalises with their
@@ -28,7 +29,7 @@ pub struct ModelSpec {
     pub freeze_norm: bool,
 }
 
-/// From this image size on, `auto` means the imagenet stem.
+/// From this image size on, `auto` chooses the stem `imagenet`.
 const IMAGENET_STEM_FROM: usize = 96;
 
 impl ModelSpec {

@@ -1,4 +1,4 @@
-//! Enums whose values are words of a specification.
+//! Enums whose values are names in a specification.
 
 /// Gives an enum the constants `ALL` and `NAMES` and the method `name`. The names must equal serde's; a test of each
 /// enum compares them.

@@ -1,4 +1,4 @@
-//! Suggests the name that somebody meant who typed an unknown one.
+//! Suggests a known name for a mistyped one.
 
 use crate::limits::KEY_BYTES;
 use std::cmp::Reverse;

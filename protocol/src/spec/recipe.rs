@@ -24,9 +24,9 @@ pub enum Recipe {
     Fast,
     /// The CIFAR-10 recipe of He et al. 2015, section 4.2: 64,000 steps of 128 pictures, which are 164 epochs.
     Cifar,
-    /// CIFAR-10 to 94 % in eight epochs, after Jordan 2024 (arXiv 2404.00498), for `model.arch = "cifarnet"` and 2,000 pictures a step: Muon,
-    /// alternating flips, and six views of each picture in evaluation. Not included: the bias of the first convolution trains during the whole
-    /// run instead of three epochs.
+    /// CIFAR-10 to 94 % in eight epochs, after Jordan 2024 (arXiv 2404.00498), for `model.arch = "cifarnet"` and 2,000 pictures a step:
+    /// Muon, alternating flips, and six views of each picture in evaluation. Not included: the bias of the first convolution trains during
+    /// the whole run instead of three epochs.
     #[serde(rename = "cifar-94")]
     Cifar94,
     /// Fine-tunes trained weights (`model.pretrained`) on your own pictures: a small learning rate, a few epochs.
@@ -35,7 +35,7 @@ pub enum Recipe {
 
 /// The settings of a recipe.
 struct Settings {
-    /// The learning rate, and the pictures of a step that it is for. A job's learning rate is scaled in proportion.
+    /// The learning rate, and the pictures of a step to which it applies. A job's learning rate is scaled in proportion.
     lr: (f64, f64),
     /// All other keys.
     keys: Value,
@@ -46,7 +46,7 @@ const MEAN: [f64; 3] = [0.485, 0.456, 0.406];
 /// Standard deviation of ImageNet's pictures, like [`MEAN`].
 const STD: [f64; 3] = [0.229, 0.224, 0.225];
 
-/// Groups of keys that belong together: if a job gives the first key, the recipe's values of the others are left out.
+/// Groups of keys that belong together: if a job gives the first key, the recipe's values of the other keys are left out.
 const TOGETHER: [(&str, &str, &[&str]); 4] = [
     ("train", "steps", &["epochs"]),
     ("data", "image_size", &["validation_size", "resize_size"]),
@@ -134,7 +134,8 @@ impl Recipe {
                     "train": {
                         "epochs": 8, "optimizer": "muon", "filter_momentum": 0.6, "momentum": 0.85,
                         // Published for the sum of 2,000 losses: 0.053 for biases, and 0.67 for a head whose logits are divided by 256.
-                        // Losses are averaged here, and the head's weights are as much smaller: 0.053 x 2000 / 0.24, 0.67 x 2000 / 256^2 / 0.24.
+                        // Losses are averaged here, and the head's weights are as much smaller: 0.053 x 2000 / 0.24, 0.67 x 2000 / 256^2 /
+                        // 0.24.
                         "bias_lr": 441.7, "head_lr": 0.0852,
                         // Published: 2e-6 x 2000 a step.
                         "weight_decay": 0.01667, "schedule": "one_cycle", "pct_start": 0, "final_lr_fraction": 0,
@@ -205,7 +206,7 @@ impl Recipe {
         self.settings().keys
     }
 
-    /// The learning rate, and the number of pictures in a step that it is for.
+    /// The learning rate, and the number of pictures in a step to which it applies.
     pub fn lr_for(self) -> (f64, f64) {
         self.settings().lr
     }
@@ -227,7 +228,7 @@ fn in_proportion(milestones: &[Value], epochs: u64, own: u64) -> Vec<u64> {
 }
 
 /// As [`in_proportion`], for a schedule of sizes. The first size begins in epoch 1. If two sizes would begin in the
-/// same epoch, the later size does.
+/// same epoch, only the later size is kept.
 fn sizes_in_proportion(sizes: &[Value], epochs: u64, own: u64) -> Value {
     let mut scaled: Vec<Value> = Vec::new();
     for (number, entry) in sizes.iter().enumerate() {

@@ -35,11 +35,11 @@ pub struct KeyReference {
     pub meaning: String,
 }
 
-/// A recipe and what it sets.
+/// A recipe and its settings.
 #[derive(Debug, Clone)]
 pub struct RecipeReference {
     pub name: &'static str,
-    /// `train.lr`, and the number of pictures in a step that it is for.
+    /// `train.lr`, and the number of pictures in a step to which it applies.
     pub lr: (f64, f64),
     /// Paths such as `train.epochs`, with their values in TOML.
     pub keys: Vec<(String, String)>,
@@ -63,7 +63,7 @@ pub fn reference() -> Vec<SectionReference> {
     KEYS.iter().map(of_section).collect()
 }
 
-/// The section `sweep`, which a job file may have and a job has not.
+/// The section `sweep`, which only job files have, not jobs.
 pub fn sweep_reference() -> SectionReference {
     let schema = serde_json::to_value(SweepSpec::schema()).unwrap_or_default();
     let key = |name: &'static str, values: String| {
@@ -139,7 +139,7 @@ fn toml_value(value: &Value) -> String {
     }
 }
 
-/// A number as people write it: without a fraction of 0.
+/// Formats a number without a fraction of 0.
 fn plain(n: f64) -> String {
     if n.fract() == 0.0 && n.abs() < 1e15 { grouped(n as i64) } else { format!("{n:?}") }
 }

@@ -80,8 +80,8 @@ impl ParallelSpec {
         self.mode == MODES[1]
     }
 
-    /// The units that have pictures of their own in a step, in words: `4 ranks`, `2 sets of 2 ranks that share rows` or `2 sets of 2 ranks with the
-    /// same pictures`.
+    /// The units that have their own pictures in a step, as text: `4 ranks`, `2 sets of 2 ranks that share rows` or `2 sets of 2 ranks with
+    /// the same pictures`.
     pub fn sets_in_words(&self) -> String {
         let sets = plural(self.data_ranks().into(), "set");
         match (self.height.max(1), self.pipeline.max(1)) {
@@ -96,7 +96,8 @@ impl ParallelSpec {
         self.ranks_of_stage() / self.height.max(1)
     }
 
-    /// Which set of pictures `rank` has, from 0. Ranks are numbered with `model` fastest, then `height`, then copies of the network, then stages.
+    /// Which set of pictures `rank` has, from 0. Ranks are numbered with `model` fastest, then `height`, then copies of the network, then
+    /// stages.
     pub fn data_rank(&self, rank: u32) -> u32 {
         let (height, model, rank) =
             (self.height.max(1), self.model.max(1), rank % self.ranks_of_stage().max(1));

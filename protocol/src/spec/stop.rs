@@ -24,7 +24,8 @@ pub struct StopSpec {
     /// is given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub patience: Option<u32>,
-    /// The metric that has to improve, `val_accuracy` when absent. `val_ema_accuracy` and `val_ema_loss` are of the averaged weights and need
+    /// The metric that has to improve, `val_accuracy` when absent. `val_ema_accuracy` and `val_ema_loss` are measured with the averaged
+    /// weights and need
     /// `train.ema_decay`.
     pub metric: String,
     /// A value is an improvement if it is better than the last improvement by more than this; 0 when absent. Accuracies are from 0 to 1.
@@ -65,15 +66,12 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         return;
     }
     if spec.data.validation == Validation::Split("none".into()) && spec.data.folds.is_none() {
-        mistake(
-            "/stop/patience",
-            "counts validations, and data.validation = \"none\" leaves them out".into(),
-        );
+        mistake("/stop/patience", "counts validations, and data.validation = \"none\" disables them".into());
     }
     if spec.evaluate.every_epochs == 0 {
         mistake(
             "/stop/patience",
-            "counts validations, and with evaluate.every_epochs = 0 the only one is at the end: give 1 or more".into(),
+            "counts validations, and with evaluate.every_epochs = 0 the only validation is at the end: give 1 or more".into(),
         );
     }
     if stop.metric.starts_with("val_ema_") && spec.train.ema_decay <= 0.0 {

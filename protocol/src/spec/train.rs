@@ -41,7 +41,7 @@ pub struct TrainSpec {
     /// `muon`: learning rate of linear layers, as a multiple of `lr`.
     pub head_lr: f32,
     /// L2 penalty as in PyTorch's optimizers; `adamw` and `lamb` decouple it from the gradient. With `muon` every parameter except
-    /// filters decays by `lr` times this number a step, whatever its own learning rate is.
+    /// filters decays by `lr` times this number per step, independent of its own learning rate.
     pub weight_decay: f32,
     /// False excludes batch norm's parameters and biases from weight decay, and with `lamb` also from layer-wise
     /// adaptation (`lars` always excludes them from both).
@@ -86,12 +86,12 @@ pub struct TrainSpec {
     /// Micro-batches of a rank in a step (gradient accumulation).
     pub accumulate: u32,
     /// Arithmetic of the convolutions. `auto`: on GPUs the fastest that keeps fp32's accuracy; on CPU cores fp32, which
-    /// is the only choice there.
+    /// is the only choice on CPU cores.
     pub precision: Precision,
     /// With `fp16`: the factor by which the loss is multiplied before the backward pass; `dynamic` adapts it.
     pub loss_scale: LossScale,
-    /// Make every run on GPUs give the same bits, which may cost a few percent of the speed. CPU ranks always give the
-    /// same bits.
+    /// Compute deterministically on GPUs: every run gives the same bits, which may cost a few percent of the speed. CPU ranks always give
+    /// the same bits.
     pub deterministic: bool,
     /// Seed of the initial weights, the order of pictures and their augmentation.
     pub seed: u64,

@@ -12,10 +12,10 @@ from .spool import RUN, folders, send_folder
 
 
 def main() -> int:
-    """The exit status: 1 if a run could not be sent."""
+    """Runs the command. Returns the exit status: 1 if a run could not be sent completely."""
     parser = argparse.ArgumentParser(prog="python -m lockstep", description="Runs that a program logs itself")
     commands = parser.add_subparsers(dest="command", required=True)
-    sync = commands.add_parser("sync", help="send runs that the server lacks, or parts of runs; a repeat does no harm")
+    sync = commands.add_parser("sync", help="send the parts of runs that the server lacks; can be repeated safely")
     sync.add_argument("dir", nargs="+", type=Path, help="the folder of a run, or a folder with such folders")
     given = parser.parse_args()
     status = 0
@@ -29,7 +29,7 @@ def main() -> int:
                 try:
                     sender = send_folder(path, client)
                 except LockstepError as error:
-                    print(f"{path} is not sent completely: {error}", file=sys.stderr)
+                    print(f"{path} was not sent completely: {error}", file=sys.stderr)
                     status = 1
                 else:
                     print(f"{sender.id}: the server has all {sender.acknowledged} records")

@@ -26,7 +26,7 @@ def settings(url: str | None, token: str | None, data_dir: str | os.PathLike[str
     server = url or os.environ.get("LOCKSTEP_SERVER") or _recorded_server(Path(data_dir)) or DEFAULT_SERVER
     address = httpx.URL(server if "://" in server else f"http://{server}")
     token = token or _find_token(address, Path(data_dir))
-    # Reading the system's authorities takes a while, and only https needs them.
+    # Loading the system's CA certificates takes a while, and only https needs them.
     is_https = address.scheme == "https"
     verify = ssl.create_default_context() if is_https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if is_https and (ca_file := os.environ.get("LOCKSTEP_CA_FILE")):
@@ -36,14 +36,14 @@ def settings(url: str | None, token: str | None, data_dir: str | os.PathLike[str
         "headers": {"Authorization": f"Bearer {token}"} if token else {},
         "timeout": TIMEOUT,
         "verify": verify,
-        # The proxies of the environment; no token goes through a proxy in clear.
+        # The environment's proxies are used only with https, so that no token passes a proxy unencrypted.
         "trust_env": is_https and not _loopback(address),
     }
 
 
 def _recorded_server(data_dir: Path) -> str | None:
-    """The address that a server on this machine has recorded in its data directory. A record of another account is
-    ignored: that account would get the tokens of whoever works in its folder.
+    """The address that a server on this machine has recorded in its data directory. A record that another account owns
+    is ignored: that account's server would get the tokens of everybody who works in the folder.
     """
     file = data_dir / "address"
     try:
@@ -60,7 +60,7 @@ def _find_token(address: httpx.URL, data_dir: Path) -> str | None:
     if token := os.environ.get("LOCKSTEP_TOKEN", "").strip():
         return token
     file = data_dir / "token"
-    if not (here := _loopback(address)):
+    if not (loopback := _loopback(address)):
         return None
     try:
         owner = file.lstat().st_uid
@@ -70,10 +70,10 @@ def _find_token(address: httpx.URL, data_dir: Path) -> str | None:
         return _read(file)
     # Another account may have taken the port of a stopped server, and must not get its token.
     port = address.port or {"https": 443}.get(address.scheme, 80)
-    if others := listener_owners(here, port) - {owner, 0}:
+    if others := listener_owners(loopback, port) - {owner, 0}:
         raise LockstepError(
-            f"{address}: another account of this machine (user id {others.pop()}) listens there than the one that has "
-            f"{file} (user id {owner}), so the token is not sent. Start the server again, or pass url or token"
+            f"{address}: the program that listens there has user id {others.pop()}, and {file} has user id {owner}, "
+            f"so the token is not sent. Start the server again, or pass url or token"
         )
     return _read(file)
 
@@ -89,7 +89,7 @@ def _read(file: Path) -> str:
 
 
 def _loopback(address: httpx.URL) -> _Addresses:
-    """The addresses of a URL's host if it is this machine's loopback."""
+    """The loopback addresses of a URL's host; none if it is another machine."""
     host = address.host
     try:
         found = [ipaddress.ip_address(name) for name in (("127.0.0.1", "::1") if host == "localhost" else (host,))]
@@ -99,15 +99,13 @@ def _loopback(address: httpx.URL) -> _Addresses:
 
 
 def listener_owners(addresses: _Addresses, port: int) -> set[int]:
-    """User ids of those who listen at a port of these addresses, as Linux lists them in `/proc/net`; empty on other
-    systems.
-    """
+    """User ids of the sockets that listen on a port of these addresses, from Linux's `/proc/net`; else empty."""
     owners = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for row in table.read_text().splitlines()[1:] if table.exists() else []:
             columns = row.split()
             host_hex, port_hex = columns[1].split(":")
-            # Words of 32 bits, each in the machine's own order of bytes.
+            # 32-bit words, each in the machine's byte order.
             words = [int(host_hex[at : at + 8], 16) for at in range(0, len(host_hex), 8)]
             host = ipaddress.ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words))
             host = getattr(host, "ipv4_mapped", None) or host

@@ -34,7 +34,7 @@ class Block(nn.Module):
             self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The block's output."""
+        """Returns the block's output."""
         y = torch.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         return torch.relu(y + (x if self.downsample is None else self.downsample(x)))
@@ -57,7 +57,7 @@ class CifarResNet(nn.Module):
         self.fc = nn.Linear(64, num_classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The logits, of shape (N, num_classes)."""
+        """Returns the logits, of shape (N, num_classes)."""
         x = torch.relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
         return self.fc(x.mean((2, 3)))
@@ -69,20 +69,20 @@ def resnet20(num_classes: int = 10, channels: int = 3) -> CifarResNet:
 
 
 def resnet32(num_classes: int = 10, channels: int = 3) -> CifarResNet:
-    """ResNet-32, as `resnet20`."""
+    """ResNet-32, like `resnet20`."""
     return CifarResNet(5, num_classes, channels)
 
 
 def resnet44(num_classes: int = 10, channels: int = 3) -> CifarResNet:
-    """ResNet-44, as `resnet20`."""
+    """ResNet-44, like `resnet20`."""
     return CifarResNet(7, num_classes, channels)
 
 
 def resnet56(num_classes: int = 10, channels: int = 3) -> CifarResNet:
-    """ResNet-56, as `resnet20`."""
+    """ResNet-56, like `resnet20`."""
     return CifarResNet(9, num_classes, channels)
 
 
 def resnet110(num_classes: int = 10, channels: int = 3) -> CifarResNet:
-    """ResNet-110, as `resnet20`."""
+    """ResNet-110, like `resnet20`."""
     return CifarResNet(18, num_classes, channels)

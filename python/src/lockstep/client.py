@@ -28,11 +28,11 @@ Changes = Mapping[str, Any] | None
 Json = dict[str, Any]
 Weights = Literal["model", "ema"]
 
-# Seconds of one request that waits for a job's end, without and with a line of progress.
+# Duration of one request that waits for a job's end, in seconds, without and with a line of progress.
 WAIT_SECS = (60, 1)
-# A file comes in pieces, so that a broken connection costs at most one.
+# A file is downloaded in pieces, so that after a lost connection at most one piece is repeated.
 PIECE_BYTES = 16 << 20
-# The largest piece of an upload that the server takes.
+# Maximum size of a piece of an upload that the server accepts.
 UPLOAD_BYTES = 8 << 20
 
 
@@ -45,14 +45,14 @@ class Series:
 
 
 class Metrics(dict[int, Series]):
-    """A metric of a job, by rank. `exact`: every step is there, else means of equal ranges of steps."""
+    """A metric of a job, by rank. `exact`: whether every step is included. Else values are means of ranges of steps."""
 
     def __init__(self, answer: Json) -> None:
         self.exact: bool = answer["exact"]
         points: dict[int, dict[int, float]] = {}
         for series in sorted(answer["series"], key=lambda series: int(series["attempt"])):
             steps, rank = series["steps"], series["rank"]
-            # An attempt repeats the steps after the checkpoint that it continued from.
+            # An attempt repeats the steps after the checkpoint from which it continued.
             kept = {step: value for step, value in points.get(rank, {}).items() if not steps or step < steps[0]}
             values = (math.nan if value is None else value for value in series["mean"])
             points[rank] = kept | dict(zip(steps, values, strict=True))
@@ -77,7 +77,7 @@ class _Resource(Calls):
 
     @property
     def step(self) -> int:
-        """Optimizer steps done, when `data` was read."""
+        """Number of completed optimizer steps when `data` was read."""
         return int(self.data["step"])
 
 
@@ -92,8 +92,8 @@ class CheckpointCalls(_Resource):
         """Downloads the weights, a safetensors file with torchvision's names, and returns the file's path.
 
         `path`: a file or a folder (default: `model.safetensors` here). `weights`: `ema` for the running average of jobs
-        with `train.ema_decay`. Raises `Problem` if the server has no such file; `LockstepError` if the file came
-        damaged. A failed download leaves no file.
+        with `train.ema_decay`. Raises `Problem` if the server has no such file, and `LockstepError` if the file was
+        damaged during the download. A failed download leaves no file.
         """
         name = f"{weights}.safetensors"
         target = Path(path or name)
@@ -109,7 +109,7 @@ class CheckpointCalls(_Resource):
                     digest.update(piece.content)
                     file.write(piece.content)
             if digest.hexdigest() != piece.headers["x-checksum-sha256"]:
-                raise LockstepError(f"{target} came damaged: its SHA-256 is not the checkpoint's; download it again")
+                raise LockstepError(f"{target} is damaged: its SHA-256 is not the checkpoint's; download it again")
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
@@ -157,11 +157,11 @@ class JobCalls(_Resource, Generic[J, C]):
 
     @call
     async def wait(self, timeout: float = math.inf, *, progress: bool | None = None) -> None:
-        """Waits until the job is over.
+        """Waits until the job has ended.
 
         `timeout`: seconds, rounded up. `progress`: whether to show a line of progress (default: on a terminal and in a
-        notebook). Raises `JobFailed` unless the job succeeds, `TimeoutError` if it is not over in time; it goes on
-        then.
+        notebook). Raises `JobFailed` if the job fails or is cancelled, and `TimeoutError` if it has not ended in time;
+        the job then continues.
         """
         ends_at = time.monotonic() + timeout
         line = Progress(progress)
@@ -179,34 +179,34 @@ class JobCalls(_Resource, Generic[J, C]):
 
     @call
     async def cancel(self) -> None:
-        """Cancels the job; its checkpoints stay. Raises `Problem` if it is over."""
+        """Cancels the job and keeps its checkpoints. Raises `Problem` if the job has ended."""
         await self._act("cancel")
 
     @call
     async def pause(self) -> None:
-        """Lets the job write a checkpoint and free its slots. Raises `Problem` unless it waits or runs."""
+        """Pauses the job: it writes a checkpoint and frees its slots. Raises `Problem` unless the job waits or runs."""
         await self._act("pause")
 
     @call
     async def resume(self) -> None:
-        """Continues a paused job from its newest checkpoint. Raises `Problem` if it is not paused."""
+        """Continues a paused job from its newest checkpoint. Raises `Problem` if the job is not paused."""
         await self._act("resume")
 
     @call
     async def retry(self) -> None:
-        """Continues a job that is over from its newest checkpoint. Raises `Problem` if it is not over."""
+        """Continues a failed or cancelled job from its newest checkpoint. Raises `Problem` for any other job."""
         await self._act("retry")
 
     @call
     async def delete(self) -> None:
-        """Deletes the job with its history, log and checkpoints. Raises `Problem` if it is not over."""
+        """Deletes the job with its history, log and checkpoints. Raises `Problem` if the job has not ended."""
         await self._send("DELETE", f"/jobs/{self.id}")
 
     @call
     async def fork(self, /, checkpoint: str | int = "latest", *, set: Changes = None, **keys: Any) -> J:
-        """Submits a new job that continues from a checkpoint of this one, with other settings.
+        """Submits a new job that continues from a checkpoint of this job, with other settings.
 
-        `set`, `keys`: see `Client.submit`. Raises `Problem` if a setting is wrong or there is no such checkpoint.
+        `set`, `keys`: see `Client.submit`. Raises `Problem` if a setting is wrong or the checkpoint does not exist.
         """
         body = {"checkpoint": str(checkpoint), "set": await _changes(self, set, keys)}
         forked: J = type(self)(self._io, await _submit(self, f"/jobs/{self.id}/fork", body))  # type: ignore[assignment]
@@ -214,7 +214,7 @@ class JobCalls(_Resource, Generic[J, C]):
 
     @call
     async def metrics(self, name: str, /, **query: Any) -> Metrics:
-        """A metric by rank: `job.metrics("loss")[0].values` is the loss of rank 0.
+        """Returns a metric by rank: `job.metrics("loss")[0].values` is the loss of rank 0.
 
         `query`: parameters of `GET /jobs/{id}/metrics`, such as `ranks=[0, 1]` or `points=500` (default: 10000). A
         metric that no rank has reported is empty. Raises `Problem` if a parameter is wrong.
@@ -223,7 +223,7 @@ class JobCalls(_Resource, Generic[J, C]):
 
     @call
     async def checkpoints(self) -> list[C]:
-        """The checkpoints, newest first."""
+        """Returns the checkpoints, newest first."""
         listed = await self._all(f"/jobs/{self.id}/checkpoints", "checkpoints")
         return [self._checkpoint_type(self._io, data) for data in listed]
 
@@ -240,18 +240,18 @@ class JobCalls(_Resource, Generic[J, C]):
 
     @call
     async def checkpoint(self, which: str | int = "best") -> C:
-        """The checkpoint `best`, `latest`, of a step or with an id. Raises `LockstepError` if there is none."""
+        """Returns the checkpoint `best`, `latest`, of a step or with an id. Raises `LockstepError` if none matches."""
         return self._checkpoint_type(self._io, await self._choose(which))
 
     @call
     async def predict(
         self, picture: PathLike | bytes, *, checkpoint: str | int = "best", weights: Weights = "model"
     ) -> dict[str, float]:
-        """Classifies a picture: the probability (0 to 1) of every class, the most probable first.
+        """Classifies a picture. Returns the probability (0 to 1) of every class, the most probable class first.
 
-        `picture`: the path or the bytes of a JPEG, PNG, WebP, GIF, BMP or TIFF file. `checkpoint`: as in `checkpoint`.
-        `weights`: as in `Checkpoint.download`. Raises `LockstepError` if the picture cannot be read or there is no such
-        checkpoint.
+        `picture`: the path or the bytes of a JPEG, PNG, WebP, GIF, BMP or TIFF file. `checkpoint`: see `checkpoint`.
+        `weights`: see `Checkpoint.download`. Raises `LockstepError` if the picture cannot be read or the checkpoint
+        does not exist.
         """
         content = picture if isinstance(picture, bytes) else Path(picture).read_bytes()
         path = f"/checkpoints/{(await self._choose(checkpoint))['id']}/predict"
@@ -266,11 +266,11 @@ class JobCalls(_Resource, Generic[J, C]):
 
     @call
     async def evaluation(self, /, *, checkpoint: str | int = "best", **query: Any) -> Json:
-        """Measures a checkpoint on the job's validation pictures or on another dataset, and waits for the result.
+        """Evaluates a checkpoint on the job's validation pictures or on another dataset, and waits for the result.
 
         `query`: parameters of `GET /jobs/{id}/evaluation` (`dataset`, `weights`). Returns `accuracy` (0 to 1), `loss`,
-        `classes`, `confusion` (number of pictures: `[label][predicted]`) and more. Raises `Problem` if it cannot be
-        computed.
+        `classes`, `confusion` (number of pictures: `[label][predicted]`) and more. Raises `Problem` if the
+        evaluation fails.
         """
         query["checkpoint"] = (await self._choose(checkpoint))["id"]
         while True:
@@ -280,7 +280,7 @@ class JobCalls(_Resource, Generic[J, C]):
 
     @call
     async def files(self) -> list[Json]:
-        """The files that the program of a run has saved: `path`, `size_bytes`, `modified_ms`.
+        """Returns the files that the program of a run has saved: `path`, `size_bytes`, `modified_ms`.
 
         Raises `Problem` for a job that the server's own ranks train.
         """
@@ -288,10 +288,10 @@ class JobCalls(_Resource, Generic[J, C]):
 
     @call
     async def download_file(self, name: str, path: PathLike | None = None) -> Path:
-        """Downloads a file that the program of a run has saved, and returns where it is.
+        """Downloads a file that the program of a run has saved, and returns the path of the copy.
 
         `name`: the file's path within the run. `path`: a file or a folder (default: the file's name here). Raises
-        `LockstepError` if there is no such file. A failed download leaves no file.
+        `LockstepError` if the file does not exist. A failed download leaves no file.
         """
         sizes = {file["path"]: file["size_bytes"] for file in (await self._get(f"/runs/{self.id}/files"))["files"]}
         if name not in sizes:
@@ -313,12 +313,12 @@ class JobCalls(_Resource, Generic[J, C]):
         return target
 
     async def _follow(self, key: str, path: str, follow: bool, query: Json) -> AsyncGenerator[Json, None]:
-        """The elements of a list that grows, in order of `seq`."""
+        """Yields the elements of a growing list, in order of `seq`."""
         newest = 0
         while True:
             was_over = self.is_over
             page = await self._get(f"/jobs/{self.id}/{path}", **query)
-            # The last page has no cursor, so it is read again with what has come since.
+            # The last page has no cursor, so it is read again with the elements that were added since.
             for element in [element for element in page[key] if element["seq"] > newest]:
                 newest = element["seq"]
                 yield element
@@ -332,30 +332,30 @@ class JobCalls(_Resource, Generic[J, C]):
 
     @stream
     def logs(self, /, *, follow: bool = False, **query: Any) -> AsyncGenerator[Json, None]:
-        """Log lines, oldest first: `at`, `rank`, `attempt`, `number`, `text`.
+        """Yields log lines, oldest first: `at`, `rank`, `attempt`, `number`, `text`.
 
-        `follow`: go on until the job is over, with two requests a second. `query`: parameters of `GET /jobs/{id}/logs`,
-        such as `rank=0` or `q="nan"`. Raises `Problem` if a parameter is wrong.
+        `follow`: continue until the job has ended, with two requests a second. `query`: parameters of
+        `GET /jobs/{id}/logs`, such as `rank=0` or `q="nan"`. Raises `Problem` if a parameter is wrong.
         """
         return self._follow("lines", "logs", follow, query)
 
     @stream
     def events(self, *types: str, follow: bool = False) -> AsyncGenerator[Json, None]:
-        """Events in order: `seq`, `at`, `type` and what belongs to the type.
+        """Yields events in order: `seq`, `at`, `type` and the fields of the type.
 
-        `types`: only these, such as `state`, `metrics`, `checkpoint`, `evaluation`. `follow`: as in `logs`.
+        `types`: types to include, such as `state`, `metrics`, `checkpoint`, `evaluation`. `follow`: see `logs`.
         """
         return self._follow("events", "events", follow, {"type": types or None})
 
 
 async def _submit(on: Calls, path: str, body: Json) -> Json:
-    """Makes one job, however often the request is sent."""
+    """Submits a job. The idempotency key prevents a second job if the request is repeated."""
     headers = {"Idempotency-Key": uuid.uuid4().hex}
     return dict((await on._send("POST", path, may_repeat=True, json=body, headers=headers)).json())
 
 
 async def _changes(on: Calls, changes: Changes, keys: Json) -> Json:
-    """`set` and the keywords of a call as one mapping of paths."""
+    """Combines `set` and the keywords of a call into one mapping of paths."""
     paths = dict(changes or {})
     if keys:
         schemas = (await on._get("/openapi.json"))["components"]["schemas"]
@@ -373,7 +373,7 @@ class ClientCalls(Calls, Generic[J]):
         """Submits a job.
 
         `job`: a TOML file, or its content as a mapping. `set`: keys to change, by path (`{"train.lr": 0.1}`) or nested.
-        `keys`: keys that only one table has (`lr=0.1` is `train.lr`). None stands for a key's default. A folder as
+        `keys`: keys that only one table has (`lr=0.1` is `train.lr`). None means a key's default. A folder as
         `data.dataset` is registered under its name unless it is registered already.
 
         Raises `Problem` with every mistake in `errors`; `LockstepError` if the file cannot be read or a key is
@@ -385,7 +385,7 @@ class ClientCalls(Calls, Generic[J]):
         return self._job_type(self._io, await _submit(self, "/jobs", spec))
 
     async def _resolve_paths(self, spec: Json) -> None:
-        """Paths are relative to this process's folder, and the server knows a dataset by its name."""
+        """Makes paths absolute, and replaces the path of a dataset by the dataset's name."""
         model, data = spec.get("model"), spec.get("data")
         if isinstance(model, dict) and os.path.exists(pretrained := str(model.get("pretrained"))):
             model["pretrained"] = os.path.realpath(pretrained)
@@ -399,7 +399,7 @@ class ClientCalls(Calls, Generic[J]):
 
     @call
     async def job(self, name: str) -> J:
-        """The job with this id, or the newest with this name.
+        """Returns the job with this id, or the newest job with this name.
 
         Raises `Problem` (`not_found`) for an id without a job, `LockstepError` for a name that no job has.
         """
@@ -408,12 +408,12 @@ class ClientCalls(Calls, Generic[J]):
             listed = await self._all("/jobs", "jobs", name=name, fields="id,name")
             ids = [data["id"] for data in listed if data["name"] == name]
         if not ids:
-            raise LockstepError(f"no job is called {name}; jobs() has those that there are")
+            raise LockstepError(f"no job is called {name}; jobs() returns all jobs")
         return self._job_type(self._io, await self._get(f"/jobs/{ids[0]}"))
 
     @call
     async def jobs(self, /, limit: int | None = None, **query: Any) -> list[J]:
-        """Jobs, newest first: at most `limit`, or all.
+        """Returns jobs, newest first: at most `limit`, or all.
 
         `query`: parameters of `GET /jobs`, such as `state="running"`, `where="train.lr>0.1"`, `tag=["a", "b"]` or
         `sort="-best"`. Raises `Problem` if a parameter is wrong.
@@ -422,29 +422,29 @@ class ClientCalls(Calls, Generic[J]):
 
     @call
     async def datasets(self) -> list[Json]:
-        """The registered datasets: `name`, `path`, `info` (classes, numbers of pictures) and more."""
+        """Returns the registered datasets: `name`, `path`, `info` (classes, numbers of pictures) and more."""
         return await self._all("/datasets", "datasets")
 
     async def _inspect(self, path: str, body: Json | None = None) -> Json:
         while (response := await self._send("POST", path, json=body)).status_code == 202:
-            pass  # The server has waited for two minutes.
+            pass  # The inspection has not ended. The server responds after two minutes.
         return dict(response.json())
 
     @call
     async def register(self, name: str, path: PathLike, *, private: bool = False) -> Json:
-        """Registers a folder of the machines that train as a dataset, and returns it as in `datasets`.
+        """Registers a folder of the machines that train as a dataset. Returns the dataset in the format of `datasets`.
 
-        Waits until the files are inspected: minutes for millions of pictures. `private`: only its owner and admins see
-        the dataset. Raises `Problem` if the name is taken or the folder is no dataset.
+        Waits for the inspection of the files, which takes minutes for millions of pictures. `private`: only the
+        dataset's owner and admins see it. Raises `Problem` if the name is taken or the folder is not a dataset.
         """
         return await self._inspect("/datasets", {"name": name, "path": os.path.abspath(path), "private": private})
 
     @call
     async def upload(self, name: str, file: PathLike, *, private: bool = False) -> Json:
-        """Uploads a zip file of pictures and registers it as a dataset, which it returns as in `datasets`.
+        """Uploads a zip file of pictures and registers it as a dataset. Returns the dataset as `datasets` does.
 
-        The file has a folder for each class, or `train/<class>` and `val/<class>`. `private`: only its owner and admins
-        see the dataset. Raises `Problem` if the name is taken or the file is no zip file of pictures.
+        The file has a folder for each class, or `train/<class>` and `val/<class>`. `private`: only the dataset's
+        owner and admins see it. Raises `Problem` if the name is taken or the file is not a zip file of pictures.
         """
         path, offset = f"/datasets/uploads/{quote(name, safe='')}", 0
         headers = {"content-type": "application/octet-stream"}
@@ -459,24 +459,24 @@ class ClientCalls(Calls, Generic[J]):
 
     @call
     async def register_bundled(self) -> Json:
-        """Registers the pictures that come with the program as `fashion-mnist`. Raises `Problem` (`name_taken`)."""
+        """Registers the program's own pictures as `fashion-mnist`. Raises `Problem` (`name_taken`)."""
         return await self._inspect("/datasets/bundled")
 
     @call
     async def agents(self) -> list[Json]:
-        """The machines: `name`, `online`, `slots`, `machine`, `warnings` and more."""
+        """Returns the machines: `name`, `online`, `slots`, `machine`, `warnings` and more."""
         return await self._all("/agents", "agents")
 
     @call
     async def queue(self) -> list[Json]:
-        """Jobs that wait, in the order in which they get slots: `place`, `id`, `name`, `reason` and more."""
+        """Returns the waiting jobs in the order in which they get slots: `place`, `id`, `name`, `reason` and more."""
         return await self._all("/queue", "jobs")
 
     @call
     async def request(self, /, method: str, path: str, *, json: Any = None, **query: Any) -> Any:
-        """Makes any other call of the REST interface: `request("GET", "/projects")`. `path` is below `/api/v1`.
+        """Sends any other request of the REST interface: `request("GET", "/projects")`. `path` is below `/api/v1`.
 
-        `query`: parameters of the address; lists become text with commas. Returns the JSON of the answer, or None
+        `query`: parameters of the URL; lists become text with commas. Returns the response's JSON, or None
         without a body. Raises `Problem`.
         """
         response = await self._send(method, path, query, may_repeat=method == "GET", json=json)
@@ -488,7 +488,7 @@ class Checkpoint(CheckpointCalls, SyncCalls):
 
 
 class Job(JobCalls["Job", Checkpoint], SyncCalls):
-    """A job. `data` is its JSON (docs/reference/rest.md) as `refresh`, `wait` or an action has last read it."""
+    """A job. `data` is its JSON (docs/reference/rest.md), as last read by `refresh`, `wait` or an action."""
 
     _checkpoint_type = Checkpoint
 
@@ -496,13 +496,13 @@ class Job(JobCalls["Job", Checkpoint], SyncCalls):
 class Client(ClientCalls[Job], SyncCalls):
     """A connection to a server, to be closed by `close` or `with`.
 
-    `url`: the address (default: LOCKSTEP_SERVER, the address that a server on this machine has recorded in
+    `url`: the server's URL (default: LOCKSTEP_SERVER, the URL that a server on this machine has recorded in
     `data_dir`, or http://127.0.0.1:7070). `token`: the access token (default: from the file that
     LOCKSTEP_TOKEN_FILE names, LOCKSTEP_TOKEN, or, for a server on this machine, the file `token` in `data_dir`).
-    LOCKSTEP_CA_FILE names certificates to trust besides the system's.
+    LOCKSTEP_CA_FILE names certificates to trust in addition to the system's.
 
-    Every call raises `Problem` if the server refuses it and `Unreachable` if no server answers. A request that does no
-    harm twice is sent again for a minute once the server has answered.
+    Every call raises `Problem` if the server refuses it, and `Unreachable` if no server responds. Once the server has
+    responded to a request, requests that can be repeated safely are retried for a minute.
     """
 
     _job_type = Job
@@ -524,17 +524,17 @@ class Client(ClientCalls[Job], SyncCalls):
 
 
 class AsyncCheckpoint(CheckpointCalls, AsyncCalls):
-    """As `Checkpoint`, with calls that are awaited."""
+    """Like `Checkpoint`, with calls that are awaited."""
 
 
 class AsyncJob(JobCalls["AsyncJob", AsyncCheckpoint], AsyncCalls):
-    """As `Job`, with calls that are awaited; `logs` and `events` are asynchronous iterators."""
+    """Like `Job`, with calls that are awaited; `logs` and `events` are asynchronous iterators."""
 
     _checkpoint_type = AsyncCheckpoint
 
 
 class AsyncClient(ClientCalls[AsyncJob], AsyncCalls):
-    """As `Client`, with calls that are awaited (asyncio); to be closed by `aclose` or `async with`."""
+    """Like `Client`, with calls that are awaited (asyncio); to be closed by `aclose` or `async with`."""
 
     _job_type = AsyncJob
 

@@ -11,7 +11,7 @@ class LockstepError(Exception):
 
 
 class Unreachable(LockstepError):
-    """No server answers, or the connection broke before the answer."""
+    """No server responded, or the connection was lost before the response."""
 
 
 class Problem(LockstepError):
@@ -35,7 +35,7 @@ class Problem(LockstepError):
 
 
 class JobFailed(LockstepError):
-    """A job that was waited for has failed or was cancelled.
+    """A job whose end a call waited for has failed or was cancelled.
 
     Attributes: `job` (its id), `state` (`failed` or `cancelled`), `reason` (a sentence), `code` (such as `diverged`, of
     a failed job).

@@ -1,4 +1,4 @@
-"""A job's specification: read from a TOML file, and changed key by key."""
+"""Reads a job's specification from a TOML file, and changes its keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:
 
 
 def read(job: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The specification in a TOML file, or a copy of one that is given as a mapping."""
+    """Returns the specification in a TOML file, or a copy of a specification that is given as a mapping."""
     if isinstance(job, Mapping):
         return copy.deepcopy(dict(job))
     try:
@@ -36,7 +36,7 @@ def change(spec: dict[str, Any], changes: Mapping[str, Any]) -> None:
         for name in tables:
             table = table.setdefault(name, {})
             if not isinstance(table, dict):
-                raise LockstepError(f"{path} cannot be set: {name} is no table of the job file")
+                raise LockstepError(f"{path} cannot be set: {name} is not a table of the job file")
         if isinstance(value, Mapping):
             change(table.setdefault(key, {}), value)
         else:
@@ -44,7 +44,7 @@ def change(spec: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def path_of(key: str, schemas: Mapping[str, Any]) -> str:
-    """The path of a key that only one table of a job file has (`lr`: `train.lr`).
+    """Returns the path of a key that only one table of a job file has (`lr`: `train.lr`).
 
     `schemas` are those of the server's OpenAPI document. An unknown key stays as it is: the server names the nearest
     one.

@@ -1,4 +1,4 @@
-"""A job's progress as one line that is written over, which terminals and notebooks both show."""
+"""Shows a job's progress as one line that is overwritten, in terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WIDTH = 20
 
 
 class Progress:
-    """The line. `wanted`: whether to show it (None: on a terminal and in a notebook)."""
+    """The line of progress. `wanted`: whether to show it (None: on a terminal and in a notebook)."""
 
     def __init__(self, wanted: bool | None) -> None:
         is_notebook = "ipykernel" in sys.modules
@@ -18,7 +18,7 @@ class Progress:
         self._width = 0
 
     def show(self, job: dict[str, Any]) -> None:
-        """Shows state, steps, loss, speed and time left of a job, as far as they are known."""
+        """Shows a job's state and steps, and its loss, speed and remaining time if they are known."""
         if not self.is_shown:
             return
         step, total = job["step"], job["total_steps"]

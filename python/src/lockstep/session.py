@@ -17,7 +17,7 @@ from typing import Any, Literal
 from .client import Client
 from .errors import LockstepError, Problem, Unreachable
 from .spool import REQUEST_SECS, RUN, Sender, Spool, folders, is_free, read_run, send_folder
-from .tracking import SEND_SECS, AlertLevel, Mode, Run, is_passing, outcome, say, warn_once
+from .tracking import SEND_SECS, AlertLevel, Mode, Run, may_succeed_later, outcome, say, warn_once
 from .values import Artifact, Json, plain, settings
 
 Resume = Literal["allow", "must", "never", "auto"]
@@ -30,7 +30,7 @@ _run: Run | None = None
 
 
 class Settings:
-    """Accepts everything that `wandb.Settings` does; none of it has a meaning here."""
+    """Accepts the arguments of `wandb.Settings`. They have no effect."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         self.given = sorted(settings)
@@ -41,7 +41,7 @@ def _new_id() -> str:
 
 
 def _interrupted(root: Path) -> str | None:
-    """The newest run in a folder that no process writes and that has not ended."""
+    """The id of the newest run in a folder that has not ended although no process writes it; None without one."""
     for file in sorted(root.glob(f"*/{RUN}"), key=lambda file: file.stat().st_mtime, reverse=True):
         if (run := read_run(file.parent))["state"] == "running" and is_free(file.parent):
             return str(run["id"])
@@ -59,24 +59,24 @@ def _is_on_server(client: Client, id: str) -> bool:
 
 
 def _begin(sender: Sender, is_sure: bool) -> tuple[Json, bool] | None:
-    """The job of a run on the server, and whether it is new; None if the server is away.
+    """The job of a run on the server, and whether it is new; None if the server is unreachable and `is_sure`.
 
-    `is_sure`: whether it is known without the server which number the next record gets.
+    `is_sure`: whether the number of the next record is known without the server.
     """
     gives_up_at = time.monotonic() + BEGIN_SECS
     while True:
         try:
             return sender.begin()
         except (Problem, Unreachable) as error:
-            if not is_passing(error):
+            if not may_succeed_later(error):
                 raise
             if is_sure:
                 say(f"run {sender.id} is kept in {sender.path} until it can be sent: {error}")
                 return None
             if time.monotonic() > gives_up_at:
                 raise LockstepError(
-                    f"only the server knows whether it has a run {sender.id} already: {error}. Leave out id, or give "
-                    'mode="offline" if the run is new'
+                    f"run {sender.id} has no folder here, and the server cannot tell whether it exists: {error}. Leave "
+                    'out id, or give mode="offline" if the run is new'
                 ) from error
         time.sleep(SEND_SECS)
 
@@ -97,21 +97,21 @@ def init(
     reinit: Any = None,
     **ignored: Any,
 ) -> Run:
-    """Begins a run, which ends with `finish`, with the `with` statement or with the program.
+    """Begins a run. It ends with `finish`, at the end of a `with` statement or with the program.
 
     `project`, `name`, `notes`, `tags`: as for jobs; `group` and `job_type` become tags. `config`: the settings, a
-    mapping or a namespace of argparse. `dir`: where `lockstep-runs` is, the folder of runs (default: the working
-    folder).
+    mapping or a namespace of argparse. `dir`: the folder that contains `lockstep-runs`, the folder of runs (default:
+    the working folder).
 
     `mode`: `online` (default, or the variable LOCKSTEP_MODE), `offline` (nothing is sent until `lockstep.sync`) or
-    `disabled` (nothing is kept).
+    `disabled` (nothing is stored).
 
-    `id`: of the run to continue or to begin: letters, digits, `-` and `_`. `resume`: `must` and `never` insist that the
-    run exists or does not exist; `auto` or True without `id` continues the newest run in the folder that was
-    interrupted.
+    `id`: the id of the run to continue or to begin (letters, digits, `-` and `_`). `resume`: `must` requires that the
+    run exists, `never` that it does not; `auto` or True without `id` continues the folder's newest interrupted run.
 
-    If a run is active, it is returned, or finished before if `reinit` is True (default in notebooks). Raises `Problem`
-    if the server refuses the run, `LockstepError` if another process writes it. A server that is away is no error.
+    If a run is active, `init` returns it; with `reinit=True` (default in notebooks) `init` finishes it and begins
+    another. Raises `Problem` if the server refuses the run, `LockstepError` if another process writes it. If the server
+    is unreachable, the run is sent later; only an `id` without a folder here then raises an error.
     """
     global _run
     if (before := current()) is not None and not before._is_forked:
@@ -119,11 +119,11 @@ def init(
         if reinit in (None, "default") and "ipykernel" in sys.modules:
             reinit = True
         if reinit not in (True, "finish_previous"):
-            warn_once(f"init returns run {before.id}, which is active: call finish() before, or give reinit=True")
+            warn_once(f"init returns the active run {before.id}: call finish() first, or give reinit=True")
             return before
         before.finish()
     if useless := sorted(key for key, value in ignored.items() if value is not None):
-        warn_once(f"init ignores what has no counterpart in Lockstep: {', '.join(useless)}")
+        warn_once(f"init ignores arguments that have no counterpart in Lockstep: {', '.join(useless)}")
     chosen_mode = mode or os.environ.get("LOCKSTEP_MODE") or "online"
     if chosen_mode not in ("online", "offline", "disabled"):
         raise LockstepError(f"mode is {chosen_mode!r}: it must be online, offline or disabled")
@@ -133,7 +133,7 @@ def init(
     if id is None and resume in (True, "auto"):
         id = _interrupted(root)
     if id is None and resume == "must":
-        raise LockstepError('resume="must" needs id: the run to continue')
+        raise LockstepError('resume="must" needs the id of the run to continue')
     is_chosen, id = id is not None, id or _new_id()
     labels = [*(tags or []), *(label for label in (group, job_type) if label)]
     run: Json = {
@@ -170,7 +170,7 @@ def init(
             url = str(client._io.http.base_url).partition("/api/v1")[0] + f"/jobs/{job['id']}" if client else None
             if not is_here and not is_new:
                 _continue(run, job | (job.get("external") or {}), name, project)
-            # Another folder may have continued the run since.
+            # The server may have records of this run from another folder.
             spool.pad(sender.acknowledged)
             if sender.acknowledged:
                 step = max(step, int(job["step"]) + 1)
@@ -190,7 +190,7 @@ def init(
 
 
 def _continue(run: Json, before: Json, name: str | None, project: str | None) -> None:
-    """Lets a run have what it had before, as far as nothing else is given."""
+    """Keeps the earlier values of a continued run where the program gives none."""
     run["config"] = (before.get("config") or {}) | run["config"]
     run["summary"] = before.get("summary") or {}
     run["name"] = name or before.get("name") or run["name"]
@@ -200,12 +200,12 @@ def _continue(run: Json, before: Json, name: str | None, project: str | None) ->
 
 
 def current() -> Run | None:
-    """The run that `init` has begun and that has not ended."""
-    return None if _run is None or _run._is_over else _run
+    """The run that `init` has begun, unless it has ended."""
+    return None if _run is None or _run._has_ended else _run
 
 
 def active() -> Run:
-    """As `current`. Raises `LockstepError` without a run."""
+    """The active run. Raises `LockstepError` without one."""
     if (run := current()) is None:
         raise LockstepError("no run is active: call lockstep.init first")
     return run
@@ -256,16 +256,16 @@ def log_artifact(
 
 
 def login(*args: Any, **kwargs: Any) -> bool:
-    """Does nothing: the server and the token are found as the command line finds them."""
+    """Does nothing. The server and the token are determined in the same way as by the command line."""
     return True
 
 
 def sync(*dirs: PathLike, url: str | None = None, token: str | None = None) -> dict[str, int]:
-    """Sends what the server lacks of runs, and returns how many records it has of each, by id.
+    """Sends the records and files of runs that the server lacks. Returns each run's number of records on the server.
 
-    `dirs`: folders of runs, or folders with such folders, also from other machines. A repeat does no harm, and a broken
-    transfer resumes. `url`, `token`: as for `Client`. Raises `LockstepError` if a folder has no runs or cannot be read,
-    `Problem` and `Unreachable` as every call.
+    `dirs`: folders of runs, or folders that contain such folders, also from other machines. An interrupted call can be
+    repeated. `url`, `token`: as for `Client`. Raises `LockstepError` if a folder has no runs or cannot be read, and
+    `Problem` and `Unreachable` like every call.
     """
     sent = {}
     with Client(url, token) as client:

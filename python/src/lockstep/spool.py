@@ -1,8 +1,8 @@
-"""The folder of a run, which has all that a program logs, and the way from there to the server.
+"""The folder of a run, which stores everything that a program logs, and the sending of the folder to the server.
 
-`run.json` has what belongs to the run as a whole. `records.jsonl` has a record on each line: values of one step. The
-number of a record is the number of its line, so the server can tell which ones it has. `files` has copies of what the
-program saved; the server has a file if it has one of the same path, size and time.
+`run.json` has the fields of the run. `records.jsonl` has one record on each line: the values of one step. The number of
+a record is the number of its line, by which the server identifies it. `files` has copies of the files that the program
+saved. A file is sent unless the server has a file with the same path, size and time.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Json = dict[str, Any]
 RUN = "run.json"
 RECORDS = "records.jsonl"
 FILES = "files"
-# A request may have 10,000 values and 1 MiB.
+# The server accepts at most 10,000 values and 1 MiB in a request.
 REQUEST_VALUES = 10_000
 REQUEST_BYTES = 900 << 10
 REQUEST_SECS = 20.0
-# For each part of a file, and until the server has it on its disk.
+# Time limit for each part of a file, and for the server to store the file.
 FILE_SECS = 300.0
-# The line of a record that the server already has from another folder.
+# Takes the place of a record that the server already has from another folder.
 PLACEHOLDER = b'{"step":0,"at":0,"values":{}}\n'
 
 
 def read_run(path: Path) -> Json:
-    """What `run.json` of a run's folder says."""
+    """Reads `run.json` of a run's folder."""
     try:
         run: Json = json.loads((path / RUN).read_text(encoding="utf-8"))
         return {"config": {}, "summary": {}, "state": "running", "reason": None} | run | {"id": str(run["id"])}
@@ -47,7 +47,7 @@ def read_run(path: Path) -> Json:
 
 
 def keep_file(path: Path, source: Path, name: str) -> None:
-    """Copies a file into a run's folder, all or nothing. `name`: its path within the run."""
+    """Copies a file into a run's folder atomically. `name`: the file's path within the run."""
     target = path / FILES / name
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = path / f"{FILES}.{secrets.token_hex(8)}"
@@ -59,16 +59,16 @@ def keep_file(path: Path, source: Path, name: str) -> None:
 
 
 class Spool:
-    """The folder of a run as the program that logs writes it, the only one at a time."""
+    """Writes the folder of a run. Only one process at a time can have it open."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(path)
         self._file = open(path / RECORDS, "ab", buffering=0)
-        # A process that was killed may have left a part of a line.
+        # A killed process may have left an incomplete line.
         self.records, self._size_bytes = 0, 0
-        # The largest step of a record, -1 without one. The last record's may be smaller.
+        # The largest step of all records, or -1. The last record may have a smaller step.
         self.last_step = -1
         with open(path / RECORDS, "rb") as file:
             for line in file:
@@ -90,21 +90,21 @@ class Spool:
         self._size_bytes += len(lines)
 
     def pad(self, records: int) -> None:
-        """Lets the next record be the one after so many, which the server has."""
+        """Appends placeholders until the folder has `records` records, the number that the server has."""
         self.append(PLACEHOLDER * max(records - self.records, 0))
 
     def write_run(self, text: str) -> None:
-        """Replaces `run.json`, all or nothing."""
+        """Replaces `run.json` atomically."""
         new = self.path / f"{RUN}.new"
         new.write_text(text, encoding="utf-8")
         new.replace(self.path / RUN)
 
     def make_durable(self) -> None:
-        """Waits until what was appended would survive a loss of power."""
+        """Waits until the appended records would survive a loss of power."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Lets another program continue the run."""
+        """Closes the folder, so that another process can continue the run."""
         self._file.close()
         self._lock.close()
 
@@ -118,7 +118,7 @@ def _record(line: bytes, where: str) -> Json:
 
 
 def _lock(path: Path) -> Any:
-    """Holds the lock of a run's folder until it is closed or this process ends; forked processes do not have it."""
+    """Locks a run's folder until the returned file is closed or this process ends. Forks do not have the lock."""
     file = open(path / "lock", "w")
     if os.name == "posix":
         try:
@@ -126,11 +126,11 @@ def _lock(path: Path) -> Any:
         except (BlockingIOError, PermissionError) as error:
             file.close()
             raise LockstepError(
-                f"another process writes to {path}, and a run has one writer: let only one process call init, or give "
-                "each its own id"
+                f"another process writes to {path}, and only one can: let only one process call init, or give "
+                "each process its own id"
             ) from error
         except OSError:
-            pass  # A file system without locks.
+            pass  # The file system has no locks.
     return file
 
 
@@ -143,10 +143,10 @@ def is_free(path: Path) -> bool:
 
 
 class Sender:
-    """Sends what the folder of a run has and the server lacks.
+    """Sends the records, changes and files in a run's folder that the server lacks.
 
-    `make_durable`: called before records are sent. The server never has a record that a folder has lost, so a number
-    never stands for two records.
+    `make_durable`: called before records are sent, so that the folder cannot lose a record that the server has.
+    Otherwise two records could have the same number.
     """
 
     def __init__(self, path: Path, client: Client, make_durable: Callable[[], None] = lambda: None) -> None:
@@ -155,13 +155,13 @@ class Sender:
         self._client = client
         self._make_durable = make_durable
         self._file = open(path / RECORDS, "rb")
-        # The number of the record at which the file stands.
+        # The number of the record at the file's position.
         self._next = 1
-        # What the server has of `run.json`; None before it was asked.
+        # The fields of `run.json` that the server has; None before the first request.
         self._known: Json | None = None
-        # Size and time of each file that the server has, by its path; None before it was asked.
+        # Size and time of each file that the server has, by path; None before the first request.
         self._files: dict[str, tuple[int, int]] | None = None
-        # Records that the server has.
+        # Number of records that the server has.
         self.acknowledged = 0
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class Sender:
         self._file.close()
 
     def begin(self) -> tuple[Json, bool]:
-        """Makes the run on the server, or lets one with this id continue: the job, and whether it is new."""
+        """Makes the run on the server, or continues the run with this id. Returns the job, and whether it is new."""
         run = read_run(self.path)
         new = {key: run[key] for key in ("id", "name", "project", "config", "tags", "notes") if run.get(key)}
         response = self._client._send_once("POST", "/runs", json=new, timeout=REQUEST_SECS)
@@ -186,22 +186,22 @@ class Sender:
                 raise
             self.begin()
         else:
-            # A run that is over stays so.
+            # An ended run stays in its state.
             self._known = {"state": "running"}
             self._seek(self._ask())
 
     def beat(self) -> None:
-        """Tells the server that the run goes on."""
+        """Tells the server that the run continues."""
         self._change({})
 
     def send(self) -> bool:
-        """Sends all that is new; whether there was anything. A repeat does no harm.
+        """Sends everything that the server lacks. Returns whether anything was sent. Can be repeated after an error.
 
         Raises `Problem` or `Unreachable`; `LockstepError` if the folder is damaged.
         """
         if self._known is None:
             self._connect()
-        # Where the run has ended, all records are there.
+        # Read before the records: if the run has ended, all records are in the file.
         run = read_run(self.path)
         self._seek(self.acknowledged)
         before = self._next
@@ -215,7 +215,7 @@ class Sender:
             try:
                 acknowledged = self._post(lines)
             except Problem as problem:
-                # A server that was restored from a backup has fewer.
+                # A server that was restored from a backup has fewer records.
                 if problem.status != 409 or (acknowledged := self._ask()) == self._next - 1:
                     raise
                 self._known = {"state": "running"}
@@ -224,7 +224,7 @@ class Sender:
     def _send_changes(self, run: Json) -> bool:
         has_sent, refused = False, None
         assert self._known is not None
-        # Apart, so that one that is too large does not hold up the others.
+        # In separate requests, so that a field that is too large does not block others.
         for keys in (("state", "reason"), ("summary",), ("config",)):
             changed = {key: run[key] for key in keys if run[key] is not None and run[key] != self._known.get(key)}
             if changed:
@@ -259,13 +259,13 @@ class Sender:
                     self._client._send_once(
                         "PUT", f"/runs/{self.id}/file", query=query, content=content, headers=headers, timeout=FILE_SECS
                     )
-            # One that is refused does not hold up the others.
+            # A refused file does not block the others.
             except Problem as problem:
                 refused = refused or problem
                 continue
             self._files[name] = version
             has_sent = True
-            # What was logged since does not wait for the other files.
+            # New records do not wait for the other files.
             self._send_records()
         if refused:
             raise refused
@@ -275,7 +275,7 @@ class Sender:
         self._client._send_once("PATCH", f"/runs/{self.id}", json=body, timeout=REQUEST_SECS)
 
     def _ask(self) -> int:
-        """How many records the server has."""
+        """Returns the number of records that the server has."""
         return self._post([], first=1)
 
     def _post(self, lines: list[bytes], first: int | None = None) -> int:
@@ -286,11 +286,11 @@ class Sender:
         return int(response.json()["acknowledged"])
 
     def _batch(self) -> list[bytes]:
-        """The lines of the next request; the file stays where it is."""
+        """Returns the lines of the next request. The file's position does not change."""
         start = self._file.tell()
         lines: list[bytes] = []
         values = size_bytes = 0
-        # Without its end, a line is being written.
+        # A line without its end is still being written.
         while (line := self._file.readline()).endswith(b"\n"):
             record = _record(line, f"{self.path / RECORDS}, line {self._next + len(lines)}")
             values += len(record["values"])
@@ -302,7 +302,7 @@ class Sender:
         return lines
 
     def _seek(self, acknowledged: int) -> None:
-        """Lets the file stand after the records that the server has."""
+        """Moves the file's position after the records that the server has."""
         if acknowledged < self._next - 1:
             self._file.seek(0)
             self._next = 1
@@ -316,7 +316,7 @@ class Sender:
 
 
 def folders(path: Path) -> Iterator[Path]:
-    """The folders of runs: this one, or those in it or in its `lockstep-runs`."""
+    """Yields folders of runs: `path` itself, and the folders in it and in its `lockstep-runs`."""
     for pattern in (RUN, f"*/{RUN}", f"lockstep-runs/*/{RUN}"):
         for file in sorted(path.glob(pattern)):
             if (file.parent / RECORDS).exists():
@@ -324,7 +324,7 @@ def folders(path: Path) -> Iterator[Path]:
 
 
 def send_folder(path: Path, client: Client) -> Sender:
-    """Sends what the server lacks of a run."""
+    """Sends the parts of a run that the server lacks."""
     sender = Sender(path, client)
     with contextlib.closing(sender):
         sender.send()

@@ -1,7 +1,7 @@
-"""A run: what a program that trains by itself logs.
+"""Runs, which a program logs while it trains by itself.
 
-`log` only puts values into memory. A thread writes them to the run's folder every 100 ms, and another sends from there
-what the server lacks; see `spool`.
+`log` only stores values in memory. A thread writes them to the run's folder every 100 ms, and another thread sends
+them from the folder to the server; see `spool`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .values import EXACT, Artifact, Config, Json, Summary, json_number, scalar,
 
 Mode = Literal["online", "offline", "disabled"]
 
-# Seconds between two writes to the folder, between two requests, and for which `finish` waits for the server.
+# Seconds between two writes to the folder, seconds between two requests, and time limit of `finish` for the server.
 WRITE_SECS = 0.1
 SEND_SECS = 1.0
 FINISH_SECS = 30.0
-# The longest pause after a request that failed.
+# Maximum pause after a failed request.
 BACK_OFF_SECS = 30.0
-# The server takes a run that is silent for long as failed.
+# Maximum interval between two requests. The server marks a run without requests for ten minutes as failed.
 BEAT_SECS = 120.0
-# What the server takes: names of a run's metrics, and their characters.
+# Limits of the server: number of a run's metrics, and characters of a metric's name.
 METRICS = 1000
 NAME_CHARS = 250
-# Alerts that are kept.
+# Number of alerts that are kept.
 ALERTS = 50
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
@@ -49,7 +49,7 @@ def say(text: str) -> None:
 
 
 def warn_once(text: str) -> None:
-    """As `say`, the first time."""
+    """Writes a line to standard error, unless it was written before."""
     if text not in _warned:
         _warned.add(text)
         say(text)
@@ -66,15 +66,15 @@ def _line(step: int, at: int, values: dict[str, float]) -> str:
         return _line(step, at, {name: json_number(value) for name, value in values.items()})  # type: ignore[misc]
 
 
-def is_passing(error: Exception) -> bool:
-    """Whether the same request may be answered later."""
+def may_succeed_later(error: Exception) -> bool:
+    """Whether the same request may succeed later."""
     return isinstance(error, Unreachable) or (
         isinstance(error, Problem) and (error.status in (408, 429) or error.status >= 500)
     )
 
 
 def outcome(error: BaseException | None) -> tuple[str, str | None]:
-    """The state in which an error leaves a run, and the reason."""
+    """The final state of a run that ends with `error`, and the reason."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return "succeeded", None
     if isinstance(error, KeyboardInterrupt):
@@ -91,7 +91,7 @@ class AlertLevel(enum.Enum):
 
 
 class Run:
-    """A run that this program trains. `init` makes one."""
+    """A run that this program trains. `init` returns it."""
 
     def __init__(self, run: Json, mode: Mode, spool: Spool | None, step: int, is_resumed: bool) -> None:
         self._run = run
@@ -100,10 +100,10 @@ class Run:
         self._step = step
         self.resumed = is_resumed
         self._url: str | None = None
-        self._is_over = self._is_forked = False
-        # What failed before this run did not fail it.
+        self._has_ended = self._is_forked = False
+        # An error from before this run does not fail the run.
         self._older_error = getattr(sys, "last_value", None)
-        # The last value of each metric, and the names that the server takes.
+        # The last value of each metric, and the names that were found to be valid.
         self._last: dict[str, float] = {}
         self._names: set[str] = set()
         self._defined: dict[str, tuple[str | None, frozenset[str]]] = {}
@@ -116,12 +116,12 @@ class Run:
         self._unwritten = b""
         self._has_changed = False
         self._failure: Exception | None = None
-        # There is something to write; something was written; the end has come.
+        # Set when data is to be written, when data was written, and when the run ends.
         self._logged, self._written, self._ends = threading.Event(), threading.Event(), threading.Event()
         self._writer: threading.Thread | None = None
         self._sending: threading.Thread | None = None
 
-    # What it is.
+    # Properties.
 
     @property
     def id(self) -> str:
@@ -165,44 +165,44 @@ class Run:
 
     @property
     def url(self) -> str | None:
-        """The address of the run's page, once the server has it."""
+        """The URL of the run's page; None until the server has the run."""
         return self._url
 
     @property
     def offline(self) -> bool:
-        """Whether nothing is sent."""
+        """Whether the run is not sent to the server."""
         return self._mode != "online"
 
     @property
     def disabled(self) -> bool:
-        """Whether nothing is kept."""
+        """Whether nothing is stored or sent."""
         return self._mode == "disabled"
 
     def get_url(self) -> str | None:
-        """As `url`."""
+        """Returns `url`."""
         return self._url
 
     def __repr__(self) -> str:
         return f"<Run {self.id} {self.name!r}, {self._run['state']}, step {self._step}>"
 
-    # What it logs.
+    # Logging.
 
     def log(
         self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None, sync: bool | None = None
     ) -> None:
-        """Logs values of one step.
+        """Logs the values of one step.
 
         `data`: numbers by name; also tensors and arrays with one element, and mappings, whose names are joined by
-        dots. Other values are left out, with one warning for each name. `step`: 0 or more; default: one more than
-        in the call before. `commit`: whether the next call without `step` belongs to the next step (default: unless
-        `step` is given).
+        dots. Other values are not logged, with one warning for each name. `step`: 0 or more (default: the property
+        `step`). `commit`: whether the next call without `step` belongs to the next step (default: only if `step` is
+        not given).
 
         Does not wait for the disk or the server. In a forked process it does nothing.
         """
         if self._is_forked:
             return warn_once("log does nothing in a forked process: the process that called init must log")
         if type(data) is not dict and not isinstance(data, Mapping):
-            raise TypeError(f"log takes a mapping of names to numbers, not a {type(data).__name__}")
+            raise TypeError(f"log requires a mapping of names to numbers, not a {type(data).__name__}")
         values: dict[str, float] = {}
         for name, value in data.items():
             if type(value) is float and name in self._names:
@@ -213,7 +213,7 @@ class Run:
             step = whole(step)
         at = int(time.time() * 1000)
         with self._lock:
-            if self._is_over:
+            if self._has_ended:
                 raise LockstepError(f"run {self.id} is finished: call lockstep.init to start another")
             if step is None:
                 step = self._step
@@ -223,7 +223,7 @@ class Run:
                 self._step = max(self._step, step + bool(commit))
             # The server would refuse the whole request.
             if not 0 <= step < EXACT:
-                return warn_once(f"a step must be 0 to 2^53 - 1: what is logged at step {step} is left out")
+                return warn_once(f"a step must be 0 to 2^53 - 1: the values of step {step} are not logged")
             if not values:
                 return
             self._last.update(values)
@@ -239,7 +239,7 @@ class Run:
 
     def _add(self, values: dict[str, float], name: str, value: Any) -> None:
         if not isinstance(name, str):
-            raise TypeError(f"the names of what is logged must be text: {name!r}")
+            raise TypeError(f"names of logged values must be text: {name!r}")
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 self._add(values, f"{name}.{key}", inner)
@@ -248,7 +248,7 @@ class Run:
         if found is None:
             return warn_once(f"{name} is not logged: {type(value).__name__} is not a number")
         if name not in self._names:
-            # As for steps.
+            # The server would refuse the whole request.
             if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
                 return warn_once(f"{name!r} is not logged: a name has 1 to {NAME_CHARS} printable characters")
             if len(self._names) >= METRICS:
@@ -257,7 +257,7 @@ class Run:
         values[name] = found
 
     def _by_step(self, step: int, values: dict[str, float]) -> dict[int, dict[str, float]]:
-        """Values by the step that they belong to on the axis of their metric."""
+        """Groups values by their step on the axis of their metric."""
         found: dict[int, dict[str, float]] = {}
         for name, value in values.items():
             if name not in self._rules:
@@ -277,7 +277,7 @@ class Run:
 
     def _rule(self, name: str) -> tuple[str | None, frozenset[str]]:
         patterns = [p for p in self._defined if p == name or (p.endswith("*") and name.startswith(p[:-1]))]
-        # A name before a pattern, and the longest pattern.
+        # A name takes precedence over patterns, and a longer pattern over a shorter one.
         patterns.sort(key=lambda pattern: (pattern == name, len(pattern)))
         axis, kinds = self._defined[patterns[-1]] if patterns else (None, frozenset())
         return (None if axis == name else axis), kinds
@@ -299,9 +299,9 @@ class Run:
         goal: str | None = None,
         **ignored: Any,
     ) -> None:
-        """Says how metrics are shown. `name`: one, or the first letters of several and `*`.
+        """Sets how metrics are shown. `name`: the name of a metric, or a prefix of several names and `*`.
 
-        `step_metric`: the metric whose values take the place of steps, such as `epoch`; whole numbers only. `summary`:
+        `step_metric`: the metric whose values replace the steps, such as `epoch`; whole numbers only. `summary`:
         `min`, `max`, `first`, `last` or several with commas; `run.summary["loss"]["min"]` has the result.
         """
         if self._is_forked:
@@ -322,7 +322,7 @@ class Run:
 
         The newest alerts are also in `run.summary["alerts"]`.
 
-        `wait_duration`: seconds, or a timedelta, in which no other alert with this title is taken (default: a minute).
+        `wait_duration`: seconds, or a timedelta, in which further alerts with this title are ignored (default: 60).
         """
         level = AlertLevel(level or "INFO").value
         wait_secs = getattr(wait_duration, "total_seconds", lambda: 60 if wait_duration is None else wait_duration)()
@@ -334,11 +334,11 @@ class Run:
         self.summary["alerts"] = [*self.summary.get("alerts", []), alert][-ALERTS:]
 
     def watch(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: Lockstep keeps no gradients of other programs."""
+        """Does nothing: Lockstep does not store gradients of other programs."""
         _no_service("watch")
 
     def unwatch(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing, as `watch`."""
+        """Does nothing, like `watch`."""
 
     def save(
         self,
@@ -346,12 +346,12 @@ class Run:
         base_path: str | os.PathLike[str] | None = None,
         policy: str | None = None,
     ) -> list[str]:
-        """Keeps files with the run, as they are now, and returns their paths within the run.
+        """Stores files in their current state with the run, and returns their paths within the run.
 
-        `glob_str`: a path, or a pattern such as `out/*.safetensors`. `base_path`: the folder from which paths count
-        (default: the working folder); of a file elsewhere, only the name is kept. A file that is saved again replaces
-        the earlier one. The files are copied into the run's folder before this returns, and sent while the program
-        goes on.
+        `glob_str`: a path, or a pattern such as `out/*.safetensors`. `base_path`: the folder to which paths are
+        relative (default: the working folder); a file outside this folder has only its name. A file that is saved again
+        replaces the earlier one. The files are copied into the run's folder before this returns, and sent in the
+        background.
         """
         base = os.path.abspath(base_path or ".")
         kept: list[str] = []
@@ -362,7 +362,7 @@ class Run:
                 kept.append(name)
                 self._keep(file, name)
         if not kept:
-            warn_once(f"save has found no file {os.fspath(glob_str)}")
+            warn_once(f"save found no file {os.fspath(glob_str)}")
         return kept
 
     def log_artifact(
@@ -372,7 +372,7 @@ class Run:
         type: str | None = None,
         **ignored: Any,
     ) -> Artifact:
-        """Keeps the files of an `Artifact`, a file or a folder with the run, as `save`, in a folder with its name.
+        """Stores the files of an `Artifact`, a file or a folder with the run, like `save`, in a folder with its name.
 
         `name`: the folder (default: the name of the artifact, file or folder). Artifacts have no versions here.
         """
@@ -389,27 +389,28 @@ class Run:
         return artifact
 
     def _keep(self, file: Path, name: str) -> None:
-        if self._is_over:
+        if self._has_ended:
             raise LockstepError(f"run {self.id} is finished: call lockstep.init to start another")
         if self._spool is None or self._is_forked:
             return
         try:
             keep_file(self._spool.path, file, name)
-        # The program must not fail because a copy cannot be kept.
+        # The program must not fail because a copy cannot be stored.
         except OSError as error:
-            warn_once(f"{file} is not kept with run {self.id}: {error}")
+            warn_once(f"{file} is not stored with run {self.id}: {error}")
         self._note_change()
 
     def log_code(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: Lockstep keeps no code of other programs."""
+        """Does nothing: Lockstep does not store code of other programs."""
         _no_service("log_code")
 
-    # How it ends.
+    # The end.
 
     def finish(self, exit_code: int | None = None, quiet: bool | None = None) -> None:
-        """Ends the run: as failed if `exit_code` is not 0. Waits up to 30 seconds for the server.
+        """Ends the run, as failed if `exit_code` is given and not 0. Waits up to 30 seconds for the server.
 
-        If something could not be sent, it says which command sends it. Programs that end call this themselves.
+        If the run could not be sent completely, writes the command that sends the rest. Called automatically at the end
+        of the program.
         """
         if exit_code:
             self._end("failed", f"exit code {exit_code}")
@@ -426,9 +427,9 @@ class Run:
         if self._is_forked:
             return
         with self._lock:
-            if self._is_over:
+            if self._has_ended:
                 return
-            self._is_over = True
+            self._has_ended = True
         self._run |= {"state": state, "reason": reason}
         self._has_changed = True
         self._ends.set()
@@ -449,7 +450,7 @@ class Run:
                 return
         self._spool.close()
 
-    # How it is kept and sent.
+    # Storing and sending.
 
     def _note_change(self) -> None:
         if not self._is_forked:
@@ -466,7 +467,7 @@ class Run:
     def _write_on(self) -> None:
         last_tries = 10
         while True:
-            # After a failure, it tries again without being told.
+            # After a failure, the thread tries again without a signal.
             self._logged.wait(SEND_SECS if self._unwritten or self._has_changed else None)
             self._logged.clear()
             is_last = self._ends.is_set()
@@ -474,7 +475,7 @@ class Run:
                 self._write(is_last)
             # The program must not fail because its log cannot be written.
             except Exception as error:
-                warn_once(f"run {self.id} cannot be written to its folder, which is tried again: {error}")
+                warn_once(f"run {self.id} cannot be written to its folder; trying again: {error}")
                 if is_last:
                     last_tries -= 1
                     self._logged.set()
@@ -488,7 +489,7 @@ class Run:
 
     def _write(self, is_last: bool) -> None:
         assert self._spool is not None
-        # Before `run.json` is made: a change that comes meanwhile is written again.
+        # Reset before `run.json` is written, so that a concurrent change is written later.
         if has_changed := self._has_changed:
             self._has_changed = False
         try:
@@ -499,7 +500,7 @@ class Run:
             if self._unwritten:
                 self._spool.append(self._unwritten)
                 self._unwritten = b""
-            # After the records: where the run has ended, all are there.
+            # Written after the records, so that a folder of an ended run has all records.
             if has_changed:
                 with self._lock:
                     text = json.dumps(self._run, indent=1, default=str)
@@ -517,7 +518,7 @@ class Run:
         while True:
             self._written.clear()
             if is_last := self._ends.is_set():
-                # What belongs to the run is in the folder then.
+                # After the writer has ended, the folder is complete.
                 self._writer.join()
                 ends_by = min(ends_by, time.monotonic() + FINISH_SECS)
             try:
@@ -526,11 +527,11 @@ class Run:
                 elif time.monotonic() - sent_at >= BEAT_SECS:
                     sender.beat()
                     sent_at = time.monotonic()
-            # As for the writer.
+            # The program must not fail because its log cannot be sent.
             except Exception as error:
-                warn_once(f"run {self.id} is not sent now: {error}; it is kept in {sender.path} and tried again")
+                warn_once(f"run {self.id} cannot be sent: {error}; it is stored in {sender.path}; trying again")
                 self._failure = error
-                if is_last and (not is_passing(error) or time.monotonic() > ends_by):
+                if is_last and (not may_succeed_later(error) or time.monotonic() > ends_by):
                     break
                 if is_last:
                     time.sleep(WRITE_SECS)

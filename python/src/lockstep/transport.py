@@ -1,4 +1,4 @@
-"""Requests, and how one description of a call serves both clients.
+"""Requests, and the decorators by which both clients share one implementation of each call.
 
 A call is an `async def`. On an `AsyncClient` it is awaited. On a `Client` it awaits only `Sync`, which blocks and never
 suspends, so its first step runs it to its end. `@call` and `@stream` make it a method that does the one or the other.
@@ -29,7 +29,7 @@ PAUSES = (0.2, 5.0)
 
 
 class Sync:
-    """Input and output that block."""
+    """Blocking input and output."""
 
     has_answered = False
 
@@ -37,7 +37,7 @@ class Sync:
         self.http = http
 
     async def exchange(self, **request: Any) -> httpx.Response:
-        """Sends a request once. Raises `httpx.TransportError` without an answer."""
+        """Sends a request once. Raises `httpx.TransportError` if there is no response."""
         return self.http.request(**request)
 
     async def sleep(self, seconds: float) -> None:
@@ -46,7 +46,7 @@ class Sync:
 
 
 class Async:
-    """Input and output of asyncio, as `Sync`."""
+    """Input and output of asyncio, with the methods of `Sync`."""
 
     has_answered = False
 
@@ -54,7 +54,7 @@ class Async:
         self.http = http
 
     async def exchange(self, **request: Any) -> httpx.Response:
-        """As `Sync.exchange`."""
+        """Like `Sync.exchange`."""
         return await self.http.request(**request)
 
     async def sleep(self, seconds: float) -> None:
@@ -63,7 +63,7 @@ class Async:
 
 
 class Calls:
-    """Base class of everything that has calls."""
+    """Base class of objects with calls."""
 
     _io: Sync | Async
 
@@ -77,10 +77,10 @@ class Calls:
         patience: float = PATIENCE,
         **more: Any,
     ) -> httpx.Response:
-        """The successful response to a request, which is sent again for `patience` seconds if that does no harm.
+        """Sends a request, and retries it for `patience` seconds if that is safe. Returns the successful response.
 
-        In `query`, lists become text with commas, and None is left out. Raises `Problem` for any other response,
-        `Unreachable` without one.
+        In `query`, lists become text with commas, and None is left out. Raises `Problem` for any other response, and
+        `Unreachable` if there is no response.
         """
         params = {k: ",".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in (query or {}).items()}
         params = {k: v for k, v in params.items() if v is not None}
@@ -93,17 +93,17 @@ class Calls:
                 response = await self._io.exchange(method=method, url=path, params=params, **more)
             except httpx.TransportError as error:
                 address, why = error.request.url.copy_with(path="/", query=None), str(error) or type(error).__name__
-                hint = "start one with `lockstep serve`, or name another with LOCKSTEP_SERVER"
+                hint = "start one with `lockstep serve`, or set LOCKSTEP_SERVER to another"
                 failure = Unreachable(f"no server answers at {address} ({why}); {hint}")
                 was_not_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-                # An address at which nobody has answered yet is probably wrong.
+                # A URL from which no response has come yet is probably wrong, so the request is not retried.
                 again = self._io.has_answered and (may_repeat or was_not_sent)
             else:
                 self._io.has_answered = True
                 if response.is_success:
                     return response
                 failure = _problem(response)
-                # With these codes the server has done nothing; a status may also be a proxy's.
+                # With these codes the server has not processed the request. A status alone may come from a proxy.
                 was_not_done = failure.code in ("too_many_requests", "unavailable")
                 again = was_not_done or (may_repeat and failure.status in (502, 503, 504))
                 after = response.headers.get("retry-after", "")
@@ -117,7 +117,7 @@ class Calls:
         return (await self._send("GET", path, query, may_repeat=True)).json()
 
     async def _all(self, path: str, key: str, limit: int | None = None, **query: Any) -> list[dict[str, Any]]:
-        """The elements of a list, page by page: every one, or the first `limit`."""
+        """Reads a list page by page. Returns all elements, or the first `limit`."""
         elements: list[dict[str, Any]] = []
         while True:
             query["limit"] = 1000 if limit is None else min(limit - len(elements), 1000)
@@ -141,7 +141,7 @@ class SyncCalls(Calls):
     _io: Sync
 
     def _send_once(self, method: str, path: str, **more: Any) -> httpx.Response:
-        """As `_send`, which blocks, without a second try."""
+        """Like `_send`, but blocks and does not retry."""
         return _run(self._send(method, path, patience=0, **more))
 
 
@@ -152,7 +152,7 @@ class AsyncCalls(Calls):
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never suspends."""
+    """Returns the result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -162,14 +162,14 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _iterate(items: AsyncIterator[T]) -> Iterator[T]:
-    """The items of an asynchronous generator that never suspends."""
+    """Yields the items of an asynchronous generator that never suspends."""
     with contextlib.suppress(StopAsyncIteration):
         while True:
             yield _run(items.__anext__())  # type: ignore[arg-type]
 
 
 class Method(Generic[P, S, A]):
-    """A method with the result `S` where calls block, and `A` where they are awaited."""
+    """A method with the result `S` in blocking classes, and `A` in asynchronous classes."""
 
     def __init__(self, function: Callable[..., A], block: Callable[[A], S]) -> None:
         self._function = function
@@ -190,12 +190,12 @@ class Method(Generic[P, S, A]):
 
 
 def call(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Method[P, T, Coroutine[Any, Any, T]]:
-    """A method that returns a result."""
+    """Decorates a method that returns a result."""
     return Method(function, _run)
 
 
 def stream(
     function: Callable[Concatenate[Any, P], AsyncGenerator[T, None]],
 ) -> Method[P, Iterator[T], AsyncIterator[T]]:
-    """A method that returns an iterator."""
+    """Decorates a method that returns an iterator."""
     return Method(function, _iterate)

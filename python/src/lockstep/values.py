@@ -1,4 +1,4 @@
-"""What a program may log, set and read: numbers, settings and results."""
+"""The values of a run: logged numbers, settings and results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .errors import LockstepError
 
 Json = dict[str, Any]
 
-# Whole numbers up to here are the same in floating point, and those below here are whole numbers of JSON.
+# Integers up to EXACT are exact in floating point. Integers below WHOLE are stored as JSON integers.
 EXACT = 2**53
 WHOLE = 2**63
 
 
 class Media:
-    """Stands for an image, a table or another value that is no number, so that programs run; it is not logged."""
+    """Replaces classes for images, tables and other values that are not numbers. Such values are not logged."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -32,7 +32,7 @@ class Media:
 
 
 class Artifact(Media):
-    """Files under one name, for `Run.log_artifact`. Calls other than these do nothing."""
+    """Files under one name, for `Run.log_artifact`. Methods that are not documented here do nothing."""
 
     def __init__(self, name: str, type: str = "", **ignored: Any) -> None:
         self.name = name
@@ -49,12 +49,12 @@ class Artifact(Media):
             self.add_file(file, (Path(name or "") / file.relative_to(local_path)).as_posix())
 
     def wait(self, timeout: Any = None) -> Artifact:
-        """Returns itself: files are sent while the program goes on."""
+        """Returns the artifact without waiting: files are sent in the background."""
         return self
 
 
 def scalar(value: Any) -> float | None:
-    """A scalar as an int or a float; None for anything else. Takes tensors and arrays with one element."""
+    """Converts a scalar, or a tensor or array with one element, to an int or a float. Returns None for other values."""
     if callable(item := getattr(value, "item", None)) and not isinstance(value, float):
         try:
             value = item()
@@ -77,7 +77,7 @@ def _float(value: Any) -> float | None:
 
 
 def whole(step: Any) -> int:
-    """A step as an int. Raises TypeError unless it is a whole number."""
+    """Converts a step to an int. Raises TypeError unless it is a whole number."""
     try:
         return operator.index(step)
     except TypeError:
@@ -87,14 +87,14 @@ def whole(step: Any) -> int:
 
 
 def json_number(value: float) -> float | str:
-    """JSON has no numbers for these."""
+    """Returns a number, or a text if the number is not finite, because JSON cannot represent it."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def plain(value: Any) -> Any:
-    """A setting or a result as JSON has it; what JSON does not know becomes text."""
+    """Converts a setting or a result to JSON. Values of types that JSON does not have become text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -111,14 +111,14 @@ def plain(value: Any) -> Any:
 
 
 def settings(given: Any) -> Json:
-    """The settings in a mapping, a namespace of argparse or another object with attributes."""
+    """Returns the settings in a mapping, a namespace of argparse or another object with attributes."""
     if given is None:
         return {}
     return dict(given) if isinstance(given, Mapping) else dict(vars(given))
 
 
 class _Values(MutableMapping[str, Any]):
-    """A mapping whose keys are attributes, too."""
+    """A mapping whose keys are also attributes."""
 
     def __init__(self, items: Json, changed: Callable[[], None]) -> None:
         object.__setattr__(self, "_items", items)
@@ -145,7 +145,7 @@ class _Values(MutableMapping[str, Any]):
         return len(self._items)
 
     def __getattr__(self, key: str) -> Any:
-        # A copy that is being made has no items yet.
+        # `copy` looks attributes up before the items exist.
         if key.startswith("__") or key in ("_items", "_changed"):
             raise AttributeError(key)
         try:
@@ -160,7 +160,7 @@ class _Values(MutableMapping[str, Any]):
         return repr(dict(self))
 
     def as_dict(self) -> Json:
-        """A copy."""
+        """Returns a copy as a dict."""
         return dict(self)
 
 
@@ -171,28 +171,28 @@ class Config(_Values):
         self.update({key: value})
 
     def update(self, given: Any = None, /, *, allow_val_change: bool | None = None, **more: Any) -> None:
-        """Sets several. `given`: a mapping or a namespace of argparse.
+        """Sets several settings. `given`: a mapping or a namespace of argparse.
 
-        Raises `LockstepError` if one has another value already, unless `allow_val_change` is set or this is a notebook.
+        Raises `LockstepError` if a setting has another value, unless `allow_val_change` is set or this is a notebook.
         """
         new = {str(key): plain(value) for key, value in (settings(given) | more).items()}
         if not (allow_val_change or (allow_val_change is None and "ipykernel" in sys.modules)):
             for key, value in new.items():
                 if key in self._items and self._items[key] != value:
                     raise LockstepError(
-                        f"config.{key} is {self._items[key]!r} already and would become {value!r}; if that is meant, "
+                        f"config.{key} is already {self._items[key]!r} and would become {value!r}; to change it, "
                         f"call config.update({{{key!r}: {value!r}}}, allow_val_change=True)"
                     )
         self._items.update(new)
         self._changed()
 
     def setdefaults(self, given: Any) -> None:
-        """Sets those that are not set yet."""
+        """Sets the given settings that have no value yet."""
         self.update({key: value for key, value in settings(given).items() if str(key) not in self._items})
 
 
 class Summary(_Values):
-    """The results of a run: what the program sets, and the last value of each other metric."""
+    """The results of a run: the values that the program sets, and the last value of each other metric."""
 
     def __init__(self, items: Json, changed: Callable[[], None], last: dict[str, float]) -> None:
         super().__init__(items, changed)

@@ -16,17 +16,17 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 const QUEUE_BYTES: usize = 64 << 20;
 /// Bytes per permit of the semaphore. Its number of permits is a `u32`, so one per byte could not hold the largest message.
 const PERMIT_BYTES: usize = 1 << 10;
-/// How long the reports between two heartbeats may wait for space, in all. Heartbeats queue behind them, so this is much less than a
+/// Total time for which the reports between two heartbeats may wait for space. Heartbeats queue behind them, so this is much less than a
 /// lease.
 pub(crate) const RESERVE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// What waits to be stored.
+/// An item of the queue.
 #[derive(Debug)]
 pub(crate) enum Work {
     Report {
-        /// To be acknowledged to this agent ...
+        /// The agent that gets the acknowledgement.
         agent: String,
-        /// ... over this connection.
+        /// The connection for the acknowledgement.
         connection: ReportConnection,
         report: Box<Report>,
         reservation: Reservation,
@@ -35,7 +35,7 @@ pub(crate) enum Work {
     Flush(oneshot::Sender<()>),
 }
 
-/// An agent's connection, which is cut off when the agent has to send again from the last stored record.
+/// An agent's connection, which is closed when the agent must resend from the last stored record.
 #[derive(Debug, Clone)]
 pub(crate) struct ReportConnection {
     cut: mpsc::Sender<()>,
@@ -44,7 +44,7 @@ pub(crate) struct ReportConnection {
 }
 
 impl ReportConnection {
-    /// The receiver hears when the connection is to end.
+    /// The receiver gets a message when the connection must be closed.
     pub(crate) fn new() -> (Self, mpsc::Receiver<()>) {
         let (cut, cut_off) = mpsc::channel(1);
         (Self { cut, incomplete: Arc::default() }, cut_off)
@@ -54,19 +54,19 @@ impl ReportConnection {
         self.incomplete.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the connection: a report of this attempt is not stored.
-    pub(crate) fn cut(&self, attempt: &AttemptRef) {
+    /// Closes the connection, because a report of this attempt was not stored.
+    pub(crate) fn close_for(&self, attempt: &AttemptRef) {
         self.incomplete().insert(attempt.clone());
         let _ = self.cut.try_send(());
     }
 
-    /// Whether records are missing before what else has come of this attempt: nothing of that may be stored, least of all that it has ended.
+    /// Whether records of this attempt are missing. Later records must then not be stored, in particular the attempt's end.
     pub(crate) fn is_incomplete(&self, attempt: &AttemptRef) -> bool {
         self.incomplete().contains(attempt)
     }
 }
 
-/// The sending half, which connections have.
+/// The sending half of the queue, which connections use.
 #[derive(Debug, Clone)]
 pub(crate) struct Inbox {
     to: mpsc::UnboundedSender<Work>,
@@ -76,7 +76,7 @@ pub(crate) struct Inbox {
 
 pub(crate) type Queue = mpsc::UnboundedReceiver<Work>;
 
-/// Space for one report in the queue, until this is dropped.
+/// Space for one report in the queue. Dropping this frees the space.
 #[derive(Debug)]
 pub(crate) struct Reservation {
     pub(crate) bytes: usize,
@@ -84,7 +84,7 @@ pub(crate) struct Reservation {
     end: Option<End>,
 }
 
-/// An end of an attempt that waits to be stored; counted until it is.
+/// An end of an attempt that waits to be stored. It is counted until it is stored.
 #[derive(Debug)]
 struct End(Arc<AtomicUsize>);
 
@@ -103,8 +103,8 @@ impl Inbox {
         )
     }
 
-    /// Waits for space for a report of so many encoded bytes. Meanwhile nothing more is read from its agent, whose spool holds the rest.
-    /// `None` after `patience`: the database is so far behind that the agent should send the report again later.
+    /// Waits for space for a report of `bytes` encoded bytes. Meanwhile nothing more is read from the agent, whose spool keeps later
+    /// records. `None` after `patience`: the database is so slow that the agent should send the report again later.
     pub(crate) async fn reserve(&self, bytes: usize, patience: Duration) -> Option<Reservation> {
         let permits = bytes.div_ceil(PERMIT_BYTES).clamp(1, QUEUE_BYTES / PERMIT_BYTES);
         let permit = self.permits.clone().acquire_many_owned(u32::try_from(permits).ok()?);
@@ -123,7 +123,7 @@ impl Inbox {
         let _ = self.to.send(work);
     }
 
-    /// Whether the end of an attempt has come that is not stored yet: its slots are about to be free.
+    /// Whether the end of an attempt has arrived and is not stored yet. The attempt's slots become free soon.
     pub(crate) fn has_ends(&self) -> bool {
         self.ends.load(Ordering::Relaxed) > 0
     }

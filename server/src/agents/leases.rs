@@ -1,7 +1,7 @@
-//! Which attempts hold which slots, and until when.
+//! Leases: the slots that attempts occupy, and the time until which they may occupy them.
 //!
-//! Leases are in memory and use the monotonic clock, so setting the time of day expires none. Which attempt may write is in the store
-//! (its fencing token). A restarted server therefore gives every live attempt one full lease, within which its agent has to report.
+//! Leases are in memory and use the monotonic clock, so a change of the system time expires no lease. Which attempt may write is in the
+//! store (its fencing token). A restarted server therefore gives every live attempt one full lease, within which its agent has to report.
 
 use crate::store::Place;
 use lockstep_protocol::{agent::AttemptRef, job::JobId};
@@ -17,12 +17,12 @@ mod lost;
 
 pub(crate) use lost::EndAt;
 
-/// Which attempts hold which slots, and until when.
+/// The slots that attempts occupy, and the time until which they may occupy them.
 #[derive(Debug)]
 pub(crate) struct Leases {
     pub(crate) duration: Duration,
     by_job: Mutex<Held>,
-    /// Agents that were given up before their leases ran out, with the attempt and the time until which its ranks may still run.
+    /// Agents that were given up before their leases expired, with the attempt and the time until which its ranks may still run.
     cut_off: Mutex<Vec<(String, AttemptRef, Instant)>>,
     pub(crate) wake: Notify,
 }
@@ -31,7 +31,7 @@ pub(crate) struct Leases {
 #[derive(Debug, Default)]
 struct Held {
     leases: HashMap<JobId, Lease>,
-    /// For each agent, the jobs with slots on it.
+    /// For each agent, the jobs with slots on the agent.
     on_agent: HashMap<String, HashSet<JobId>>,
 }
 
@@ -40,9 +40,9 @@ struct Held {
 struct Lease {
     attempt: AttemptRef,
     holds: Vec<AgentHold>,
-    /// Its agents were requested to stop its ranks, or will be in their `Welcome`.
+    /// Whether the agents were requested to stop the ranks, or will be requested in their `Welcome`.
     stop_requested: bool,
-    /// Ranks whose machines do not answer, as their neighbours report.
+    /// Ranks whose machines do not respond, as reported by neighbouring ranks.
     unreachable: HashSet<u32>,
 }
 
@@ -52,32 +52,32 @@ struct AgentHold {
     place: Place,
     until: Instant,
     state: Ranks,
-    /// The agent has named the attempt as its own to this server: the order to start has reached it.
+    /// Whether the agent has reported the attempt to this server, so the order to start has reached the agent.
     has_order: bool,
     /// For an attempt over several agents: the agent has finished its preflight check. Rank 0's agent also gives the port.
     ready: Option<Option<u16>>,
 }
 
-/// What is known of an attempt's ranks on one agent.
+/// The state of an attempt's ranks on one agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ranks {
     There,
-    /// The agent has reported their end. Other agents still have some.
+    /// The agent has reported the ranks' end. Other agents still have ranks.
     Ended,
-    /// The same, because they lost the connection to ranks of other agents: the attempt cannot continue.
+    /// The ranks ended because they lost the connection to ranks of other agents: the attempt cannot continue.
     LostContact,
-    /// Its lease ran out.
+    /// The lease has expired.
     Lost,
 }
 
-/// The part of an attempt on one agent, whose lease ran out or which was given up.
+/// The part of an attempt on one agent, whose lease has expired or which was given up.
 #[derive(Debug)]
 pub(crate) struct Expired {
     pub(crate) attempt: AttemptRef,
     pub(crate) place: Place,
-    /// All agents that the attempt was given to.
+    /// All agents to which the attempt was given.
     pub(crate) places: usize,
-    /// The order to start has reached this one.
+    /// Whether the order to start has reached this agent.
     pub(crate) had_order: bool,
 }
 
@@ -154,12 +154,12 @@ impl Leases {
         self.by_job.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes dispatch, which then goes through the queue.
-    pub(crate) fn poke(&self) {
+    /// Wakes dispatch, which then processes the queue.
+    pub(crate) fn wake_dispatch(&self) {
         self.wake.notify_one();
     }
 
-    /// `has_order`: its agents may have the order to start already.
+    /// Adds a lease. `has_order`: the agents may already have the order to start.
     pub(crate) fn hold(&self, attempt: AttemptRef, places: Vec<Place>, has_order: bool) {
         let until = Instant::now() + self.duration;
         let hold = |place| AgentHold { place, until, state: Ranks::There, has_order, ready: None };
@@ -167,7 +167,7 @@ impl Leases {
         self.by_job().put(Lease { attempt, holds, stop_requested: false, unreachable: HashSet::new() });
     }
 
-    /// The agents of an attempt were requested to stop its ranks.
+    /// Records that the agents of an attempt were requested to stop its ranks.
     pub(crate) fn note_stop_requested(&self, attempt: &AttemptRef) {
         if let Some(lease) = self.by_job().get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) {
             lease.stop_requested = true;
@@ -179,18 +179,18 @@ impl Leases {
         self.by_job().get(job).is_some_and(|lease| lease.stop_requested)
     }
 
-    /// Releases the slots of an attempt. Those of a later attempt of the job stay.
+    /// Releases the slots of an attempt. The slots of a later attempt of the job stay occupied.
     pub(crate) fn release(&self, job: &JobId, attempt: u32) {
         let mut leases = self.by_job();
         if leases.get(job).is_some_and(|lease| lease.attempt.attempt <= attempt) {
             leases.remove(job);
         }
         drop(leases);
-        self.poke();
+        self.wake_dispatch();
     }
 
-    /// Frees an attempt's slots on an agent, whose ranks have ended or whose lease ran out. Returns the other agents that still have ranks
-    /// of it.
+    /// Frees an attempt's slots on an agent whose ranks have ended or whose lease has expired. Returns the other agents that still have
+    /// ranks of the attempt.
     pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, how: EndAt) -> Vec<Place> {
         let mut leases = self.by_job();
         let Some(lease) = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) else {
@@ -205,11 +205,11 @@ impl Leases {
         }
         let others = lease.held().map(|hold| hold.place.clone()).collect();
         drop(leases);
-        self.poke();
+        self.wake_dispatch();
         others
     }
 
-    /// Renews the leases of the attempts whose ranks an agent reports to have. Returns those that are not (any longer) its own.
+    /// Renews the leases of the attempts that an agent reports. Returns the attempts that do not or no longer belong to the agent.
     pub(crate) fn renew(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let until = Instant::now() + self.duration;
         self.extend_cut_off(agent_id, attempts, until);
@@ -229,7 +229,8 @@ impl Leases {
         attempts.iter().filter(|attempt| !is_theirs(attempt)).cloned().collect()
     }
 
-    /// Records that an agent has finished its preflight check. Once all have, returns them and the port where rank 0 will listen.
+    /// Records that an agent has finished its preflight check. After the last agent, returns all agents and the port on which rank 0 will
+    /// listen.
     pub(crate) fn ready(
         &self,
         attempt: &AttemptRef,
@@ -248,7 +249,7 @@ impl Leases {
         all.then(|| (port, lease.holds.iter().map(|hold| hold.place.clone()).collect()))
     }
 
-    /// Live attempts on an agent, each with all places that hold ranks of it.
+    /// Live attempts on an agent, each with all places that have its ranks.
     pub(crate) fn of_agent(&self, agent_id: &str) -> Vec<(AttemptRef, Vec<Place>)> {
         self.by_job()
             .on(agent_id)
@@ -256,7 +257,7 @@ impl Leases {
             .collect()
     }
 
-    /// Agents that an attempt was given to; none when it is over.
+    /// Number of agents to which an attempt was given; 0 if the attempt has ended.
     pub(crate) fn places(&self, attempt: &AttemptRef) -> usize {
         let leases = self.by_job();
         leases
@@ -265,7 +266,7 @@ impl Leases {
             .map_or(0, |lease| lease.holds.len())
     }
 
-    /// Whether a rank of an attempt that this agent has ranks of was given to another agent.
+    /// Whether a rank of an attempt, of which this agent has ranks, was given to another agent.
     pub(crate) fn is_elsewhere(&self, agent_id: &str, attempt: &AttemptRef, rank: u32) -> bool {
         let leases = self.by_job();
         let lease = leases.get(&attempt.job).filter(|lease| lease.attempt == *attempt);
@@ -334,7 +335,7 @@ impl Leases {
         self.by_job().iter().filter(|(_, lease)| ends(lease)).map(|(job, _)| job.clone()).collect()
     }
 
-    /// Agents that hold a job's ranks.
+    /// The places of a job's ranks.
     pub(crate) fn places_of(&self, job: &JobId) -> Vec<Place> {
         let leases = self.by_job();
         let held = leases.get(job).into_iter().flat_map(Lease::held);
@@ -344,7 +345,7 @@ impl Leases {
     pub(crate) fn expired(&self) -> Vec<Expired> {
         let now = Instant::now();
         let expired = |lease: &Lease| -> Vec<Expired> {
-            // With no hold left it is over, although the store has not got all the ends yet.
+            // Without holds the attempt has ended, although the store may not have all ends yet.
             let nobody = lease.held().next().is_none();
             let counts = |hold: &&AgentHold| nobody || hold.state == Ranks::There;
             let holds = lease.holds.iter().filter(counts).filter(|hold| hold.until <= now);

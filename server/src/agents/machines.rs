@@ -1,5 +1,5 @@
 //! Measurements of machines by their agents: all samples of the last ten minutes in memory, and means of each minute of the last day in the
-//! database. A machine with eight GPUs takes 200 bytes a minute in the database (300 KB a day), and about 30 KB of memory.
+//! database. A machine with eight GPUs needs 200 bytes per minute in the database (300 KB per day), and about 30 KB of memory.
 
 mod minutes;
 mod point;
@@ -24,23 +24,23 @@ use std::{
 };
 use tokio::time::{MissedTickBehavior, interval};
 
-/// How long the means of minutes are kept in the database.
+/// Time for which the means of minutes are kept in the database.
 pub(crate) const KEPT: Duration = Duration::from_secs(24 * 3600);
 /// Interval between two times at which finished minutes are stored. A server that is killed loses the minutes since then.
-const STORE_EVERY: Duration = Duration::from_secs(20);
-const PURGE_EVERY: Duration = Duration::from_secs(600);
+const STORE_INTERVAL: Duration = Duration::from_secs(20);
+const PURGE_INTERVAL: Duration = Duration::from_secs(600);
 /// Number of samples in memory: ten minutes with one sample every five seconds.
-const RECENT: usize = 120;
-/// Minimum time between two samples of an agent. Earlier samples are ignored. Agents send one every five seconds.
-const CLOSEST: Duration = Duration::from_millis(500);
+const RECENT_SAMPLES: usize = 120;
+/// Minimum time between two samples of an agent. Earlier samples are ignored. Agents send a sample every five seconds.
+const MIN_SAMPLE_INTERVAL: Duration = Duration::from_millis(500);
 /// Maximum number of minutes of a machine that wait to be stored while the database cannot be written.
-const UNSTORED: usize = 60;
+const MAX_UNSTORED: usize = 60;
 /// Maximum value of a measurement: more than any machine has, and well within the range of a float32.
-const MOST: f32 = 1e18;
-/// Number of samples from which the difference of the clocks is computed. Messages may be delayed, so the fastest one is used.
-const FOR_CLOCK: usize = 12;
+const MAX_VALUE: f32 = 1e18;
+/// Number of samples from which the difference of the clocks is computed. Messages may be delayed, so the fastest message is used.
+const CLOCK_SAMPLES: usize = 12;
 /// Minimum number of these samples, because the first may have waited for the connection.
-const LEAST_FOR_CLOCK: usize = 3;
+const MIN_CLOCK_SAMPLES: usize = 3;
 
 /// Measurements and findings by agent.
 #[derive(Debug, Default)]
@@ -72,7 +72,7 @@ pub(crate) struct Newest {
     pub(crate) clock_behind_ms: Option<i64>,
 }
 
-/// `value` if it is between 0 and `most`, and else `None`.
+/// `value` if it is between 0 and `most`, otherwise `None`.
 fn possible(value: Option<f32>, most: f32) -> Option<f32> {
     value.filter(|value| (0.0..=most).contains(value))
 }
@@ -93,7 +93,7 @@ fn checked(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
     sample.cpus = possible(Some(sample.cpus), 1e6).unwrap_or(0.0);
     sample.cpu_utilization = possible(sample.cpu_utilization, 1.0);
     sample.load = possible(sample.load, 1e9);
-    let bytes = |bytes: &mut u64| *bytes = (*bytes).min(MOST as u64);
+    let bytes = |bytes: &mut u64| *bytes = (*bytes).min(MAX_VALUE as u64);
     [
         &mut sample.memory_used_bytes,
         &mut sample.memory_bytes,
@@ -147,7 +147,7 @@ impl Machines {
         }
         let now = Instant::now();
         let measured = match all.get_mut(agent) {
-            Some(measured) if now - measured.heard < CLOSEST => return,
+            Some(measured) if now - measured.heard < MIN_SAMPLE_INTERVAL => return,
             Some(measured) => measured,
             None => all.entry(agent.to_owned()).or_insert_with(|| Measured {
                 heard: now,
@@ -166,9 +166,9 @@ impl Machines {
         measured.recent.push_back(point);
         measured.clock.push_back(behind);
         let keep = |length: usize, most: usize| length.saturating_sub(most);
-        measured.recent.drain(..keep(measured.recent.len(), RECENT));
-        measured.clock.drain(..keep(measured.clock.len(), FOR_CLOCK));
-        measured.unstored.drain(..keep(measured.unstored.len(), UNSTORED));
+        measured.recent.drain(..keep(measured.recent.len(), RECENT_SAMPLES));
+        measured.clock.drain(..keep(measured.clock.len(), CLOCK_SAMPLES));
+        measured.unstored.drain(..keep(measured.unstored.len(), MAX_UNSTORED));
     }
 
     /// Called when an agent connects. Earlier differences of the clocks are dropped.
@@ -191,7 +191,7 @@ impl Machines {
         Some(Newest {
             sample: measured.newest.clone(),
             age: measured.heard.elapsed(),
-            clock_behind_ms: nearest.filter(|_| measured.clock.len() >= LEAST_FOR_CLOCK),
+            clock_behind_ms: nearest.filter(|_| measured.clock.len() >= MIN_CLOCK_SAMPLES),
         })
     }
 
@@ -221,7 +221,7 @@ impl Machines {
         let mut all = self.all();
         for minute in minutes.into_iter().rev() {
             if let Some(measured) = all.get_mut(&minute.agent_id)
-                && measured.unstored.len() < UNSTORED
+                && measured.unstored.len() < MAX_UNSTORED
             {
                 measured.unstored.push_front(minute);
             }
@@ -232,13 +232,13 @@ impl Machines {
 impl Machines {
     /// Stores finished minutes and removes old ones. Runs until dropped.
     pub(crate) async fn keep_minutes(&self, store: &dyn Store) {
-        let mut tick = interval(STORE_EVERY);
+        let mut tick = interval(STORE_INTERVAL);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut purged: Option<Instant> = None;
         loop {
             tick.tick().await;
             self.store_minutes(store, false).await;
-            if purged.is_none_or(|at| at.elapsed() >= PURGE_EVERY) {
+            if purged.is_none_or(|at| at.elapsed() >= PURGE_INTERVAL) {
                 let before = minute_of(crate::now() - KEPT);
                 if let Err(error) = store.purge_machine_minutes(before).await {
                     tracing::warn!(%error, "old measurements of machines could not be removed");

@@ -1,4 +1,4 @@
-//! The agents that are connected: their machines, how to send them messages, and the requests that wait for a reply.
+//! The connected agents: their machines, their connections, and requests that wait for a reply.
 
 pub(crate) mod inbox;
 pub(crate) mod leases;
@@ -34,22 +34,22 @@ use tokio::sync::{mpsc, oneshot};
 /// A connected agent.
 #[derive(Debug, Clone)]
 pub(crate) struct Online {
-    /// The number of the connection; a newer one of the same agent replaces it.
+    /// The number of the connection. A newer connection of the same agent replaces it.
     pub(crate) connection: u64,
     pub(crate) row: Arc<AgentRow>,
-    /// It serves this job alone.
+    /// The only job that the agent serves.
     pub(crate) only_job: Option<JobId>,
-    /// It is stopping in order, for this reason.
+    /// The reason why the agent is stopping in order.
     pub(crate) leaving: Option<String>,
-    /// It takes no work now, for this reason.
+    /// The reason why the agent accepts no work now.
     pub(crate) no_work: Option<String>,
-    /// Its process, as its `Hello` has it.
+    /// The agent's process, as in its `Hello`.
     process: String,
-    /// Another process with its id that was refused: from where, and when it last tried.
+    /// A refused process with the same id: its address, and the time of its last attempt.
     pub(crate) twin: Option<(IpAddr, Timestamp)>,
-    /// When it connected.
+    /// When the agent connected.
     pub(crate) connected_at: Timestamp,
-    /// What its `doctor` found when it started.
+    /// The findings of `doctor` at the agent's start.
     pub(crate) findings: Vec<MachineWarning>,
     to: mpsc::UnboundedSender<ToAgent>,
 }
@@ -60,9 +60,9 @@ pub(crate) struct Joining {
     pub(crate) row: AgentRow,
     pub(crate) only_job: Option<JobId>,
     pub(crate) no_work: Option<String>,
-    /// As its `Hello` has it.
+    /// The process, as in the `Hello`.
     pub(crate) process: String,
-    /// Where its connection comes from.
+    /// The address of the connection's client.
     pub(crate) address: IpAddr,
 }
 
@@ -70,7 +70,7 @@ pub(crate) struct Joining {
 #[derive(Debug)]
 pub(crate) struct MayNotJoin {
     pub(crate) why: String,
-    /// It is to try again.
+    /// Whether the agent should retry.
     pub(crate) may_pass: bool,
 }
 
@@ -84,7 +84,7 @@ impl From<String> for MayNotJoin {
 #[derive(Debug, Clone)]
 pub(crate) enum RequestError {
     NobodyOnline,
-    /// No agent that is online has these files.
+    /// No online agent has these files.
     NobodyHasFiles {
         path: String,
         asked: Vec<String>,
@@ -101,7 +101,7 @@ pub(crate) enum RequestError {
 }
 
 impl RequestError {
-    /// For people.
+    /// The error as text for people.
     pub(crate) fn in_words(self) -> String {
         match self {
             Self::NobodyOnline => {
@@ -111,10 +111,12 @@ impl RequestError {
                 format!("no machine that is online has {path} (asked: {})", asked.join(", "))
             }
             Self::NoReply(QueuePosition { agent, ahead: 0 }) => {
-                format!("{agent} went away or did not answer in time; try again")
+                format!("{agent} disconnected or did not respond in time; try again")
             }
             Self::NoReply(QueuePosition { agent, ahead }) => {
-                format!("{agent} did not answer in time, as it had {ahead} such requests before; try again")
+                format!(
+                    "{agent} did not respond in time, because {ahead} such requests were ahead; try again"
+                )
             }
             Self::Killed { agent, detail } => {
                 format!(
@@ -126,7 +128,7 @@ impl RequestError {
     }
 }
 
-/// The agent that a request was sent to, and how many of its kind come before it there.
+/// The agent of a request, and the number of requests of the same kind that it handles before.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct QueuePosition {
     pub(crate) agent: String,
@@ -147,21 +149,21 @@ type ReplyTo = oneshot::Sender<Result<AgentReply, String>>;
 /// Agents by id.
 #[derive(Debug)]
 pub(crate) struct Agents {
-    /// Which attempts hold which of their slots.
+    /// The slots that attempts occupy on the agents.
     pub(crate) leases: Leases,
     pub(crate) machines: Machines,
-    /// Agents that were refused, for the log.
+    /// Refused agents, for the log.
     pub(crate) refusals: Refusals,
     pub(crate) rows: AgentRows,
-    /// Their reports.
+    /// The agents' reports.
     pub(crate) inbox: Inbox,
     online: Mutex<HashMap<String, Online>>,
-    /// By request, the oldest first.
+    /// By the request's id, the oldest first.
     pending: Mutex<BTreeMap<u64, Pending>>,
     next: AtomicU64,
-    /// By id, since this server started: when anything last came from it, on the monotonic clock.
+    /// The time of each agent's last message since this server's start (monotonic clock), by the agent's id.
     last_message_at: Mutex<HashMap<String, Instant>>,
-    /// Ids of drained agents, connected or not: they get no new work.
+    /// Ids of drained agents, connected or not. Drained agents get no new work.
     draining: Mutex<HashSet<String>>,
 }
 
@@ -169,7 +171,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Compares names as people number machines: node-2 comes before node-10. Names that differ in leading zeros alone keep the order of text.
+/// Compares names with numbers by their values: node-2 comes before node-10. Names that differ only in leading zeros keep the order of
+/// text.
 fn natural_order(a: &str, b: &str) -> Order {
     let (mut left, mut right) = (a.as_bytes(), b.as_bytes());
     while let ([x, ..], [y, ..]) = (left, right) {
@@ -177,7 +180,7 @@ fn natural_order(a: &str, b: &str) -> Order {
             let (mine, rest) = number(left);
             let (theirs, other_rest) = number(right);
             (left, right) = (rest, other_rest);
-            // Of two numbers without leading zeros the longer one is larger.
+            // Of two numbers without leading zeros, the longer is larger.
             mine.len().cmp(&theirs.len()).then_with(|| mine.cmp(theirs))
         } else {
             (left, right) = (&left[1..], &right[1..]);
@@ -190,7 +193,7 @@ fn natural_order(a: &str, b: &str) -> Order {
     left.len().cmp(&right.len()).then_with(|| a.cmp(b))
 }
 
-/// The digits at the beginning without leading zeros, and what follows them.
+/// The digits at the beginning without leading zeros, and the rest of the text.
 fn number(text: &[u8]) -> (&[u8], &[u8]) {
     let end = text.iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(text.len());
     let zeros = text[..end].iter().take_while(|byte| **byte == b'0').count();
@@ -198,7 +201,7 @@ fn number(text: &[u8]) -> (&[u8], &[u8]) {
 }
 
 impl Agents {
-    /// `lease`: how long an attempt continues without word from its agent.
+    /// `lease`: time for which an attempt continues without a message from its agent.
     pub(crate) fn new(lease: Duration, inbox: Inbox) -> Self {
         Self {
             leases: Leases::new(lease),
@@ -214,8 +217,8 @@ impl Agents {
         }
     }
 
-    /// Adds a connection. An earlier one of the same process ends; one of another process does so once nothing has come over it for
-    /// `silence`, and until then keeps this one out.
+    /// Adds a connection. An earlier connection of the same process is closed. A connection of another process is replaced only if it
+    /// was silent for `silence`; until then, the new connection is refused.
     ///
     /// # Errors
     /// Another agent has the name, or the id.
@@ -247,7 +250,7 @@ impl Agents {
             return Err(MayNotJoin { why, may_pass: true });
         }
         let connection = self.next.fetch_add(1, Ordering::Relaxed);
-        // An earlier connection of the same agent ends as its sender is dropped here.
+        // An earlier connection of the same agent is closed, because its sender is dropped here.
         let (connected_at, findings, row) = (crate::now(), Vec::new(), Arc::new(row));
         let joined = Online {
             connection,
@@ -265,7 +268,7 @@ impl Agents {
         Ok(connection)
     }
 
-    /// Forgets a connection, unless a newer one has taken its place. Requests to it get no reply.
+    /// Removes a connection, unless a newer connection has replaced it. Its requests get no reply.
     pub(crate) fn leave(&self, id: &str, connection: u64) -> Option<Online> {
         lock(&self.pending).retain(|_, pending| pending.connection != connection);
         let mut online = lock(&self.online);
@@ -273,7 +276,7 @@ impl Agents {
         if mine { online.remove(id) } else { None }
     }
 
-    /// Notes that anything came from an agent.
+    /// Notes that a message came from an agent.
     pub(crate) fn note_message(&self, id: &str) {
         let now = Instant::now();
         let mut last_message_at = lock(&self.last_message_at);
@@ -283,7 +286,7 @@ impl Agents {
         }
     }
 
-    /// The time since the last message of an agent; `None` if there was none.
+    /// The time since the last message of an agent; `None` if no message came.
     pub(crate) fn silence(&self, id: &str) -> Option<Duration> {
         lock(&self.last_message_at).get(id).map(Instant::elapsed)
     }
@@ -291,7 +294,7 @@ impl Agents {
     /// Updates an agent after a heartbeat, or when it shuts down.
     pub(crate) fn heard(&self, id: &str, at: Timestamp, leaving: Option<&str>) {
         if let Some(agent) = lock(&self.online).get_mut(id) {
-            // Copied only if a reader still holds the old one.
+            // Copied only if a reader still uses the old value.
             Arc::make_mut(&mut agent.row).last_seen_at = at;
             if let Some(reason) = leaving {
                 agent.leaving = Some(reason.to_owned());
@@ -299,7 +302,7 @@ impl Agents {
         }
     }
 
-    /// Notes whether an agent takes work. Whether that is news.
+    /// Notes whether an agent accepts work. Returns whether this has changed.
     pub(crate) fn set_no_work(&self, id: &str, no_work: Option<String>) -> bool {
         let mut online = lock(&self.online);
         let Some(agent) = online.get_mut(id).filter(|agent| agent.no_work != no_work) else { return false };
@@ -307,19 +310,19 @@ impl Agents {
         true
     }
 
-    /// Notes what an agent's `doctor` found.
+    /// Notes the findings of an agent's `doctor`.
     pub(crate) fn found(&self, id: &str, findings: Vec<MachineWarning>) {
         if let Some(agent) = lock(&self.online).get_mut(id) {
             agent.findings = findings;
         }
     }
 
-    /// The drained agents, as they are stored when the server starts.
+    /// Sets the drained agents, as stored at the server's start.
     pub(crate) fn set_draining(&self, agents: impl IntoIterator<Item = String>) {
         *lock(&self.draining) = agents.into_iter().collect();
     }
 
-    /// Drains an agent, or lets it take work again.
+    /// Drains or undrains an agent.
     pub(crate) fn drain(&self, id: &str, draining: bool) {
         let mut all = lock(&self.draining);
         if draining {
@@ -362,7 +365,7 @@ impl Agents {
         };
         lock(&self.pending).insert(id, pending);
         if agent.to.send(ToAgent::Request { id, request }).is_err() {
-            // Its connection is gone, and nobody else replies.
+            // The agent's connection is closed, so no reply will come.
             lock(&self.pending).remove(&id);
         }
         PendingReply { id, agent: agent.row.name.clone(), reply }
@@ -371,7 +374,7 @@ impl Agents {
     /// Waits for the reply.
     ///
     /// # Errors
-    /// No reply within `patience`, a connection that ended, or the agent's refusal.
+    /// No reply within `patience`, a closed connection, or the agent's refusal.
     pub(crate) async fn reply(
         &self,
         pending: PendingReply,
@@ -390,7 +393,7 @@ impl Agents {
         }
     }
 
-    /// The number of requests before this one; `None` once it has its reply.
+    /// The number of requests before this request; `None` after its reply.
     pub(crate) fn queue_position(&self, id: u64) -> Option<QueuePosition> {
         let pending = lock(&self.pending);
         let mine = pending.get(&id)?;
@@ -410,7 +413,7 @@ impl Agents {
         if all.get(&id).is_some_and(|pending| pending.connection == connection)
             && let Some(pending) = all.remove(&id)
         {
-            // The caller may have gone away.
+            // The caller may no longer wait.
             let _ = pending.reply_to.send(reply);
         }
     }

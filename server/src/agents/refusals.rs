@@ -1,5 +1,5 @@
 //! Log lines about refused agents. The first refusal of an agent is logged at once with the reason, and repetitions only once in a while,
-//! because an agent tries again every few seconds, and a scanner more often.
+//! because an agent retries every few seconds, and a scanner more often.
 
 use std::{
     collections::HashMap,
@@ -9,9 +9,9 @@ use std::{
 };
 
 /// The same refusal is logged again after this time, with the number of refusals since the last line.
-const AGAIN: Duration = Duration::from_secs(60);
+const REPEAT_INTERVAL: Duration = Duration::from_secs(60);
 /// Maximum number of distinct refusals that are counted separately. All further refusals share an entry.
-const MOST_DISTINCT: usize = 1000;
+const MAX_DISTINCT: usize = 1000;
 
 /// Address, agent, reason.
 type Key = (Option<IpAddr>, String, String);
@@ -31,19 +31,24 @@ impl Refusals {
     /// Logs that an agent was disconnected because its reports cannot be stored, or counts it. The agent sends the reports again.
     pub(crate) fn note_cut_off(&self, agent: &str, why: &str) {
         if let Some(repeated) = self.is_due((None, agent.to_owned(), why.to_owned()), Instant::now()) {
-            tracing::error!(agent, why, repeated, "an agent is cut off, and is to tell it again");
+            tracing::error!(
+                agent,
+                why,
+                repeated,
+                "an agent's connection is closed; the agent sends its reports again"
+            );
         }
     }
 
     /// The number of refusals that were not logged, if this one must be logged now.
     fn is_due(&self, key: Key, now: Instant) -> Option<u64> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if !all.contains_key(&key) && all.len() >= MOST_DISTINCT {
-            all.retain(|_, (logged, _)| now.duration_since(*logged) < AGAIN);
+        if !all.contains_key(&key) && all.len() >= MAX_DISTINCT {
+            all.retain(|_, (logged, _)| now.duration_since(*logged) < REPEAT_INTERVAL);
         }
-        let key = if all.contains_key(&key) || all.len() < MOST_DISTINCT { key } else { Key::default() };
+        let key = if all.contains_key(&key) || all.len() < MAX_DISTINCT { key } else { Key::default() };
         match all.get_mut(&key) {
-            Some((logged, repeated)) if now.duration_since(*logged) < AGAIN => {
+            Some((logged, repeated)) if now.duration_since(*logged) < REPEAT_INTERVAL => {
                 *repeated += 1;
                 None
             }
@@ -75,20 +80,20 @@ mod tests {
             assert_eq!(refusals.is_due(key(1), now + Duration::from_secs(second)), None);
         }
         assert_eq!(refusals.is_due(key(2), now), Some(0));
-        assert_eq!(refusals.is_due(key(1), now + AGAIN), Some(59));
-        assert_eq!(refusals.is_due(key(1), now + AGAIN * 2), Some(0));
+        assert_eq!(refusals.is_due(key(1), now + REPEAT_INTERVAL), Some(59));
+        assert_eq!(refusals.is_due(key(1), now + REPEAT_INTERVAL * 2), Some(0));
     }
 
     #[test]
     fn many_that_differ_take_no_more_memory_and_no_more_lines() {
         let (refusals, now) = (Refusals::default(), Instant::now());
-        for n in 0..MOST_DISTINCT as u32 {
+        for n in 0..MAX_DISTINCT as u32 {
             assert_eq!(refusals.is_due(key(n), now), Some(0));
         }
         assert_eq!(refusals.is_due(key(5000), now), Some(0), "one for all that are more");
         assert_eq!(refusals.is_due(key(5001), now), None);
-        assert!(refusals.0.lock().unwrap().len() <= MOST_DISTINCT + 1);
-        assert_eq!(refusals.is_due(key(5001), now + AGAIN), Some(0), "the old ones are forgotten");
+        assert!(refusals.0.lock().unwrap().len() <= MAX_DISTINCT + 1);
+        assert_eq!(refusals.is_due(key(5001), now + REPEAT_INTERVAL), Some(0), "the old ones are forgotten");
         assert_eq!(refusals.0.lock().unwrap().len(), 1);
     }
 }

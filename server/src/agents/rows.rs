@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use tokio::sync::oneshot;
 
 /// Maximum number of rows in a transaction.
-const TOGETHER: usize = 256;
+const MAX_BATCH: usize = 256;
 
 type Written = std::result::Result<(), String>;
 
@@ -31,7 +31,7 @@ impl AgentRows {
             match written.try_recv() {
                 Ok(written) => return written.map_err(StoreError::Unavailable),
                 Err(oneshot::error::TryRecvError::Closed) => {
-                    return Err(StoreError::Unavailable("nobody stored it".into()));
+                    return Err(StoreError::Unavailable("the row was not stored".into()));
                 }
                 Err(oneshot::error::TryRecvError::Empty) => self.write(store).await,
             }
@@ -41,7 +41,7 @@ impl AgentRows {
     async fn write(&self, store: &dyn Store) {
         let (rows, replies): (Vec<_>, Vec<_>) = {
             let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-            let some = TOGETHER.min(waiting.len());
+            let some = MAX_BATCH.min(waiting.len());
             waiting.drain(..some).unzip()
         };
         let all = store.put_agents(&rows).await;

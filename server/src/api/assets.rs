@@ -60,8 +60,8 @@ fn content(path: &str) -> Option<Cow<'static, [u8]>> {
     Some(Cow::Borrowed(text))
 }
 
-/// `GET /static/{path}`. Below this build's folder, browsers may cache files for ever. Elsewhere (from a page that an older server wrote), browsers
-/// ask each time, and get 304 if the file is unchanged.
+/// `GET /static/{path}`. In this build's folder, browsers may cache files forever. Elsewhere (from a page that an older server wrote),
+/// browsers revalidate each time, and get 304 if the file is unchanged.
 pub(crate) async fn asset(Path(path): Path<String>, headers: HeaderMap) -> Result<Response> {
     let versioned = path.strip_prefix("v-").and_then(|rest| rest.split_once('/'));
     let own = versioned.is_some_and(|(version, _)| folder().ends_with(version));

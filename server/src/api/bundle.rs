@@ -1,5 +1,5 @@
-//! Bundles all modules of a page into one file, and all styles into another, so that a browser sends one request instead of thirty. A bundle is
-//! made at its first request. Nothing is built beforehand, and each source file is also served.
+//! Bundles all modules of a page into one file, and all styles into another, so that a browser sends one request instead of thirty. A
+//! bundle is made at its first request. Nothing is built beforehand, and each source file is also served.
 //!
 //! Every module becomes a function that returns the module's exports. Modules must be written in a restricted form:
 //! `import { a, b as c } from "./x.js";` on its own line, `export` in front of a declaration, and no cycles.
@@ -35,7 +35,7 @@ struct Bundle<'a, S> {
 }
 
 /// Maximum depth of imports. Deeper imports are a cycle.
-const DEEPEST: u32 = 20;
+const MAX_DEPTH: u32 = 20;
 
 impl<S: Fn(&str) -> Option<String>> Bundle<'_, S> {
     /// Adds a module after its imports, and returns its index.
@@ -43,7 +43,7 @@ impl<S: Fn(&str) -> Option<String>> Bundle<'_, S> {
         if let Some(place) = self.modules.iter().position(|m| m == path) {
             return Some(place);
         }
-        if depth > DEEPEST {
+        if depth > MAX_DEPTH {
             return None;
         }
         let (mut body, mut exports) = (String::new(), Vec::new());

@@ -36,8 +36,8 @@ pub(crate) async fn healthz() -> &'static str {
 
 /// Check that jobs can be stored
 ///
-/// The check writes to the database and to the data directory, so a full or read-only disk is reported. Warnings, such as a certificate that
-/// expires soon, are further lines of the response.
+/// The check writes to the database and to the data directory, so a full or read-only disk is reported. Warnings, such as a certificate
+/// that expires soon, are further lines of the response.
 #[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String), (status = 503, body = Problem)))]
 pub(crate) async fn readyz(
     State(store): State<Arc<dyn Store>>,
@@ -48,7 +48,7 @@ pub(crate) async fn readyz(
     if caller.is_some() {
         return ready(&*store, &config, &ingress).await;
     }
-    // Clients without a token get no details, and cause at most one check a second.
+    // Clients without a token get no details, and cause at most one check per second.
     let mut last = ingress.last_ready.lock().await;
     let is_ready = match *last {
         Some((at, is_ready)) if at.elapsed() < CHECK_INTERVAL => is_ready,
@@ -115,7 +115,7 @@ pub(crate) async fn prometheus(
     for (name, kind, help, value) in [
         ("lockstep_agents_online", "gauge", "Agents connected now.", online.len() as u64),
         ("lockstep_slots", "gauge", "Slots of the agents connected now.", slots as u64),
-        ("lockstep_slots_busy", "gauge", "Slots that a job holds.", busy as u64),
+        ("lockstep_slots_busy", "gauge", "Slots in use by jobs.", busy as u64),
         ("lockstep_steps_total", "counter", "Steps that jobs have trained since the start.", steps),
         ("lockstep_events_stored_total", "counter", "Events of jobs stored since the start.", stored),
         ("lockstep_stream_clients", "gauge", "Open streams of dashboards.", clients),
@@ -128,7 +128,7 @@ pub(crate) async fn prometheus(
     begin(&mut text, name, "histogram", "Time from a log line of a rank until the line is stored.");
     events.ingest_lag.write(&mut text, name, "");
     let name = "lockstep_http_request_duration_seconds";
-    let help = "Time from a request to the beginning of the answer, by route and class of status.";
+    let help = "Time from a request to the beginning of the response, by route and class of status.";
     begin(&mut text, name, "histogram", help);
     request_times.write(&mut text, name);
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text))

@@ -1,5 +1,5 @@
-//! Responses that may have megabytes. Only a few are produced at a time, and they are serialized on blocking threads, so that other requests are
-//! not delayed.
+//! Responses that may have megabytes. Only a few are produced at a time, and they are serialized on blocking threads, so that other
+//! requests are not delayed.
 
 use crate::http::error::{Error, Result};
 use axum::{
@@ -11,21 +11,22 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 /// Maximum number of elements of a page that needs no permit.
-const SMALL: u32 = 100;
-static AT_ONCE: Semaphore = Semaphore::const_new(2);
-const PATIENCE: Duration = Duration::from_secs(30);
+const SMALL_PAGE: u32 = 100;
+static CONCURRENT: Semaphore = Semaphore::const_new(2);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Returns a permit to hold while a page of at most `limit` elements is read and serialized; `None` for a small page.
 ///
 /// # Errors
 /// 503: other requests hold the permits for too long.
 pub(super) async fn turn(limit: u32) -> Result<Option<SemaphorePermit<'static>>> {
-    if limit <= SMALL {
+    if limit <= SMALL_PAGE {
         return Ok(None);
     }
-    let turn = tokio::time::timeout(PATIENCE, AT_ONCE.acquire()).await;
-    let busy =
-        || Error::Unavailable("others are reading large pages; try again, or give a lower limit".into());
+    let turn = tokio::time::timeout(TIMEOUT, CONCURRENT.acquire()).await;
+    let busy = || {
+        Error::Unavailable("other requests are reading large pages; try again, or give a lower limit".into())
+    };
     turn.map_err(|_| busy())?.map(Some).map_err(|_| busy())
 }
 
@@ -35,7 +36,7 @@ pub(super) async fn turn(limit: u32) -> Result<Option<SemaphorePermit<'static>>>
 /// The value cannot be serialized.
 pub(super) async fn json(value: impl Serialize + Send + 'static) -> Result<Response> {
     let written = tokio::task::spawn_blocking(move || serde_json::to_vec(&value)).await;
-    let failed = |error: String| Error::Internal(format!("an answer: {error}"));
+    let failed = |error: String| Error::Internal(format!("a response: {error}"));
     let bytes = written.map_err(|e| failed(e.to_string()))?.map_err(|e| failed(e.to_string()))?;
     Ok(([(header::CONTENT_TYPE, "application/json")], bytes).into_response())
 }

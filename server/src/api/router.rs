@@ -37,7 +37,7 @@ use utoipa_axum::{router::OpenApiRouter, routes};
 /// Maximum size of a request's body, in bytes. A specification or a form has a few kilobytes.
 const BODY_BYTES: usize = 1 << 20;
 /// Time limit for a handler to begin a response. Requests for large datasets take longest.
-const PATIENCE: Duration = Duration::from_secs(150);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(150);
 
 #[derive(OpenApi)]
 #[openapi(info(
@@ -235,24 +235,25 @@ pub(crate) fn build_router(app: App) -> Router {
         .with_state(app)
 }
 
-/// Answers for a handler that has not begun to answer in time. A file may take longer to come, as long as something comes
+/// Responds with 504 if a handler has not begun its response in time. An upload may take longer, as long as data arrives
 /// (`slow_body.rs`).
 async fn in_time(request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(MatchedPath::as_str);
     if gate::is_upload(request.method(), route) {
         return next.run(request).await;
     }
-    match tokio::time::timeout(PATIENCE, next.run(request)).await {
+    match tokio::time::timeout(REQUEST_TIMEOUT, next.run(request)).await {
         Ok(response) => response,
         Err(_) => {
-            let detail = format!("the request was not completed within {} s; try again", PATIENCE.as_secs());
+            let detail =
+                format!("the request was not completed within {} s; try again", REQUEST_TIMEOUT.as_secs());
             Error::Refused(StatusCode::GATEWAY_TIMEOUT, detail).into_response()
         }
     }
 }
 
 async fn no_such_page() -> PageError {
-    PageError(Error::NotFound("There is no page at this address.".into()))
+    PageError(Error::NotFound("There is no page at this URL.".into()))
 }
 
 async fn no_such_call() -> Error {
@@ -260,7 +261,7 @@ async fn no_such_call() -> Error {
 }
 
 async fn wrong_method() -> Error {
-    let detail = "this address does not support that method; see /api/v1/openapi.json";
+    let detail = "this URL does not support that method; see /api/v1/openapi.json";
     Error::Refused(StatusCode::METHOD_NOT_ALLOWED, detail.into())
 }
 

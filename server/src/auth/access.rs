@@ -1,7 +1,7 @@
 //! Access control: tokens, sessions, people and their rights, in memory.
 //!
-//! All of these are also in the database, which no other server uses. So authenticating a request takes a SHA-256 and a lookup in a map, but
-//! no query, and a revocation has effect at once. Tokens are 256 random bits, which cannot be guessed, so a fast hash is sufficient:
+//! All of these are also in the database, which no other server uses. So authenticating a request takes a SHA-256 and a lookup in a map,
+//! but no query, and a revocation has effect at once. Tokens are 256 random bits, which cannot be guessed, so a fast hash is sufficient:
 //! bcrypt and the like make guessing expensive, which protects passwords that people choose. The lookup uses the hash, and a hash that is
 //! found is compared once more in constant time, so the time of a response says nothing about a secret.
 
@@ -42,18 +42,18 @@ use std::{
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
-/// A session ends after this, and the browser has to sign in again.
+/// Lifetime of a session, after which the browser has to sign in again.
 pub(crate) const SESSION_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
 
-/// How soon the websockets of a token that has expired are closed, at the latest.
-const EXPIRE_EVERY: Duration = Duration::from_secs(1);
-/// How often it is stored when tokens were last used.
-const STORE_USE_EVERY: Duration = Duration::from_secs(60);
-const PURGE_EVERY: Duration = Duration::from_secs(3600);
-/// How long a token that is no longer valid is listed.
-const KEPT: Duration = Duration::from_secs(90 * 24 * 3600);
+/// Interval between two checks for expired tokens, whose websockets are closed.
+const EXPIRE_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval at which the times of the tokens' last use are stored.
+const STORE_USE_INTERVAL: Duration = Duration::from_secs(60);
+const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
+/// Time for which an invalid token stays in lists.
+const INVALID_TOKEN_LIFE: Duration = Duration::from_secs(90 * 24 * 3600);
 
-/// Why a token is refused. Only the holder of a token learns more than that it is unknown.
+/// Why a token is refused. Only the holder of a token learns more than that the token is unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Denied {
     Unknown,
@@ -63,7 +63,7 @@ pub(crate) enum Denied {
     Disabled,
 }
 
-/// Every token and session.
+/// All tokens, sessions and people.
 #[derive(Debug)]
 pub(crate) struct Access {
     /// Whether callers must authenticate. False with `serve --no-auth`, where everybody may do everything.
@@ -78,7 +78,7 @@ pub(crate) struct Access {
 
 #[derive(Debug, Default)]
 struct Known {
-    /// By the hash of its secret.
+    /// Tokens by the hash of their secret.
     tokens: HashMap<String, Arc<Credential>>,
     /// The hash of each token's secret, by its id.
     hashes: HashMap<String, String>,
@@ -108,12 +108,12 @@ impl Access {
         self.known.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether callers must show who they are.
+    /// Whether callers must authenticate.
     pub(crate) fn is_required(&self) -> bool {
         self.required
     }
 
-    /// Loads what is stored.
+    /// Loads the stored people, tokens and sessions.
     pub(crate) fn load(&self, people: Vec<PersonRow>, tokens: Vec<TokenRow>, sessions: Vec<SessionRow>) {
         for row in people {
             self.put_person(row);
@@ -126,7 +126,8 @@ impl Access {
         }
     }
 
-    /// Adds a token or replaces the one with its id. The old one's connections end, unless the new one has the same secret and is valid.
+    /// Adds a token, or replaces the token with its id. Connections of the old token are closed, unless the new one is valid and has the
+    /// same secret.
     pub(crate) fn put_token(&self, row: TokenRow) {
         let now = crate::now();
         let mut known = self.write();
@@ -158,7 +159,7 @@ impl Access {
         let Some(of) = known.stands_for(&row.token_id) else { return vec![row.hash] };
         let mut gone = Vec::new();
         loop {
-            // Beyond the limit per token, the token's own oldest session is ended, and nobody else's.
+            // Beyond the limit per token, only this token's oldest session is ended.
             let of_token = known.sessions.values().filter(|s| s.token.id == row.token_id);
             let has_many = of_token.clone().count() >= SESSIONS_OF_A_TOKEN;
             let oldest = match has_many {
@@ -180,7 +181,7 @@ impl Access {
             scope: of.scope,
             session_since: Some(row.created_at),
             expires_at: Some(of.expires_at.map_or(row.expires_at, |end| end.min(row.expires_at))),
-            // It ends with its token.
+            // The session ends with its token.
             ended: of.ended.child_token(),
             usage: of.usage.clone(),
         };
@@ -188,7 +189,7 @@ impl Access {
         gone
     }
 
-    /// Ends a session; false when there is none.
+    /// Ends a session. Returns false if it does not exist.
     pub(crate) fn remove_session(&self, hash: &str) -> bool {
         let removed = self.write().sessions.remove(hash);
         if let Some(session) = &removed {
@@ -197,7 +198,7 @@ impl Access {
         removed.is_some()
     }
 
-    /// Ends the connections of expired tokens and sessions, and removes sessions that are over.
+    /// Closes the connections of expired tokens and sessions, and removes expired sessions.
     pub(crate) fn expire(&self, now: Timestamp) {
         let is_over = |c: &Credential| c.expires_at.is_some_and(|at| at <= now);
         let over = self.read().tokens.values().any(|c| is_over(c) && !c.ended.is_cancelled())
@@ -230,7 +231,7 @@ impl Access {
     /// The caller with this token.
     ///
     /// # Errors
-    /// It is unknown or no longer valid.
+    /// The token is unknown or no longer valid.
     pub(crate) fn by_token(&self, secret: &str) -> Result<Caller, Denied> {
         let hash = secret::hash(secret);
         let now = crate::now();
@@ -262,21 +263,21 @@ impl Access {
         Some(Caller::known(session.clone()))
     }
 
-    /// Every token, the oldest first.
+    /// All tokens, the oldest first.
     pub(crate) fn tokens(&self) -> Vec<Token> {
         let mut all: Vec<_> = self.read().tokens.values().map(|c| c.shown()).collect();
         all.sort_by(|a, b| (a.created_at, &a.id).cmp(&(b.created_at, &b.id)));
         all
     }
 
-    /// A token as it is stored.
+    /// The stored row of a token.
     pub(crate) fn token(&self, id: &str) -> Option<TokenRow> {
         let known = self.read();
         let found = known.of_id(id)?;
         Some(TokenRow { token: found.shown(), hash: found.hash.clone() })
     }
 
-    /// How many tokens are valid; certificates are not counted.
+    /// Number of valid tokens, without certificates.
     pub(crate) fn valid_tokens(&self) -> usize {
         let now = crate::now();
         self.read().tokens.values().filter(|c| c.token.is_valid(now) && !is_certificate(&c.token)).count()
@@ -287,12 +288,12 @@ impl Access {
         self.read().tokens.values().any(|c| c.token.agent_id.as_deref() == Some(agent_id))
     }
 
-    /// The tokens that were used since the last call, and when.
+    /// The tokens that were used since the last call, with the times.
     pub(crate) fn take_used(&self) -> Vec<(String, Timestamp)> {
         self.read().tokens.values().filter_map(|c| Some((c.token.id.clone(), c.take_used()?))).collect()
     }
 
-    /// The name of the token or the person that sessions with this id belong to.
+    /// The name of the token or person with this id, to which sessions belong.
     pub(crate) fn name_of(&self, id: &str) -> Option<String> {
         self.read().stands_for(id).map(|credential| credential.token.who())
     }
@@ -322,43 +323,43 @@ impl Access {
     /// Counts a failed sign-in.
     ///
     /// # Errors
-    /// Too many have failed: how long to wait.
+    /// Too many sign-ins have failed. The error is the time to wait.
     pub(crate) fn sign_in_failed(&self, from: IpAddr) -> Result<(), Duration> {
         self.attempts.failed(from)
     }
 
-    /// Counts an attempt before it is made; [`Access::sign_in_was_right`] takes it back.
+    /// Counts an attempt before it is made; [`Access::sign_in_was_right`] uncounts it.
     ///
     /// # Errors
-    /// Too many attempts have failed: how long to wait.
+    /// Too many attempts have failed. The error is the time to wait.
     pub(crate) fn try_sign_in(&self, from: IpAddr) -> Result<(), Duration> {
         self.attempts.check(from)?;
         self.attempts.failed(from)
     }
 
-    /// Takes back the attempt that was counted: it was correct.
+    /// Uncounts an attempt, because it was correct.
     pub(crate) fn sign_in_was_right(&self, from: IpAddr) {
         self.attempts.was_right(from);
     }
 }
 
 impl Access {
-    /// Ends what has expired, stores when tokens were used, and removes old ones. Runs until dropped.
+    /// Ends expired tokens and sessions, stores when tokens were used, and removes old tokens. Runs until dropped.
     pub(crate) async fn upkeep(&self, store: &dyn Store) {
-        let mut tick = interval(EXPIRE_EVERY);
+        let mut tick = interval(EXPIRE_INTERVAL);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut stored, mut purged) = (Instant::now(), None);
         loop {
             tick.tick().await;
             let now = crate::now();
             self.expire(now);
-            if stored.elapsed() >= STORE_USE_EVERY {
+            if stored.elapsed() >= STORE_USE_INTERVAL {
                 self.store_use(store).await;
                 stored = Instant::now();
             }
-            if purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_EVERY) {
-                self.forget(now - KEPT);
-                if let Err(error) = store.purge_access(now, now - KEPT).await {
+            if purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_INTERVAL) {
+                self.forget(now - INVALID_TOKEN_LIFE);
+                if let Err(error) = store.purge_access(now, now - INVALID_TOKEN_LIFE).await {
                     tracing::warn!(%error, "old tokens and sessions could not be removed");
                 }
                 purged = Some(Instant::now());
@@ -366,7 +367,7 @@ impl Access {
         }
     }
 
-    /// Stores when tokens were last used, many at once.
+    /// Stores when tokens were last used, in one transaction.
     pub(crate) async fn store_use(&self, store: &dyn Store) {
         let used = self.take_used();
         if !used.is_empty()

@@ -1,5 +1,5 @@
-//! The audit log. Requests queue their entries and do not wait until these are written. A task writes many entries at a time, and removes old
-//! ones.
+//! The audit log. Requests queue their entries and do not wait until these are written. A task writes many entries at a time, and removes
+//! old ones.
 
 use crate::{
     store::{AuditEntry, Store},
@@ -14,18 +14,18 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 /// Maximum number of entries that wait. If the database is unreachable for long, further entries are only written to the server's log.
-const WAITING: usize = 10_000;
+const MAX_WAITING: usize = 10_000;
 
 /// Maximum number of entries in a transaction.
-const TOGETHER: usize = 500;
+const MAX_BATCH: usize = 500;
 /// Maximum age of an entry. The number of entries is also limited (`ServeConfig::audit_entries`).
-const KEPT: Duration = Duration::from_secs(365 * 24 * 3600);
-const PURGE_EVERY: Duration = Duration::from_secs(3600);
+const ENTRY_LIFE: Duration = Duration::from_secs(365 * 24 * 3600);
+const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
 /// A purge begins early after this many new entries.
 const PURGE_AFTER: usize = 1000;
 /// Pause between two steps of a purge.
-const BREATH: Duration = Duration::from_millis(50);
-/// Pauses before a write is tried again.
+const PURGE_PAUSE: Duration = Duration::from_millis(50);
+/// Pauses before a write is retried.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
 
 /// An item of the queue.
@@ -43,7 +43,7 @@ pub(crate) struct Audit(mpsc::Sender<Entry>);
 impl Audit {
     /// `kept`: maximum number of entries in the database.
     pub(crate) fn new(store: Arc<dyn Store>, kept: u32, stopping: CancellationToken) -> (Self, AuditWriter) {
-        let (to, queue) = mpsc::channel(WAITING);
+        let (to, queue) = mpsc::channel(MAX_WAITING);
         (Self(to), AuditWriter { queue, store, kept, stopping })
     }
 
@@ -52,7 +52,7 @@ impl Audit {
         let AuditEntry { who, action, object, status, .. } = &entry;
         tracing::info!(who, action, object, status, "done");
         if let Err(error) = self.0.try_send(Entry::Done(entry)) {
-            tracing::error!(%error, "this is missing in the audit log");
+            tracing::error!(%error, "this entry is missing in the audit log");
         }
     }
 
@@ -81,7 +81,7 @@ impl AuditWriter {
         loop {
             let first = tokio::select! {
                 first = self.queue.recv() => first,
-                () = sleep(PURGE_EVERY) => None,
+                () = sleep(PURGE_INTERVAL) => None,
                 () = self.stopping.cancelled() => {
                     // Requests in progress end a moment later.
                     let last = tokio::time::timeout(Duration::from_millis(200), self.queue.recv()).await;
@@ -90,14 +90,14 @@ impl AuditWriter {
                 }
             };
             let mut batch: Vec<Entry> = first.into_iter().collect();
-            while batch.len() < TOGETHER
+            while batch.len() < MAX_BATCH
                 && let Ok(more) = self.queue.try_recv()
             {
                 batch.push(more);
             }
             since += batch.len();
             self.write(batch).await;
-            let is_due = purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_EVERY);
+            let is_due = purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_INTERVAL);
             if (is_due || since >= PURGE_AFTER.min(self.kept as usize / 2 + 1))
                 && !self.stopping.is_cancelled()
             {
@@ -134,7 +134,7 @@ impl AuditWriter {
                     sleep(backoff.pause()).await;
                 }
                 Err(error) => {
-                    tracing::error!(%error, entries = entries.len(), "these are missing in the audit log");
+                    tracing::error!(%error, entries = entries.len(), "these entries are missing in the audit log");
                     break;
                 }
             }
@@ -146,10 +146,10 @@ impl AuditWriter {
 
     /// Removes old entries in small steps, because reports need the database's only writer.
     async fn purge(&self) {
-        let before = crate::now() - KEPT;
+        let before = crate::now() - ENTRY_LIFE;
         loop {
             match self.store.purge_audit(before, self.kept).await {
-                Ok(true) => sleep(BREATH).await,
+                Ok(true) => sleep(PURGE_PAUSE).await,
                 Ok(false) => return,
                 Err(error) => {
                     return tracing::warn!(%error, "old entries of the audit log could not be removed");

@@ -1,5 +1,6 @@
 //! A cache of the owners of jobs, which the gate needs for each request that names a job. A job's owner and whether it is private never
-//! change, and deleting a job removes its entry, so entries stay valid. Datasets are not cached, because their names can be registered again.
+//! change, and deleting a job removes its entry, so entries stay valid. Datasets are not cached, because their names can be registered
+//! again.
 
 use crate::store::Owned;
 use lockstep_protocol::JobId;
@@ -10,7 +11,7 @@ use std::{
 };
 
 /// Maximum number of jobs in each generation. A job takes about 200 bytes.
-const HALF: usize = 4096;
+const GENERATION_SIZE: usize = 4096;
 
 /// The owners of the most recently requested jobs.
 #[derive(Default)]
@@ -50,7 +51,7 @@ impl JobOwners {
 
 impl TwoGenerations {
     fn put(&mut self, id: &JobId, owned: Owned) {
-        if self.newer.len() >= HALF && !self.newer.contains_key(id) {
+        if self.newer.len() >= GENERATION_SIZE && !self.newer.contains_key(id) {
             self.older = mem::take(&mut self.newer);
         }
         self.newer.insert(id.clone(), owned);
@@ -69,19 +70,19 @@ mod tests {
             let halves = owners.0.lock().unwrap();
             halves.newer.len() + halves.older.len()
         };
-        let jobs: Vec<_> = (0..=2 * HALF).map(|_| JobId::generate()).collect();
-        for (n, job) in jobs[..2 * HALF].iter().enumerate() {
+        let jobs: Vec<_> = (0..=2 * GENERATION_SIZE).map(|_| JobId::generate()).collect();
+        for (n, job) in jobs[..2 * GENERATION_SIZE].iter().enumerate() {
             owners.put(job, owned(&n.to_string()));
         }
-        assert_eq!(len(), 2 * HALF);
-        assert_eq!(owners.get(&jobs[HALF]), Some(owned(&HALF.to_string())));
-        assert_eq!(owners.get(&jobs[2 * HALF]), None);
+        assert_eq!(len(), 2 * GENERATION_SIZE);
+        assert_eq!(owners.get(&jobs[GENERATION_SIZE]), Some(owned(&GENERATION_SIZE.to_string())));
+        assert_eq!(owners.get(&jobs[2 * GENERATION_SIZE]), None);
         // One more than the limit: the older generation goes, the newer one stays.
-        owners.put(&jobs[2 * HALF], owned("last"));
-        assert_eq!(len(), HALF + 1);
+        owners.put(&jobs[2 * GENERATION_SIZE], owned("last"));
+        assert_eq!(len(), GENERATION_SIZE + 1);
         assert_eq!(owners.get(&jobs[0]), None);
-        assert_eq!(owners.get(&jobs[HALF]), Some(owned(&HALF.to_string())));
-        owners.remove(&jobs[HALF]);
-        assert_eq!(owners.get(&jobs[HALF]), None);
+        assert_eq!(owners.get(&jobs[GENERATION_SIZE]), Some(owned(&GENERATION_SIZE.to_string())));
+        owners.remove(&jobs[GENERATION_SIZE]);
+        assert_eq!(owners.get(&jobs[GENERATION_SIZE]), None);
     }
 }

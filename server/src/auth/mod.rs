@@ -48,7 +48,7 @@ impl Auth {
     /// Loads people, tokens and sessions from the store.
     ///
     /// # Errors
-    /// The store's.
+    /// A store error.
     pub(crate) async fn load(&self) -> Result<()> {
         let sessions = self.store.sessions(crate::now()).await?;
         self.access.load(self.store.people().await?, self.store.tokens().await?, sessions);
@@ -61,8 +61,8 @@ impl Auth {
         self.access.upkeep(&*self.store).await;
     }
 
-    /// The job with the given id of a run: the job's own id, or an id that the caller's program chose. The job's id is a hash of the chosen id
-    /// and the owner, so it is found without a query, and different owners may choose the same id.
+    /// The job with the given id of a run: the job's own id, or an id that the caller's program chose. The job's id is a hash of the chosen
+    /// id and the owner, so it is found without a query, and different owners may choose the same id.
     pub(crate) fn run_id(&self, caller: &Caller, id: &str) -> JobId {
         id.parse().unwrap_or_else(|_| {
             let owner = caller.owner().unwrap_or_default();

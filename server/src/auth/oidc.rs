@@ -1,11 +1,11 @@
 //! Signing in with an OpenID provider: the authorization code flow with PKCE (OpenID Connect Core 1.0, RFC 7636, RFC 9700).
 //!
 //! The server sends a browser to the provider with a `state` that is valid once, in that browser, for ten minutes. The code that comes back
-//! is exchanged for an ID token, which must pass all checks of `id_token.rs`. The provider is not contacted before somebody signs in, so the
-//! server starts and runs while the provider is down.
+//! is exchanged for an ID token, which must pass all checks of `id_token.rs`. The provider is not contacted before the first sign-in, so
+//! the server starts and runs while the provider is unreachable.
 //!
-//! We do not use the crate `openidconnect`, because it depends on `rsa`, whose timing leak RUSTSEC-2023-0071 has no fix, on `chrono`, and on
-//! about thirty crates of arithmetic for which we use `ring`.
+//! The crate `openidconnect` is not used, because it depends on `rsa`, whose timing leak RUSTSEC-2023-0071 has no fix, on `chrono`, and on
+//! about thirty crates of arithmetic, in place of which this module uses `ring`.
 
 mod authorities;
 mod id_token;
@@ -29,7 +29,7 @@ type Claims = Map<String, Value>;
 /// Why a sign-in failed. The text is shown on the sign-in page.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum OidcError {
-    /// The provider cannot be reached now. Trying again may help.
+    /// The provider cannot be reached now. A retry may succeed.
     Unavailable(String),
     /// The provider declined the sign-in.
     Declined(String),
@@ -46,7 +46,7 @@ pub(crate) struct Oidc {
 
 /// The redirect of a browser to the provider.
 pub(crate) struct AuthorizationRedirect {
-    /// The provider's address with all parameters.
+    /// The provider's URL with all parameters.
     pub(crate) location: String,
     /// The value of the cookie that the browser must send when it returns.
     pub(crate) cookie: String,
@@ -127,10 +127,12 @@ impl Oidc {
         let metadata = self.provider.metadata().await?;
         match &answer.issuer {
             Some(issuer) if issuer != self.config.issuer.as_str() => {
-                return refused("The answer comes from another provider than the one that was asked.".into());
+                return refused(
+                    "The response comes from another provider than the one that was asked.".into(),
+                );
             }
             None if metadata.names_itself => {
-                return refused("The answer does not say which provider it comes from.".into());
+                return refused("The response does not name its provider.".into());
             }
             _ => {}
         }
@@ -207,10 +209,10 @@ fn in_words(error: &str, description: Option<&str>) -> String {
         "access_denied" => "the sign-in was cancelled there, or you may not use this server",
         "invalid_grant" => "the code was used already, or is too old; sign in again",
         "invalid_client" => {
-            "it does not take this server's client id and secret; an admin has to look at them"
+            "it does not accept this server's client id and secret; an admin has to check them"
         }
         "unauthorized_client" | "invalid_request" | "invalid_scope" | "unsupported_response_type" => {
-            "it refuses how this server asks; an admin has to look at how the client is registered there"
+            "it refuses this server's kind of request; an admin has to check the client's registration there"
         }
         "server_error" | "temporarily_unavailable" => "it fails at the moment; try again later",
         "login_required" | "interaction_required" | "consent_required" | "account_selection_required" => {

@@ -13,8 +13,8 @@ use std::{
 /// Maximum size of a file: more than any token has.
 const BYTES: u64 = 200;
 
-/// Reads a token from a file. `None` if the file does not exist, other accounts can read it, or it does not contain a token of Lockstep; the
-/// caller then writes a new one.
+/// Reads a token from a file. `None` if the file does not exist, other accounts can read it, or it does not contain a token of Lockstep;
+/// the caller then writes a new one.
 ///
 /// # Errors
 /// The path is a link or not a file, or cannot be read.
@@ -32,10 +32,10 @@ pub(crate) fn read(path: &Path) -> io::Result<Option<String>> {
     };
     let about = file.metadata()?;
     if !about.is_file() {
-        return Err(io::Error::other(format!("{} is no file; remove it", path.display())));
+        return Err(io::Error::other(format!("{} is not a file; remove it", path.display())));
     }
     if about.mode() & 0o077 != 0 || about.uid() != rustix::process::geteuid().as_raw() {
-        tracing::warn!(path = %path.display(), "others could read this token; another one takes its place");
+        tracing::warn!(path = %path.display(), "other accounts could read this token; a new token replaces it");
         return Ok(None);
     }
     let mut text = String::new();

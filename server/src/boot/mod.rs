@@ -35,11 +35,11 @@ use std::{
 use tokio::net::TcpListener;
 
 /// Time limit for taking the lock. An agent of this machine that cannot reach a server tests the lock, and so holds it for a moment.
-const LOCK_WITHIN: Duration = Duration::from_millis(500);
+const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 /// Time limit for each of the two checks of the object store at the start.
-const STORE_WITHIN: Duration = Duration::from_secs(20);
+const STORE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time limit for requests in progress when the server stops, and after that for websockets and tasks.
-const PATIENCE: Duration = Duration::from_secs(5);
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Runs the server until `shutdown` completes. Calls `ready` once it accepts connections.
 ///
@@ -83,7 +83,7 @@ pub async fn serve(
         shutdown.await;
         // Ends websockets and background tasks. Requests in progress can finish.
         stopping.cancel();
-        tokio::time::sleep(PATIENCE).await;
+        tokio::time::sleep(STOP_TIMEOUT).await;
     };
     let router = build_router(app.clone());
     tokio::select! {
@@ -92,7 +92,7 @@ pub async fn serve(
     }
     stopping.cancel();
     app.tasks.tracker.close();
-    let _ = tokio::time::timeout(PATIENCE, app.tasks.tracker.wait()).await;
+    let _ = tokio::time::timeout(STOP_TIMEOUT, app.tasks.tracker.wait()).await;
     app.auth.store_use().await;
     app.agents.machines.store_minutes(&*app.store, true).await;
     app.store.close().await;
@@ -122,7 +122,7 @@ async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, O
             )));
         }
     }
-    let why = unless_away(storage.check()).await.map_err(failed)?;
+    let why = unavailable_reason(storage.check()).await.map_err(failed)?;
     Ok(Some((storage, why)))
 }
 
@@ -143,12 +143,14 @@ fn resolved(path: &Path) -> std::io::Result<PathBuf> {
 ///
 /// # Errors
 /// The store cannot be used until the user changes something.
-async fn unless_away(asked: impl Future<Output = Result<(), Unusable>>) -> Result<Option<String>, String> {
-    match tokio::time::timeout(STORE_WITHIN, asked).await {
+async fn unavailable_reason(
+    asked: impl Future<Output = Result<(), Unusable>>,
+) -> Result<Option<String>, String> {
+    match tokio::time::timeout(STORE_TIMEOUT, asked).await {
         Ok(Ok(())) => Ok(None),
         Ok(Err(Unusable { why, may_pass: true })) => Ok(Some(why)),
         Ok(Err(Unusable { why, .. })) => Err(why),
-        Err(_) => Ok(Some(format!("it has not answered within {} s", STORE_WITHIN.as_secs()))),
+        Err(_) => Ok(Some(format!("it did not respond within {} s", STORE_TIMEOUT.as_secs()))),
     }
 }
 
@@ -162,13 +164,12 @@ async fn known_artifacts(
     let artifacts = ArtifactStore::new(storage, config.artifacts_adopt);
     if away.is_none() {
         artifacts.was_checked();
-        away = unless_away(artifacts.confirm(store)).await.map_err(|detail| ServeError::Artifacts {
-            url: config.artifacts.clone().unwrap_or_default(),
-            detail,
+        away = unavailable_reason(artifacts.confirm(store)).await.map_err(|detail| {
+            ServeError::Artifacts { url: config.artifacts.clone().unwrap_or_default(), detail }
         })?;
     }
     if let Some(why) = away {
-        artifacts.is_away(Asked::Other, &why);
+        artifacts.note_failure(Asked::Other, &why);
     }
     // Damaged checkpoints in the object store may have been repaired.
     let forgotten = store.forget_damaged(artifacts.storage.url()).await;
@@ -268,7 +269,7 @@ fn lock_data_dir(path: &Path) -> Result<File, ServeError> {
     let since = Instant::now();
     let locked = loop {
         match file.try_lock() {
-            Err(TryLockError::WouldBlock) if since.elapsed() < LOCK_WITHIN => {
+            Err(TryLockError::WouldBlock) if since.elapsed() < LOCK_TIMEOUT => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             other => break other,

@@ -15,9 +15,9 @@ use std::{
 };
 
 /// Id and name of the token in the data directory.
-const OWN: (&str, &str) = ("local", "this machine");
+const ADMIN_TOKEN: (&str, &str) = ("local", "this machine");
 /// Id and name of the token of this machine's agent.
-const AGENT: (&str, &str) = ("local-agent", "this machine's agent");
+const AGENT_TOKEN: (&str, &str) = ("local-agent", "this machine's agent");
 
 /// A server that accepts connections. Cheap to clone.
 #[derive(Clone)]
@@ -57,13 +57,16 @@ impl Running {
     pub fn login_link(&self, page: &str) -> io::Result<String> {
         let url = self.url();
         match self.auth.access.is_required() {
-            true => Ok(format!("{url}/login?code={}&next={page}", self.auth.access.login_code(OWN.0, None)?)),
+            true => Ok(format!(
+                "{url}/login?code={}&next={page}",
+                self.auth.access.login_code(ADMIN_TOKEN.0, None)?
+            )),
             false => Ok(format!("{url}{page}")),
         }
     }
 
     /// Whether a link of [`Running::login_link`] can still sign a browser in.
-    pub fn is_good(&self, link: &str) -> bool {
+    pub fn is_valid_link(&self, link: &str) -> bool {
         let code = link.split_once("/login?code=").and_then(|(_, rest)| rest.split('&').next());
         code.is_some_and(|code| self.auth.access.has_login_code(code))
     }
@@ -77,7 +80,7 @@ impl Running {
             return Ok(false);
         }
         let agent = Some(("local".to_owned(), agent_id.to_owned()));
-        ensure(&self.auth, AGENT, Scope::Agent, agent, path).await?;
+        ensure(&self.auth, AGENT_TOKEN, Scope::Agent, agent, path).await?;
         Ok(true)
     }
 }
@@ -87,11 +90,11 @@ pub(super) async fn own_token(config: &ServeConfig, auth: &Auth) -> io::Result<(
     if !auth.access.is_required() {
         return Ok(());
     }
-    ensure(auth, OWN, Scope::Admin, None, &config.data_dir.join("token")).await
+    ensure(auth, ADMIN_TOKEN, Scope::Admin, None, &config.data_dir.join("token")).await
 }
 
-/// Makes sure that a file has a valid token. A token that the database does not have, such as after a change of the database, is added to the
-/// database: only the owner of the data directory can write the file. A revoked token is replaced.
+/// Makes sure that a file has a valid token. A token that the database does not have, such as after a change of the database, is added to
+/// the database: only the owner of the data directory can write the file. A revoked token is replaced.
 async fn ensure(
     auth: &Auth,
     (id, name): (&str, &str),

@@ -1,5 +1,5 @@
-//! Checks checkpoints on the server's disk that are also in the object store. A damaged checkpoint is renamed, as by ranks, so that the copy in
-//! the store can replace it.
+//! Checks checkpoints on the server's disk that are also in the object store. A damaged checkpoint is renamed, as by ranks, so that the
+//! copy in the store can replace it.
 
 use super::{
     Checkpoints,
@@ -68,7 +68,7 @@ fn irregular(folder: &Path) -> io::Result<Option<String>> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
         if !entry.path().metadata().is_ok_and(|about| about.is_file()) {
-            return Ok(Some(format!("its {} is no regular file", entry.file_name().to_string_lossy())));
+            return Ok(Some(format!("its {} is not a regular file", entry.file_name().to_string_lossy())));
         }
     }
     Ok(None)
@@ -104,7 +104,8 @@ mod tests {
         let (folder, aside) = (dir.path().join("1-10"), dir.path().join("damaged-1-10"));
         checkpoint(&folder);
         assert!(set_aside(&folder).unwrap().is_none() && looks_whole(&folder));
-        // Bytes, a file that is missing, one that the disk cannot read, one that is none, the manifest. The last one takes the place of those before it.
+        // Bytes, a file that is missing, one that the disk cannot read, one that is none, the manifest. The last one takes the place of
+        // those before it.
         let damages: [(&str, bool, fn(&Path)); 5] = [
             ("the bytes of its state.json", true, |folder| {
                 fs::write(folder.join("state.json"), b"[]").unwrap()
@@ -117,7 +118,7 @@ mod tests {
                 fs::remove_file(folder.join("state.json")).unwrap();
                 std::os::unix::fs::symlink("/proc/self/mem", folder.join("state.json")).unwrap();
             }),
-            ("its pipe is no regular file", true, |folder| fs::create_dir(folder.join("pipe")).unwrap()),
+            ("its pipe is not a regular file", true, |folder| fs::create_dir(folder.join("pipe")).unwrap()),
             ("its MANIFEST.json cannot be read", false, |folder| {
                 fs::write(folder.join(MANIFEST), b"{").unwrap();
             }),

@@ -5,7 +5,7 @@ use super::{
     Checkpoints, artifact_checks,
     artifact_store::{ArtifactStore, Asked, Fetch, Fetched, NotFetched},
     manifest::{MANIFEST, ManifestFile, Verifier},
-    object_storage::{Place, words},
+    object_storage::{Place, describe},
 };
 use crate::store::{self, CheckpointRow, Copies};
 use futures_util::StreamExt;
@@ -22,12 +22,13 @@ use std::{
 };
 use tokio::{fs::File, io::AsyncWriteExt, time::Instant};
 
-/// Number of times that a checkpoint is fetched before a wrong checksum means that it is damaged. The first error may come from the network.
-const TRIES: usize = 2;
+/// Number of times that a checkpoint is fetched before a wrong checksum means that it is damaged. The first error may come from the
+/// network.
+const MAX_TRIES: usize = 2;
 /// Number of bytes that a fetch leaves free on the disk, for other writers.
 const SPARE_BYTES: u64 = 256 << 20;
 /// Time limit for all checks for which a round of dispatch waits. The round does nothing else while it waits.
-const CHECK_WAIT: Duration = Duration::from_millis(500);
+const CHECK_TIMEOUT: Duration = Duration::from_millis(500);
 /// Name of the folder in a job's folder that has the files of checkpoints which are being fetched.
 const FETCHED: &str = "fetched";
 
@@ -35,7 +36,7 @@ impl From<object_store::Error> for NotFetched {
     fn from(error: object_store::Error) -> Self {
         match error {
             object_store::Error::NotFound { .. } => Self::Missing,
-            error => Self::Away(words(&error)),
+            error => Self::Away(describe(&error)),
         }
     }
 }
@@ -48,8 +49,8 @@ impl From<io::Error> for NotFetched {
 
 type Result<T> = std::result::Result<T, NotFetched>;
 
-/// The fetch of a checkpoint that is not on this disk. Starts a fetch if none runs. `None` if the checkpoint is on the disk, or is not in the
-/// store.
+/// The fetch of a checkpoint that is not on this disk. Starts a fetch if none runs. `None` if the checkpoint is on the disk, or is not in
+/// the store.
 pub(crate) fn fetch(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
@@ -62,8 +63,9 @@ pub(crate) fn fetch(
     Some(begin(checkpoints, store, row, None).0)
 }
 
-/// Checks a checkpoint that is on this disk and in the object store. A damaged checkpoint is set aside and fetched. The flag is true if this
-/// call has started the check. `None` if the checkpoint is not in both places. `waiting` is the job whose next attempt needs the checkpoint.
+/// Checks a checkpoint that is on this disk and in the object store. A damaged checkpoint is set aside and fetched. The flag is true if
+/// this call has started the check. `None` if the checkpoint is not in both places. `waiting` is the job whose next attempt needs the
+/// checkpoint.
 pub(crate) fn check(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
@@ -77,8 +79,8 @@ pub(crate) fn check(
     Some(begin(checkpoints, store, row, waiting))
 }
 
-/// Same as [`check`], but only if files are missing or have wrong sizes. `None` if all files have the right sizes, or if the checkpoint is not
-/// in the store.
+/// Same as [`check`], but only if files are missing or have wrong sizes. `None` if all files have the right sizes, or if the checkpoint is
+/// not in the store.
 pub(crate) async fn mend(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
@@ -118,23 +120,23 @@ fn begin(
             match &outcome {
                 Ok(()) => {
                     if let Some(waiting) = waiting {
-                        store.checked(&row.id, waiting);
+                        store.note_checked(&row.id, waiting);
                     }
                 }
                 // Logged once and not for each fetch, because a waiting job fetches again and again.
-                Err(NotFetched::Away(why)) => store.is_away(Asked::Other, why),
+                Err(NotFetched::Away(why)) => store.note_failure(Asked::Other, why),
                 Err(why) => tracing::warn!(checkpoint = row.id, %why, "a checkpoint cannot be fetched from the object store"),
             }
-            store.fetched(&row.id, &sender, outcome);
+            store.end_fetch(&row.id, &sender, outcome);
             // A job may start now.
-            checkpoints.agents.leases.poke();
+            checkpoints.agents.leases.wake_dispatch();
         });
     }
     (fetch, begins)
 }
 
-/// Makes sure that an undamaged checkpoint is on this disk. Fetches the checkpoint from the object store if the copy on the disk is missing or
-/// damaged.
+/// Makes sure that an undamaged checkpoint is on this disk. Fetches the checkpoint from the object store if the copy on the disk is missing
+/// or damaged.
 async fn have_whole(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
     let folder = checkpoints.folder(row);
     let is_stopping = || NotFetched::Away("the server is stopping".into());
@@ -153,7 +155,7 @@ async fn have_whole(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Chec
     if fetched.is_err() {
         clean(checkpoints, row).await;
     } else {
-        store.answers(Asked::Other);
+        store.note_success(Asked::Other);
         tracing::info!(checkpoint = row.id, "a checkpoint was fetched from the object store");
     }
     fetched
@@ -165,7 +167,7 @@ pub(crate) struct CheckWait(Duration);
 
 impl Default for CheckWait {
     fn default() -> Self {
-        Self(CHECK_WAIT)
+        Self(CHECK_TIMEOUT)
     }
 }
 
@@ -185,14 +187,15 @@ pub(crate) enum Availability {
     Here,
     /// The copy on the disk is being checked.
     Checking(Reason),
-    /// The checkpoint is being fetched from the object store. The job waits without a time limit, because an older checkpoint would lose training.
+    /// The checkpoint is being fetched from the object store. The job waits without a time limit, because an older checkpoint would lose
+    /// training.
     Fetching(Reason),
     /// The checkpoint is neither on the disk nor in the object store, or the copy in the object store is damaged.
     Lost,
 }
 
-/// Finds out whether a checkpoint is available, and begins to check or fetch it if necessary. `waiting` is the job that needs the checkpoint,
-/// which may be another job than the one that wrote it.
+/// Finds out whether a checkpoint is available, and begins to check or fetch it if necessary. `waiting` is the job that needs the
+/// checkpoint, which may be another job than the one that wrote it.
 ///
 /// # Errors
 /// A database error.
@@ -208,11 +211,11 @@ pub(crate) async fn fetch_if_missing(
         let (checkpoint, detail) = (row.id.as_str().into(), failed.map(Into::into));
         ReasonKind::WaitingForCheckpoint { checkpoint, agent: None, detail }.into()
     };
-    // Without this check, a rank would set a damaged checkpoint aside and continue from an older one.
+    // Without this check, a rank would rename a damaged checkpoint and continue from an older one.
     if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
         && let Some((fetch, begins)) = check(checkpoints, row, copies, Some(waiting))
     {
-        // Most checks end quickly. Without a wait, the job would start one round later.
+        // Most checks are quick. Without a wait, the job would start one round later.
         let ended = if begins { patience.wait(fetch).await } else { wait(fetch, Duration::ZERO).await };
         if ended.is_none() {
             let why = waits(None);
@@ -273,8 +276,8 @@ fn gathering(checkpoints: &Checkpoints, row: &CheckpointRow) -> PathBuf {
     checkpoints.config.job_dir(&row.job).join(FETCHED).join(name)
 }
 
-/// Removes the files of a failed fetch. If the job was deleted during the fetch, the fetch has created the job's folder again, which is removed,
-/// too.
+/// Removes the files of a failed fetch. If the job was deleted during the fetch, the fetch has created the job's folder again, which is
+/// removed, too.
 async fn clean(checkpoints: &Checkpoints, row: &CheckpointRow) {
     let (gathering, job_dir) = (gathering(checkpoints, row), checkpoints.config.job_dir(&row.job));
     if matches!(checkpoints.store.job(&row.job).await, Ok(None)) {
@@ -313,7 +316,7 @@ async fn bring_back(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Chec
     let mut tries = 1;
     loop {
         match gather(store, &place, &gathering).await {
-            Err(NotFetched::Damaged(how)) if tries < TRIES => {
+            Err(NotFetched::Damaged(how)) if tries < MAX_TRIES => {
                 tracing::warn!(
                     checkpoint = row.id,
                     how,

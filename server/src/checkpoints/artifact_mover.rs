@@ -1,14 +1,14 @@
-//! Uploads checkpoints to the object store in the background, and deletes the objects of deleted checkpoints. Two checkpoints are processed at
-//! a time, and their files are sent in parts, which limits memory and network use.
+//! Uploads checkpoints to the object store in the background, and deletes the objects of deleted checkpoints. Two checkpoints are processed
+//! at a time, and their files are sent in parts, which limits memory and network use.
 //!
-//! The row of a copy is written before its first object and deleted after its last object. A row without a checkpoint names objects that are to
-//! be deleted, so no objects are left behind if the server is killed or the object store is unavailable.
+//! The row of a copy is written before its first object and deleted after its last object. A row without a checkpoint names objects that
+//! are to be deleted, so no objects are left behind if the server is killed or the object store is unavailable.
 
 use super::{
     Checkpoints,
     artifact_store::{ArtifactStore, Asked},
     manifest::{MANIFEST, ManifestFile, Verifier, sha256},
-    object_storage::{PART_BYTES, Place, Unusable, part_bytes, words},
+    object_storage::{PART_BYTES, Place, Unusable, describe, part_bytes},
 };
 use crate::{
     store::{self, CheckpointRow, Copies, StoreError, StoredCheckpoint},
@@ -25,9 +25,9 @@ use std::{
 };
 
 /// Number of checkpoints that are processed at the same time.
-const AT_ONCE: usize = 2;
+const CONCURRENT: usize = 2;
 /// Pauses after a failure: the first and the longest.
-const TRY_AGAIN: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
+const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 /// Number of rows that are read at a time.
 const ROWS: u32 = 1000;
 
@@ -49,7 +49,7 @@ enum MoveError {
 
 impl From<object_store::Error> for MoveError {
     fn from(error: object_store::Error) -> Self {
-        Self::Away(words(&error))
+        Self::Away(describe(&error))
     }
 }
 
@@ -69,7 +69,7 @@ impl From<io::Error> for MoveError {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::NotFound => Self::Changed,
-            // The file is not a regular file, so trying again would not help.
+            // The file is not a regular file, so a retry would not help.
             io::ErrorKind::InvalidInput => Self::Damaged(format!("one of its files {error}")),
             _ => Self::Disk(error),
         }
@@ -81,13 +81,13 @@ type Result<T> = std::result::Result<T, MoveError>;
 /// Runs the mover until dropped. It begins with the work that an earlier server has not finished.
 pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
     let Some(store) = &checkpoints.artifact_store else { return };
-    let mut backoff = TRY_AGAIN;
+    let mut backoff = RETRY;
     while let Err(error) = find(&checkpoints, store).await {
         tracing::warn!(%error, "the list of checkpoints to upload cannot be read; trying again");
         tokio::time::sleep(backoff.pause()).await;
     }
     wait_for(&checkpoints, store).await;
-    futures_util::future::join_all((0..AT_ONCE).map(|_| work(&checkpoints, store))).await;
+    futures_util::future::join_all((0..CONCURRENT).map(|_| work(&checkpoints, store))).await;
 }
 
 /// Queues the checkpoints on this disk whose copies in the object store are missing or different, and the objects of deleted checkpoints.
@@ -99,7 +99,7 @@ async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result
         let Some(last) = rows.last() else { return Ok(()) };
         behind.clone_from(&last.id);
         for row in rows {
-            note_lacking(checkpoints, store, &row).await?;
+            queue_if_missing(checkpoints, store, &row).await?;
         }
     }
 }
@@ -116,7 +116,7 @@ async fn note_abandoned(checkpoints: &Checkpoints, store: &ArtifactStore) -> sto
 }
 
 /// Queues a checkpoint on this disk, unless the object store has the checkpoint with the same manifest.
-async fn note_lacking(
+async fn queue_if_missing(
     checkpoints: &Checkpoints,
     store: &ArtifactStore,
     row: &CheckpointRow,
@@ -137,7 +137,7 @@ pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> store::R
     let Some(store) = &checkpoints.artifact_store else { return Ok(()) };
     note_abandoned(checkpoints, store).await?;
     for row in checkpoints.store.checkpoints(job).await?.iter().rev() {
-        note_lacking(checkpoints, store, row).await?;
+        queue_if_missing(checkpoints, store, row).await?;
     }
     Ok(())
 }
@@ -145,20 +145,20 @@ pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> store::R
 /// Waits until the store can be used and is the right store. If the store was unavailable when the server started, a wrong configuration is
 /// found only now.
 async fn wait_for(checkpoints: &Checkpoints, store: &ArtifactStore) {
-    let (mut backoff, mut is_told) = (TRY_AGAIN, false);
+    let (mut backoff, mut is_told) = (RETRY, false);
     while let Err(unusable) = store.confirm(&*checkpoints.store).await {
-        store.is_away(Asked::Other, &unusable.why);
+        store.note_failure(Asked::Other, &unusable.why);
         if !unusable.may_pass && !is_told {
             tracing::error!(error = unusable.why, "the object store cannot be used with this configuration");
             is_told = true;
         }
         tokio::time::sleep(backoff.pause()).await;
     }
-    store.answers(Asked::Other);
+    store.note_success(Asked::Other);
 }
 
 async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
-    let mut backoff = TRY_AGAIN;
+    let mut backoff = RETRY;
     loop {
         let noted = store.waiting.notified();
         let Some(id) = store.take() else {
@@ -178,7 +178,7 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
                 false
             }
             Err(MoveError::Away(why)) => {
-                store.is_away(asked, &why);
+                store.note_failure(asked, &why);
                 true
             }
             Err(MoveError::Kept(error)) => {
@@ -199,11 +199,11 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
             }
         };
         if failed {
-            // Until `done`, the other worker does not take this checkpoint, but processes others.
+            // Until `done`, the other worker does not process this checkpoint.
             tokio::time::sleep(backoff.pause()).await;
             store.note_again(&id);
         } else {
-            backoff = TRY_AGAIN;
+            backoff = RETRY;
         }
         store.done(&id);
     }
@@ -239,8 +239,8 @@ async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> R
         let gone = gone.await;
         // A store that is not mounted looks empty, so it is confirmed again.
         store.confirm(&*checkpoints.store).await?;
-        store.answers(Asked::Other);
-        gone.map_err(|error| MoveError::Kept(words(&error)))?;
+        store.note_success(Asked::Other);
+        gone.map_err(|error| MoveError::Kept(describe(&error)))?;
     }
     checkpoints.store.forget_stored_checkpoint(url, id).await?;
     store.forget(id);
@@ -259,14 +259,14 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Checkpoi
     let text = Bytes::from(text);
     let begun =
         StoredCheckpoint { id: row.id.clone(), manifest: None, parts: known.and_then(|known| known.parts) };
-    match bring(checkpoints, store, &place, &folder, &text, begun).await {
+    match send_files(checkpoints, store, &place, &folder, &text, begun).await {
         // The checkpoint is not damaged, but was replaced during the upload, and is queued again.
         Err(MoveError::Damaged(_)) if regular::read(&folder.join(MANIFEST)).await? != text => {
             Err(MoveError::Changed)
         }
         Err(trouble) => Err(trouble),
         Ok(()) => {
-            store.answers(Asked::Write);
+            store.note_success(Asked::Write);
             // Ranks remove only checkpoints that are on the disk, not those that only the object store has.
             Ok(checkpoints.forget_old(&row.job).await?)
         }
@@ -274,7 +274,7 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Checkpoi
 }
 
 /// Uploads the files that the object store lacks, then the manifest, then stores the record.
-async fn bring(
+async fn send_files(
     checkpoints: &Checkpoints,
     store: &ArtifactStore,
     place: &Place,

@@ -1,5 +1,5 @@
-//! The object store of this server, and its state in memory: checkpoints that wait for the mover, running fetches, and failures. The database
-//! has the list of the copies in the store.
+//! The object store of this server, and its state in memory: checkpoints that wait for the mover, running fetches, and failures. The
+//! database has the list of the copies in the store.
 
 mod confirm;
 
@@ -16,15 +16,15 @@ use tokio::sync::{Notify, OnceCell, Semaphore, watch};
 use utoipa::ToSchema;
 
 /// Minimum pauses between a failed fetch and the next: after the first failure, and the longest. Each failure doubles the pause.
-const FETCH_AGAIN: Backoff = Backoff::new(Duration::from_secs(3), Duration::from_secs(60));
+const FETCH_RETRY: Backoff = Backoff::new(Duration::from_secs(3), Duration::from_secs(60));
 /// Maximum number of checkpoints that are fetched at the same time. Others wait.
-const FETCHED_AT_ONCE: usize = 2;
-/// Maximum number of copies on the disk that are checked at the same time. A check reads every byte. After an outage, hundreds of jobs restart,
-/// and the first of them should not wait until all checkpoints are checked.
-const CHECKED_AT_ONCE: usize = 2;
+const CONCURRENT_FETCHES: usize = 2;
+/// Maximum number of copies on the disk that are checked at the same time. A check reads every byte. After an outage, hundreds of jobs
+/// restart, and the first of them should not wait until all checkpoints are checked.
+const CONCURRENT_CHECKS: usize = 2;
 
 /// Maximum number of copies on the disk that are remembered as undamaged. With more copies, a copy may be checked again.
-const CHECKED: usize = 4096;
+const MAX_CHECKED: usize = 4096;
 
 /// The state of a checkpoint's copy in the object store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
@@ -94,7 +94,8 @@ pub(crate) struct ArtifactStore {
     marker: OnceCell<String>,
     queue: Mutex<Queue>,
     fetches: Mutex<HashMap<String, Fetch>>,
-    /// Copies on the disk that are undamaged: the job that starts from the copy, the newest attempt of this job at the check, and the checkpoint.
+    /// Copies on the disk that are undamaged: the job that starts from the copy, the newest attempt of this job at the check, and the
+    /// checkpoint.
     checked: Mutex<HashSet<(JobId, u32, String)>>,
     /// A permit for each checkpoint that is being fetched.
     pub(crate) fetching: Semaphore,
@@ -123,7 +124,7 @@ struct Failing {
 
 impl Failing {
     /// Notes a failure. Returns whether it is the first.
-    fn fails(&mut self, what: Asked) -> bool {
+    fn note_failure(&mut self, what: Asked) -> bool {
         let is_first = !self.write && !self.other;
         match what {
             Asked::Write => self.write = true,
@@ -133,7 +134,7 @@ impl Failing {
     }
 
     /// Notes a success. Returns whether requests failed before and none fail now.
-    fn works(&mut self, what: Asked) -> bool {
+    fn note_success(&mut self, what: Asked) -> bool {
         let failed = self.write || self.other;
         self.other = false;
         if what == Asked::Write {
@@ -182,8 +183,8 @@ impl ArtifactStore {
             queue: Mutex::default(),
             fetches: Mutex::default(),
             checked: Mutex::default(),
-            fetching: Semaphore::new(FETCHED_AT_ONCE),
-            checking: Semaphore::new(CHECKED_AT_ONCE),
+            fetching: Semaphore::new(CONCURRENT_FETCHES),
+            checking: Semaphore::new(CONCURRENT_CHECKS),
             waiting: Notify::new(),
             failing: Mutex::default(),
         }
@@ -235,8 +236,8 @@ impl ArtifactStore {
         lock(&self.fetches).remove(id);
     }
 
-    /// The fetch of a checkpoint that runs or has just failed. Otherwise a new fetch, with a sender: the caller must carry out the fetch and end it
-    /// with [`ArtifactStore::fetched`].
+    /// The fetch of a checkpoint that runs or has just failed. Otherwise a new fetch, with a sender: the caller must run the fetch and end
+    /// it with [`ArtifactStore::end_fetch`].
     pub(crate) fn fetch(&self, id: &str) -> (Fetch, Option<watch::Sender<Fetched>>) {
         let mut fetches = lock(&self.fetches);
         let failures = fetches.get(id).map_or(0, |fetch| fetch.failures);
@@ -245,7 +246,7 @@ impl ArtifactStore {
             let counts = match ended {
                 None => !is_lost,
                 Some(Ok(())) => false,
-                Some(Err(_)) => fetch.since.elapsed() < FETCH_AGAIN.after(fetch.failures),
+                Some(Err(_)) => fetch.since.elapsed() < FETCH_RETRY.after(fetch.failures),
             };
             if counts {
                 return (fetch.clone(), None);
@@ -263,16 +264,21 @@ impl ArtifactStore {
     }
 
     /// Notes that a copy is undamaged, for the attempt that follows `attempt`.
-    pub(crate) fn checked(&self, id: &str, (job, attempt): (JobId, u32)) {
+    pub(crate) fn note_checked(&self, id: &str, (job, attempt): (JobId, u32)) {
         let mut checked = lock(&self.checked);
-        if checked.len() >= CHECKED {
+        if checked.len() >= MAX_CHECKED {
             checked.clear();
         }
         checked.insert((job, attempt, id.to_owned()));
     }
 
     /// Ends a fetch. Waiting requests get the outcome. A failure is remembered for a while.
-    pub(crate) fn fetched(&self, id: &str, sender: &watch::Sender<Fetched>, outcome: Result<(), NotFetched>) {
+    pub(crate) fn end_fetch(
+        &self,
+        id: &str,
+        sender: &watch::Sender<Fetched>,
+        outcome: Result<(), NotFetched>,
+    ) {
         if let Some(fetch) = lock(&self.fetches).get_mut(id) {
             fetch.since = Instant::now();
             fetch.failures = if outcome.is_ok() { 0 } else { fetch.failures.saturating_add(1) };
@@ -281,8 +287,8 @@ impl ArtifactStore {
     }
 
     /// Notes that the store has failed at `what`, for the reason `error`. Logged once until the store works again.
-    pub(crate) fn is_away(&self, what: Asked, error: &str) {
-        if lock(&self.failing).fails(what) {
+    pub(crate) fn note_failure(&self, what: Asked, error: &str) {
+        if lock(&self.failing).note_failure(what) {
             let url = self.storage.url();
             tracing::warn!(
                 url,
@@ -293,8 +299,8 @@ impl ArtifactStore {
     }
 
     /// Notes that the store has handled a request.
-    pub(crate) fn answers(&self, what: Asked) {
-        if lock(&self.failing).works(what) {
+    pub(crate) fn note_success(&self, what: Asked) {
+        if lock(&self.failing).note_success(what) {
             tracing::info!(url = self.storage.url(), "the object store can be used again");
         }
     }

@@ -38,7 +38,7 @@ impl Verifier {
     /// Compares the size and checksum of the bytes with those of the manifest.
     ///
     /// # Errors
-    /// The bytes differ. The text says how.
+    /// The bytes differ. The text describes the difference.
     pub(crate) fn finish(self, name: &str, wanted: &ManifestFile) -> Result<(), String> {
         if self.size_bytes != wanted.size_bytes {
             return Err(format!(

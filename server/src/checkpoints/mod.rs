@@ -51,7 +51,7 @@ pub(crate) struct Checkpoints {
     /// The object store for copies of checkpoints, if there is one.
     pub(crate) artifact_store: Option<Arc<ArtifactStore>>,
     tasks: Tasks,
-    /// How long jobs have waited for checkpoints that other machines upload.
+    /// The times for which jobs have waited for checkpoints that other machines upload.
     pub(crate) waits: CheckpointWaits,
     /// Files of checkpoints whose checksum was found correct.
     pub(crate) verified_files: VerifiedFiles,
@@ -110,8 +110,8 @@ impl Checkpoints {
         self.folder(row).exists() || copies.is_some_and(Copies::is_stored)
     }
 
-    /// Whether a checkpoint is in the object store or on its way there. `None` if there is no object store, or if neither the store nor the disk
-    /// has an undamaged copy.
+    /// Whether a checkpoint is in the object store or on its way there. `None` if there is no object store, or if neither the store nor the
+    /// disk has an undamaged copy.
     pub(crate) fn stored_state(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Option<StoredState> {
         let store = self.artifact_store.as_deref()?;
         let is_damaged_here = copies.is_some_and(|copies| copies.is_damaged_here);
@@ -132,20 +132,20 @@ impl Checkpoints {
         let Some(copies) = copies.filter(|_| !self.is_kept(row, copies)) else { return Vec::new() };
         let mut holders = copies.holders.clone();
         if holders.len() > 1 {
-            let online = self.in_touch();
+            let online = self.reachable_agents();
             holders.sort_by_key(|holder| !online.contains(&holder.agent_id));
         }
         holders
     }
 
     /// The agents that are online and were not given up. A machine that disappears does not close its connection.
-    fn in_touch(&self) -> HashSet<String> {
+    fn reachable_agents(&self) -> HashSet<String> {
         let online = self.agents.online().into_iter().map(|online| online.row.id.clone());
         online.filter(|id| !self.agents.leases.is_cut_off(id)).collect()
     }
 
-    /// Why a job must not start on `agent` yet: another agent, which is online, is uploading a newer checkpoint than the server has, or the newest
-    /// checkpoint is being fetched from the object store or checked. `patience` is the time for which this call may wait for checks.
+    /// Why a job must not start on `agent` yet: another agent, which is online, is uploading a newer checkpoint than the server has, or the
+    /// newest checkpoint is being fetched from the object store or checked. `patience` is the time for which this call may wait for checks.
     ///
     /// # Errors
     /// A database error.
@@ -169,7 +169,7 @@ impl Checkpoints {
         if job.attempt == 0 && !of.is_fork() {
             return Ok(None);
         }
-        let online = self.in_touch();
+        let online = self.reachable_agents();
         let copies = self.copies(&job.id).await?;
         let (mut checkpoints, mut agents, mut is_coming) = (Vec::new(), Vec::new(), false);
         for row in self.store.checkpoints(&job.id).await? {
@@ -205,8 +205,8 @@ impl Checkpoints {
     }
 
     /// Drops reported removals of checkpoints that the server still has. A machine with its own disk removes old checkpoints there, but the
-    /// server's copies may be the only ones until newer checkpoints arrive; [`Checkpoints::tidy`] removes them. Ranks on the server's disk remove
-    /// old and damaged checkpoints. A damaged checkpoint stays if the object store has an undamaged copy.
+    /// server's copies may be the only ones until newer checkpoints arrive; [`Checkpoints::tidy`] removes them. Ranks on the server's disk
+    /// remove old and damaged checkpoints. A damaged checkpoint stays if the object store has an undamaged copy.
     ///
     /// # Errors
     /// A database error.
@@ -218,7 +218,7 @@ impl Checkpoints {
         // A checkpoint that is not old yet is removed later, when the newest checkpoint is stored.
         let (copies, old) = match &self.artifact_store {
             Some(_) => {
-                let old = self.old_ones(job).await?.map(|(_, old)| old);
+                let old = self.old_checkpoints(job).await?.map(|(_, old)| old);
                 (self.copies(job).await?, old.unwrap_or_default())
             }
             None => Default::default(),
@@ -238,8 +238,8 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Removes checkpoints that the job no longer keeps, after an upload. The machine that trains knows only the checkpoints on its own disk, but
-    /// the server also has checkpoints of earlier machines.
+    /// Removes checkpoints that the job no longer keeps, after an upload. The machine that trains knows only the checkpoints on its own
+    /// disk, but the server also has checkpoints of earlier machines.
     ///
     /// # Errors
     /// A database error.
@@ -249,7 +249,7 @@ impl Checkpoints {
             return Ok(());
         }
         let _removing = self.removing.lock().await;
-        let Some((rows, old)) = self.old_ones(&attempt.job).await? else { return Ok(()) };
+        let Some((rows, old)) = self.old_checkpoints(&attempt.job).await? else { return Ok(()) };
         let kept: HashSet<String> = rows
             .iter()
             .map(|row| (row.info.epoch, row.info.step))
@@ -267,7 +267,7 @@ impl Checkpoints {
 
     /// A job's checkpoints, with the epoch and step of each checkpoint that the job no longer keeps: it is older than the newest
     /// `checkpoint.keep`, is not the best, and is not a version of a model.
-    async fn old_ones(&self, job: &JobId) -> Result<Option<(Vec<CheckpointRow>, Vec<(u32, u64)>)>> {
+    async fn old_checkpoints(&self, job: &JobId) -> Result<Option<(Vec<CheckpointRow>, Vec<(u32, u64)>)>> {
         let Some(job) = self.store.job(job).await? else { return Ok(None) };
         let keep = (job.job.spec.checkpoint.keep as usize).max(2);
         let rows = self.store.checkpoints(&job.job.id).await?;
@@ -301,7 +301,7 @@ impl Checkpoints {
     /// A database error.
     pub(crate) async fn forget_old(&self, job: &JobId) -> Result<()> {
         let _removing = self.removing.lock().await;
-        let Some((rows, old)) = self.old_ones(job).await? else { return Ok(()) };
+        let Some((rows, old)) = self.old_checkpoints(job).await? else { return Ok(()) };
         let on_disk = |(epoch, step): &(u32, u64)| {
             let row = rows.iter().find(|row| (row.info.epoch, row.info.step) == (*epoch, *step));
             row.is_some_and(|row| self.folder(row).exists())

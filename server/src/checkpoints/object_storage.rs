@@ -1,10 +1,10 @@
-//! Access to the object store for checkpoints (`serve --artifacts`): a directory, or a bucket of S3 or a compatible service. This module handles
-//! objects and files. `artifact_store` and the tasks decide which checkpoints are stored.
+//! Access to the object store for checkpoints (`serve --artifacts`): a directory, or a bucket of S3 or a compatible service. This module
+//! handles objects and files. `artifact_store` and the tasks decide which checkpoints are stored.
 //!
-//! A checkpoint's objects are at `jobs/<job>/<epoch>-<step>/`: each file below the SHA-256 of its bytes, and `MANIFEST.json`, which names the
-//! files. `LOCKSTEP.json` at the root identifies the store. An object appears completely or not at all, and files are verified while they are
-//! sent. So an existing object is correct, and is never sent again. The manifest is written last, so a checkpoint exists completely or not at
-//! all, even if it replaces another checkpoint of the same name.
+//! A checkpoint's objects are at `jobs/<job>/<epoch>-<step>/`: each file below the SHA-256 of its bytes, and `MANIFEST.json`, which names
+//! the files. `LOCKSTEP.json` at the root identifies the store. An object appears completely or not at all, and files are verified while
+//! they are sent. So an existing object is correct, and is never sent again. The manifest is written last, so a checkpoint exists
+//! completely or not at all, even if it replaces another checkpoint of the same name.
 
 mod check;
 mod connector;
@@ -12,7 +12,7 @@ mod file_upload;
 mod location;
 mod marker;
 
-pub(crate) use check::{Unusable, words};
+pub(crate) use check::{Unusable, describe};
 
 use crate::checkpoints::manifest::{MANIFEST, Manifest};
 use bytes::Bytes;
@@ -34,7 +34,7 @@ const PARTS: u64 = 10_000;
 /// Number of times that a failed request is retried at once. Callers try again later.
 const RETRIES: usize = 2;
 /// Time limit for a request, including its body.
-const PATIENCE: Duration = Duration::from_secs(300);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(300);
 
 pub(crate) type Result<T> = std::result::Result<T, Error>;
 
@@ -49,13 +49,13 @@ pub(crate) struct Place {
 /// An open object store.
 #[derive(Debug)]
 pub(crate) struct ObjectStorage {
-    /// The store's URL in the database: `file:///path`, `s3://bucket/prefix`, or `s3+https://endpoint/bucket/prefix` for other services than
-    /// Amazon's.
+    /// The store's URL in the database: `file:///path`, `s3://bucket/prefix`, or `s3+https://endpoint/bucket/prefix` for other services
+    /// than Amazon's.
     url: String,
     objects: Arc<dyn ObjectStore>,
-    /// The bucket, if the store is one. Large files are uploaded in parts.
+    /// The bucket, if the store is a bucket. Large files are uploaded in parts.
     bucket: Option<Arc<AmazonS3>>,
-    /// The directory, if the store is one.
+    /// The directory, if the store is a directory.
     directory: Option<PathBuf>,
     /// Prefix of all objects.
     root: Path,
@@ -65,10 +65,10 @@ fn other(detail: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
     Error::Generic { store: "object", source: detail.into() }
 }
 
-/// Runs a request with the time limit [`PATIENCE`].
+/// Runs a request with the time limit [`REQUEST_TIMEOUT`].
 async fn within<T>(request: impl Future<Output = Result<T>>) -> Result<T> {
-    let late = || other(format!("it has not answered within {} s", PATIENCE.as_secs()));
-    tokio::time::timeout(PATIENCE, request).await.map_err(|_| late())?
+    let late = || other(format!("it has not answered within {} s", REQUEST_TIMEOUT.as_secs()));
+    tokio::time::timeout(REQUEST_TIMEOUT, request).await.map_err(|_| late())?
 }
 
 impl ObjectStorage {
@@ -98,7 +98,7 @@ impl ObjectStorage {
                 let retry = RetryConfig {
                     backoff: BackoffConfig::default(),
                     max_retries: RETRIES,
-                    retry_timeout: PATIENCE,
+                    retry_timeout: REQUEST_TIMEOUT,
                 };
                 let builder = AmazonS3Builder::from_env();
                 let endpoint = [AmazonS3ConfigKey::S3Endpoint, AmazonS3ConfigKey::Endpoint]
@@ -109,7 +109,7 @@ impl ObjectStorage {
                     .with_http_connector(connector::Connector)
                     .with_retry(retry)
                     .build();
-                let objects = Arc::new(opened.map_err(|error| check::words(&error))?);
+                let objects = Arc::new(opened.map_err(|error| check::describe(&error))?);
                 let root = Path::from(prefix);
                 let url = bucket_url(endpoint.as_deref(), &bucket, &root);
                 Ok(Self { url, objects: objects.clone(), bucket: Some(objects), directory: None, root })
@@ -261,7 +261,7 @@ impl Place {
     }
 }
 
-/// The URL of a bucket in the database. It contains the endpoint, because buckets of different servers may have the same name.
+/// The URL of a bucket, as stored in the database. It contains the endpoint, because buckets of different servers may have the same name.
 fn bucket_url(endpoint: Option<&str>, bucket: &str, root: &Path) -> String {
     let server = endpoint.map_or_else(
         || "s3:/".to_owned(),

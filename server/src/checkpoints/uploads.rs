@@ -1,6 +1,6 @@
-//! Uploads of checkpoints by agents that have their own disk. The pieces are collected in `uploads/<epoch>-<step>` of the job's folder, which
-//! is renamed into `checkpoints/` after every checksum was verified. So a checkpoint exists completely or not at all, like the checkpoints of
-//! ranks. Pieces survive a restart of the agent or the server: the agent asks how many bytes have arrived, and continues.
+//! Uploads of checkpoints by agents that have their own disk. The pieces are collected in `uploads/<epoch>-<step>` of the job's folder,
+//! which is renamed into `checkpoints/` after every checksum was verified. So a checkpoint exists completely or not at all, like the
+//! checkpoints of ranks. Pieces survive a restart of the agent or the server: the agent asks how many bytes have arrived, and continues.
 
 use crate::checkpoints::manifest::{MANIFEST, Manifest, check_whole, sha256};
 use lockstep_protocol::{
@@ -30,7 +30,7 @@ pub(crate) enum Refused {
     Damaged(String),
     /// Another request is changing this upload.
     Busy,
-    /// The server has this checkpoint with other weights, and the attempt that would replace the checkpoint is over.
+    /// The server has this checkpoint with other weights, and the attempt that would replace the checkpoint has ended.
     Stored,
     /// An I/O error.
     Io(io::Error),
@@ -182,7 +182,8 @@ impl Upload {
         Ok(File::open(all)?.sync_all()?)
     }
 
-    /// Renames the folder to its final name. It may replace a checkpoint of the same step, from before the evaluation or of an earlier attempt.
+    /// Renames the folder to its final name. It may replace a checkpoint of the same step, from before the evaluation or of an earlier
+    /// attempt.
     fn put(&self) -> io::Result<()> {
         use rustix::fs::{CWD, RenameFlags, renameat_with};
         if !self.place.exists() {
@@ -198,8 +199,8 @@ impl Upload {
         fs::remove_dir_all(&self.gathering)
     }
 
-    /// Checks that an upload may replace a stored checkpoint. Only the live attempt may do so. An attempt that is over may still add the result of
-    /// its last evaluation to the same weights.
+    /// Checks that an upload may replace a stored checkpoint. Only the live attempt may do so. An attempt that has ended may still add the
+    /// result of its last evaluation to the same weights.
     fn may_replace(&self, manifest: &Manifest, is_live: bool) -> Result<()> {
         if is_live {
             return Ok(());
@@ -243,14 +244,14 @@ impl Upload {
         let wrong =
             |detail: String| Refused::Wrong(format!("{MANIFEST} of checkpoint {}: {detail}", self.name));
         if text.len() > MANIFEST_BYTES {
-            return Err(wrong(format!("it has {} bytes, at most {MANIFEST_BYTES} are taken", text.len())));
+            return Err(wrong(format!("it has {} bytes, at most {MANIFEST_BYTES} are allowed", text.len())));
         }
         let manifest: Manifest = serde_json::from_slice(text).map_err(|e| wrong(e.to_string()))?;
         if format!("{}-{}", manifest.epoch, manifest.step) != self.name {
             return Err(wrong(format!("it belongs to {}-{}", manifest.epoch, manifest.step)));
         }
         if let Some(other) = manifest.files.keys().find(|name| !is_file(name)) {
-            return Err(wrong(format!("{other:?} is no file of a checkpoint")));
+            return Err(wrong(format!("{other:?} is not a file of a checkpoint")));
         }
         if let Some(missing) = checkpoint_files::missing(|name| manifest.files.contains_key(name)) {
             return Err(wrong(format!("it names no {missing}")));
@@ -258,12 +259,14 @@ impl Upload {
         let state = manifest.files.get(STATE).map_or(0, |file| file.size_bytes);
         if state > STATE_FILE_BYTES {
             return Err(wrong(format!(
-                "its {STATE} has {state} bytes, at most {STATE_FILE_BYTES} are taken"
+                "its {STATE} has {state} bytes, at most {STATE_FILE_BYTES} are allowed"
             )));
         }
         let size = manifest.files.values().fold(0_u64, |sum, file| sum.saturating_add(file.size_bytes));
         if size > CHECKPOINT_BYTES {
-            return Err(wrong(format!("its files have {size} bytes, at most {CHECKPOINT_BYTES} are taken")));
+            return Err(wrong(format!(
+                "its files have {size} bytes, at most {CHECKPOINT_BYTES} are allowed"
+            )));
         }
         Ok(manifest)
     }

@@ -14,7 +14,7 @@ use std::{
 };
 
 /// Maximum number of files that are remembered as verified. With more files, a file may be read again.
-const REMEMBERED: usize = 4096;
+const MAX_REMEMBERED: usize = 4096;
 
 /// The identity of a file when it was read. Writing into a file changes its times, and replacing a file changes the inode.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -66,7 +66,7 @@ impl VerifiedFiles {
         };
         let seen = tokio::task::spawn_blocking(seen).await.map_err(io::Error::other)??;
         let mut known = self.lock();
-        if known.len() >= REMEMBERED {
+        if known.len() >= MAX_REMEMBERED {
             known.clear();
         }
         known.insert(seen);

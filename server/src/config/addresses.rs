@@ -104,10 +104,9 @@ impl FromStr for Network {
     fn from_str(text: &str) -> Result<Self, String> {
         let network = text.parse::<IpNet>().or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
         match network {
-            Err(_) => Err(format!("{text:?} is no network and no address; an example is 10.0.0.0/8")),
+            Err(_) => Err(format!("{text:?} is neither a network nor an address; an example is 10.0.0.0/8")),
             Ok(network) if network.prefix_len() == 0 => {
-                Err("a network of all addresses would let everybody choose the address that they come from"
-                    .into())
+                Err("a network of all addresses would let every client choose its own address".into())
             }
             Ok(network) => Ok(Self(network)),
         }

@@ -62,15 +62,15 @@ impl std::str::FromStr for AgentAuth {
             "token" => Ok(Self::Token),
             "certificate" => Ok(Self::Certificate),
             "either" => Ok(Self::Either),
-            _ => Err("agents show who they are by certificate, token or either".into()),
+            _ => Err("agents identify themselves by certificate, token or either".into()),
         }
     }
 }
 
-/// Who shares the slots fairly among waiting jobs of the same priority.
+/// The units (owners or projects) between which slots are shared fairly, among waiting jobs of the same priority.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FairShare {
-    /// Nobody: the job that was submitted first comes first.
+    /// No fair sharing: the job that was submitted first comes first.
     #[default]
     Off,
     /// Owners: the owner with the fewest slots in use comes first.
@@ -87,7 +87,7 @@ impl std::str::FromStr for FairShare {
             "off" => Ok(Self::Off),
             "owner" => Ok(Self::Owner),
             "project" => Ok(Self::Project),
-            _ => Err("shares are by owner, by project or off".into()),
+            _ => Err("slots are shared by owner, by project or off".into()),
         }
     }
 }
@@ -131,7 +131,7 @@ pub struct ServeConfig {
     pub access_log_bytes: u64,
     /// The folder of the database, the jobs and their checkpoints. Created if it is missing.
     pub data_dir: PathBuf,
-    /// A second place for checkpoints: a directory, or `s3://BUCKET/PREFIX`.
+    /// A second location for checkpoints: a directory, or `s3://BUCKET/PREFIX`.
     pub artifacts: Option<String>,
     /// Whether to take over `artifacts` from another server, such as the server whose backup was restored.
     pub artifacts_adopt: bool,
@@ -141,7 +141,7 @@ pub struct ServeConfig {
     pub heartbeat: Duration,
     /// An attempt whose agent has been silent for this long is lost.
     pub lease: Duration,
-    /// Who shares the slots fairly among waiting jobs of the same priority.
+    /// The units (owners or projects) between which slots are shared fairly, among waiting jobs of the same priority.
     pub fair_share: FairShare,
     /// Maximum wait for the upload of a checkpoint, if its job can only continue on a machine that does not have the checkpoint.
     pub checkpoint_wait: Duration,
@@ -161,8 +161,8 @@ pub struct ServeConfig {
     pub no_auth: bool,
     /// The OpenID provider that signs people in, in addition to passwords.
     pub oidc: Option<OidcConfig>,
-    /// Folders that datasets and files of weights may come from, on the machines that have them. Empty: only admins may name paths, and these
-    /// may be in any folder.
+    /// Folders that datasets and files of weights may come from, on the machines that have them. Empty: only admins may name paths, and
+    /// these may be in any folder.
     pub dataset_roots: Vec<PathBuf>,
     /// Maximum number of entries in the audit log. The oldest are removed.
     pub audit_entries: u32,
@@ -280,7 +280,10 @@ impl ServeConfig {
             );
         }
         if self.no_auth && self.agent_auth == Some(AgentAuth::Certificate) {
-            return Err("with --no-auth agents show nothing; leave out --no-auth or --agent-auth".into());
+            return Err(
+                "with --no-auth agents do not identify themselves; leave out --no-auth or --agent-auth"
+                    .into(),
+            );
         }
         Ok(())
     }
@@ -303,7 +306,9 @@ pub(crate) fn may_listen(config: &ServeConfig) -> Result<(), ServeError> {
         return Err(ServeError::OpenToOthers);
     }
     if config.oidc.is_some() && config.no_auth {
-        return Err(ServeError::Oidc("with --no-auth nobody signs in; leave out one of the two".into()));
+        return Err(ServeError::Oidc(
+            "--no-auth and an OpenID provider exclude each other; leave out one of the two".into(),
+        ));
     }
     let ip = config.listen.ip();
     if config.oidc.is_some() && config.public_url.is_none() && !ip.is_loopback() {

@@ -5,7 +5,7 @@ use reqwest::Url;
 use std::{fmt, net::IpAddr, path::PathBuf, str::FromStr, time::Duration};
 
 /// Maximum length of a client secret, in bytes.
-const SECRET_BYTES: usize = 4096;
+const MAX_SECRET_BYTES: usize = 4096;
 
 /// The provider's issuer URL, such as `https://accounts.example.org`, exactly as in its tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -88,7 +88,9 @@ impl FromStr for ClientSecret {
     fn from_str(text: &str) -> Result<Self, String> {
         match text.trim() {
             "" => Err("it is empty".into()),
-            secret if secret.len() > SECRET_BYTES => Err(format!("it is longer than {SECRET_BYTES} bytes")),
+            secret if secret.len() > MAX_SECRET_BYTES => {
+                Err(format!("it is longer than {MAX_SECRET_BYTES} bytes"))
+            }
             secret => Ok(Self(secret.to_owned())),
         }
     }
@@ -223,7 +225,7 @@ mod tests {
 
     #[test]
     fn a_secret_has_a_longest_and_is_not_shown() {
-        let longest = "a".repeat(SECRET_BYTES);
+        let longest = "a".repeat(MAX_SECRET_BYTES);
         assert_eq!(format!(" {longest}\n").parse::<ClientSecret>().unwrap().expose(), longest);
         assert!(
             format!("{longest}a").parse::<ClientSecret>().is_err() && " \n".parse::<ClientSecret>().is_err()

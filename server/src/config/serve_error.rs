@@ -25,7 +25,7 @@ pub enum ServeError {
     #[error(
         "refusing to listen on {0} without TLS: whoever can listen to the network could read tokens and weights; give it a \
          certificate with --tls-cert and --tls-key, or have it make its own with --tls-own-ca, or name the proxy that \
-         encrypts with --trusted-proxy; --insecure-http listens in clear nevertheless"
+         encrypts with --trusted-proxy; --insecure-http allows unencrypted connections"
     )]
     Plaintext(IpAddr),
     /// The options of the OpenID provider are wrong.
@@ -45,7 +45,7 @@ pub enum ServeError {
     Listen {
         /// The configured address.
         address: SocketAddr,
-        /// What the system said.
+        /// The system's error message.
         source: std::io::Error,
     },
     /// The data directory cannot be created or written.
@@ -53,7 +53,7 @@ pub enum ServeError {
     DataDir {
         /// The directory.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error message.
         source: std::io::Error,
     },
     /// Another server uses the data directory.
@@ -94,8 +94,8 @@ pub enum ServeError {
     },
     /// A migration was started and not completed.
     #[error(
-        "migration {version} of the database {path} was begun and never finished, so its tables may be half changed; \
-         put back a copy from before the upgrade, or restore a backup into a new database (`lockstep restore FILE \
+        "migration {version} of the database {path} was started and never finished, so its tables may be partly changed; \
+         replace it with a copy from before the upgrade, or restore a backup into a new database (`lockstep restore FILE \
          --database URL`)"
     )]
     DatabaseHalfMigrated {
@@ -155,7 +155,7 @@ pub enum ServeError {
     #[error(
         "the database {path} has nothing in it, and the data directory {} has folders of jobs ({job}): the database was lost, or it is \
          another one; name the right one with --database, bring a backup into this one (`lockstep restore FILE`), or choose another \
-         --data-dir. To begin anew here, move {}/jobs away", data_dir.display(), data_dir.display()
+         --data-dir. To begin again here, move {}/jobs away", data_dir.display(), data_dir.display()
     )]
     DatabaseEmpty {
         /// The database.

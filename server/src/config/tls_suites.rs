@@ -12,7 +12,7 @@ use std::{
 };
 
 /// Maximum length of a list of suites, in bytes.
-const LIST_BYTES: usize = 4096;
+const MAX_LIST_BYTES: usize = 4096;
 
 /// The minimum version of TLS.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -31,7 +31,7 @@ impl FromStr for TlsVersion {
         match text {
             "1.2" => Ok(Self::V1_2),
             "1.3" => Ok(Self::V1_3),
-            _ => Err("the versions that are spoken here are 1.2 and 1.3".into()),
+            _ => Err("the supported versions are 1.2 and 1.3".into()),
         }
     }
 }
@@ -45,8 +45,8 @@ impl FromStr for TlsSuites {
 
     /// Parses names of the IANA or of OpenSSL, separated by commas or colons.
     fn from_str(text: &str) -> Result<Self, String> {
-        if text.len() > LIST_BYTES {
-            return Err(format!("a list of suites has at most {LIST_BYTES} bytes"));
+        if text.len() > MAX_LIST_BYTES {
+            return Err(format!("a list of suites has at most {MAX_LIST_BYTES} bytes"));
         }
         let known = &provider().cipher_suites;
         let mut suites: Vec<SupportedCipherSuite> = Vec::new();
@@ -55,7 +55,7 @@ impl FromStr for TlsSuites {
             let Some(found) = found else {
                 let known: Vec<_> = known.iter().map(iana).collect();
                 return Err(format!(
-                    "{name:?} is no cipher suite that this program speaks; these are {}",
+                    "{name:?} is not a supported cipher suite; the supported suites are {}",
                     known.join(", ")
                 ));
             };
@@ -167,8 +167,8 @@ mod tests {
         assert!(refused.contains("RC4-MD5") && refused.contains("TLS_AES_256_GCM_SHA384"), "{refused}");
         assert!(" , ".parse::<TlsSuites>().is_err());
         let long = |bytes: usize| format!("{}TLS_AES_128_GCM_SHA256", ",".repeat(bytes - 22));
-        assert!(long(LIST_BYTES).parse::<TlsSuites>().is_ok());
-        assert!(long(LIST_BYTES + 1).parse::<TlsSuites>().is_err());
+        assert!(long(MAX_LIST_BYTES).parse::<TlsSuites>().is_ok());
+        assert!(long(MAX_LIST_BYTES + 1).parse::<TlsSuites>().is_err());
         assert!("1.1".parse::<TlsVersion>().is_err() && "1.3".parse() == Ok(TlsVersion::V1_3));
     }
 }

@@ -8,9 +8,9 @@ use std::{
 };
 
 /// Maximum number of copies that are remembered. With more copies, a line may be logged twice.
-const REMEMBERED: usize = 4096;
+const MAX_REMEMBERED: usize = 4096;
 /// Maximum number of restarts of a copy that are logged. Agents give up earlier.
-const ANEW: u32 = 8;
+const MAX_RESTARTS_LOGGED: u32 = 8;
 
 /// The progress logged last, by job, attempt and agent.
 #[derive(Debug, Default)]
@@ -44,11 +44,11 @@ impl CopyProgress {
         let tenths = copied.saturating_mul(10).checked_div(total).unwrap_or(10).min(10);
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (job.clone(), attempt, agent.to_owned());
-        if all.len() >= REMEMBERED && !all.contains_key(&key) {
+        if all.len() >= MAX_REMEMBERED && !all.contains_key(&key) {
             all.clear();
         }
         let said = all.entry(key).or_default();
-        if anew && said.anew < ANEW {
+        if anew && said.anew < MAX_RESTARTS_LOGGED {
             *said = Announced { tenths: Some(tenths), anew: said.anew + 1 };
             return Some(CopyNotice::Anew);
         }
@@ -84,11 +84,11 @@ mod tests {
     fn so_many_copies_are_remembered_and_then_all_are_forgotten() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
         let news = |agent: usize| progress.news((&job, 1, &agent.to_string()), (10, 100), false);
-        for agent in 0..REMEMBERED {
+        for agent in 0..MAX_REMEMBERED {
             assert_eq!(news(agent), Some(CopyNotice::Tenths(1)));
         }
         assert_eq!(news(0), None, "it was said");
-        assert_eq!(news(REMEMBERED), Some(CopyNotice::Tenths(1)), "one more");
+        assert_eq!(news(MAX_REMEMBERED), Some(CopyNotice::Tenths(1)), "one more");
         assert_eq!(progress.0.lock().unwrap().len(), 1);
     }
 
@@ -97,7 +97,7 @@ mod tests {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
         let news = |copied, anew| progress.news((&job, 1, "a"), (copied, 100), anew);
         assert_eq!(news(70, false), Some(CopyNotice::Tenths(7)));
-        for _ in 0..ANEW {
+        for _ in 0..MAX_RESTARTS_LOGGED {
             assert_eq!(news(0, true), Some(CopyNotice::Anew));
             assert_eq!(news(10, false), Some(CopyNotice::Tenths(1)));
         }

@@ -15,11 +15,11 @@ use std::{
 };
 
 /// Maximum number of files and folders of a dataset.
-pub(crate) const MOST_FILES: u64 = 100_000_000;
+pub(crate) const MAX_FILES: u64 = 100_000_000;
 /// Maximum number of names that a pattern expands to.
-const MOST_NAMES: usize = 100_000;
+const MAX_NAMES: usize = 100_000;
 /// Maximum depth of nested folders.
-const DEPTH: usize = 32;
+const MAX_DEPTH: usize = 32;
 /// Size of a chunk of the list, in bytes.
 const LIST_BYTES: usize = 128 << 10;
 /// Minimum size of a chunk of parts, in bytes. Smaller parts are sent together.
@@ -35,7 +35,7 @@ pub(crate) struct Tree {
     within: String,
 }
 
-/// The form in which a dataset was registered.
+/// The kind of path with which a dataset was registered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Folder,
@@ -95,17 +95,17 @@ impl Tree {
         Ok(Some(Self { root, kind: Kind::Pattern, within }))
     }
 
-    /// The file, or the existing files of the pattern, of a dataset that is no folder.
+    /// The file, or the existing files of the pattern, of a dataset that is not a folder.
     fn names(&self) -> Result<Vec<String>, String> {
         let within = &self.within;
         if self.kind == Kind::File {
             return Ok(vec![within.clone()]);
         }
-        let names = pattern::expand(within, MOST_NAMES).map_err(|e| format!("the pattern {within:?} {e}"))?;
+        let names = pattern::expand(within, MAX_NAMES).map_err(|e| format!("the pattern {within:?} {e}"))?;
         Ok(names.into_iter().filter(|name| self.root.join(name).exists()).collect())
     }
 
-    /// Finds out what `path` leads to, an entry of a folder that was entered.
+    /// Finds the target of `path`, an entry of a folder that was entered.
     fn stat(&self, path: &Path) -> Result<Found, String> {
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         let full = self.root.join(path);
@@ -160,7 +160,7 @@ impl Tree {
         let path = Path::new(path);
         let is_below = path.components().all(|part| matches!(part, Component::Normal(_)));
         if !is_one || !is_below || path.as_os_str().is_empty() {
-            return Err(format!("{} is none of the dataset's files", path.display()));
+            return Err(format!("{} is not a file of the dataset", path.display()));
         }
         let real = self.real(path)?;
         let failed = |e: rustix::io::Errno| format!("{} cannot be read: {e}", path.display());
@@ -264,7 +264,11 @@ impl List {
                 Kind::Folder => self.tree.stat(&path)?,
                 Kind::File | Kind::Pattern => self.tree.file(&shown).and_then(|file| {
                     let found = file.metadata().map_err(|e| format!("{shown} cannot be read: {e}"))?;
-                    if found.is_file() { Ok(Found::File(found)) } else { Err(format!("{shown} is no file")) }
+                    if found.is_file() {
+                        Ok(Found::File(found))
+                    } else {
+                        Err(format!("{shown} is not a file"))
+                    }
                 })?,
             };
             return match found {
@@ -294,8 +298,8 @@ impl List {
     }
 
     fn enter(&mut self, path: PathBuf) -> Result<(), String> {
-        if self.open.len() > DEPTH {
-            let detail = format!("{} is nested deeper than {DEPTH} folders", path.display());
+        if self.open.len() > MAX_DEPTH {
+            let detail = format!("{} is nested deeper than {MAX_DEPTH} folders", path.display());
             return Err(format!("{detail}; does a link lead back to a folder that contains it?"));
         }
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());

@@ -1,5 +1,5 @@
-//! Datasets: the folders that they may be in, the transfer of their files to agents, their inspections, and uploads of zip files. The server
-//! does not parse datasets; agents do.
+//! Datasets: the folders that may contain them, the transfer of their files to agents, their inspections, and uploads of zip files. The
+//! server does not parse datasets; agents do.
 
 pub(crate) mod copies;
 pub(crate) mod files;
@@ -14,7 +14,7 @@ use inspections::Inspections;
 use roots::DatasetRoots;
 use std::sync::Arc;
 
-/// The server's state about datasets, besides the rows in the store.
+/// The server's state about datasets, in addition to the rows in the store.
 pub(crate) struct Datasets {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) events: Arc<Events>,

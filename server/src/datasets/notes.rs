@@ -1,5 +1,5 @@
 //! The fingerprint of a job's dataset at the job's first start, in the job's folder (`dataset.json`). Fingerprints of machines on which the
-//! job starts later are compared with this one.
+//! job starts later are compared with the stored fingerprint.
 
 use lockstep_protocol::numbers::plural;
 use serde_json::Value;
@@ -16,10 +16,10 @@ const NOTE: &str = "dataset.json";
 const MACHINE: &str = "machine";
 
 /// Held while a note is read and written, so that only one of two machines that start at the same time writes the first note.
-static KEEPING: Mutex<()> = Mutex::new(());
+static NOTE_LOCK: Mutex<()> = Mutex::new(());
 
-/// Stores the fingerprint of a job's dataset on the agent `machine`, if the job has none yet. If a different fingerprint is stored, returns
-/// the machine and the size of that copy, in words.
+/// Stores the fingerprint of a job's dataset on the agent `machine`, if the job has no fingerprint yet. If a different fingerprint is
+/// stored, returns a text with the machine and the size of that copy.
 ///
 /// # Errors
 /// The note cannot be read or written.
@@ -31,7 +31,7 @@ pub(crate) fn keep_dataset_note(
     if let Some(fields) = note.as_object_mut() {
         fields.insert(MACHINE.into(), machine.into());
     }
-    let _one_at_a_time = KEEPING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one_at_a_time = NOTE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     let text = match fs::read(job_dir.join(NOTE)) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
@@ -74,11 +74,11 @@ fn other_copy(note: &Value) -> String {
         Some(((count, what), bytes)) => {
             format!("{machine} has {} of {:.0} MB, or other content", plural(count, what), bytes as f64 / 1e6)
         }
-        None => format!("{machine} has another one"),
+        None => format!("{machine} has another copy"),
     }
 }
 
-/// The stored fingerprint of a job's dataset. `None` if there is none, or if it is damaged.
+/// The stored fingerprint of a job's dataset. `None` if it is missing or damaged.
 pub(crate) fn dataset_note(job_dir: &Path) -> Option<Value> {
     serde_json::from_slice(&fs::read(job_dir.join(NOTE)).ok()?).ok()
 }

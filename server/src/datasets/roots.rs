@@ -1,4 +1,4 @@
-//! Folders that datasets and weights may come from (`serve --dataset-root`). A person who registers a folder sees its pictures and trains
+//! Folders that may contain datasets and weights (`serve --dataset-root`). A person who registers a folder sees its pictures and trains
 //! on them with the rights of the agent, and a person who names weights learns whether the file exists. So members may only name paths
 //! below the roots. Without roots, only admins may name paths. On a server of one person, the first token is an admin's.
 
@@ -13,23 +13,23 @@ use std::{
 };
 
 /// Maximum number of symbolic links that are followed in a path. Linux has the same limit.
-const LINKS: usize = 40;
+const MAX_LINKS: usize = 40;
 /// Time limit for following links before files are used. After it, the check is skipped, so that jobs do not wait for a file system that
 /// does not respond: the process that opens the files checks their links, too.
-const PATIENCE: Duration = Duration::from_secs(3);
+const LINKS_TIMEOUT: Duration = Duration::from_secs(3);
 const OWN_DATA: &str = "is a path in the server's own data directory, which also holds private weights: give the checkpoint's id instead";
 /// Name of the file of weights in a folder.
 const WEIGHTS: &str = "model.safetensors";
 const INSTEAD: &str = "a checkpoint's id can be given everywhere";
 
-/// The folders that datasets may come from.
+/// The folders that may contain datasets.
 #[derive(Debug, Clone)]
 pub(crate) struct DatasetRoots {
     /// Each root as given, made absolute, and with its links resolved on this machine.
     roots: Vec<(PathBuf, PathBuf)>,
     /// The folder into which the server unpacks the dataset that comes with the program.
     bundled: Option<PathBuf>,
-    /// Where the server itself unpacks what people upload.
+    /// The folder into which the server unpacks uploads.
     pub(crate) uploads: PathBuf,
     /// The server's data directory, as given and resolved.
     data_dir: (PathBuf, PathBuf),
@@ -75,11 +75,11 @@ impl DatasetRoots {
             };
         }
         let asked = PathBuf::from(path);
-        // A file system that does not respond must not hold up others.
+        // A file system that does not respond must not delay other requests.
         let resolved = tokio::task::spawn_blocking(move || resolved(&asked)).await;
         match resolved {
             Ok(resolved) if self.has(&resolved) => Ok(()),
-            // The target of a link is named only for links below a root: for others it would disclose which paths exist.
+            // The target of a link is named only for links below a root: for other links it would reveal which paths exist.
             Ok(resolved) if resolved != Path::new(path) && self.has(&plain(Path::new(path))) => {
                 Err(self.refusal(&format!("it is {} here, which", resolved.display())))
             }
@@ -120,7 +120,7 @@ impl DatasetRoots {
         if self.roots.is_empty() {
             return Ok(());
         }
-        match tokio::time::timeout(PATIENCE, leads_to(path)).await {
+        match tokio::time::timeout(LINKS_TIMEOUT, leads_to(path)).await {
             Ok(Some(leads)) => self.check_leads(path, &leads),
             Ok(None) => Err(self.leads_elsewhere(path)),
             Err(_) => Ok(()),
@@ -168,7 +168,7 @@ impl DatasetRoots {
         }
         let asked = PathBuf::from(path);
         let leads = tokio::task::spawn_blocking(move || resolved(&asked));
-        match tokio::time::timeout(PATIENCE, leads).await {
+        match tokio::time::timeout(LINKS_TIMEOUT, leads).await {
             Ok(Ok(real)) if real == plain(Path::new(path)) || self.has(&real) => Ok(()),
             // The process that opens the files checks their links, too.
             Err(_) => Ok(()),
@@ -224,11 +224,11 @@ impl DatasetRoots {
     }
 }
 
-/// A path of weights with its links resolved, and the resolved path of the file that is read if the path is a folder. Paths that do not exist
-/// are resolved, too, so that a refusal does not reveal which paths exist.
+/// A path of weights with its links resolved, and the resolved path of the file that is read if the path is a folder. Paths that do not
+/// exist are resolved, too, so that a refusal does not reveal which paths exist.
 async fn leads_to(path: &str) -> Option<[PathBuf; 2]> {
     let path = PathBuf::from(path);
-    // A file system that does not respond must not hold up others.
+    // A file system that does not respond must not delay other requests.
     let leads = tokio::task::spawn_blocking(move || {
         let path = std::path::absolute(&path).unwrap_or(path);
         [resolved(&path), resolved(&path.join(WEIGHTS))]
@@ -236,7 +236,7 @@ async fn leads_to(path: &str) -> Option<[PathBuf; 2]> {
     leads.await.ok()
 }
 
-/// Whether `..` follows a brace of a pattern. The text in braces may contain `/`, and then `..` leads to another folder than it seems.
+/// Whether `..` follows a brace of a pattern. The text in braces may contain `/`, and then `..` leads to an unexpected folder.
 fn leads_astray(path: &Path) -> bool {
     let behind = path.components().skip_while(|part| !part.as_os_str().as_encoded_bytes().contains(&b'{'));
     behind.into_iter().any(|part| part == Component::ParentDir)
@@ -250,7 +250,7 @@ pub(crate) fn resolved(path: &Path) -> PathBuf {
     let (mut whole, mut ahead, mut links) = (PathBuf::new(), parts(path), 0);
     while let Some(part) = ahead.pop() {
         Path::new(&part).components().for_each(|part| step(&mut whole, part));
-        if links < LINKS
+        if links < MAX_LINKS
             && let Ok(target) = whole.read_link()
         {
             links += 1;
@@ -308,19 +308,20 @@ mod tests {
         std::fs::create_dir_all(at("outside".into())).unwrap();
         // From `n` it takes so many links to `outside`.
         symlink(at("outside".into()), at("root/1".into())).unwrap();
-        for n in 2..=LINKS + 1 {
+        for n in 2..=MAX_LINKS + 1 {
             symlink(at(format!("root/{}", n - 1)), at(format!("root/{n}"))).unwrap();
         }
         let some = roots(&[&at("root".into())], "127.0.0.1:0");
         let may = async |n: usize| {
             some.check_asked(at(format!("root/{n}")).to_str().unwrap(), &Caller::anybody()).await
         };
-        let why = may(LINKS).await.expect_err("it leads outside");
+        let why = may(MAX_LINKS).await.expect_err("it leads outside");
         assert!(why.contains("--dataset-root"), "{why}");
-        assert!(std::fs::read_dir(at(format!("root/{LINKS}"))).is_ok());
+        assert!(std::fs::read_dir(at(format!("root/{MAX_LINKS}"))).is_ok());
         // One more is not followed here, and nobody can open it.
         assert!(
-            may(LINKS + 1).await.is_ok() && std::fs::read_dir(at(format!("root/{}", LINKS + 1))).is_err()
+            may(MAX_LINKS + 1).await.is_ok()
+                && std::fs::read_dir(at(format!("root/{}", MAX_LINKS + 1))).is_err()
         );
     }
 

@@ -1,6 +1,6 @@
-//! Zip files of pictures that people upload. The pieces of a file are collected in a folder of the data directory, and its pictures are
-//! unpacked beside it. What is unpacked becomes a dataset, and the zip file is removed. An archive is read with little memory, whatever
-//! its directory says: a zip file of a few bytes may claim any size.
+//! Uploaded zip files of pictures. The pieces of a zip file are collected in a folder of the data directory, and its pictures are
+//! unpacked next to it. The unpacked pictures become a dataset, and the zip file is removed. Reading an archive needs little
+//! memory for any directory in it, because a zip file of a few bytes may claim any size.
 
 use crate::util::disk_space::check_space;
 use sha2::{Digest, Sha256};
@@ -20,34 +20,34 @@ use zip::{
     unstable::read::ZipIterable,
 };
 
-/// The largest piece in one request.
+/// Maximum size of a piece in one request.
 pub(crate) const PIECE_BYTES: usize = 8 << 20;
-/// The largest zip file, and what it may become.
-const ARCHIVE_BYTES: u64 = 8 << 30;
-const UNPACKED_BYTES: u64 = 16 << 30;
-const FILES: usize = 200_000;
-/// The names of all entries of a zip file: they are held in memory.
-const NAMES_BYTES: usize = 64 << 20;
-/// Names of folders and of the file in one path, and the bytes of each.
-const DEPTH: usize = 8;
-const NAME_BYTES: usize = 255;
-/// What files of pictures are called.
-const PICTURES: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
-/// Read at most for the end of an archive, where its directory is found.
-const END_BYTES: u64 = 1 << 20;
-/// An upload that nobody continues is removed after this time.
-const KEPT: Duration = Duration::from_secs(24 * 3600);
+/// Maximum size of a zip file, and of its unpacked files.
+const MAX_ARCHIVE_BYTES: u64 = 8 << 30;
+const MAX_UNPACKED_BYTES: u64 = 16 << 30;
+const MAX_FILES: usize = 200_000;
+/// Maximum total length of the names in a zip file, which are kept in memory.
+const MAX_NAMES_BYTES: usize = 64 << 20;
+/// Maximum number of names in one path, and maximum length of a name in bytes.
+const MAX_DEPTH: usize = 8;
+const MAX_NAME_BYTES: usize = 255;
+/// Extensions of picture files.
+const PICTURE_EXTENSIONS: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
+/// Maximum number of bytes that are read at the end of an archive to find its directory.
+const MAX_END_BYTES: u64 = 1 << 20;
+/// Time after which an unfinished upload is removed.
+const UNFINISHED_LIFE: Duration = Duration::from_secs(24 * 3600);
 
 const ARCHIVE: &str = "archive.zip";
 
 /// Why a piece or an archive is refused.
 #[derive(Debug)]
 pub(crate) enum Refused {
-    /// What is wrong with it, and what to do.
+    /// The archive or the request is invalid. The text says what to do.
     Wrong(String),
     /// The piece does not continue the file, which has this many bytes.
     Offset(u64),
-    /// The disk.
+    /// A disk error.
     Io(io::Error),
 }
 
@@ -59,7 +59,7 @@ impl From<io::Error> for Refused {
 
 type Result<T> = std::result::Result<T, Refused>;
 
-/// How many of an archive's files are unpacked, and into which folder.
+/// The number of an archive's unpacked files, and their folder.
 #[derive(Debug)]
 pub(crate) struct Unpacked {
     pub(crate) pictures: PathBuf,
@@ -72,9 +72,9 @@ pub(crate) struct Unpacked {
 pub(crate) struct Upload(PathBuf);
 
 impl Upload {
-    /// Each owner has uploads of their own: nobody writes into another's.
+    /// The upload `name` of an owner. Each owner has separate uploads.
     pub(crate) fn of(uploads: &Path, owner: &str, name: &str) -> Self {
-        // No name has the character between.
+        // Names do not contain the separator.
         let hash = Sha256::new().chain_update(owner).chain_update("\u{1f}").chain_update(name).finalize();
         Self(uploads.join(hex::encode(&hash[..16])))
     }
@@ -84,21 +84,21 @@ impl Upload {
         Path::new(path).starts_with(&self.0)
     }
 
-    /// The folder of classes. Its name is new with each first piece, so that an inspection of earlier pictures says nothing about these.
+    /// The folder of classes. Each first piece creates a new name, so that an inspection of earlier pictures is not used for the new ones.
     fn pictures(&self) -> io::Result<PathBuf> {
         let mut entries = fs::read_dir(&self.0)?.flatten().map(|entry| entry.path());
         entries.find(|path| path.is_dir()).ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// Writes a piece; `offset` is how much of the file was sent before. The first piece replaces an earlier upload.
+    /// Writes a piece. `offset`: number of bytes that were sent before. The first piece replaces an earlier upload.
     ///
     /// # Errors
-    /// The piece does not follow what is there, the file is too large, or the disk.
+    /// The piece does not continue the file, the file is too large, or a disk error.
     pub(crate) fn write(&self, offset: u64, piece: &[u8]) -> Result<()> {
-        if offset.saturating_add(piece.len() as u64) > ARCHIVE_BYTES {
+        if offset.saturating_add(piece.len() as u64) > MAX_ARCHIVE_BYTES {
             return Err(Refused::Wrong(format!(
                 "a zip file may have at most {} GiB; register a larger dataset by the path of its folder",
-                ARCHIVE_BYTES >> 30
+                MAX_ARCHIVE_BYTES >> 30
             )));
         }
         if offset == 0 {
@@ -116,40 +116,40 @@ impl Upload {
         if there < offset {
             return Err(Refused::Offset(there));
         }
-        // A piece whose answer was lost comes again.
+        // The client resends a piece if the response was lost.
         file.set_len(offset)?;
         file.seek(SeekFrom::Start(offset))?;
         Ok(file.write_all(piece)?)
     }
 
-    /// Unpacks the archive, or a part of it: at least one file, and no more after `until`. Files that are there are not written again.
+    /// Unpacks the archive, or a part of it: at least one file, and no further files after `until`. Existing files are not written again.
     ///
     /// # Errors
-    /// It is no zip file, has what is not taken, or the disk.
+    /// The archive is not a zip file or has entries that are not allowed, or a disk error.
     pub(crate) fn unpack(&self, until: Instant) -> Result<Unpacked> {
         let path = self.0.join(ARCHIVE);
         let Ok(end) = File::open(&path) else {
             return Err(Refused::Wrong("no zip file was uploaded under this name; send it first".into()));
         };
-        let end = Bounded { file: BufReader::new(end), left: Rc::new(Cell::new(END_BYTES)) };
+        let end = Bounded { file: BufReader::new(end), left: Rc::new(Cell::new(MAX_END_BYTES)) };
         let left = end.left.clone();
         let config = Config { archive_offset: ArchiveOffset::Known(0) };
         let mut zip = ZipIterable::try_new(end, config).map_err(unreadable)?;
         left.set(u64::MAX);
-        if zip.len() > FILES {
+        if zip.len() > MAX_FILES {
             return Err(Refused::Wrong(format!(
-                "the zip file has {} entries; at most {FILES} are allowed",
+                "the zip file has {} entries; at most {MAX_FILES} are allowed",
                 zip.len()
             )));
         }
         let files = listed(&mut zip)?;
         let total = files.iter().flatten().count() as u64;
         let bytes = files.iter().flatten().fold(0_u64, |sum, file| sum.saturating_add(file.bytes));
-        if bytes > UNPACKED_BYTES {
+        if bytes > MAX_UNPACKED_BYTES {
             return Err(Refused::Wrong(format!(
                 "the zip file unpacks to {} GiB; at most {} GiB are allowed",
                 bytes >> 30,
-                UNPACKED_BYTES >> 30
+                MAX_UNPACKED_BYTES >> 30
             )));
         }
         let root = self.pictures()?;
@@ -182,7 +182,7 @@ impl Upload {
     /// Removes the zip file, after its pictures have become a dataset.
     ///
     /// # Errors
-    /// The disk.
+    /// A disk error.
     pub(crate) fn finish(&self) -> io::Result<()> {
         unless_missing(fs::remove_file(self.0.join(ARCHIVE)))
     }
@@ -191,7 +191,7 @@ impl Upload {
 /// Removes the folder of an upload, or of a dataset that was uploaded.
 ///
 /// # Errors
-/// The disk.
+/// A disk error.
 pub(crate) fn remove(folder: &Path) -> io::Result<()> {
     unless_missing(fs::remove_dir_all(folder))
 }
@@ -203,14 +203,14 @@ fn unless_missing(removed: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// Removes uploads that nobody has continued and that are no dataset, and what a crash left: zip files of datasets, and pictures of
-/// removed ones. `datasets`: the paths of all datasets.
+/// Removes unfinished uploads without a dataset, and files that a crash has left: zip files of datasets, and pictures of
+/// removed datasets. `datasets`: the paths of all datasets.
 pub(crate) fn sweep(uploads: &Path, datasets: &[String]) {
     for folder in fs::read_dir(uploads).into_iter().flatten().flatten().map(|entry| entry.path()) {
         let upload = Upload(folder);
         let archive = upload.0.join(ARCHIVE).metadata();
         let changed = archive.or_else(|_| upload.0.metadata()).and_then(|about| about.modified());
-        let is_old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > KEPT));
+        let is_old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > UNFINISHED_LIFE));
         let swept = match datasets.iter().any(|path| upload.has(path)) {
             true => upload.finish(),
             false if is_old => remove(&upload.0),
@@ -222,29 +222,30 @@ pub(crate) fn sweep(uploads: &Path, datasets: &[String]) {
     }
 }
 
-/// A file of an archive that is unpacked.
+/// A file of an archive that is to be unpacked.
 #[derive(Debug)]
 struct Listed {
-    /// Below the folder of classes.
+    /// The path in the folder of classes.
     path: PathBuf,
     bytes: u64,
 }
 
-/// The files of an archive in its order; none for folders, and for what operating systems add. A folder around all others is left out.
+/// The files of an archive in order; `None` for folders and for files that operating systems add. A folder that contains all others is left
+/// out.
 fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
     let mut all = Vec::new();
     let mut names_bytes = 0;
     for entry in zip.files().map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
-        // Some programs of Windows write its own separator.
+        // Some programs of Windows write `\` as the separator.
         let name = entry.name().map_err(unreadable)?.replace('\\', "/");
         let wrong =
             |what: &str| Err(Refused::Wrong(format!("{:?} in the zip file {what}", shortened(&name))));
         names_bytes += name.len();
-        if names_bytes > NAMES_BYTES {
+        if names_bytes > MAX_NAMES_BYTES {
             return Err(Refused::Wrong(format!(
                 "the names in the zip file have more than {} MiB together; shorten them",
-                NAMES_BYTES >> 20
+                MAX_NAMES_BYTES >> 20
             )));
         }
         let parts: Vec<String> = name.split('/').filter(|part| *part != ".").map(str::to_owned).collect();
@@ -254,7 +255,7 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
         }
         if parts.is_empty() || parts.iter().any(|part| part.is_empty() || part == ".." || part.contains('\0'))
         {
-            return wrong("leads out of its folder; pack the folder of classes anew");
+            return wrong("leads out of its folder; pack the folder of classes again");
         }
         if parts.iter().any(|part| part.starts_with('.') || part == "__MACOSX" || part == "Thumbs.db") {
             all.push(None);
@@ -266,7 +267,7 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
         if entry.encrypted() {
             return wrong("is encrypted; pack the folder without a password");
         }
-        if parts.len() > DEPTH || parts.iter().any(|part| part.len() > NAME_BYTES) {
+        if parts.len() > MAX_DEPTH || parts.iter().any(|part| part.len() > MAX_NAME_BYTES) {
             return wrong("has a name that is too long");
         }
         all.push(Some((parts, entry.size())));
@@ -287,42 +288,42 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
     let mut seen = HashSet::new();
     if let Some(twice) = listed.iter().flatten().find(|file| !seen.insert(&file.path)) {
         return Err(Refused::Wrong(format!(
-            "the zip file has {:?} twice; pack the folder anew",
+            "the zip file has {:?} twice; pack the folder again",
             shortened(&twice.path.to_string_lossy())
         )));
     }
     drop(seen);
     let is_picture = |file: &Listed| {
         let extension = file.path.extension();
-        extension.is_some_and(|is| PICTURES.iter().any(|known| is.eq_ignore_ascii_case(known)))
+        extension.is_some_and(|is| PICTURE_EXTENSIONS.iter().any(|known| is.eq_ignore_ascii_case(known)))
     };
     let files = || listed.iter().flatten();
     if files().all(|file| file.path.components().count() == 1) && files().any(is_picture) {
         let found = around.map_or_else(
-            || "has no class folder: its pictures lie directly in it".into(),
+            || "has no class folder: its pictures are at the top level".into(),
             |folder| format!("has only one class folder ({})", shortened(&folder)),
         );
         return Err(Refused::Wrong(format!(
-            "the zip file {found}; put the pictures of each class into a folder of its own, at least two"
+            "the zip file {found}; put the pictures of each class into a separate folder, at least two folders"
         )));
     }
     Ok(listed)
 }
 
-/// Writes a file of the archive; none where it cannot be read to its end.
+/// Writes a file of the archive. Writes no file if the entry cannot be read to its end.
 fn write_file(mut entry: impl Read, file: &Listed, root: &Path) -> Result<()> {
     use io::ErrorKind::{AlreadyExists, IsADirectory, NotADirectory};
     let path = root.join(&file.path);
     let created = path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| File::create(&path));
     let mut to = created.map_err(|error| match error.kind() {
         AlreadyExists | IsADirectory | NotADirectory => Refused::Wrong(format!(
-            "the zip file has a file and a folder with the same path at {:?}; pack the folder anew",
+            "the zip file has a file and a folder with the same path at {:?}; pack the folder again",
             shortened(&file.path.to_string_lossy())
         )),
         _ => Refused::Io(error),
     })?;
     let copied = io::copy(&mut entry.by_ref().take(file.bytes), &mut to);
-    // Its checksum is compared at its end.
+    // The entry's checksum is compared at its end.
     let copied = copied.and_then(|copied| Ok((copied, entry.read(&mut [0])?)));
     match copied {
         Ok((copied, 0)) if copied == file.bytes => return Ok(()),
@@ -331,7 +332,7 @@ fn write_file(mut entry: impl Read, file: &Listed, root: &Path) -> Result<()> {
     }
     fs::remove_file(&path)?;
     Err(Refused::Wrong(format!(
-        "{:?} in the zip file is damaged; pack the folder anew",
+        "{:?} in the zip file is damaged; pack the folder again",
         shortened(&file.path.to_string_lossy())
     )))
 }
@@ -347,7 +348,7 @@ fn shortened(name: &str) -> String {
     name.chars().take(100).collect()
 }
 
-/// A file of which so many bytes are read.
+/// A file with a limit for the bytes that are read at its end.
 #[derive(Debug)]
 struct Bounded {
     file: BufReader<File>,
@@ -358,7 +359,7 @@ impl Read for Bounded {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let read = self.file.read(into)?;
         let left = self.left.get().checked_sub(read as u64);
-        self.left.set(left.ok_or_else(|| io::Error::other("its end is too large"))?);
+        self.left.set(left.ok_or_else(|| io::Error::other("its directory is too large"))?);
         Ok(read)
     }
 }
@@ -440,7 +441,7 @@ mod tests {
             (&[".hidden"], "no file"),
             (&["a/1.png", "a/2.JPG"], "only one class folder (a)"),
             (&["train/a/1.png"], "only one class folder (a)"),
-            (&["1.png", "2.png"], "lie directly in it"),
+            (&["1.png", "2.png"], "are at the top level"),
         ] {
             let dir = tempfile::tempdir().unwrap();
             let upload = upload(dir.path(), names);
@@ -473,7 +474,7 @@ mod tests {
         let upload = upload(dir.path(), &["a/1.png"]);
         sweep(dir.path(), &[]);
         assert!(upload.0.exists(), "it is new");
-        let age = |file: File| file.set_modified(std::time::SystemTime::now() - 2 * KEPT).unwrap();
+        let age = |file: File| file.set_modified(std::time::SystemTime::now() - 2 * UNFINISHED_LIFE).unwrap();
         age(File::options().write(true).open(upload.0.join(ARCHIVE)).unwrap());
         let path = upload.pictures().unwrap().to_string_lossy().into_owned();
         sweep(dir.path(), &[path]);

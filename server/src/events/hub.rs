@@ -15,10 +15,10 @@ use std::{
 use tokio::sync::{Notify, broadcast, watch};
 
 /// Maximum number of recent events in memory for each watched job. Their total size is limited by [`RECENT_BYTES`].
-const RECENT: usize = 512;
+const MAX_RECENT: usize = 512;
 const RECENT_BYTES: usize = 4 << 20;
 /// Interval between two updates of a job on the list, and between two updates of the job's pace on its stream.
-pub(crate) const LIST_EVERY: Duration = Duration::from_millis(250);
+pub(crate) const LIST_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum number of updates by which a reader of the list may lag. A reader that lags further is sent the whole list again.
 const LIST_BACKLOG: usize = 1024;
 
@@ -78,8 +78,8 @@ impl Hub {
         }
     }
 
-    /// Publishes stored events to subscribers. Two changes of a job may be published in the wrong order, because each is published after its
-    /// transaction. Readers then read the earlier change from the store.
+    /// Publishes stored events to subscribers. Two changes of a job may be published in the wrong order, because each is published after
+    /// its transaction. Readers then read the earlier change from the store.
     pub(crate) fn publish(&self, changed: &Changed) {
         if let Some(last) = changed.events.last()
             && let Some(watched) = lock(&self.jobs).get_mut(&changed.job.id)
@@ -92,7 +92,7 @@ impl Hub {
                 }
                 watched.recent_bytes += changed.events.iter().map(EventRow::bytes).sum::<usize>();
                 watched.recent.extend(changed.events.iter().cloned().map(Arc::new));
-                while watched.recent.len() > RECENT || watched.recent_bytes > RECENT_BYTES {
+                while watched.recent.len() > MAX_RECENT || watched.recent_bytes > RECENT_BYTES {
                     let Some(oldest) = watched.recent.pop_front() else { break };
                     watched.recent_bytes -= oldest.bytes();
                 }
@@ -185,7 +185,7 @@ impl Hub {
         self.list.subscribe()
     }
 
-    /// Sends changes to the list's readers, each job at most once in [`LIST_EVERY`]. Runs until dropped.
+    /// Sends changes to the list's readers, each job at most once in [`LIST_INTERVAL`]. Runs until dropped.
     pub(crate) async fn publish_list(&self) {
         loop {
             self.wake.notified().await;
@@ -202,7 +202,7 @@ impl Hub {
                     let _ = self.list.send(Listed { text: text.into(), owner, private });
                 }
             }
-            tokio::time::sleep(LIST_EVERY).await;
+            tokio::time::sleep(LIST_INTERVAL).await;
         }
     }
 }
@@ -241,7 +241,7 @@ impl Subscription {
         lock(&self.hub.jobs).get(&self.id)?.pace
     }
 
-    /// Waits until there is an event after `seq`, or somebody has changed the job's labels.
+    /// Waits until there is an event after `seq`, or the job's labels have changed.
     pub(crate) async fn wait(&mut self, seq: u64) -> JobUpdate {
         tokio::select! {
             known = self.last_seq.wait_for(|last| *last > seq) => match known {

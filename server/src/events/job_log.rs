@@ -12,7 +12,7 @@ use std::{
 };
 
 /// Maximum number of lines that are remembered as written. With more lines, a line may be written twice.
-const REMEMBERED: usize = 4096;
+const MAX_REMEMBERED: usize = 4096;
 
 /// Lines that were written: job, attempt and topic.
 pub(super) type WrittenLines = Mutex<HashSet<(JobId, u32, &'static str)>>;
@@ -22,7 +22,7 @@ impl Events {
     pub(crate) async fn log_once(&self, job: &JobId, attempt: u32, what: &'static str, text: String) {
         {
             let mut written = self.written_lines.lock().unwrap_or_else(PoisonError::into_inner);
-            if written.len() >= REMEMBERED {
+            if written.len() >= MAX_REMEMBERED {
                 written.clear();
             }
             if !written.insert((job.clone(), attempt, what)) {

@@ -22,7 +22,7 @@ use std::{
 };
 
 /// Maximum number of lines that wait to be written.
-const WAITING: usize = 8192;
+const MAX_WAITING: usize = 8192;
 /// Maximum length of a logged path. The longest path of this server has about a hundred characters.
 const PATH_CHARS: usize = 512;
 
@@ -51,7 +51,7 @@ impl AccessLog {
     /// The file cannot be written.
     pub(crate) fn open(to: &AccessLogTo, most_bytes: u64) -> io::Result<Self> {
         let mut out = LogSink::open(to, most_bytes)?;
-        let (lines, waiting) = sync_channel(WAITING);
+        let (lines, waiting) = sync_channel(MAX_WAITING);
         let lost = Arc::new(AtomicU64::new(0));
         let log = Self { lines, lost: lost.clone() };
         std::thread::Builder::new()
@@ -153,7 +153,7 @@ fn older(path: &Path) -> PathBuf {
 /// Opens a file that only this user can read. Returns the file and its length.
 fn append(path: &Path) -> io::Result<(File, u64)> {
     if path.exists() && !path.metadata()?.is_file() {
-        return Err(io::Error::other("it is no regular file"));
+        return Err(io::Error::other("it is not a regular file"));
     }
     crate::util::private::file(path)?;
     let file = File::options().append(true).open(path)?;

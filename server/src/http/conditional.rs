@@ -11,8 +11,8 @@ use sha2::{Digest, Sha256};
 /// Allows clients to cache a response if they revalidate it before each use.
 pub(crate) const CACHING: &str = "private, no-cache";
 
-/// A response with `value` as JSON and an entity tag of its content, or 304 if the client has it already. The tag is weak, because responses
-/// may be compressed.
+/// A response with `value` as JSON and an entity tag of its content, or 304 if the client has it already. The tag is weak, because
+/// responses may be compressed.
 ///
 /// # Errors
 /// The value cannot be serialised.
@@ -32,7 +32,8 @@ pub(crate) fn is_known(headers: &HeaderMap, tag: &str) -> bool {
     lists.any(|list| list.trim() == "*" || tags(list).any(|known| known == tag))
 }
 
-/// Whether `Range` applies. It does not if `If-Range` is present and is not `tag`: the client then has a part of other content. Dates in
+/// Whether `Range` applies. `Range` is ignored if `If-Range` is present and is not `tag`: the client then has a part of other content.
+/// Dates in
 /// `If-Range` never match, because all content here has a tag.
 pub(crate) fn range_counts(headers: &HeaderMap, tag: &str) -> bool {
     headers.get(header::IF_RANGE).is_none_or(|condition| condition == tag)
@@ -50,8 +51,8 @@ fn tags(list: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Removes a `Range` that is not a single range of bytes. Other units and invalid ranges are ignored (RFC 9110, section 14.2), and a request
-/// for several ranges gets the whole content.
+/// Removes a `Range` that is not a single range of bytes. Other units and invalid ranges are ignored (RFC 9110, section 14.2), and a
+/// request for several ranges gets the whole content.
 pub(crate) fn keep_one_range(headers: &mut HeaderMap) {
     let one = headers.get(header::RANGE).and_then(|value| one_range(value.to_str().ok()?));
     match one.and_then(|range| HeaderValue::try_from(range).ok()) {

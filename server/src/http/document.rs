@@ -1,4 +1,4 @@
-//! The OpenAPI document: the descriptions of all handlers, and what all calls have in common.
+//! The OpenAPI document: the descriptions of all handlers, and parts that all calls have in common.
 
 mod values;
 
@@ -20,12 +20,12 @@ const COOKIE: &str = "session";
 const PROBLEM: &str = "application/problem+json";
 /// Path of the calls in which agents name an attempt by headers.
 const OF_AGENTS: &str = "/api/v1/agent/attempts/";
-const AGENTS_SAY: [(&str, &str); 2] = [
-    ("x-lockstep-agent", "The agent's id: the token must be this agent's"),
-    ("x-lockstep-fencing-token", "The attempt's, as the agent was given it"),
+const AGENT_HEADERS: [(&str, &str); 2] = [
+    ("x-lockstep-agent", "The agent's id; the token must belong to this agent"),
+    ("x-lockstep-fencing-token", "The fencing token of the attempt, as the agent received it"),
 ];
 /// Statuses of responses with `Retry-After`.
-const RETRIED: [&str; 2] = ["429", "503"];
+const RETRY_STATUSES: [&str; 2] = ["429", "503"];
 
 /// Adds to each call the refusals that do not come from its handler, and gives errors their media type.
 pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
@@ -33,7 +33,7 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
         for (method, operation) in operations(item) {
             let needed = gate::needed(&method, Some(path));
             if path.starts_with(OF_AGENTS) {
-                operation.parameters.get_or_insert_default().extend(AGENTS_SAY.map(|(name, about)| {
+                operation.parameters.get_or_insert_default().extend(AGENT_HEADERS.map(|(name, about)| {
                     let text = ObjectBuilder::new().schema_type(Type::String).min_length(Some(1)).build();
                     let header = ParameterBuilder::new().name(name).parameter_in(ParameterIn::Header);
                     let header = header.description(Some(about)).required(Required::True).schema(Some(text));
@@ -47,11 +47,11 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
             };
             let mut refusals = common(operation, scope.is_some());
             if let Some(scope) = scope {
-                refusals.push(("401", "No token, or one that is not valid"));
+                refusals.push(("401", "No valid token"));
                 refusals.push((
                     "403",
-                    "The scope of the token or the role of the person does not suffice, what is to be changed is somebody else's, \
-                     or the request is a page's of another origin or came past the proxy that encrypts",
+                    "The scope of the token or the role of the person does not suffice, the object has another owner, the request \
+                     comes from a page of another origin, or it bypassed the proxy that terminates TLS",
                 ));
                 let schemes = [BEARER, COOKIE].map(|name| SecurityRequirement::new(name, [scope.as_str()]));
                 operation.security = Some(schemes.into());
@@ -68,7 +68,7 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
                     response.content.insert(PROBLEM.to_owned(), content);
                 }
                 if let RefOr::T(response) = response
-                    && RETRIED.contains(&status.as_str())
+                    && RETRY_STATUSES.contains(&status.as_str())
                 {
                     let seconds = ObjectBuilder::new().schema_type(Type::Integer).build();
                     let header =
@@ -102,24 +102,27 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = (Method, &mut Operati
     .filter_map(|(method, operation)| Some((method, operation.as_mut()?)))
 }
 
-/// The responses that do not come from a handler but from [`crate::http::guard`], the extractors, the store and the router. The guard checks
-/// every request, so every call may be answered with 400, 403, 421 or 429.
+/// The responses that do not come from a handler but from [`crate::http::guard`], the extractors, the store and the router. The guard
+/// checks every request, so every call may be answered with 400, 403, 421 or 429.
 fn common(operation: &Operation, needs_scope: bool) -> Vec<(&'static str, &'static str)> {
     let mut all = vec![
         ("400", "The request cannot be read"),
-        ("421", "The Host is none of this machine's"),
-        ("429", "Too many requests of this address or with this token; `Retry-After` says when to ask again"),
-        ("500", "A fault of the server; its log says more"),
+        ("421", "The Host is not a name of this server"),
+        ("429", "Too many requests from this address or with this token; `Retry-After` says when to retry"),
+        ("500", "A fault of the server; the server's log has the details"),
         ("503", "The database or an agent is not available; try again"),
-        ("504", "It took too long"),
+        ("504", "The request exceeded its time limit"),
     ];
     if !needs_scope {
-        all.push(("403", "The request is a page's of another origin or came past the proxy that encrypts"));
+        all.push((
+            "403",
+            "The request comes from a page of another origin, or bypassed the proxy that terminates TLS",
+        ));
     }
     if operation.request_body.is_some() {
         all.push(("408", "The body stopped arriving"));
         all.push(("413", "The body is too large"));
-        all.push(("415", "The body is of a type that is not taken"));
+        all.push(("415", "The body's media type is not supported"));
     }
     all
 }

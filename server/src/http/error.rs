@@ -1,4 +1,4 @@
-//! One error for all handlers, and its shape on the wire: RFC 9457 problem details under `/api`, a page elsewhere.
+//! One error type for all handlers, and its response: RFC 9457 problem details under `/api`, a page elsewhere.
 
 mod code;
 

@@ -43,7 +43,7 @@ impl<S: Send + Sync, T: DeserializeOwned + IntoParams> FromRequestParts<S> for Q
     }
 }
 
-/// Query parameters of a page. Unknown parameters are ignored, because the page's scripts also keep their state in the address.
+/// Query parameters of a page. Unknown parameters are ignored, because the page's scripts also keep their state in the URL.
 #[derive(Debug, FromRequestParts)]
 #[from_request(via(axum::extract::Query), rejection(Error))]
 pub(crate) struct PageQuery<T>(pub T);
@@ -75,7 +75,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
 
     async fn from_request(request: Request, state: &S) -> Result<Self> {
         let bytes = json_bytes(request, state).await?;
-        // serde would take the elements of a list for the fields, in their order.
+        // serde would read the elements of a list as the fields, in order.
         if bytes.trim_ascii_start().first() != Some(&b'{') {
             return Err(Error::BadRequest("the body must be a JSON object".into()));
         }
@@ -98,7 +98,7 @@ async fn json_bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes
 fn read<T: DeserializeOwned>(bytes: &Bytes) -> Result<T> {
     json::check(bytes)
         .and_then(|()| serde_json::from_slice(bytes))
-        .map_err(|e| Error::BadRequest(format!("the body is not the JSON that is asked for: {e}")))
+        .map_err(|e| Error::BadRequest(format!("the body is not the expected JSON: {e}")))
 }
 
 /// The body, within its limit.
@@ -127,8 +127,8 @@ impl<S: Send + Sync> FromRequest<S> for Document {
             return Ok(Self(read(&bytes)?, bytes));
         }
         let bytes = whole(request, state).await?;
-        let text =
-            std::str::from_utf8(&bytes).map_err(|_| Error::BadRequest("the body is no text".into()))?;
+        let text = std::str::from_utf8(&bytes)
+            .map_err(|_| Error::BadRequest("the body is not text (UTF-8)".into()))?;
         let document = spec::toml_document(text).map_err(|mistake| Error::Invalid(vec![mistake]))?;
         Ok(Self(document, bytes))
     }

@@ -71,7 +71,7 @@ pub(crate) struct SignedIn {
     pub(crate) token_id: String,
 }
 
-/// Response extension of a handler: the object of the request, if its path does not name it. The audit log has both.
+/// Response extension of a handler: the object of the request, if the path does not name the object. The audit log has both.
 #[derive(Debug, Clone)]
 pub(crate) struct AuditSubject(pub(crate) String);
 
@@ -130,25 +130,25 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         request.extensions_mut().insert(caller.clone());
     }
     let is_change = rules::is_recorded(&method, route.as_deref());
-    let is_carried_out = rules::is_carried_out(&method, route.as_deref());
+    let is_detached = rules::is_detached(&method, route.as_deref());
     let work = async move {
         let response = shown_to(viewer, next.run(request).await);
         let signed_in = response.extensions().get::<SignedIn>().cloned();
         let status = response.status();
         // Without a caller, only failed sign-ins are recorded, because their number is limited. Other requests could displace important
         // entries.
-        let signs_in = rules::signs_in(route.as_deref());
+        let is_sign_in = rules::is_sign_in(route.as_deref());
         let is_wrong_sign_in = rules::is_failed_sign_in(route.as_deref(), status);
         if signed_in.is_some() || is_wrong_sign_in || (is_change && caller.is_some()) {
             let token = caller.as_ref().and_then(Caller::token);
             let action = match route.as_deref() {
-                _ if signs_in => "sign in".to_owned(),
+                _ if is_sign_in => "sign in".to_owned(),
                 route => format!("{method} {}", route.unwrap_or("(no such address)")),
             };
-            // The address of a sign-in may contain a code or a token, which must not be recorded.
-            let mut object = if signs_in { path } else { object };
+            // The URL of a sign-in may contain a code or a token, which must not be recorded.
+            let mut object = if is_sign_in { path } else { object };
             let subject = response.extensions().get::<AuditSubject>().map(|AuditSubject(what)| what.as_str());
-            if let Some(what) = subject.or_else(|| created(&response).filter(|_| !signs_in)) {
+            if let Some(what) = subject.or_else(|| created(&response).filter(|_| !is_sign_in)) {
                 object.push_str(": ");
                 object.extend(what.chars().take(OBJECT_CHARS));
             }
@@ -171,7 +171,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         }
         response
     };
-    if !is_carried_out {
+    if !is_detached {
         return work.await;
     }
     // A separate task, so that the request completes and is recorded even if the client disconnects.
@@ -258,7 +258,7 @@ fn asked_to_sign_in(method: &Method, path: &str, object: &str) -> Response {
     Redirect::to(&login_address(back)).into_response()
 }
 
-/// The address of the sign-in page, with the page to return to.
+/// The URL of the sign-in page, with the page that is opened afterwards.
 pub(crate) fn login_address(back: &str) -> String {
     const ENCODED: &AsciiSet =
         &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~').remove(b'/');
@@ -271,7 +271,7 @@ pub(crate) fn login_address(back: &str) -> String {
 fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
     let name = caller.token().map_or("", |token| &token.name);
     let has = caller.scope().map_or("none", Scope::as_str);
-    // A session that was begun by a token's link has the rights of that token.
+    // A session that a token's sign-in link began has the rights of that token.
     let by_itself = |person: &&str| {
         caller.session().is_some() && caller.token().is_some_and(|token| token.id == principal(person))
     };

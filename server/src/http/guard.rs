@@ -1,10 +1,10 @@
-//! The outermost layer, before any route, which decides whether a request is accepted at all. Listening on loopback keeps other machines out,
-//! but not web pages in a browser on this machine, and a server on a network gets requests from anybody. Therefore:
+//! The outermost layer, before any route, which decides whether a request is accepted at all. Listening on loopback keeps other machines
+//! out, but not web pages in a browser on this machine, and a server on a network gets requests from anybody. Therefore:
 //!
 //! - The rate of requests of an address is limited, except for authenticated agents.
 //! - `Host` must be a name of this server (`ingress.rs`). Otherwise a foreign page could reach the server under a name of its own that
 //!   resolves to the server's address (DNS rebinding), and read the responses.
-//! - With unsafe methods and websockets, the `Origin`, which browsers always send with these, must be this server's own.
+//! - With unsafe methods and websockets, the `Origin`, which browsers then always send, must be this server's own.
 //!
 //! Every response has headers (Content-Security-Policy and others) that allow only what our pages need.
 
@@ -76,10 +76,10 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
     let (method, uri, headers) = (request.method(), request.uri(), request.headers());
     // Databases end a text at NUL or refuse it. No valid name or search contains NUL.
     if [Some(uri.path()), uri.query()].into_iter().flatten().any(|part| part.contains("%00")) {
-        return Err(Error::BadRequest("the address has a NUL character (%00); leave it out".into()));
+        return Err(Error::BadRequest("the URL has a NUL character (%00); leave it out".into()));
     }
     let public = || ingress.public_url.as_ref().map(ToString::to_string);
-    if ingress.came_past_the_proxy(peer) {
+    if ingress.bypassed_proxy(peer) {
         let at = public().unwrap_or_else(|| "its address".into());
         let detail = format!("this server is reached through its proxy, which encrypts, at {at}; use that");
         return Err(Error::Forbidden(detail));

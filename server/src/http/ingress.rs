@@ -135,8 +135,8 @@ impl Ingress {
         client
     }
 
-    /// Whether `authority` (`host[:port]`) is a name of this server: from its public URL or its certificate, the address of the connection, or
-    /// loopback. A foreign web page cannot have any of these names.
+    /// Whether `authority` (`host[:port]`) is a name of this server: from its public URL or its certificate, the address of the connection,
+    /// or loopback. A foreign web page cannot have any of these names.
     pub(crate) fn is_ours(&self, authority: &str, peer: &Peer) -> bool {
         let Some((host, _)) = host_and_port(authority) else { return false };
         is_loopback(host)
@@ -182,7 +182,7 @@ impl Ingress {
     }
 
     /// Whether a request without TLS has bypassed the proxy.
-    pub(crate) fn came_past_the_proxy(&self, peer: &Peer) -> bool {
+    pub(crate) fn bypassed_proxy(&self, peer: &Peer) -> bool {
         self.proxy_only && !peer.by_proxy && !peer.transport.from.is_loopback()
     }
 
@@ -207,7 +207,7 @@ impl Ingress {
 
 impl Peer {
     /// Whether the connection itself has no TLS. If the server uses TLS, only programs of this machine connect like that.
-    pub(crate) fn is_in_clear(&self) -> bool {
+    pub(crate) fn is_unencrypted(&self) -> bool {
         !self.transport.tls
     }
 
@@ -339,17 +339,13 @@ mod tests {
     fn requests_in_clear_come_by_the_proxy_where_one_terminates_tls() {
         let listens = |c: &mut ServeConfig| c.listen = "0.0.0.0:7070".parse().unwrap();
         let behind = ingress(listens);
-        assert!(behind.came_past_the_proxy(&peer(&behind, "203.0.113.9", &[])));
-        assert!(!behind.came_past_the_proxy(&peer(
-            &behind,
-            "10.0.0.1",
-            &[("x-forwarded-for", "203.0.113.9")]
-        )));
-        assert!(!behind.came_past_the_proxy(&peer(&behind, "127.0.0.2", &[])));
+        assert!(behind.bypassed_proxy(&peer(&behind, "203.0.113.9", &[])));
+        assert!(!behind.bypassed_proxy(&peer(&behind, "10.0.0.1", &[("x-forwarded-for", "203.0.113.9")])));
+        assert!(!behind.bypassed_proxy(&peer(&behind, "127.0.0.2", &[])));
         let insecure = ingress(|c| {
             listens(c);
             c.insecure_http = true;
         });
-        assert!(!insecure.came_past_the_proxy(&peer(&insecure, "203.0.113.9", &[])));
+        assert!(!insecure.bypassed_proxy(&peer(&insecure, "203.0.113.9", &[])));
     }
 }

@@ -2,12 +2,12 @@
 //!
 //! A connection costs a file descriptor, and a client that opens many connections and sends nothing would leave none for others. So a
 //! request's head must arrive within a time limit, and an idle connection is closed after the same time. When the number of connections
-//! reaches its limit, the connection that has been idle longest is closed before the next is accepted. If a client does not read, the kernel
-//! closes its connection (`TCP_USER_TIMEOUT`), or the handler of its websocket does. An address of another machine gets at most a quarter of
-//! all connections. A connection in its TLS handshake counts as idle.
+//! reaches its limit, the connection that has been idle longest is closed before the next is accepted. If a client does not read, the
+//! kernel closes its connection (`TCP_USER_TIMEOUT`), or the handler of its websocket does. An address of another machine gets at most a
+//! quarter of all connections. A connection in its TLS handshake counts as idle.
 //!
-//! hyper speaks HTTP, and `tokio-util` joins the streams. The limits are ours: `axum::serve`, `axum-server` and hyper-util close no
-//! connection to make room for another.
+//! hyper implements HTTP, and `tokio-util` joins the streams. The limits are implemented here: `axum::serve`, `axum-server` and hyper-util
+//! close no connection to make room for another.
 
 use crate::{
     config::addresses::client_key,
@@ -46,19 +46,19 @@ use tokio_util::{either::Either, io::InspectReader, sync::CancellationToken, tas
 use tower::ServiceExt as _;
 
 /// Maximum number of connections, even if more descriptors are available.
-const MOST_CONNECTIONS: u64 = 8192;
-const FEWEST_CONNECTIONS: u64 = 8;
+const MAX_CONNECTIONS: u64 = 8192;
+const MIN_CONNECTIONS: u64 = 8;
 /// Descriptors for other purposes: the database's connections (three each), locks, the runtime, a file being written.
 const RESERVED_DESCRIPTORS: u64 = 44;
 /// Maximum size of a request's head: request line and headers.
 const HEAD_BYTES: usize = 64 << 10;
-/// How long a client may leave sent data unacknowledged. Longer than the interruptions from which a network recovers.
-const UNREAD: Duration = Duration::from_secs(120);
+/// Time for which a client may leave sent data unacknowledged. Longer than the interruptions from which a network recovers.
+const UNACKNOWLEDGED_TIMEOUT: Duration = Duration::from_secs(120);
 /// Pause before the next accept after the system has refused one.
-const BREATH: Duration = Duration::from_millis(50);
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Maximum number of concurrent connections: half of the remaining descriptors, because a request may open a file. First raises the process's
-/// limit of descriptors to the hard limit.
+/// Maximum number of concurrent connections: half of the remaining descriptors, because a request may open a file. First raises the
+/// process's limit of descriptors to the hard limit.
 pub(crate) fn connection_limit() -> usize {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum {
@@ -70,7 +70,7 @@ pub(crate) fn connection_limit() -> usize {
 
 fn limit_of(descriptors: Option<u64>) -> usize {
     let free = descriptors.unwrap_or(u64::MAX).saturating_sub(RESERVED_DESCRIPTORS);
-    (free / 2).clamp(FEWEST_CONNECTIONS, MOST_CONNECTIONS) as usize
+    (free / 2).clamp(MIN_CONNECTIONS, MAX_CONNECTIONS) as usize
 }
 
 /// A listening socket. With an acceptor, its connections use TLS.
@@ -140,7 +140,7 @@ pub(crate) async fn serve(
         router,
         access_log,
         of_address: Mutex::default(),
-        most_of_address: (limit / 4).max(FEWEST_CONNECTIONS as usize),
+        most_of_address: (limit / 4).max(MIN_CONNECTIONS as usize),
         room: Arc::new(Semaphore::new(limit)),
         next: AtomicU64::new(0),
         open: Mutex::default(),
@@ -153,7 +153,7 @@ pub(crate) async fn serve(
 }
 
 /// Whether the client disconnected before its connection was accepted.
-fn is_the_client_s(error: &io::Error) -> bool {
+fn is_disconnect(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionRefused | ConnectionAborted | ConnectionReset)
 }
@@ -168,12 +168,12 @@ impl Shared {
             };
             let (stream, from) = match accepted {
                 Ok(accepted) => accepted,
-                Err(error) if is_the_client_s(&error) => continue,
+                Err(error) if is_disconnect(&error) => continue,
                 Err(error) => {
                     // Most likely there is no descriptor left.
-                    tracing::warn!(%error, "a connection cannot be taken in");
+                    tracing::warn!(%error, "a connection cannot be accepted");
                     self.make_room(None);
-                    tokio::time::sleep(BREATH).await;
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
                     continue;
                 }
             };
@@ -189,7 +189,7 @@ impl Shared {
                         Ok(permit) => break permit,
                         Err(_) => return,
                     },
-                    () = tokio::time::sleep(BREATH) => {}
+                    () = tokio::time::sleep(ACCEPT_PAUSE) => {}
                     () = stop.cancelled() => return,
                 }
             };
@@ -215,8 +215,8 @@ impl Shared {
         Some(Some(AddressCount { shared: self.clone(), address }))
     }
 
-    /// Closes the connection that has been idle longest, among all or those of an address. If all are in use, the next connection waits for
-    /// one to end.
+    /// Closes the connection that has been idle longest, among all connections or the connections of an address. If all are in use, the
+    /// next connection waits for one to close.
     fn make_room(&self, of: Option<IpAddr>) -> bool {
         let open = lock(&self.open);
         let idle = open.values().filter_map(|connection| {
@@ -244,13 +244,13 @@ impl Shared {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         // If the socket is already closed, reading from it fails.
         let _ = stream.set_nodelay(true);
-        let _ = socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(UNREAD));
+        let _ = socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(UNACKNOWLEDGED_TIMEOUT));
         let transport = Transport::new(from, stream.local_addr().ok(), tls.is_some());
         let state = Mutex::new(Use { requests: 0, idle_since: Instant::now() });
         let address = client_key(from.ip());
         let connection = Arc::new(Connection { address, state, give_up: CancellationToken::new() });
         lock(&self.open).insert(number, connection.clone());
-        // Removes the connection from the list in all cases.
+        // Removes the connection from the list, also after an error.
         let _listed = Listed { shared: &self, number };
         let stream = match tls {
             None => Either::Left(stream),

@@ -17,7 +17,7 @@ use std::{
 /// Burst size: an idle client may make as many requests at once as the rate allows in this many seconds.
 const BURST_SECS: u32 = 10;
 /// Maximum number of clients whose rates are known. A further client displaces the client that has been silent longest.
-const KEYS: usize = 16_384;
+const MAX_KEYS: usize = 16_384;
 
 /// The limiter of one client.
 type Bucket<C> = governor::RateLimiter<NotKeyed, InMemoryState, C, NoOpMiddleware<<C as Clock>::Instant>>;
@@ -43,7 +43,7 @@ impl<K: Hash + Eq, C: Clock + Clone> RateLimiter<K, C> {
             let burst = rate.saturating_mul(NonZeroU32::MIN.saturating_add(BURST_SECS - 1));
             Quota::per_second(rate).allow_burst(burst)
         });
-        Self { quota, clock, buckets: Mutex::new(LruCache::new(KEYS)) }
+        Self { quota, clock, buckets: Mutex::new(LruCache::new(MAX_KEYS)) }
     }
 
     /// Counts a request of `key`.
@@ -108,12 +108,12 @@ mod tests {
         let limit = RateLimiter::<String, _>::with_clock(1, FakeRelativeClock::default());
         let takes = |key: &str| (0..20).filter(|_| limit.take(key).is_ok()).count();
         assert_eq!((takes("first"), takes("second")), (10, 10));
-        for n in 2..KEYS {
+        for n in 2..MAX_KEYS {
             assert_eq!(limit.take(n.to_string().as_str()), Ok(()));
         }
         assert_eq!(limit.take("first"), Err(1), "as many as there may be are known");
         assert_eq!(limit.take("one more"), Ok(()));
-        assert_eq!(limit.buckets.lock().unwrap().len(), KEYS);
+        assert_eq!(limit.buckets.lock().unwrap().len(), MAX_KEYS);
         assert_eq!((takes("first"), takes("second")), (0, 10), "the second was silent longest");
     }
 }

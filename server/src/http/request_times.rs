@@ -1,4 +1,4 @@
-//! How long requests take, by route and class of status, for `GET /metrics`.
+//! Durations of requests, by route and class of status, for `GET /metrics`.
 
 use crate::util::histogram::Histogram;
 use axum::{
@@ -15,10 +15,10 @@ use std::{
 
 /// Classes of status: 1xx to 5xx.
 const CLASSES: usize = 5;
-/// The label of requests that no route is for.
+/// The label of requests without a route.
 const NO_ROUTE: &str = "none";
 
-/// The times of each route, by the router's pattern: addresses do not make more of them.
+/// The durations of each route, by the router's pattern, whose number does not grow with the number of URLs.
 #[derive(Debug, Default)]
 pub(crate) struct RequestTimes(RwLock<BTreeMap<String, [Histogram; CLASSES]>>);
 
@@ -42,7 +42,7 @@ impl RequestTimes {
     }
 }
 
-/// Measures the time to the beginning of the answer: a stream or a large file may be read for as long as its client likes.
+/// Measures the time to the beginning of the response, because a client may read a stream or a large file for any time.
 pub(crate) async fn measure(
     State(times): State<Arc<RequestTimes>>,
     request: Request,

@@ -26,9 +26,10 @@ use tower_http::timeout::{TimeoutBody, TimeoutError};
 /// Maximum number of bytes that are read and dropped of a body that is too large.
 const DRAINED_BYTES: usize = 256 << 20;
 /// Time limit for reading and dropping. The connection of a slower sender is closed.
-const DRAINING: Duration = Duration::from_secs(30);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Answers a request whose body stops arriving with 408, instead of its handler's response. Reads the rest of a body before a response of 413.
+/// Answers a request whose body stops arriving with 408 instead of its handler's response. Before a response of 413, reads the rest of the
+/// body.
 pub(crate) async fn refuse(State(config): State<Arc<ServeConfig>>, request: Request, next: Next) -> Response {
     if request.body().is_end_stream() {
         return next.run(request).await;
@@ -48,11 +49,12 @@ pub(crate) async fn refuse(State(config): State<Arc<ServeConfig>>, request: Requ
     if !stopped.load(Ordering::Relaxed) {
         if let (StatusCode::PAYLOAD_TOO_LARGE, Some(rest)) = (response.status(), rest) {
             // The response does not depend on the result.
-            let _ = tokio::time::timeout(DRAINING, drain(rest)).await;
+            let _ = tokio::time::timeout(DRAIN_TIMEOUT, drain(rest)).await;
         }
         return response;
     }
-    let detail = format!("no byte of the body came for {} s; send it again", patience.as_secs_f32());
+    let detail =
+        format!("no byte of the body arrived for {} s; send the request again", patience.as_secs_f32());
     let mut response = Error::Refused(StatusCode::REQUEST_TIMEOUT, detail).into_response();
     // The connection is closed without reading the rest of the body.
     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));

@@ -32,7 +32,7 @@ use std::{
 use tokio_rustls::TlsAcceptor;
 
 /// Interval between two log lines about a certificate that expires soon.
-const REMIND: Duration = Duration::from_secs(24 * 3600);
+const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// A certificate of the server's own authority is renewed when fewer days are left. This is earlier than the first warning.
 const RENEW_BEFORE_DAYS: i64 = 120;
 
@@ -144,12 +144,12 @@ impl ServerCertificate {
     pub(crate) fn warnings(&self) -> Vec<String> {
         let now = crate::now();
         let mut warnings = Vec::new();
-        if let Some(remark) = ends_soon("the TLS certificate", &self.current().facts, now) {
+        if let Some(remark) = expires_soon("the TLS certificate", &self.current().facts, now) {
             warnings.push(remark);
         }
         if let Some(own) = &self.own
             && let Some(remark) =
-                ends_soon("the certificate authority of this server", own.authority.facts(), now)
+                expires_soon("the certificate authority of this server", own.authority.facts(), now)
         {
             warnings.push(remark);
         }
@@ -201,7 +201,7 @@ impl ServerCertificate {
                 }
             }
         }
-        let due = files.reminded.is_none_or(|last| last.elapsed() >= REMIND);
+        let due = files.reminded.is_none_or(|last| last.elapsed() >= REMINDER_INTERVAL);
         if due {
             files.reminded = Some(Instant::now());
             drop(files);
@@ -252,11 +252,11 @@ impl OwnAuthority {
     }
 }
 
-/// A sentence about a certificate that expires soon. `None` if it does not.
-pub fn ends_soon(what: &str, facts: &Facts, now: jiff::Timestamp) -> Option<String> {
-    facts.ends_soon(now).then(|| {
+/// A warning about a certificate that expires soon; `None` if it does not expire soon.
+pub fn expires_soon(what: &str, facts: &Facts, now: jiff::Timestamp) -> Option<String> {
+    facts.expires_soon(now).then(|| {
         let days = facts.days_left(now);
-        format!("{what} ends in {days} days, at {}; renew it", minute(facts.not_after))
+        format!("{what} expires in {days} days, at {}; renew it", minute(facts.not_after))
     })
 }
 

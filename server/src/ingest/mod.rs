@@ -83,7 +83,7 @@ impl Ingest {
                         let job = &report.attempt.job;
                         let why = format!("the list of the checkpoints of job {job} cannot be read: {error}");
                         self.agents.refusals.note_cut_off(&agent, &why);
-                        connection.cut(&report.attempt);
+                        connection.close_for(&report.attempt);
                         continue;
                     }
                     from.push((agent, connection, report.attempt.clone(), Gist::of(&report)));
@@ -101,7 +101,7 @@ impl Ingest {
         }
         for ((agent, connection, attempt, gist), answer) in from.into_iter().zip(answers) {
             if gist.ending.is_some() && !matches!(answer, Ingested::Gap { .. }) {
-                self.agents.leases.is_gone(&agent, &attempt);
+                self.agents.leases.note_ranks_ended(&agent, &attempt);
             }
             match answer {
                 Ingested::Stored { mut acknowledged, changed } => {
@@ -111,7 +111,7 @@ impl Ingest {
                         self.events.steps.fetch_add(gist.steps, Ordering::Relaxed);
                         if let Some(at) = gist.first_line_at {
                             let lag = crate::now().duration_since(at);
-                            // Negative where the clock of the rank's machine is ahead.
+                            // Negative if the clock of the rank's machine is ahead.
                             self.events.ingest_lag.observe(Duration::try_from(lag).unwrap_or_default());
                         }
                         self.events.publish(&changed);
@@ -131,7 +131,7 @@ impl Ingest {
                 }
                 Ingested::Gap { stored } => {
                     tracing::warn!(agent, job = %attempt.job, stored, "records are missing before a report; the agent sends them again");
-                    connection.cut(&attempt);
+                    connection.close_for(&attempt);
                 }
             }
         }
@@ -140,9 +140,9 @@ impl Ingest {
         }
     }
 
-    /// Stores reports. Retries after transient errors (a full disk, a busy database) until the reports are stored or permanently refused. Agents
-    /// keep records that are not acknowledged. The flag is true if more than one try was needed. Returns `None` if the server stops.
-    async fn store_patiently(&self, reports: &[Report]) -> Option<(Result<Vec<Ingested>>, bool)> {
+    /// Stores reports. Retries after transient errors (a full disk, a busy database) until the reports are stored or permanently refused.
+    /// Agents keep records that are not acknowledged. The flag is true if more than one try was needed. Returns `None` if the server stops.
+    async fn store_with_retries(&self, reports: &[Report]) -> Option<(Result<Vec<Ingested>>, bool)> {
         let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
         let mut failing = Failing::default();
         loop {
@@ -167,10 +167,10 @@ impl Ingest {
         }
     }
 
-    /// Stores reports and returns a result for each. If a batch is permanently refused, each report is stored separately. If a report is refused,
-    /// each of its records is stored separately, so that only records that the database refuses are lost. These are logged.
+    /// Stores reports and returns a result for each. If a batch is permanently refused, each report is stored separately. If a report is
+    /// refused, each of its records is stored separately, so that only records that the database refuses are lost. These are logged.
     async fn store_all(&self, reports: Vec<Report>) -> Option<(Vec<Ingested>, bool)> {
-        let (done, mut tried_again) = self.store_patiently(&reports).await?;
+        let (done, mut tried_again) = self.store_with_retries(&reports).await?;
         let error = match done {
             Ok(answers) => return Some((answers, tried_again)),
             Err(error) => error,
@@ -178,7 +178,7 @@ impl Ingest {
         tracing::error!(%error, "a batch of reports cannot be stored; each report is stored separately");
         let mut answers = Vec::with_capacity(reports.len());
         for report in reports {
-            let (done, again) = self.store_patiently(std::slice::from_ref(&report)).await?;
+            let (done, again) = self.store_with_retries(std::slice::from_ref(&report)).await?;
             tried_again |= again;
             answers.push(match done.map(|mut answers| answers.pop()) {
                 Ok(Some(answer)) => answer,
@@ -193,7 +193,7 @@ impl Ingest {
         let mut answer = Ingested::Stale;
         for (number, event) in (report.first..).zip(report.events.clone()) {
             let alone = |event| Report { first: number, events: vec![event], ..report.clone() };
-            let (mut done, _) = self.store_patiently(&[alone(event)]).await?;
+            let (mut done, _) = self.store_with_retries(&[alone(event)]).await?;
             if let Err(error) = &done {
                 let Report { attempt, source, .. } = &report;
                 tracing::error!(
@@ -201,7 +201,7 @@ impl Ingest {
                     "a record is skipped: the database refuses it"
                 );
                 // An empty record is stored instead and acknowledged. Otherwise the agent would send the record forever.
-                (done, _) = self.store_patiently(&[alone(AttemptEvent::Unknown)]).await?;
+                (done, _) = self.store_with_retries(&[alone(AttemptEvent::Unknown)]).await?;
             }
             answer = match done.map(|mut answers| answers.pop()) {
                 Ok(Some(answer)) => answer,
@@ -226,8 +226,8 @@ impl Ingest {
         Some(answer)
     }
 
-    /// Publishes events that may have been stored without being published: if the connection to the database broke at the end of a transaction,
-    /// the retry finds the records stored and returns no events.
+    /// Publishes events that may have been stored without being published: if the connection to the database broke at the end of a
+    /// transaction, the retry finds the records stored and returns no events.
     async fn catch_up(&self, jobs: HashSet<&JobId>) {
         for id in jobs {
             match self.store.job(id).await {

@@ -12,23 +12,23 @@ use std::{
     time::{Duration, UNIX_EPOCH},
 };
 
-/// The last millisecond of the year 9999: file systems have their own ends.
-const LAST_MS: u64 = 253_402_300_799_999;
+/// The last millisecond of the year 9999, before the limits of file systems.
+const MAX_MODIFIED_MS: u64 = 253_402_300_799_999;
 /// The folder of files that are being uploaded, in the job's folder.
 const INCOMING: &str = "incoming";
-/// Held while a file gets its place, so that requests at the same time do not exceed the limits of a run.
-static PLACING: Mutex<()> = Mutex::new(());
+/// Held while a file is moved to its path, so that concurrent requests do not exceed the limits of a run.
+static PLACE_LOCK: Mutex<()> = Mutex::new(());
 
 /// Why a file is refused.
 #[derive(Debug)]
 pub(crate) enum Refused {
-    /// No file may have this path.
+    /// The path is not allowed.
     Path(String),
-    /// Another file is in the way.
+    /// A file or folder conflicts with the path.
     Taken(String),
     /// The run has too many files, or they are too large.
     Full(String),
-    /// The disk.
+    /// A disk error.
     Io(io::Error),
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct RunFiles {
     job_dir: PathBuf,
 }
 
-/// A file that is being uploaded. It is removed when this is dropped, unless it has got its place.
+/// A file that is being uploaded. Dropping this removes the file, unless it was moved to its path.
 #[derive(Debug)]
 pub(crate) struct Incoming(PathBuf);
 
@@ -75,7 +75,7 @@ impl RunFiles {
     /// All files, in the order of their paths.
     ///
     /// # Errors
-    /// The disk.
+    /// A disk error.
     pub(crate) fn list(&self) -> io::Result<Vec<RunFile>> {
         let mut all = Vec::new();
         collect(&self.folder(), "", &mut all)?;
@@ -83,10 +83,10 @@ impl RunFiles {
         Ok(all)
     }
 
-    /// Where a file is on the disk.
+    /// The path of a file on the disk.
     ///
     /// # Errors
-    /// No file may have this path.
+    /// The path is not allowed.
     pub(crate) fn place(&self, path: &str) -> Result<PathBuf> {
         let wrong = |why: &str| Err(Refused::Path(format!("no file of a run may have this path: {why}")));
         if path.len() > RUN_FILE_PATH_BYTES {
@@ -103,10 +103,10 @@ impl RunFiles {
         Ok(self.folder().join(path))
     }
 
-    /// How many bytes a file with this path may have.
+    /// The maximum size of a file with this path.
     ///
     /// # Errors
-    /// No file may have this path, or the run has too many files.
+    /// The path is not allowed, or the run has too many files.
     pub(crate) fn room(&self, path: &str) -> Result<u64> {
         self.place(path)?;
         let mut others = self.list()?;
@@ -117,10 +117,10 @@ impl RunFiles {
         Ok(RUN_FILES_BYTES.saturating_sub(others.iter().map(|file| file.size_bytes).sum()))
     }
 
-    /// A new file for what is uploaded.
+    /// A new file for an upload.
     ///
     /// # Errors
-    /// The disk.
+    /// A disk error.
     pub(crate) fn incoming(&self) -> io::Result<Incoming> {
         let folder = self.job_dir.join(INCOMING);
         fs::create_dir_all(&folder)?;
@@ -130,10 +130,10 @@ impl RunFiles {
         Ok(incoming)
     }
 
-    /// Gives an uploaded file of `size_bytes` its place, also that of a file with the same path.
+    /// Moves an uploaded file of `size_bytes` to its path, and replaces a file with the same path.
     ///
     /// # Errors
-    /// The file is not whole or does not fit into the run, or a folder has this path.
+    /// The file is incomplete or exceeds the run's limits, or a folder has this path.
     pub(crate) fn put(
         &self,
         path: &str,
@@ -144,7 +144,7 @@ impl RunFiles {
         use io::ErrorKind::{AlreadyExists, DirectoryNotEmpty, IsADirectory, NotADirectory};
         let place = self.place(path)?;
         if let Some(ms) = modified_ms {
-            if ms > LAST_MS {
+            if ms > MAX_MODIFIED_MS {
                 return Err(Refused::Path("modified_ms is later than the year 9999".into()));
             }
             let file = fs::File::options().write(true).open(incoming.path())?;
@@ -155,7 +155,7 @@ impl RunFiles {
             let detail = format!("{} of {size_bytes} bytes were written", about.len());
             return Err(Refused::Io(io::Error::other(detail)));
         }
-        let _one_at_a_time = PLACING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = PLACE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         check_size(about.len(), self.room(path)?)?;
         let put = || -> io::Result<()> {
             if let Some(folder) = place.parent() {
@@ -176,13 +176,13 @@ impl RunFiles {
         }
     }
 
-    /// Removes a file, or a folder with all files in it; whether it was there.
+    /// Removes a file, or a folder with all its files. Returns whether it existed.
     ///
     /// # Errors
-    /// No file may have this path, or the disk.
+    /// The path is not allowed, or a disk error.
     pub(crate) fn remove(&self, path: &str) -> Result<bool> {
         let place = self.place(path)?;
-        let _one_at_a_time = PLACING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = PLACE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         let removed = match fs::symlink_metadata(&place) {
             Ok(about) if about.is_dir() => fs::remove_dir_all(&place),
             Ok(_) => fs::remove_file(&place),
@@ -195,7 +195,7 @@ impl RunFiles {
             }
             Err(error) => return Err(error.into()),
         }
-        // A folder exists while a file is in it.
+        // Empty folders are removed.
         let folder = self.folder();
         for parent in place.ancestors().skip(1).take_while(|parent| **parent != folder) {
             if fs::remove_dir(parent).is_err() {
@@ -206,17 +206,17 @@ impl RunFiles {
     }
 }
 
-/// Removes what a crash left of uploads, from the folders of all jobs.
+/// Removes the files of interrupted uploads from the folders of all jobs.
 pub(crate) fn clear_incoming(jobs: &Path) {
     for job in fs::read_dir(jobs).into_iter().flatten().flatten() {
         let _ = fs::remove_dir_all(job.path().join(INCOMING));
     }
 }
 
-/// Whether a file of this size fits.
+/// Checks that a file of this size fits.
 ///
 /// # Errors
-/// It does not.
+/// The file is too large.
 pub(crate) fn check_size(size_bytes: u64, room: u64) -> Result<()> {
     if size_bytes <= room {
         return Ok(());
@@ -233,7 +233,7 @@ fn collect(folder: &Path, prefix: &str, all: &mut Vec<RunFile>) -> io::Result<()
     };
     for entry in entries {
         let entry = entry?;
-        // One that was removed meanwhile is left out.
+        // A file that was removed meanwhile is left out.
         let (Ok(name), Ok(about)) = (entry.file_name().into_string(), entry.metadata()) else { continue };
         let path = format!("{prefix}{name}");
         if about.is_dir() {

@@ -1,5 +1,5 @@
-//! Runs from elsewhere: reports of their programs are stored, then published. A run whose program is silent for too long becomes failed, until
-//! the program reports again.
+//! Runs from elsewhere: reports of their programs are stored, then published. A run whose program is silent for too long becomes failed,
+//! until the program reports again.
 
 use crate::{
     events::Events,
@@ -19,7 +19,7 @@ use std::{
 };
 
 /// Maximum interval between two checks for silent runs. The interval is a quarter of the allowed silence, if that is shorter.
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+const MAX_CHECK_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Runs from elsewhere.
 pub(crate) struct Runs {
@@ -116,7 +116,7 @@ impl Runs {
     /// Fails runs whose programs are silent. Runs until dropped.
     pub(crate) async fn watch(&self) {
         loop {
-            tokio::time::sleep((self.silence / 4).clamp(Duration::from_millis(20), LONGEST_PAUSE)).await;
+            tokio::time::sleep((self.silence / 4).clamp(Duration::from_millis(20), MAX_CHECK_INTERVAL)).await;
             let mut jobs = match self.store.unfinished().await {
                 Ok(jobs) => jobs,
                 Err(error) => {

@@ -1,6 +1,6 @@
-//! The rules by which reports, requests and time change a job. The functions are pure: each edits a [`JobRow`] and returns the events to store.
-//! A store runs them inside transactions, so every database uses the same rules. Transitions between states are in this file, and the effects
-//! of reports in `lifecycle/reports.rs`.
+//! The rules by which reports, requests and time change a job. The functions are pure: each edits a [`JobRow`] and returns the events to
+//! store. A store runs them inside transactions, so every database uses the same rules. Transitions between states are in this file, and
+//! the effects of reports in `lifecycle/reports.rs`.
 
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -24,7 +24,7 @@ pub use gang::{end_at, has_ended_at, is_ending, place_ended};
 pub use place_end::PlaceEnd;
 pub use preemption::preempt;
 pub use progress::{Progress, Rung};
-use reports::NOT_BEGUN;
+use reports::MAX_NOT_BEGUN;
 pub use reports::{merge_points, report};
 pub use row::{AttemptEnd, JobRow, Refused};
 
@@ -136,8 +136,8 @@ pub fn started(row: &mut JobRow, fewer: Option<Reason>, at: Timestamp) -> Result
     Ok(vec![go(row, JobState::Starting, fewer, None, at)?])
 }
 
-/// Whether a waiting job shows `reason`, why it waits. Otherwise the job shows how its last attempt ended, which is more useful to a user who
-/// can only wait.
+/// Whether a waiting job shows `reason`, why it waits. Otherwise the job shows how its last attempt ended, which is more useful to a user
+/// who can only wait.
 pub fn tells_wait(job: &Job, reason: &Reason) -> bool {
     let continues = job.cause.as_ref().is_some_and(|c| matches!(c.next(), Some(Next::Continue { .. })));
     let never = matches!(reason.kind(), ReasonKind::UnreadableSpec { .. });
@@ -159,8 +159,8 @@ pub fn waits(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refuse
     Ok(vec![state_event(row)])
 }
 
-/// Cancels a job for a user. If `reachable` is false, no agent can be asked to stop the job's ranks: the job ends at once, and its agent gets
-/// the order when it reconnects.
+/// Cancels a job for a user. If `reachable` is false, no agent can be asked to stop the job's ranks: the job ends at once, and its agent
+/// gets the order when it reconnects.
 pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     if state.is_final() {
@@ -178,8 +178,8 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
     Ok(vec![go(row, JobState::Cancelled, Some(reason), None, at)?])
 }
 
-/// Pauses a job for a user: its ranks write a checkpoint and free their slots. An agent that is away gets the order when it reconnects, or its
-/// ranks end with the lease.
+/// Pauses a job for a user: its ranks write a checkpoint and free their slots. An agent that is away gets the order when it reconnects, or
+/// its ranks end with the lease.
 pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     external::refuse_external(row, "paused")?;
     let state = row.job.state;
@@ -262,18 +262,18 @@ pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<Even
     Ok(vec![event])
 }
 
-/// Fails a job that could not start because something that it needs is gone.
+/// Fails a job that could not start because one of its requirements no longer exists.
 pub fn cannot_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     Ok(vec![go(row, JobState::Failed, Some(why.clone()), None, at)?])
 }
 
-/// Restarts a job after a failed attempt, or fails the job if it has no restarts left. The loss of a machine does not count as a restart if the
-/// attempt has written a newer checkpoint: a job on many machines loses machines from time to time, but makes progress in each attempt.
+/// Restarts a job after a failed attempt, or fails the job if it has no restarts left. The loss of a machine does not count as a restart if
+/// the attempt has written a newer checkpoint: a job on many machines loses machines from time to time, but makes progress in each attempt.
 fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<EventBody, Refused> {
     // The order to start the ranks was lost with a connection, so no rank has run.
     let never_came = matches!(why.kind(), ReasonKind::StartLost { .. })
         && row.progress.trained == Some(false)
-        && row.progress.not_begun < NOT_BEGUN;
+        && row.progress.not_begun < MAX_NOT_BEGUN;
     row.progress.not_begun += u32::from(never_came);
     let lost_machine =
         matches!(why.kind(), ReasonKind::AgentLost { .. }) || !row.progress.unreachable.is_empty();

@@ -7,13 +7,13 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Number of points in a job's sparkline.
-const SPARKLINE: usize = 40;
+const SPARKLINE_POINTS: usize = 40;
 
 /// The state from which a job's newest values and its sparkline are computed, with other facts about attempts.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Progress {
-    /// Sum and number of the losses in each of [`SPARKLINE`] equal parts of the run.
+    /// Sum and number of the losses in each of [`SPARKLINE_POINTS`] equal parts of the run.
     parts: Vec<(f64, u32)>,
     /// Each rank's newest loss and accuracy, or `None` if the value was not finite. The job shows the mean over ranks.
     pub(super) loss: BTreeMap<u32, Option<f64>>,
@@ -40,7 +40,7 @@ pub struct Progress {
     /// For a trial of a sweep: the epoch after which it pauses, where its sweep compares it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pause_after: Option<u32>,
-    /// The rungs that it has reached, in order.
+    /// For a trial of a sweep: the rungs that it has reached, in order.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub rungs: Vec<Rung>,
     /// Number of steps that `parts` cover, for a run of unknown length.
@@ -51,14 +51,14 @@ pub struct Progress {
     ran_ms: Option<u64>,
 }
 
-/// What a trial had reached when it paused for its sweep.
+/// The progress of a trial when it paused for its sweep.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Rung {
-    /// After this epoch.
+    /// The epoch after which it paused.
     pub epoch: u32,
-    /// Of the newest validation; none if its numbers were not finite.
+    /// Accuracy of the newest validation; `None` if its numbers were not finite.
     pub val_accuracy: Option<f64>,
-    /// Likewise.
+    /// Loss of the newest validation; `None` if its numbers were not finite.
     pub val_loss: Option<f64>,
 }
 
@@ -95,14 +95,14 @@ impl Progress {
     }
 
     pub(super) fn add_losses(&mut self, column: &MetricColumn, total_steps: u64) {
-        self.parts.resize(SPARKLINE, (0.0, 0));
+        self.parts.resize(SPARKLINE_POINTS, (0.0, 0));
         let total = match total_steps {
             0 => self.widen(column.steps.iter().copied().max().unwrap_or(0)),
             total => total,
         };
         for (step, value) in column.steps.iter().zip(&column.values).filter(|(_, v)| v.is_finite()) {
-            let at = u128::from(step.saturating_sub(1)) * SPARKLINE as u128 / u128::from(total);
-            let part = &mut self.parts[(at as usize).min(SPARKLINE - 1)];
+            let at = u128::from(step.saturating_sub(1)) * SPARKLINE_POINTS as u128 / u128::from(total);
+            let part = &mut self.parts[(at as usize).min(SPARKLINE_POINTS - 1)];
             part.0 += f64::from(*value);
             part.1 += 1;
         }
@@ -110,13 +110,13 @@ impl Progress {
 
     /// Doubles the length of the parts until they include `step`. Returns the number of steps that they cover.
     fn widen(&mut self, step: u64) -> u64 {
-        self.span = self.span.max(SPARKLINE as u64);
+        self.span = self.span.max(SPARKLINE_POINTS as u64);
         while self.span < step {
             let join = |pair: &[(f64, u32)]| {
                 pair.iter().fold((0.0, 0), |all, part| (all.0 + part.0, all.1 + part.1))
             };
             self.parts = self.parts.chunks(2).map(join).collect();
-            self.parts.resize(SPARKLINE, (0.0, 0));
+            self.parts.resize(SPARKLINE_POINTS, (0.0, 0));
             self.span = self.span.saturating_mul(2);
         }
         self.span
@@ -127,7 +127,7 @@ impl Progress {
         self.loss.clear();
         self.accuracy.clear();
         self.others.clear();
-        let keep = u128::from(step) * SPARKLINE as u128 / u128::from(total_steps.max(1));
+        let keep = u128::from(step) * SPARKLINE_POINTS as u128 / u128::from(total_steps.max(1));
         self.parts.truncate(keep as usize);
     }
 
@@ -162,7 +162,7 @@ impl Progress {
         self.others.clear();
     }
 
-    /// About [`SPARKLINE`] mean losses, in the order of steps.
+    /// About [`SPARKLINE_POINTS`] mean losses, in the order of steps.
     pub fn sparkline(&self) -> Vec<f32> {
         self.parts.iter().filter(|(_, n)| *n > 0).map(|(sum, n)| (sum / f64::from(*n)) as f32).collect()
     }

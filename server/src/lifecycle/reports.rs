@@ -17,11 +17,11 @@ use std::collections::BTreeMap;
 
 /// Maximum number of steps of a run: 2^53 - 1, the largest integer that all JSON parsers represent exactly. Every valid specification has
 /// fewer steps.
-const PLANNED_STEPS: u64 = (1 << 53) - 1;
+const MAX_STEPS: u64 = (1 << 53) - 1;
 /// Maximum length of a stored line of a log, in bytes.
-const LINE_BYTES: usize = 4096;
+const MAX_LINE_BYTES: usize = 4096;
 /// Number of consecutive attempts that may end before any rank has begun, without counting as restarts.
-pub(super) const NOT_BEGUN: u32 = 5;
+pub(super) const MAX_NOT_BEGUN: u32 = 5;
 
 /// The mean over ranks. `None` if a value is not finite, because a run that diverges on one rank has diverged.
 fn mean(values: &BTreeMap<u32, Option<f64>>) -> Option<f64> {
@@ -47,7 +47,7 @@ pub fn report(
     let has = |row: &JobRow, rank: u32| rank < row.job.ranks;
     Ok(match event {
         AttemptEvent::Running { total_steps, steps_per_epoch, start_step, train_samples }
-            if start_step <= total_steps && total_steps <= PLANNED_STEPS =>
+            if start_step <= total_steps && total_steps <= MAX_STEPS =>
         {
             let job = &mut row.job;
             (job.total_steps, job.steps_per_epoch, job.step) = (total_steps, steps_per_epoch, start_step);
@@ -103,7 +103,7 @@ pub fn report(
             events
         }
         AttemptEvent::Log { rank, mut lines } if has(row, rank) && !lines.is_empty() => {
-            lines.iter_mut().for_each(|line| shorten(&mut line.text, LINE_BYTES));
+            lines.iter_mut().for_each(|line| shorten(&mut line.text, MAX_LINE_BYTES));
             vec![EventBody::Log { attempt, rank, lines }]
         }
         AttemptEvent::Rank { rank, mut report } if has(row, rank) => {
@@ -308,7 +308,7 @@ pub(super) fn ended(
         // No rank has run, so this is not a restart. If it happens too often in a row, it counts like any other failure.
         (Ending::Failed { reason, retriable: true }, None)
             if matches!(reason.kind(), ReasonKind::AgentRestarted { .. })
-                && row.progress.not_begun < NOT_BEGUN =>
+                && row.progress.not_begun < MAX_NOT_BEGUN =>
         {
             row.progress.not_begun += 1;
             events.extend(requeue(row, &reason, at)?);

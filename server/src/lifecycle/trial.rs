@@ -9,13 +9,13 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 
-/// Whether the ranks of a trial, which have stopped, have done so at its rung: a checkpoint of that epoch is there.
+/// Whether the stopped ranks of a trial have reached its rung: a checkpoint of that epoch exists.
 pub(super) fn is_at_rung(row: &JobRow) -> bool {
     let (steps, written) = (row.job.steps_per_epoch, row.progress.checkpoint);
     row.progress.pause_after.is_some_and(|epoch| steps > 0 && written >= Some(u64::from(epoch) * steps))
 }
 
-/// The ranks of a trial have stopped at its rung.
+/// Pauses a trial whose ranks have stopped at its rung.
 pub(super) fn reached(row: &mut JobRow, at: Timestamp) -> Result<EventBody, Refused> {
     let epoch = row.progress.pause_after.take().unwrap_or(row.job.epoch);
     let last = &row.job.last;
@@ -25,7 +25,7 @@ pub(super) fn reached(row: &mut JobRow, at: Timestamp) -> Result<EventBody, Refu
     go(row, JobState::Paused, Some(ReasonKind::PausedBySweep { epoch }.into()), Some(next), at)
 }
 
-/// Refuses a request to resume a trial that waits at a rung: it would train on without being compared.
+/// Refuses a request to resume a trial that waits at a rung: it would continue without a comparison.
 pub(super) fn refuse_at_rung(row: &JobRow) -> Result<(), Refused> {
     let Some(trial) = row.job.trial.as_ref().filter(|_| row.job.waits_for_sweep()) else { return Ok(()) };
     let detail = format!(
@@ -45,7 +45,7 @@ fn require_waiting(row: &JobRow) -> Result<(), Refused> {
     }
 }
 
-/// The sweep lets a trial train on, to the end of an epoch or of its training.
+/// Lets a trial continue for its sweep, to the end of an epoch or of its training.
 pub fn promote(row: &mut JobRow, pause_after: Option<u32>, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     require_waiting(row)?;
     row.restarts = 0;
@@ -54,7 +54,7 @@ pub fn promote(row: &mut JobRow, pause_after: Option<u32>, at: Timestamp) -> Res
     Ok(vec![queue(row, ReasonKind::ResumedBySweep.into(), at)?])
 }
 
-/// The sweep ends a trial: others are better.
+/// Ends a trial for its sweep, because other trials are better.
 pub fn end(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     require_waiting(row)?;
     Ok(vec![go(row, JobState::Cancelled, Some(ReasonKind::EndedBySweep.into()), None, at)?])

@@ -13,9 +13,9 @@ use crate::{
 pub(crate) const LEVELS: u32 = 6;
 /// Number of points in a full chunk of level 0. Every compaction rewrites the newest chunk of each series. Larger chunks would keep the
 /// database's only writer busy for a job of hundreds of ranks. Smaller chunks would be too many rows for a job of a million steps.
-const POINTS: usize = 1024;
+const CHUNK_POINTS: usize = 1024;
 /// Number of buckets in a full chunk of the other levels. It has about as many bytes as a full chunk of level 0.
-const BUCKETS: usize = 256;
+const CHUNK_BUCKETS: usize = 256;
 
 /// Number of steps of a bucket at `level`.
 pub(crate) fn width(level: u32) -> u64 {
@@ -24,7 +24,7 @@ pub(crate) fn width(level: u32) -> u64 {
 
 /// Number of entries in a full chunk at `level`.
 pub(crate) fn capacity(level: u32) -> usize {
-    if level == 0 { POINTS } else { BUCKETS }
+    if level == 0 { CHUNK_POINTS } else { CHUNK_BUCKETS }
 }
 
 /// Statistics of the points of consecutive steps. A single point is a bucket with one point.

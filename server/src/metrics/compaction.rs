@@ -15,7 +15,7 @@ use std::{
 };
 
 /// Pause between two compactions of a job, in which the database's only writer can store reports of training.
-const BETWEEN: Duration = Duration::from_millis(20);
+const COMPACTION_PAUSE: Duration = Duration::from_millis(20);
 
 /// Compacts the points of queued jobs. Runs until dropped.
 pub(crate) async fn run(metrics: Arc<Metrics>) {
@@ -33,7 +33,7 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
         };
         loop {
             match compact(metrics.store.as_ref(), &job, cost, false).await {
-                Ok(true) => tokio::time::sleep(BETWEEN).await,
+                Ok(true) => tokio::time::sleep(COMPACTION_PAUSE).await,
                 // The job may have been deleted meanwhile. A failed compaction is retried after the next reports.
                 Ok(false) | Err(StoreError::NotFound(_)) => break,
                 Err(error) => {
@@ -101,7 +101,7 @@ fn grow(
     columns: Vec<(u32, u32, MetricColumn)>,
     stored: BTreeMap<Key, Vec<Bucket>>,
 ) -> Vec<MetricChunk> {
-    let anew: BTreeSet<Key> = stored.keys().cloned().collect();
+    let replaced: BTreeSet<Key> = stored.keys().cloned().collect();
     let mut added: BTreeMap<Key, Vec<Bucket>> = BTreeMap::new();
     for (rank, attempt, column) in columns {
         let points = column.steps.into_iter().zip(column.values).map(|(step, value)| Bucket::of(step, value));
@@ -114,7 +114,7 @@ fn grow(
     }
     let newest = newest.into_iter().map(|chunk| ((key_of(&chunk), chunk.level), chunk));
     let mut newest: HashMap<(Key, u32), MetricChunk> =
-        newest.filter(|((key, _), _)| !anew.contains(key)).collect();
+        newest.filter(|((key, _), _)| !replaced.contains(key)).collect();
     let mut changed = Vec::new();
     for (key, points) in points {
         let Some(last) = points.last().map(|point| point.step) else { continue };
@@ -132,7 +132,7 @@ fn grow(
                 let is_last = (i + 1) * capacity(level) >= buckets.len();
                 let first_step = part.first().map_or(0, |b| b.step);
                 // An unreadable chunk counts as empty, so the points begin a new chunk.
-                let grown = i == 0 && old.as_ref().is_some_and(|old| old.first_step == first_step);
+                let replaces_chunk = i == 0 && old.as_ref().is_some_and(|old| old.first_step == first_step);
                 let next = part.last().map_or(0, |b| (b.index(width(level)) + 1) * width(level));
                 changed.push(MetricChunk {
                     name: key.0.clone(),
@@ -142,8 +142,8 @@ fn grow(
                     first_step,
                     last_step: if is_last { last } else { next.min(last) },
                     data: chunk::encode(level, part),
-                    grown,
-                    anew: anew.contains(&key),
+                    replaces_chunk,
+                    replaces_series: replaced.contains(&key),
                 });
             }
         }
@@ -183,8 +183,8 @@ mod tests {
             }
         }
         let mut kept: Vec<_> = kept.into_values().collect();
-        assert!(kept.iter().any(|c| c.grown) && !whole.iter().any(|c| c.grown));
-        kept.iter_mut().chain(&mut whole).for_each(|c| c.grown = false);
+        assert!(kept.iter().any(|c| c.replaces_chunk) && !whole.iter().any(|c| c.replaces_chunk));
+        kept.iter_mut().chain(&mut whole).for_each(|c| c.replaces_chunk = false);
         assert_eq!(kept, whole);
         assert_eq!(whole.iter().filter(|c| c.level == 0).count(), 20);
         let level2: Vec<_> = whole.iter().filter(|c| c.level == 2).collect();
@@ -207,6 +207,6 @@ mod tests {
         let steps: Vec<u64> = points.iter().map(|point| point.step).collect();
         assert_eq!(steps, (0..13).collect::<Vec<_>>());
         assert_eq!((points[0].min, points[6].min, points[7].min), (2.0, 6.0, 3.5), "the last one counts");
-        assert!(again.iter().all(|chunk| chunk.anew && !chunk.grown));
+        assert!(again.iter().all(|chunk| chunk.replaces_series && !chunk.replaces_chunk));
     }
 }

@@ -10,9 +10,9 @@ use tokio::sync::Notify;
 
 /// Cost per rank ([`EventRow::cost`], in bytes) of a batch of rows: 15 to 40 reports of a rank. Every compaction rewrites the newest chunk of
 /// each series, so smaller batches would write more. Every query reads the rows that are not compacted, so larger batches would read more.
-const COST_A_RANK: u64 = 12 << 10;
+const COST_PER_RANK: u64 = 12 << 10;
 /// Minimum cost of a batch, for jobs of few ranks.
-const LEAST_COST: u64 = 64 << 10;
+const MIN_COST: u64 = 64 << 10;
 
 /// Jobs with rows after their watermark.
 #[derive(Debug, Default)]
@@ -30,7 +30,7 @@ struct Waiting {
 
 /// The cost of the rows that one compaction of a job with `ranks` ranks takes.
 pub(crate) fn batch_cost(ranks: u32) -> u64 {
-    (u64::from(ranks) * COST_A_RANK).max(LEAST_COST)
+    (u64::from(ranks) * COST_PER_RANK).max(MIN_COST)
 }
 
 impl CompactionQueue {

@@ -12,7 +12,7 @@ use std::{
 /// Maximum pause between two rounds. The pause is a quarter of the time for which points are kept, if that is shorter.
 const POLL_INTERVAL: Duration = Duration::from_secs(60);
 /// Maximum pause between two transactions.
-const LONGEST_REST: Duration = Duration::from_millis(200);
+const MAX_PAUSE: Duration = Duration::from_millis(200);
 
 /// Removes points. Runs until dropped.
 pub(crate) async fn run(metrics: Arc<Metrics>) {
@@ -54,6 +54,6 @@ async fn retire(metrics: &Metrics, job: &JobId) -> Result<()> {
             return Ok(());
         }
         // Uses at most half of the writer's time, because reports of running jobs come first.
-        tokio::time::sleep(began.elapsed().min(LONGEST_REST)).await;
+        tokio::time::sleep(began.elapsed().min(MAX_PAUSE)).await;
     }
 }

@@ -36,20 +36,20 @@ pub(crate) use ends::{declined, ended_at, leaves, left, ready, wanted};
 pub(crate) use needs::is_checkpoint_id;
 
 /// Interval between two rounds without a notification.
-const POLL: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval between two comparisons of all waiting jobs with the store.
-const COMPARE_EVERY: Duration = Duration::from_secs(2);
+const COMPARE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Interval between two rounds while ranks of an attempt have lost each other, so that a lost agent is given up at once.
-const POLL_LOST: Duration = Duration::from_millis(100);
+const LOST_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum wait of a round for reported ends of attempts that are not stored yet. A slow database does not delay the round further.
-const ENDS_WAIT: Duration = Duration::from_millis(100);
+const ENDS_TIMEOUT: Duration = Duration::from_millis(100);
 /// Number of heartbeat intervals after which a silent agent counts as lost, if ranks of its attempt have lost each other.
-const LATE: f64 = 1.25;
+const LOST_AFTER_HEARTBEATS: f64 = 1.25;
 /// Minimum silence after which an agent counts as lost.
-const SILENT: Duration = Duration::from_secs(1);
+const MIN_SILENCE: Duration = Duration::from_secs(1);
 /// Time in which agents reconnect after the start of the server: they try every 3 s.
-const BACK_WITHIN: Duration = Duration::from_secs(4);
+const RECONNECT_TIME: Duration = Duration::from_secs(4);
 
 /// At the server's start, gives each attempt that may write a full lease, within which its agents must report.
 pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
@@ -84,9 +84,9 @@ pub(crate) async fn run(scheduler: Arc<Scheduler>) {
 async fn comparisons(scheduler: &Scheduler) {
     let mut failing = Failing::default();
     loop {
-        tokio::time::sleep(COMPARE_EVERY).await;
+        tokio::time::sleep(COMPARE_INTERVAL).await;
         match scheduler.waiting.compare(&*scheduler.store).await {
-            Ok(true) => scheduler.agents.leases.poke(),
+            Ok(true) => scheduler.agents.leases.wake_dispatch(),
             Ok(false) => {}
             Err(error) => {
                 if failing.is_new(&error) {
@@ -115,7 +115,7 @@ async fn rounds(scheduler: &Scheduler, unstored: &Unstored) {
             }
             Err(_) => {}
         }
-        let poll = if scheduler.agents.leases.is_contact_lost() { POLL_LOST } else { POLL };
+        let poll = if scheduler.agents.leases.is_contact_lost() { LOST_POLL_INTERVAL } else { POLL_INTERVAL };
         tokio::select! {
             () = scheduler.agents.leases.wake.notified() => {}
             () = tokio::time::sleep(poll) => {}
@@ -133,10 +133,10 @@ async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
         let secs = scheduler.agents.leases.duration.as_secs_f64();
         skip_permanent_error(&job, expire(scheduler, expired, secs, None).await)?;
     }
-    let limit = scheduler.config.heartbeat.mul_f64(LATE).max(SILENT);
+    let limit = scheduler.config.heartbeat.mul_f64(LOST_AFTER_HEARTBEATS).max(MIN_SILENCE);
     // An agent that was connected before this server was started may be reconnecting.
     let up = scheduler.up_since.elapsed();
-    let silence = |id: &str| scheduler.agents.silence(id).or_else(|| up.checked_sub(BACK_WITHIN));
+    let silence = |id: &str| scheduler.agents.silence(id).or_else(|| up.checked_sub(RECONNECT_TIME));
     let is_silent = |id: &str| silence(id).is_some_and(|silence| silence > limit);
     for expired in scheduler.agents.leases.abandoned(is_silent, |id| scheduler.agents.is_connected(id)) {
         let job = expired.attempt.job.clone();
@@ -148,7 +148,7 @@ async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
     }
     // Claims would wait for the transaction of these ends anyway, and the freed slots would not be used before the next round.
     if scheduler.agents.inbox.has_ends() {
-        let _ = tokio::time::timeout(ENDS_WAIT, scheduler.agents.inbox.flush()).await;
+        let _ = tokio::time::timeout(ENDS_TIMEOUT, scheduler.agents.inbox.flush()).await;
     }
     let (snapshot, plan) = make_plan(scheduler).await?;
     carry_out(scheduler, &snapshot, plan, unstored).await
@@ -271,8 +271,8 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
     }
 }
 
-/// Fences an attempt whose lease has expired on one of its agents. Its job is restarted, or fails without restarts left. An attempt on
-/// several agents ends once the other agents have ended their ranks. `how` says why an agent that has been silent for `secs` is given up
+/// Fences an attempt whose lease has expired on one of its agents. The job is restarted, or fails if no restarts are left. An attempt on
+/// several agents ends once the other agents have ended their ranks. `how`: why an agent that has been silent for `secs` is given up
 /// before its lease has expired.
 async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<&str>) -> Result<()> {
     let Expired { attempt, place, places, had_order } = expired;
@@ -310,7 +310,7 @@ pub(crate) fn leaving_reason(agent: &str, reason: &str) -> Reason {
     ReasonKind::AgentStopped { agent: Some(agent.into()), detail: Some(reason.into()) }.into()
 }
 
-/// What a user requests for a job.
+/// A user's request for a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wish {
     Cancel,

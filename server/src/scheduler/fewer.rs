@@ -59,9 +59,12 @@ impl Fewer {
         self.ranks.iter().find_map(|ranks| reserve(candidates, *ranks as usize))
     }
 
-    /// A text about the number of ranks that the job takes after its wait.
+    /// Returns a text about the number of ranks on which the job starts after its wait.
     pub(super) fn in_words(&self, job: &Job) -> Option<Text> {
         let least = self.ranks.last()?;
-        Some(format!("after {} s it takes fewer, at least {least}", job.spec.recovery.wait_seconds).into())
+        Some(
+            format!("after {} s it starts on fewer ranks, at least {least}", job.spec.recovery.wait_seconds)
+                .into(),
+        )
     }
 }

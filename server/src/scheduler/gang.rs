@@ -1,6 +1,6 @@
-//! The choice of a job's agents. If one agent has enough slots, it is the fullest of the agents with the best links. Otherwise as few
-//! agents as possible are chosen that reach each other and have slots of one kind: slots of one model if that needs no further machine, and
-//! then the agents whose slowest network link is fastest.
+//! The choice of a job's agents. If one agent has enough free slots, the choice needs the fewest NVLink groups, then leaves the fewest free
+//! slots. Otherwise it needs as few agents as possible that reach each other and have slots of one kind. Of equally few agents, those with
+//! slots of one model come first, then those whose slowest network link is fastest.
 
 use super::{
     AgentState,
@@ -10,16 +10,16 @@ use crate::store::AgentRow;
 use lockstep_protocol::spec::Device;
 use std::{cmp::Reverse, collections::HashSet, sync::Arc};
 
-/// Numbers of slots and machines.
+/// Numbers of slots and machines. `slots` includes the `free` slots.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Sum {
+pub(crate) struct Capacity {
     pub(crate) slots: usize,
     pub(crate) free: usize,
     pub(crate) machines: usize,
 }
 
-/// The fewest candidates of `group` that have `ranks` slots together, by descending number of slots. The last candidate is the fullest that
-/// has the remaining slots, so that large gaps stay for large jobs. `slots`: number of available slots of a candidate.
+/// The fewest candidates of `group` that together have `ranks` slots, by descending number of slots. The last candidate has the fewest slots
+/// that suffice, so that large gaps stay for large jobs. `slots` returns the number of available slots of a candidate.
 fn fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option<Group> {
     if group.iter().map(|c| slots(*c)).sum::<usize>() < ranks {
         return None;
@@ -27,26 +27,27 @@ fn fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option
     let mut group = group.clone();
     // The sort is stable: equal candidates stay in the order of their names.
     group.sort_by_key(|c| Reverse(slots(*c)));
-    let mut left = ranks;
+    let mut missing = ranks;
     let mut chosen = Group::new();
     for (n, c) in group.iter().copied().enumerate() {
-        if slots(c) >= left {
-            let fullest = group[n..].iter().copied().filter(|c| slots(*c) >= left).min_by_key(|c| slots(*c));
+        if slots(c) >= missing {
+            let fullest =
+                group[n..].iter().copied().filter(|c| slots(*c) >= missing).min_by_key(|c| slots(*c));
             chosen.extend(fullest);
             return Some(chosen);
         }
         if slots(c) == 0 {
             return None;
         }
-        left -= slots(c);
+        missing -= slots(c);
         chosen.push(c);
     }
     None
 }
 
-/// Applies `choose` to the candidates of a group with the fastest links, as long as that needs no further machine. Also returns the speed
+/// Chooses from the candidates with the fastest links that need no more machines than a choice from the whole group. Also returns the speed
 /// of the slowest chosen link.
-fn over_fastest(
+fn choose_fastest(
     candidates: &Candidates,
     group: &Group,
     choose: impl Fn(&Group) -> Option<Group>,
@@ -84,7 +85,7 @@ pub(super) fn choose(
         .groups
         .iter()
         .filter_map(|(group, is_mixed)| {
-            let (chosen, slowest) = over_fastest(candidates, group, |group| fewest(group, ranks, free))?;
+            let (chosen, slowest) = choose_fastest(candidates, group, |group| fewest(group, ranks, free))?;
             Some((chosen, *is_mixed, slowest))
         })
         .min_by_key(|(chosen, is_mixed, slowest)| (chosen.len(), *is_mixed, Reverse(*slowest)))?
@@ -102,9 +103,9 @@ pub(super) fn choose(
     Some(found.into_iter().map(take).collect())
 }
 
-/// Chooses agents to reserve for a waiting job: the agents that will have enough slots soonest, with the fastest links that need no further
-/// machine. Of equal machines, those with most free slots are chosen, so that a later round never reserves fewer free slots. `None` if all
-/// machines together have too few slots.
+/// Chooses agents to reserve for a waiting job: as few as possible, by number of all slots, with the fastest links. Of agents with equally
+/// many slots, those with the most free slots are chosen, so that a later round never reserves fewer free slots. `None` if all agents that
+/// can share a job have too few slots together.
 pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
     let size = |c: usize| (candidates[c].all.len(), candidates[c].free.len());
     let one = (0..candidates.len()).filter(|c| candidates[*c].all.len() >= ranks).max_by_key(|c| size(*c));
@@ -126,16 +127,16 @@ pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
         Some(group)
     };
     let found = candidates.groups.iter().filter_map(|(group, is_mixed)| {
-        let (chosen, slowest) = over_fastest(candidates, group, enough)?;
+        let (chosen, slowest) = choose_fastest(candidates, group, enough)?;
         Some((chosen, *is_mixed, slowest))
     });
     let best = found.min_by_key(|(group, is_mixed, slowest)| (group.len(), *is_mixed, Reverse(*slowest)));
     best.map(|(group, ..)| group)
 }
 
-/// The maximum number of slots that one job can have, on one machine or on several that can share a job.
-pub(super) fn most(candidates: &Candidates) -> Sum {
-    let sum = |group: &[usize]| Sum {
+/// The largest capacity for one job, on one machine or on several machines that can share a job.
+pub(super) fn max_capacity(candidates: &Candidates) -> Capacity {
+    let sum = |group: &[usize]| Capacity {
         slots: group.iter().map(|c| candidates[*c].all.len()).sum(),
         free: group.iter().map(|c| candidates[*c].free.len()).sum(),
         machines: group.len(),
@@ -144,10 +145,10 @@ pub(super) fn most(candidates: &Candidates) -> Sum {
     single.chain(candidates.groups.iter().map(|(group, _)| sum(group))).max().unwrap_or_default()
 }
 
-/// Like [`most`], for agents that take every job.
-pub(crate) fn most_slots(agents: impl IntoIterator<Item = Arc<AgentRow>>, device: Device) -> Sum {
+/// Like [`max_capacity`], with all `agents` idle and open to every job.
+pub(crate) fn max_capacity_of(agents: impl IntoIterator<Item = Arc<AgentRow>>, device: Device) -> Capacity {
     let candidate = |row| Candidate::of(Arc::new(AgentState::idle(row)), &HashSet::new(), device);
-    most(&Candidates::new(agents.into_iter().map(candidate).collect()))
+    max_capacity(&Candidates::new(agents.into_iter().map(candidate).collect()))
 }
 
 #[cfg(test)]

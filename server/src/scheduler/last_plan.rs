@@ -12,7 +12,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// The newest plan. It is not stored, because a restarted server plans anew.
+/// The newest plan. It is not stored, because a restarted server makes a new plan.
 #[derive(Debug, Default)]
 pub(crate) struct LastPlan(Mutex<Shown>);
 

@@ -11,7 +11,7 @@
 //! 4. A job that does not fit counts on slots of jobs that are ending, then on slots of preemptible jobs of lower priority (`preempt.rs`).
 //!    These slots are reserved for the job.
 //! 5. A job that has lost an attempt takes fewer ranks once it has waited for `recovery.wait_seconds` (`fewer.rs`).
-//! 6. Otherwise the agents that will have room for the job soonest are reserved for it, so that small jobs do not starve a large one.
+//! 6. Otherwise the agents with the most slots, free or in use, are reserved for the job, so that small jobs do not starve a large one.
 //! 7. A job that has its slots may have to wait for its newest checkpoint. Other jobs get the slots meanwhile, unless the checkpoint is
 //!    only being checked.
 
@@ -53,7 +53,7 @@ mod share;
 mod waiting_jobs;
 
 pub(crate) use candidates::address;
-pub(crate) use gang::most_slots;
+pub(crate) use gang::max_capacity_of;
 pub(crate) use last_plan::LastPlan;
 pub(crate) use round::device_for;
 pub(crate) use waiting_jobs::WaitingJobs;

@@ -5,7 +5,7 @@ use crate::store::{Annotation, Created, NewJob, StoreError};
 use lockstep_protocol::{JobId, JobSpec, labels};
 use std::{io, path::PathBuf};
 
-/// Why a job was not stored.
+/// The error if a job was not stored.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum NewJobError {
     #[error("the job's folder {} cannot be written: {error}", .folder.display())]
@@ -16,7 +16,7 @@ pub(crate) enum NewJobError {
 
 /// A job of a specification that was checked, submitted by `owner`.
 pub(crate) fn new_job(id: JobId, mut spec: JobSpec, owner: Option<String>) -> NewJob {
-    // Not in the specification: they can be changed after submission.
+    // Tags and notes are not in the specification, because they can be changed after submission.
     let annotation = Annotation {
         notes: std::mem::take(&mut spec.notes),
         tags: labels::tidy_tags(&std::mem::take(&mut spec.tags)),

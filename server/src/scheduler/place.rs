@@ -13,8 +13,8 @@ use crate::{checkpoints::Wait, store::JobRow};
 use lockstep_protocol::reason::{Reason, ReasonKind};
 use std::sync::Arc;
 
-/// Finds slots for a job: on one agent that has enough for all ranks, or on the fewest agents that have enough together. If there are none,
-/// agents that will have enough are reserved, so that later, smaller jobs do not starve a large one. No job ever holds only a part of its
+/// Finds slots for a job: on one agent with enough for all ranks, or on the fewest agents with enough together. If no agents have enough
+/// free slots, agents are reserved, so that later, smaller jobs do not starve a large one. No job ever has only a part of its
 /// slots, so two large jobs cannot block each other. Returns the reason why the job waits, if it does not start.
 pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
     let job = &row.job;

@@ -17,7 +17,7 @@ use std::{
 };
 
 /// Maximum number of victims of a job over several agents for which [`on_several`] checks whether the job fits without them.
-const MOST_TRIED: usize = 64;
+const MAX_TRIED: usize = 64;
 
 /// Slots for a job, by the index of their agent in the list of candidates, and the jobs that must end for it, by their index in
 /// the list of yielding jobs.
@@ -199,7 +199,7 @@ fn on_several(
         })
     };
     let mut victims: Vec<usize> = all[..enough].iter().copied().filter(is_used).collect();
-    for victim in victims.clone().iter().rev().take(MOST_TRIED) {
+    for victim in victims.clone().iter().rev().take(MAX_TRIED) {
         let fewer: Vec<usize> = victims.iter().copied().filter(|other| other != victim).collect();
         if with(&fewer).is_some() {
             victims = fewer;

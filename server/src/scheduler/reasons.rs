@@ -2,7 +2,7 @@
 
 use super::{
     candidates::{Candidate, Candidates, address},
-    gang::most,
+    gang::max_capacity,
     round::{Round, device_for},
 };
 use lockstep_protocol::{
@@ -30,9 +30,9 @@ pub(super) fn wait_reason(
     if candidates.is_empty() {
         return ReasonKind::NoAgentAccepts { detail: drained.map(Into::into) }.into();
     }
-    let sum = most(candidates);
+    let sum = max_capacity(candidates);
     let mut wait = SlotWait {
-        // The device `auto` takes slots of any kind.
+        // The device `auto` uses slots of any kind.
         device: if device == Device::Auto { Device::Cpu } else { device },
         slots_needed: ranks,
         slots_free: number(sum.free),

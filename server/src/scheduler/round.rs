@@ -1,4 +1,4 @@
-//! The state of a plan while it is made: agents that take work, and their remaining slots.
+//! The state of a plan while it is made: agents that accept work, and their remaining slots.
 
 use super::{
     AgentState, Plan, Reservation, Snapshot, Yielding,
@@ -17,7 +17,7 @@ use std::{
     sync::Arc,
 };
 
-/// A plan in the making.
+/// The state of an unfinished plan.
 pub(super) struct Round<'a> {
     pub(super) snapshot: &'a Snapshot,
     pub(super) plan: Plan,
@@ -61,7 +61,7 @@ impl<'a> Round<'a> {
 
     /// Names of some drained agents that would take this job and have slots for the device, and the number of slots of all such agents.
     pub(super) fn drained(&self, job: &JobId, device: Device) -> (Option<String>, usize) {
-        const NAMED: usize = 5;
+        const MAX_NAMED: usize = 5;
         let mut slots = 0;
         let mut names = Vec::new();
         for agent in self.snapshot.agents.iter().filter(|agent| agent.is_drained && agent.serves(job)) {
@@ -71,8 +71,8 @@ impl<'a> Round<'a> {
                 names.push(agent.row.name.as_str());
             }
         }
-        if names.len() > NAMED {
-            names.splice(NAMED.., ["and others"]);
+        if names.len() > MAX_NAMED {
+            names.splice(MAX_NAMED.., ["and others"]);
         }
         ((!names.is_empty()).then(|| names.join(", ")), slots)
     }

@@ -25,7 +25,7 @@ pub enum BackupError {
         /// The system's error.
         source: io::Error,
     },
-    /// The file is not a backup, or not a complete one.
+    /// The file is not a complete backup.
     #[error("{} is not a complete backup: {detail}", path.display())]
     NotWhole {
         /// The backup.
@@ -33,9 +33,9 @@ pub enum BackupError {
         /// The fault that was found.
         detail: String,
     },
-    /// The database to restore into has rows.
+    /// The target database of a restore has rows.
     #[error(
-        "the database {0} is not empty; a backup can only be restored into a new database: name one with --database or --data-dir"
+        "the database {0} is not empty; a backup can only be restored into a new database: name a new one with --database or --data-dir"
     )]
     NotEmpty(String),
     /// The database cannot be opened.

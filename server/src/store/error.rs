@@ -5,22 +5,22 @@ use crate::lifecycle::Refused;
 /// An error of a store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// There is no such job, dataset, ...
+    /// No job, dataset, ... has this name or id.
     #[error("there is no such {0}")]
     NotFound(&'static str),
     /// The job's state forbids the change.
     #[error(transparent)]
     Refused(#[from] Refused),
-    /// The name is taken.
+    /// The name is in use.
     #[error("the name {0:?} is taken")]
     NameTaken(String),
-    /// The job's dataset is not registered any more.
+    /// The job's dataset is no longer registered.
     #[error("the dataset {0:?} is no longer registered")]
     NoDataset(String),
-    /// Jobs that are not over train on the dataset.
+    /// Unfinished jobs train on the dataset.
     #[error("jobs train on the dataset {0:?}")]
     DatasetInUse(String),
-    /// An idempotency key came with another request before.
+    /// The idempotency key was used with another request before.
     #[error("this Idempotency-Key was used before, with another request")]
     KeyReused,
     /// A cursor's value does not fit the list's order.

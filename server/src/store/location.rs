@@ -30,7 +30,7 @@ impl Location {
     /// Parses `sqlite://PATH` or `postgres://USER@HOST/NAME`.
     ///
     /// # Errors
-    /// The URL has another form.
+    /// The URL has another format.
     pub fn parse(url: &str) -> Result<Self, ServeError> {
         if url.starts_with("postgres://") || url.starts_with("postgresql://") {
             return Ok(Self::Postgres(url.to_owned()));

@@ -91,16 +91,16 @@ pub type RecordsChange =
 /// that fails has written nothing, unless the connection broke during the commit. Further errors are listed at each method.
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
-    /// Stores a new job as `queued` with its first event, if its dataset is registered. If the same request came with the same idempotency
-    /// key before, returns the job that it made.
+    /// Stores a new job as `queued` with its first event, if its dataset is registered. If the same request was made with the same
+    /// idempotency key before, returns that request's job.
     ///
     /// # Errors
-    /// [`StoreError::NoDataset`]; [`StoreError::KeyReused`]: the idempotency key came with another request before.
+    /// [`StoreError::NoDataset`]; [`StoreError::KeyReused`]: the idempotency key was used with another request before.
     async fn create_job(&self, new: NewJob) -> Result<Created>;
     /// The job that a request with this idempotency key and hash has made.
     ///
     /// # Errors
-    /// [`StoreError::KeyReused`]: the key came with another request.
+    /// [`StoreError::KeyReused`]: the key was used with another request.
     async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>>;
     /// A job, including the fields that only the server sees; `None` if it does not exist or was deleted.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
@@ -128,7 +128,7 @@ pub trait Store: Send + Sync + 'static {
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
     /// The places of an attempt's ranks; empty if there is no such attempt.
     async fn places(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>>;
-    /// The parts of a job's history besides its attempts. `with_requests`: including requests about the job from the audit log.
+    /// The parts of a job's history except its attempts. `with_requests`: including requests about the job from the audit log.
     async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows>;
     /// A page of the jobs that wait for slots, by descending priority, then the oldest first. Also returns the beginning of the next page;
     /// `None` on the last page.
@@ -160,7 +160,7 @@ pub trait Store: Send + Sync + 'static {
     /// Removes some rows of a deleted job in a short transaction, so that other writers hardly wait.
     async fn purge_deleted(&self, id: &JobId) -> Result<()>;
 
-    /// Claims a job: creates its next attempt, with a new fencing token. Returns `None` if the job does not wait any more, or another
+    /// Claims a job: creates its next attempt, with a new fencing token. Returns `None` if the job no longer waits, or another
     /// claim was first.
     ///
     /// # Errors
@@ -170,7 +170,7 @@ pub trait Store: Send + Sync + 'static {
     }
     /// Like [`Store::claim`], for several jobs in one transaction.
     async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>>;
-    /// An agent's part of an attempt, which may be over. `None`: the agent was not given an attempt with this fencing token.
+    /// An agent's part of an attempt, which may have ended. `None`: the agent was not given an attempt with this fencing token.
     async fn given_place(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Option<GivenPlace>>;
     /// Stores that an agent keeps an attempt's checkpoints on its own disk, not the server's.
     async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()>;
@@ -352,7 +352,7 @@ pub trait Store: Send + Sync + 'static {
     async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>>;
     /// Ids of drained agents, which take no new work.
     async fn draining(&self) -> Result<Vec<String>>;
-    /// Drains an agent, or undoes that.
+    /// Drains an agent, or undrains it.
     async fn set_draining(&self, agent: &str, draining: bool) -> Result<()>;
 
     /// Stores or replaces machines' means of minutes.
@@ -378,7 +378,7 @@ pub trait Store: Send + Sync + 'static {
     /// The owner of a dataset; `None` if it does not exist.
     async fn owned_dataset(&self, name: &str) -> Result<Option<Owned>>;
 
-    /// All tokens, including those that are no longer valid, the oldest first.
+    /// All tokens, including invalid tokens, the oldest first.
     async fn tokens(&self) -> Result<Vec<TokenRow>>;
     /// Stores or replaces a token.
     async fn put_token(&self, token: &TokenRow) -> Result<()>;
@@ -420,18 +420,18 @@ pub trait Store: Send + Sync + 'static {
     async fn purge_deliveries(&self, before: Timestamp) -> Result<()>;
 
     /// Stores a new sweep, of which no trial has started, with the checked specifications of its trials. Returns false, and changes
-    /// nothing, if there is a sweep with the same id.
+    /// nothing, if a sweep with the same id exists.
     async fn add_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<bool>;
-    /// Every sweep, newest first.
+    /// All sweeps, newest first.
     async fn sweeps(&self) -> Result<Vec<SweepRow>>;
-    /// Sweeps that are not over, oldest first.
+    /// Unfinished sweeps, oldest first.
     async fn unfinished_sweeps(&self) -> Result<Vec<SweepRow>>;
     /// One sweep.
     async fn sweep(&self, id: &str) -> Result<Option<SweepRow>>;
     /// The specifications of a sweep's trials, in the order in which they start; none if there is no such sweep.
     async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>>;
-    /// Stores a sweep's state, why the server chose it, and when it was over if it is. False, and nothing is stored, when there is no
-    /// such sweep, it is over, or it is being cancelled and this is another state.
+    /// Stores a sweep's state, the reason, and the time of its end if it has ended. Returns false and stores nothing if there is no
+    /// such sweep, the sweep has ended, or it is being cancelled and this is another state.
     async fn set_sweep_state(
         &self,
         id: &str,

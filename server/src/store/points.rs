@@ -1,4 +1,4 @@
-//! The binary form of a report's points in a row of events.
+//! The binary format of a report's points in a row of events.
 //!
 //! The number of columns, then for each column: the metric (index in [`NAMES`] from 1; or 0, the name's length and the name), the number
 //! of steps (0: the steps of the previous column), the differences between successive steps, and the values (float32, little endian).

@@ -91,12 +91,12 @@ const OLDEST_POSTGRES: i32 = 130_000;
 /// Maximum number of reading connections.
 const READERS: u32 = 8;
 /// Time limit for getting a connection from a pool. A request that exceeds it gets status 503.
-const PATIENCE: Duration = Duration::from_secs(5);
+const POOL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limits of a statement. A request that exceeds one gets status 503. The URL may set other limits
-/// (`?options=-c statement_timeout=...`). They do not apply to migrations and backups.
-const LIMITS: [(&str, &str); 2] = [("statement_timeout", "60s"), ("lock_timeout", "30s")];
+/// (`?options=-c statement_timeout=...`). The limits do not apply to migrations and backups.
+const STATEMENT_TIMEOUTS: [(&str, &str); 2] = [("statement_timeout", "60s"), ("lock_timeout", "30s")];
 /// Time limit for getting the advisory lock. The session of a server that was just killed may take a moment to end.
-const LOCK_WITHIN: Duration = Duration::from_secs(5);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl PostgresStore {
     /// Connects to a database and brings its tables up to date.
@@ -115,7 +115,7 @@ impl PostgresStore {
         lock(&mut first, &name).await?;
         first.close().await.map_err(failed)?;
 
-        let pool = |n| PgPoolOptions::new().max_connections(n).acquire_timeout(PATIENCE);
+        let pool = |n| PgPoolOptions::new().max_connections(n).acquire_timeout(POOL_TIMEOUT);
         let writer = pool(1)
             // The lock ends with the session, so the connection stays open.
             .idle_timeout(None)
@@ -124,7 +124,7 @@ impl PostgresStore {
                 Box::pin(async move {
                     match try_lock(connection).await? {
                         true => Ok(()),
-                        false => Err(sqlx::Error::Configuration("another server has this database".into())),
+                        false => Err(sqlx::Error::Configuration("another server uses this database".into())),
                     }
                 })
             })
@@ -136,11 +136,11 @@ impl PostgresStore {
             })?;
         // Creating an index on a large table takes longer than these limits. The pool has one connection, so all statements use its
         // session.
-        for (limit, _) in LIMITS {
+        for (limit, _) in STATEMENT_TIMEOUTS {
             sqlx::query(AssertSqlSafe(format!("SET {limit} = 0"))).execute(&writer).await.map_err(failed)?;
         }
         MIGRATIONS.run(&writer).await.map_err(|error| migration_error(&name, &MIGRATIONS, error))?;
-        for (limit, _) in LIMITS {
+        for (limit, _) in STATEMENT_TIMEOUTS {
             sqlx::query(AssertSqlSafe(format!("RESET {limit}"))).execute(&writer).await.map_err(failed)?;
         }
         let reader = pool(READERS).connect_with(options).await.map_err(failed)?;
@@ -153,7 +153,7 @@ pub(super) fn options(url: &str) -> Result<PgConnectOptions, ServeError> {
         ServeError::DatabaseUrl(Location::Postgres(url.to_owned()).to_string(), e.to_string())
     })?;
     let given = options.get_options().unwrap_or_default().to_owned();
-    let limits = LIMITS.into_iter().filter(|(name, _)| !given.contains(name));
+    let limits = STATEMENT_TIMEOUTS.into_iter().filter(|(name, _)| !given.contains(name));
     let settings = [("synchronous_commit", "on")].into_iter().chain(limits);
     Ok(options.application_name("lockstep").options(settings).disable_statement_logging())
 }
@@ -186,7 +186,7 @@ async fn lock(connection: &mut PgConnection, name: &str) -> Result<(), ServeErro
         |error: sqlx::Error| ServeError::Database { path: name.to_owned(), detail: error.to_string() };
     let since = Instant::now();
     while !try_lock(connection).await.map_err(failed)? {
-        if since.elapsed() < LOCK_WITHIN {
+        if since.elapsed() < LOCK_TIMEOUT {
             tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         }

@@ -12,11 +12,11 @@ use std::{
 use tokio::sync::Notify;
 
 /// Pause after a failure. The database may be unreachable.
-const TRY_AGAIN: Duration = Duration::from_secs(5);
+const RETRY_PAUSE: Duration = Duration::from_secs(5);
 /// Maximum number of further attempts to remove a folder in which files appear meanwhile.
-const TRIES: usize = 10;
+const MAX_TRIES: usize = 10;
 /// Maximum pause between two steps.
-const LONGEST_REST: Duration = Duration::from_millis(200);
+const MAX_PAUSE: Duration = Duration::from_millis(200);
 
 /// Removes the files and rows of deleted jobs.
 pub(crate) struct DeletedJobs {
@@ -49,11 +49,11 @@ impl DeletedJobs {
                     let began = Instant::now();
                     match self.store.purge_deleted(&id).await {
                         // Takes at most half of the writer's time, because reports of running jobs come first.
-                        Ok(()) => tokio::time::sleep(began.elapsed().min(LONGEST_REST)).await,
-                        Err(error) => rest(&error).await,
+                        Ok(()) => tokio::time::sleep(began.elapsed().min(MAX_PAUSE)).await,
+                        Err(error) => pause_after(&error).await,
                     }
                 }
-                Err(error) => rest(&error).await,
+                Err(error) => pause_after(&error).await,
             }
         }
     }
@@ -61,7 +61,7 @@ impl DeletedJobs {
     async fn remove_files(&self, id: &JobId) {
         let folder = self.config.job_dir(id);
         let mut removed = tokio::fs::remove_dir_all(&folder).await;
-        for _ in 0..TRIES {
+        for _ in 0..MAX_TRIES {
             match &removed {
                 // A file was written there meanwhile, such as the result of an evaluation.
                 Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => {
@@ -72,7 +72,7 @@ impl DeletedJobs {
         }
         match removed {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                // Users do not see the job any more. The remaining files only take up space.
+                // Users no longer see the job. The remaining files only use disk space.
                 tracing::warn!(folder = %folder.display(), %error, "the folder of a deleted job could not be removed");
             }
             _ => {}
@@ -80,7 +80,7 @@ impl DeletedJobs {
     }
 }
 
-async fn rest(error: &StoreError) {
+async fn pause_after(error: &StoreError) {
     tracing::warn!(%error, "deleted jobs could not be removed from the database; trying again");
-    tokio::time::sleep(TRY_AGAIN).await;
+    tokio::time::sleep(RETRY_PAUSE).await;
 }

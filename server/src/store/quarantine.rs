@@ -10,7 +10,7 @@ use std::{
 };
 
 /// Maximum number of logged messages that are remembered. Lists are read several times per second.
-const REMEMBERED: usize = 10_000;
+const MAX_REMEMBERED: usize = 10_000;
 /// Maximum size of the description of an unreadable specification, in bytes.
 const DETAIL_BYTES: usize = 500;
 
@@ -31,7 +31,7 @@ pub(crate) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text:
 pub(crate) fn log_once(what: &str) {
     let mut logged = LOGGED.lock().unwrap_or_else(PoisonError::into_inner);
     let logged = logged.get_or_insert_default();
-    if logged.len() < REMEMBERED && logged.insert(what.to_owned()) {
+    if logged.len() < MAX_REMEMBERED && logged.insert(what.to_owned()) {
         tracing::error!(what, "a stored value cannot be read; it is skipped and left unchanged");
     }
 }

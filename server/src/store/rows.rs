@@ -73,8 +73,8 @@ pub struct Holder {
 }
 
 /// The state of a copy of a checkpoint. A copy in an object store is `Copying` from its first object on, `Complete` once its manifest is
-/// uploaded, and `Damaged` if a job could not fetch it; it is `Copying` again while the checkpoint is uploaded anew. A copy on an agent's
-/// disk is always `Complete`. A copy on the server's disk is stored only if it is `Damaged`.
+/// uploaded, and `Damaged` if a job could not fetch it; it is `Copying` again while the checkpoint is uploaded again. A copy on an agent's
+/// disk is always `Complete`. A copy on the server's disk has a row only if it is `Damaged`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyState {
     /// The upload has not ended.
@@ -165,7 +165,7 @@ pub struct Annotation {
 /// A page of jobs' notes and tags.
 #[derive(Debug, Default)]
 pub struct AnnotationPage {
-    /// Notes and tags by job, without those that this version cannot read.
+    /// Notes and tags by job, except unreadable ones of another version.
     pub jobs: BTreeMap<JobId, Annotation>,
     /// The job after which the next page begins; `None` on the last page.
     pub next: Option<String>,

@@ -82,7 +82,7 @@ mod dialect {
 
     /// Condition that a column of JSON has a number at the path, or a text that is wholly a number.
     pub(super) fn json_is_number(column: &str, path: &[&str]) -> String {
-        // The comparison with a number converts the text if all of it is one.
+        // The comparison with a number converts the text if the whole text is a number.
         let (text, at) = (json_text(column, path), path.join("."));
         format!(
             "CASE WHEN json_valid({column}) THEN json_type({column}, '$.{at}') END IN ('integer', 'real', 'text') \
@@ -94,7 +94,7 @@ mod dialect {
     pub(super) const AFTER_COPY: &str = "SELECT 1";
 }
 
-/// Oldest accepted version. Earlier ones can corrupt a write-ahead log that two connections use (sqlite.org/wal.html#walresetbug).
+/// Oldest accepted version. Earlier versions can corrupt a write-ahead log that two connections use (sqlite.org/wal.html#walresetbug).
 const OLDEST_SQLITE: (u32, u32, u32) = (3, 51, 3);
 /// Maximum number of reading connections.
 const READERS: u32 = 8;
@@ -158,7 +158,7 @@ impl SqliteStore {
 async fn check(writer: &SqlitePool, name: &str) -> Result<(), ServeError> {
     tracing::info!(database = name, "checking the database, which was not closed in order");
     let found: Result<Vec<String>, _> =
-        sqlx::query_scalar(AssertSqlSafe(format!("PRAGMA quick_check({FLAWS})"))).fetch_all(writer).await;
+        sqlx::query_scalar(AssertSqlSafe(format!("PRAGMA quick_check({MAX_FLAWS})"))).fetch_all(writer).await;
     let detail = match found {
         Ok(found) if found == ["ok"] => return Ok(()),
         Ok(found) => found.join("; "),
@@ -180,7 +180,7 @@ pub(super) fn options(path: &Path) -> SqliteConnectOptions {
 /// Text in the lock file while the database is open for writing: the write-ahead log must exist.
 const NEEDS_WAL: &str = ", write-ahead log in use";
 /// Maximum number of flaws in the error of a damaged database.
-const FLAWS: u32 = 3;
+const MAX_FLAWS: u32 = 3;
 
 /// The locks of a database: a lock file next to it, and the database file's inode. The system releases them when this process ends. The
 /// data directory's lock does not suffice, because two servers with different directories may name the same --database. The lock file names
@@ -269,7 +269,7 @@ fn is_log(path: &Path) -> bool {
 }
 
 /// Network file systems, on which an flock conflicts with SQLite's own locks: NFS, SMB, CIFS and SMB2 (statfs(2)).
-const NETWORK: [u32; 4] = [0x6969, 0x517b, 0xff53_4d42, 0xfe53_4d42];
+const NETWORK_FILE_SYSTEMS: [u32; 4] = [0x6969, 0x517b, 0xff53_4d42, 0xfe53_4d42];
 
 /// Locks the database file's inode, which may have several paths (hard links, bind mounts). On a local file system an flock does not
 /// conflict with SQLite's own locks. `None` if the file system does not support the lock.
@@ -280,7 +280,7 @@ fn lock_inode(path: &Path) -> Result<Option<File>, ServeError> {
     let failed = |e: io::Error| ServeError::Database { path: name(), detail: format!("its lock: {e}") };
     let file = File::options().read(true).write(true).open(path).map_err(failed)?;
     let system = rustix::fs::fstatfs(&file).map_err(|e| failed(e.into()))?.f_type as u32;
-    if NETWORK.contains(&system) {
+    if NETWORK_FILE_SYSTEMS.contains(&system) {
         return Ok(None);
     }
     match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {

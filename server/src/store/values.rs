@@ -56,6 +56,7 @@ pub(super) fn int(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
 
+/// Converts a number from a column. A negative number, which only a damaged row has, becomes 0.
 pub(super) fn uint(value: i64) -> u64 {
     u64::try_from(value).unwrap_or(0)
 }
@@ -73,17 +74,18 @@ pub(super) fn new_fencing(number: u64) -> FencingToken {
     FencingToken { number, secret: (random() ^ random().rotate_left(64)).max(1) }
 }
 
-pub(super) fn small(value: i64) -> u32 {
+/// Converts a number from a column. A number outside the range, which only a damaged row has, becomes 0.
+pub(super) fn to_u32(value: i64) -> u32 {
     u32::try_from(value).unwrap_or(0)
 }
 
 /// Removes NUL characters, which Postgres does not accept in text. Otherwise a request with NUL would fail with an error of the database,
-/// and a report with NUL would be tried forever.
+/// and a report with NUL would be retried forever.
 pub(super) fn plain(text: &str) -> Cow<'_, str> {
     if text.contains('\0') { text.replace('\0', "").into() } else { text.into() }
 }
 
 /// A point at which tests can inject a fault; see [`lockstep_protocol::fault`].
-pub(super) fn reached(point: &str) -> Result<()> {
+pub(super) fn fault_point(point: &str) -> Result<()> {
     lockstep_protocol::fault::point(point).map_err(|e| StoreError::Unavailable(e.to_string()))
 }

@@ -1,19 +1,19 @@
-//! Free space on the disk: large files leave some for the database.
+//! Free space on the disk. Large files must leave space for the database.
 
 use std::{io, path::Path};
 
-/// This much of the disk stays free.
-const FREE_BYTES: u64 = 1 << 30;
+/// Minimum free space on the disk, in bytes.
+const MIN_FREE_BYTES: u64 = 1 << 30;
 
-/// Checks that so many bytes fit on the disk of `path`.
+/// Checks that `bytes` bytes fit on the disk of `path` and leave [`MIN_FREE_BYTES`] free.
 ///
 /// # Errors
-/// The disk would be full.
+/// Too little space is free, or the disk cannot be queried.
 pub(crate) fn check_space(path: &Path, bytes: u64) -> io::Result<()> {
     let disk = rustix::fs::statvfs(path)?;
     let free = disk.f_bavail.saturating_mul(disk.f_frsize);
-    if free < bytes.saturating_add(FREE_BYTES) {
-        let words = format!("{} MiB are free, of which {} stay free", free >> 20, FREE_BYTES >> 20);
+    if free < bytes.saturating_add(MIN_FREE_BYTES) {
+        let words = format!("{} MiB are free, of which {} stay free", free >> 20, MIN_FREE_BYTES >> 20);
         return Err(io::Error::new(io::ErrorKind::StorageFull, words));
     }
     Ok(())

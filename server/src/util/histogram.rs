@@ -1,4 +1,4 @@
-//! A histogram of durations with fixed buckets, in Prometheus' text format. The crate `prometheus` would bring a registry and labels by
+//! A histogram of durations with fixed buckets, in Prometheus' text format. The crate `prometheus` would add a registry and labels by
 //! allocation, and nothing else of it is needed.
 
 use std::{
@@ -16,7 +16,7 @@ const BOUNDS: [u64; 14] = [
 /// Durations that were observed since the start.
 #[derive(Debug, Default)]
 pub(crate) struct Histogram {
-    /// The last one has what is above all bounds.
+    /// The last bucket counts the durations above all bounds.
     buckets: [AtomicU64; BOUNDS.len() + 1],
     sum_micros: AtomicU64,
 }

@@ -18,7 +18,7 @@ pub fn keep_files_private() {
 }
 
 /// Names of the files and folders that a server, its agent and its database create in a data directory.
-const OURS: [&str; 12] = [
+const SERVER_FILES: [&str; 12] = [
     "address",
     "jobs",
     "agent",
@@ -48,7 +48,7 @@ pub(crate) fn data_dir(path: &Path) -> io::Result<()> {
     folder(path)?;
     let mut is_ours = true;
     for entry in fs::read_dir(path)? {
-        is_ours &= entry?.file_name().to_str().is_some_and(|name| OURS.contains(&name));
+        is_ours &= entry?.file_name().to_str().is_some_and(|name| SERVER_FILES.contains(&name));
     }
     if is_ours {
         close(path, FOLDER)?;

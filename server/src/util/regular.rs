@@ -39,5 +39,5 @@ pub(crate) async fn read(path: &Path) -> io::Result<Vec<u8>> {
 }
 
 fn irregular() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, "is no regular file")
+    io::Error::new(io::ErrorKind::InvalidInput, "is not a regular file")
 }

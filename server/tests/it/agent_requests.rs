@@ -282,7 +282,7 @@ async fn an_evaluation_whose_agent_goes_away_may_be_asked_again() {
     };
     let ((status, body), ()) = tokio::join!(server.get(&path), dies);
     assert_eq!(status, 503, "{body}");
-    assert_eq!(body["detail"], "a went away or did not answer in time; try again");
+    assert_eq!(body["detail"], "a disconnected or did not respond in time; try again");
     // Nobody is there now; one that comes is asked.
     let (status, body) = server.get(&path).await;
     assert_eq!(status, 503, "{body}");

@@ -105,7 +105,7 @@ async fn the_agent_of_an_attempt_gets_the_files_of_its_dataset_and_nothing_else(
     for outside in ["../secret", "/etc/passwd", "train/../../secret"] {
         let (status, answer) = own.parts(&[part(outside, 0, 1)], 0).await;
         assert_eq!((status, answer[0]), (200, PART_REFUSED));
-        assert!(String::from_utf8_lossy(&answer).contains("is none of the dataset's files"));
+        assert!(String::from_utf8_lossy(&answer).contains("is not a file of the dataset"));
     }
     symlink(data.path().join("secret"), path.join("train/2")).unwrap();
     let refused = own.list().await;

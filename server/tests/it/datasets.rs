@@ -62,7 +62,7 @@ async fn a_dataset_is_removed_when_no_job_needs_it_and_jobs_of_it_stay() {
     // A state that forbids it is said first.
     assert_eq!(server.post(&format!("/jobs/{first}/retry"), &Value::Null).await.0, 409);
     let (status, body) = server.post("/jobs", &spec()).await;
-    assert!(status == 422 && body["detail"].as_str().unwrap().contains("none is registered"), "{body}");
+    assert!(status == 422 && body["detail"].as_str().unwrap().contains("no dataset is registered"), "{body}");
     server.stop().await;
 }
 

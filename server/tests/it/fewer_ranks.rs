@@ -112,7 +112,7 @@ async fn a_job_without_min_ranks_or_with_too_few_slots_for_it_waits() {
         (json!({"wait_seconds": 0}), ""),
         (json!({"min_ranks": 4, "wait_seconds": 0}), ""),
         // The machine that is left has two slots.
-        (json!({"min_ranks": 3, "wait_seconds": 0}), "after 0 s it takes fewer, at least 3"),
+        (json!({"min_ranks": 3, "wait_seconds": 0}), "after 0 s it starts on fewer ranks, at least 3"),
     ] {
         let server = server().await;
         let (mut a, mut b) = machines(&server).await;

@@ -131,7 +131,10 @@ async fn a_dataset_that_a_checkpoint_cannot_be_evaluated_on_is_refused_at_once_i
     register(&server, &mut agent, "others", DatasetInfo { classes: words(&["cat", "fox"]), ..info() }).await;
     register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..info() }).await;
     for (name, said) in [
-        ("untested", &["untested has no split to measure with: it has train", "one called test, val"][..]),
+        (
+            "untested",
+            &["untested has no split for an evaluation: it has train", "a split called test, val"][..],
+        ),
         ("others", &["trained on other classes than others has", "lacks the model's \"dog\""]),
         ("colour", &["trained on pictures of 1 channel, those of colour have 3"]),
         ("color", &["no dataset is called \"color\"; did you mean \"colour\"?"]),
@@ -274,7 +277,7 @@ async fn a_size_at_which_the_network_is_another_is_refused_with_what_to_set() {
     let (status, body) = fork(json!({"data.image_size": 96})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/image_size")), "{body}");
     let text = body["errors"][0]["detail"].as_str().unwrap();
-    assert!(text.contains("at 96 pixels") && text.contains("set model.stem too"), "{text}");
+    assert!(text.contains("at 96 pixels") && text.contains("set model.stem, too"), "{text}");
     assert_eq!(fork(json!({"data.image_size": 95})).await.0, 201);
     assert_eq!(fork(json!({"data.image_size": 96, "model.stem": "cifar"})).await.0, 201);
     server.stop().await;

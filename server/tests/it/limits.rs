@@ -291,24 +291,24 @@ async fn a_damaged_checkpoint_says_so_and_nobody_waits_for_a_pipe() {
     let of = |name: &str| format!("/checkpoints/{checkpoint}{name}");
     let manifest = pipe("MANIFEST.json");
     for path in [of(""), of("/state.json")] {
-        refused(path, "MANIFEST.json is no regular file").await;
+        refused(path, "MANIFEST.json is not a regular file").await;
     }
     std::fs::remove_file(&manifest).unwrap();
     std::fs::write(&manifest, "{\"files\": ").unwrap();
     for path in [of(""), of("/state.json")] {
-        refused(path, "MANIFEST.json is no JSON").await;
+        refused(path, "MANIFEST.json is not JSON").await;
     }
     std::fs::write(&manifest, "{}").unwrap();
     for name in ["state.json", "model.safetensors"] {
         pipe(name);
-        refused(of(&format!("/{name}")), "is no regular file").await;
+        refused(of(&format!("/{name}")), "is not a regular file").await;
     }
-    refused(format!("/jobs/{id}/evaluation"), "model.safetensors is no regular file").await;
+    refused(format!("/jobs/{id}/evaluation"), "model.safetensors is not a regular file").await;
     let predict = server.http.post(server.url(&format!("/api/v1{}", of("/predict")))).body("a picture");
     assert_eq!(server.send(predict).await.0, 422);
     // What it was trained on stands in that file: a fork is refused, and waits for nobody.
     let (status, body) = server.post(&format!("/jobs/{id}/fork"), &json!({})).await;
-    assert!(status == 503 && body["detail"].as_str().unwrap().contains("no regular file"), "{body}");
+    assert!(status == 503 && body["detail"].as_str().unwrap().contains("not a regular file"), "{body}");
     // So is one whose files are not those of its manifest, and nothing of it is kept.
     for name in ["state.json", "model.safetensors"] {
         std::fs::remove_file(folder.join(name)).unwrap();

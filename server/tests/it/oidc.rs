@@ -96,9 +96,9 @@ async fn a_token_that_is_not_as_it_has_to_be_signs_nobody_in() {
         ("from the future", claims(json!({"iat": now + 600}))),
         ("from the future", claims(json!({"iat": null}))),
         ("from the future", claims(json!({"nbf": now + 600}))),
-        ("whom it is about", claims(json!({"sub": null}))),
-        ("whom it is about", claims(json!({"sub": "a".repeat(256)}))),
-        ("whom it is about", claims(json!({"sub": 7}))),
+        ("names no subject", claims(json!({"sub": null}))),
+        ("names no subject", claims(json!({"sub": "a".repeat(256)}))),
+        ("names no subject", claims(json!({"sub": 7}))),
         ("signed with &#34;none&#34;", Box::new(|b| b.signer = Signer::Nothing)),
         ("signed with &#34;None&#34;", header(json!({"kid": "first", "alg": "None"}))),
         ("signed with &#34;HS256&#34;", Box::new(|b| b.signer = Signer::Hmac(SECRET.into()))),
@@ -230,7 +230,7 @@ async fn what_the_provider_says_instead_of_a_code_is_shown_in_words() {
         b.description = json!({"authorization_response_iss_parameter_supported": true});
     });
     let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
-    assert!(Browser::new(&server).refused(&provider, 401).await.contains("does not say which provider"));
+    assert!(Browser::new(&server).refused(&provider, 401).await.contains("does not name its provider"));
     let mut browser = Browser::new(&server);
     let asked = browser.begin(&provider, "").await;
     let (code, iss) = (provider.code(&asked), provider.issuer());

@@ -245,7 +245,7 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
         assert_eq!(status, 201, "{response}");
         let warned = response["warnings"][0].as_str().unwrap_or_default();
         assert_eq!(
-            warned.contains("was not checked (an agent answered something else)"),
+            warned.contains("was not checked (an agent gave an unexpected reply)"),
             number > 0,
             "{response}"
         );

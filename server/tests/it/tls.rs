@@ -145,7 +145,7 @@ async fn renewed_files_are_served_without_an_end_of_connections_and_broken_ones_
     assert_eq!(served(server.address, &config).await.not_after, renewed);
     files.issue("soon", |p| p.not_after = time::OffsetDateTime::now_utc() + time::Duration::days(80));
     files.replace("server", "soon");
-    until("80 days are few", async || reported("ends in 79 days").await && !reported("not served").await)
+    until("80 days are few", async || reported("expires in 79 days").await && !reported("not served").await)
         .await;
 
     // What was connected before all this still is.
@@ -257,7 +257,7 @@ fn an_authority_is_made_once_and_issues_for_names() {
     let other = tempfile::tempdir().unwrap();
     Authority::init(other.path()).unwrap();
     fs::copy(other.path().join("ca/ca.key"), &key).unwrap();
-    assert!(Authority::open(dir.path()).unwrap_err().contains("not the one"));
+    assert!(Authority::open(dir.path()).unwrap_err().contains("does not belong"));
 }
 
 pub async fn refused(config: ServeConfig) -> String {
@@ -287,7 +287,7 @@ async fn certificates_that_nobody_could_use_are_refused_at_the_start() {
     let (a, b) = (files.issue("a", |_| {}), files.issue("b", |_| {}));
     let (TlsConfig::Files { certificate, .. }, TlsConfig::Files { key, .. }) = (a, b) else { unreachable!() };
     let mixed = refused(with(TlsConfig::Files { certificate: certificate.clone(), key: key.clone() })).await;
-    assert!(mixed.contains("is not the one of the certificate"), "{mixed}");
+    assert!(mixed.contains("does not belong to the certificate"), "{mixed}");
     for (mode, reported) in [(0o604, "0604"), (0o660, "0660")] {
         fs::set_permissions(files.path("a.key"), fs::Permissions::from_mode(mode)).unwrap();
         let tls = TlsConfig::Files { certificate: certificate.clone(), key: files.path("a.key") };

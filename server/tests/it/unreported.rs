@@ -79,7 +79,7 @@ async fn a_job_continues_from_a_checkpoint_that_was_never_reported_and_begins_an
     let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
     assert_eq!(steps, [60], "the one before is gone");
 
-    let words = "the known checkpoints are not on the server's disk any more";
+    let words = "the known checkpoints are no longer on the server's disk";
     assert!(!said(words).await);
     for step in [40, 60, 80] {
         fs::remove_dir_all(checkpoints.join(format!("1-{step}"))).unwrap();

@@ -261,7 +261,7 @@ async fn another_machine_continues_from_what_was_uploaded_with_the_first_machine
     assert_eq!((status, &problem["code"]), (422, &json!("checkpoint_damaged")), "{problem}");
     assert!(!server.dir.path().join("jobs").join(&id).join("checkpoints/1-20").exists());
     let (_, logs) = server.get(&format!("/jobs/{id}/logs")).await;
-    assert!(logs.to_string().contains("came damaged to the server"), "{logs}");
+    assert!(logs.to_string().contains("was damaged during the upload to the server"), "{logs}");
     assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
     // The agent leaves for good: of step 30 nothing came.
     agent.end(&start.attempt, Ending::Failed { reason: "it died".to_owned().into(), retriable: true }).await;

@@ -4,13 +4,13 @@ use super::super::{age::age, output::one_line};
 use serde_json::Value;
 use std::{fmt::Write as _, path::Path};
 
-/// Minimum length of an id's prefix: ids made at about the same time begin alike.
-const SHORTEST_START: usize = 4;
-/// What a name stands for, and the command that lists all of them.
+/// Minimum length of an id's prefix. Ids that are made at about the same time have the same first characters.
+const MIN_PREFIX_CHARS: usize = 4;
+/// The kind of object, and the command that lists all objects of this kind.
 pub(super) const JOB: (&str, &str) = ("job", "lockstep list");
 pub(super) const SWEEP: (&str, &str) = ("sweep", "lockstep sweep list");
 /// Maximum number of jobs that an error message lists.
-const MOST: usize = 10;
+const MAX_LISTED: usize = 10;
 
 pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
     job.get(key).and_then(Value::as_str).unwrap_or_default()
@@ -28,11 +28,12 @@ pub(super) fn choose<'a>(
 ) -> Result<(&'a Value, Option<String>), String> {
     let called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
     if let [newest, others @ ..] = &called[..] {
-        let note =
-            || format!("{} {noun}s are called {name}; the newest is taken: {}", called.len(), words(newest));
+        let note = || {
+            format!("{} {noun}s are called {name}; the newest is taken: {}", called.len(), describe(newest))
+        };
         return Ok((*newest, (!others.is_empty()).then(note)));
     }
-    let begins = |job: &&Value| name.len() >= SHORTEST_START && text(job, "id").starts_with(name);
+    let begins = |job: &&Value| name.len() >= MIN_PREFIX_CHARS && text(job, "id").starts_with(name);
     let begin: Vec<_> = jobs.iter().filter(begins).collect();
     match &begin[..] {
         [job] => Ok((*job, None)),
@@ -45,7 +46,7 @@ pub(super) fn choose<'a>(
 }
 
 /// Formats a job's id, state and age.
-fn words(job: &Value) -> String {
+fn describe(job: &Value) -> String {
     let created = text(job, "created_at").parse().map(|at| format!(", {} ago", age(at)));
     let [id, state] = ["id", "state"].map(|key| one_line(text(job, key)));
     format!("{id}, {state}{}", created.unwrap_or_default())
@@ -55,11 +56,11 @@ fn words(job: &Value) -> String {
 fn ambiguous(jobs: &[&Value], name: &str) -> String {
     let count = jobs.len();
     let mut said = format!("{count} ids begin with {name}; give a longer part of the id:");
-    for job in jobs.iter().take(MOST) {
-        let _ = write!(said, "\n  {}  {}", words(job), one_line(text(job, "name")));
+    for job in jobs.iter().take(MAX_LISTED) {
+        let _ = write!(said, "\n  {}  {}", describe(job), one_line(text(job, "name")));
     }
-    if count > MOST {
-        let _ = write!(said, "\n  and {} more", count - MOST);
+    if count > MAX_LISTED {
+        let _ = write!(said, "\n  and {} more", count - MAX_LISTED);
     }
     said
 }

@@ -1,7 +1,7 @@
-//! Requests on whose responses irreversible actions depend. Submissions are idempotent, so a retry creates nothing twice. "Does not exist"
-//! is distinguished from "could not be read".
+//! Requests whose responses decide about irreversible actions. Submissions are idempotent, so a retry creates nothing twice. "Does not
+//! exist" is distinguished from "could not be read".
 
-use super::{Api, PATIENCE, problem};
+use super::{Api, SERVER_TIMEOUT, problem};
 use crate::cli::{WrongRequest, output};
 use lockstep_protocol::backoff::Backoff;
 use reqwest::StatusCode;
@@ -9,10 +9,10 @@ use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
-/// Pauses before a request is sent again.
+/// Pauses before a request is retried.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
 /// Time limit for the response to a request that can be repeated.
-const ANSWER: Duration = Duration::from_secs(30);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Api {
     /// Returns the object at a path, or `None` if the server responds that it does not exist. A 404 that a proxy sends in place of the
@@ -21,7 +21,7 @@ impl Api {
     /// # Errors
     /// See [`Api::get`].
     pub(crate) async fn find<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<Option<T>> {
-        let request = self.client.get(format!("{}/api/v1{path}", self.base)).timeout(ANSWER);
+        let request = self.client.get(format!("{}/api/v1{path}", self.base)).timeout(RESPONSE_TIMEOUT);
         let answer = request.send().await.map_err(|error| self.unreachable(&error))?;
         match answer.status() {
             StatusCode::NOT_FOUND => {
@@ -41,7 +41,7 @@ impl Api {
     /// Sends a value until the server responds, for at most a minute. The server recognises repeated requests by their `Idempotency-Key`.
     ///
     /// # Errors
-    /// The server refuses the request, or does not respond for a minute. It may have carried out the request even so.
+    /// The server refuses the request, or does not respond for a minute. The server may still have carried out the request.
     pub(crate) async fn post_once<T: DeserializeOwned>(
         &self,
         path: &str,
@@ -51,7 +51,7 @@ impl Api {
         let began = Instant::now();
         let mut backoff = RETRY;
         loop {
-            let request = self.client.post(format!("{}/api/v1{path}", self.base)).timeout(ANSWER);
+            let request = self.client.post(format!("{}/api/v1{path}", self.base)).timeout(RESPONSE_TIMEOUT);
             let sent = request.header("idempotency-key", &key).json(body).send().await;
             let answer = match sent {
                 Ok(answer) if answer.status().is_success() => self.read(answer).await,
@@ -59,7 +59,7 @@ impl Api {
                 Err(error) => Err(self.unreachable(&error)),
             };
             match answer {
-                Err(error) if !error.is::<WrongRequest>() && began.elapsed() < PATIENCE => {
+                Err(error) if !error.is::<WrongRequest>() && began.elapsed() < SERVER_TIMEOUT => {
                     if backoff == RETRY {
                         output::warn("the server does not answer; trying again");
                     }

@@ -17,8 +17,8 @@ use tokio_tungstenite::{
     tungstenite::{Message, handshake::client::generate_key, protocol::Role},
 };
 
-/// Time without a frame after which a connection counts as lost: two heartbeats are missing.
-const SILENT: Duration = Duration::from_secs(2 * HEARTBEAT_SECS + 5);
+/// Time without a frame after which a connection counts as lost: at least two heartbeats are missing.
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(2 * HEARTBEAT_SECS + 5);
 
 /// A job's event stream.
 pub(crate) struct Stream(WebSocketStream<Upgraded>);
@@ -30,8 +30,8 @@ impl Stream {
     /// The connection broke, or heartbeats are missing.
     pub(crate) async fn next(&mut self) -> anyhow::Result<Option<Frame>> {
         loop {
-            let message = tokio::time::timeout(SILENT, self.0.next()).await;
-            match message.map_err(|_| anyhow::anyhow!("the server sent nothing for {SILENT:?}"))? {
+            let message = tokio::time::timeout(HEARTBEAT_TIMEOUT, self.0.next()).await;
+            match message.map_err(|_| anyhow::anyhow!("the server sent nothing for {HEARTBEAT_TIMEOUT:?}"))? {
                 None | Some(Ok(Message::Close(_))) => return Ok(None),
                 Some(Err(error)) => return Err(error.into()),
                 Some(Ok(Message::Text(text))) => match serde_json::from_str(&text) {

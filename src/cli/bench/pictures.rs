@@ -1,6 +1,6 @@
 //! `lockstep bench --pictures`: measures how fast a dataset's pictures are prepared for training.
 
-use crate::cli::wrong;
+use crate::cli::usage_error;
 use lockstep_data::loader::{BatchFormat, DataSource, EpochPlan};
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
 use serde_json::{Value, json};
@@ -10,12 +10,12 @@ use std::{
 };
 
 /// Number of pictures in a batch. The threads work on two batches at a time.
-const BATCH: usize = 128;
-/// Number of batches before the measurement starts: buffers grow, and the page cache fills.
-const WARM_UP: usize = 2;
-const MEASURED: Duration = Duration::from_secs(10);
+const BATCH_SIZE: usize = 128;
+/// Number of batches before the measurement, in which buffers grow and the page cache fills.
+const WARM_UP_BATCHES: usize = 2;
+const MEASURED_TIME: Duration = Duration::from_secs(10);
 
-/// Reads, decodes, crops at random like torchvision's `RandomResizedCrop`, and flips. Pictures are not normalised, which the device does
+/// Reads, decodes, crops at random like torchvision's `RandomResizedCrop`, and flips. Does not normalise pictures, which the device does
 /// during training.
 ///
 /// # Errors
@@ -33,14 +33,14 @@ pub(super) fn run(path: &Path, image_size: u32, threads: usize) -> anyhow::Resul
         std: Some(vec![0.229, 0.224, 0.225]),
         ..DataSpec::default()
     };
-    let mut data = DataSource::open(path, &spec, 0).map_err(|e| wrong(e.to_string()))?;
+    let mut data = DataSource::open(path, &spec, 0).map_err(|e| usage_error(e.to_string()))?;
     data.set_format(BatchFormat::Bytes);
-    if data.shape.train_samples < (BATCH * (WARM_UP + 1)) as u64 {
-        return Err(wrong(format!(
+    if data.shape.train_samples < (BATCH_SIZE * (WARM_UP_BATCHES + 1)) as u64 {
+        return Err(usage_error(format!(
             "{}: {} pictures are too few to measure; {} are enough",
             path.display(),
             data.shape.train_samples,
-            BATCH * (WARM_UP + 1)
+            BATCH_SIZE * (WARM_UP_BATCHES + 1)
         )));
     }
     let epoch = |epoch| {
@@ -49,18 +49,18 @@ pub(super) fn run(path: &Path, image_size: u32, threads: usize) -> anyhow::Resul
             first_step: 0,
             rank: 0,
             world_size: 1,
-            batch_size: BATCH,
+            batch_size: BATCH_SIZE,
             accumulate: 1,
             drop_remainder: true,
             threads,
         })
     };
     let mut batches = (0..).flat_map(epoch);
-    for batch in batches.by_ref().take(WARM_UP) {
+    for batch in batches.by_ref().take(WARM_UP_BATCHES) {
         batch?;
     }
     let (began, mut pictures) = (Instant::now(), 0);
-    while began.elapsed() < MEASURED {
+    while began.elapsed() < MEASURED_TIME {
         pictures += batches.next().transpose()?.map_or(0, |batch| batch.labels.len());
     }
     let secs = began.elapsed().as_secs_f64();

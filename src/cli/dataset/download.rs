@@ -1,4 +1,4 @@
-//! Downloads a file over HTTP: continues after a broken connection, checks the file, and gives it its name only when it is complete.
+//! Downloads a file over HTTP: continues after a broken connection, checks the file, and renames it only when it is complete.
 
 use super::known::Remote;
 use futures_util::StreamExt as _;
@@ -17,7 +17,7 @@ use std::{
 };
 
 /// Maximum number of successive connections without new bytes.
-const ATTEMPTS: u32 = 4;
+const MAX_ATTEMPTS: u32 = 4;
 const RETRY: Backoff = Backoff::new(Duration::from_millis(250), Duration::from_secs(2));
 
 /// The reason why a download failed.
@@ -25,7 +25,7 @@ const RETRY: Backoff = Backoff::new(Duration::from_millis(250), Duration::from_s
 pub(crate) enum Failure {
     /// The server does not respond, or connections break. Received bytes are kept for the next attempt.
     Unreachable(String),
-    /// The address has no such file, or a different file.
+    /// The URL has no such file, or a different file.
     Refused(String),
     /// An error of this machine: a full disk, or a folder that cannot be written.
     Local(String),
@@ -129,7 +129,7 @@ async fn receive(
         // progress.
         in_vain = if now > most { 0 } else { in_vain + 1 };
         most = most.max(now);
-        if in_vain >= ATTEMPTS {
+        if in_vain >= MAX_ATTEMPTS {
             return Err(Failure::Unreachable(broken));
         }
         tokio::time::sleep(RETRY.after(in_vain + 1)).await;

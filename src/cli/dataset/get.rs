@@ -1,11 +1,12 @@
 //! `lockstep dataset get`: downloads, checks, unpacks and registers a public dataset.
 
 use super::{
+    describe,
     download::{Failure, download, partial},
     known::{KNOWN, Known, Remote},
-    register_as, sentence,
+    register_as,
 };
-use crate::cli::{api::ServerArgs, block_on, output, wrong};
+use crate::cli::{api::ServerArgs, block_on, output, usage_error};
 use anyhow::anyhow;
 use flate2::read::GzDecoder;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -19,7 +20,7 @@ use std::{
 };
 
 /// Maximum size of an unpacked file. The largest file of a known dataset, CIFAR-100's training pictures, has 154 MB.
-const MEMBER_BYTES: u64 = 1 << 30;
+const MAX_MEMBER_BYTES: u64 = 1 << 30;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -29,7 +30,7 @@ pub(super) struct Args {
     /// Folder for the files [default: datasets/NAME]
     #[arg(long, value_name = "DIR")]
     to: Option<PathBuf>,
-    /// Address of a mirror: a folder with the publisher's files under their original names
+    /// URL of a mirror: a folder with the publisher's files under their original names
     #[arg(long, value_name = "URL")]
     from: Option<String>,
     /// Do not register the dataset with a server
@@ -42,10 +43,10 @@ pub(super) struct Args {
 /// Downloads the dataset unless it exists already, and registers it under its name if a server runs.
 ///
 /// # Errors
-/// Exit status 1 if the address cannot be reached, 2 if a file has wrong content.
+/// Exit status 1 if the URL cannot be reached, 2 if a file has wrong content.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let known = KNOWN.into_iter().find(|known| known.name == args.name);
-    let known = known.ok_or_else(|| wrong(format!("no dataset {} is known", args.name)))?;
+    let known = known.ok_or_else(|| usage_error(format!("no dataset {} is known", args.name)))?;
     let to = args.to.clone().unwrap_or_else(|| Path::new("datasets").join(known.name));
     // Removes a trailing slash.
     let to: std::path::PathBuf = to.components().collect();
@@ -70,7 +71,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     if args.server.json {
         return output::json(&dataset);
     }
-    output::line(format_args!("{}: {}", dataset.name, sentence(&dataset.info)))
+    output::line(format_args!("{}: {}", dataset.name, describe(&dataset.info)))
 }
 
 /// Puts all of the dataset's files into `to`, or none. Until then, downloaded files are kept next to `to`.
@@ -80,7 +81,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
         if missing.is_empty() {
             return Ok(());
         }
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "{} exists already but has no {}: move it away, or give another folder with --to",
             to.display(),
             missing.join(", ")
@@ -91,10 +92,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(&work).map_err(|e| failed(&work, e))?;
     let base = if base.ends_with('/') { base.to_owned() } else { format!("{base}/") };
     if reqwest::Url::parse(&base).is_err() {
-        return Err(wrong(format!(
-            "--from {base} is not an address; write an address such as {}",
-            known.base
-        )));
+        return Err(usage_error(format!("--from {base} is not a URL; write a URL such as {}", known.base)));
     }
     let client = client()?;
     let bar = bar(known.files.iter().map(|file| file.bytes).sum());
@@ -105,7 +103,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
         let got = block_on(async {
             Ok(download(&client, &url, file, &place, &|bytes| bar.set_position(before + bytes)).await)
         })?;
-        got.map_err(|failure| explained(failure, known, &base, &work, to))?;
+        got.map_err(|failure| with_advice(failure, known, &base, &work, to))?;
         before += file.bytes;
     }
     bar.finish_and_clear();
@@ -139,14 +137,14 @@ fn place(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
         let entry = entry?;
         let path = entry.path()?.into_owned();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        // Only known names are used, so an archive cannot choose where a file is written.
+        // Only known names are used, so an archive cannot choose the path of a file.
         let Some(at) = missing.iter().position(|member| *member == name) else { continue };
         let name = missing.remove(at);
-        if !entry.header().entry_type().is_file() || entry.size() > MEMBER_BYTES {
+        if !entry.header().entry_type().is_file() || entry.size() > MAX_MEMBER_BYTES {
             return Err(io::Error::other(format!("{name} in {} is not a regular file", file.name)));
         }
         let mut out = File::create_new(folder.join(name))?;
-        io::copy(&mut entry.take(MEMBER_BYTES), &mut out)?;
+        io::copy(&mut entry.take(MAX_MEMBER_BYTES), &mut out)?;
         out.sync_all()?;
     }
     if missing.is_empty() {
@@ -157,7 +155,7 @@ fn place(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
 
 /// Returns an HTTP client that uses proxies from the environment (`https_proxy`), because the files are on the internet.
 pub(crate) fn client() -> anyhow::Result<Client> {
-    let tls = tls::client_config(None).map_err(wrong)?;
+    let tls = tls::client_config(None).map_err(usage_error)?;
     Ok(Client::builder()
         .connect_timeout(Duration::from_secs(15))
         .read_timeout(Duration::from_secs(60))
@@ -173,7 +171,7 @@ pub(crate) fn bar(bytes: u64) -> ProgressBar {
 }
 
 /// Adds advice to a failure.
-fn explained(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path) -> anyhow::Error {
+fn with_advice(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path) -> anyhow::Error {
     let addresses: Vec<_> = known.files.iter().map(|file| format!("  {base}{}", file.name)).collect();
     let manually = format!(
         "Without a network: download on another machine\n{}\nput the files into {} under these names, and run the command again: \
@@ -186,7 +184,9 @@ fn explained(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path
             "{why}\nThe bytes so far are kept in {}; the same command continues.\n{manually}",
             work.display()
         ),
-        Failure::Refused(why) => wrong(format!("{why}\nNothing was put into {}.\n{manually}", to.display())),
+        Failure::Refused(why) => {
+            usage_error(format!("{why}\nNothing was put into {}.\n{manually}", to.display()))
+        }
         Failure::Local(why) => anyhow!("{}: {why}", work.display()),
     }
 }

@@ -1,11 +1,11 @@
-//! The public datasets that `lockstep dataset get` downloads, with their addresses and checksums.
+//! The public datasets that `lockstep dataset get` downloads, with their URLs and checksums.
 
 /// A dataset and its files.
 #[derive(Debug, Clone)]
 pub(super) struct Known {
     /// The dataset's name in job files.
     pub(super) name: &'static str,
-    /// The address to which a file's name is appended.
+    /// The URL to which a file's name is appended.
     pub(super) base: &'static str,
     pub(super) files: &'static [Remote],
     /// Names of the classes, if the files do not contain them.
@@ -27,7 +27,7 @@ const fn plain(name: &'static str, bytes: u64, sha256: &'static str) -> Remote {
     Remote { name, bytes, sha256, members: &[] }
 }
 
-/// The known datasets, at their publishers' addresses. The publishers give MD5 checksums; these are SHA-256 checksums of the same files.
+/// The known datasets, with their publishers' URLs. The publishers give MD5 checksums; these are SHA-256 checksums of the same files.
 pub(super) const KNOWN: [Known; 3] = [
     Known {
         name: "cifar10",

@@ -1,7 +1,7 @@
 //! Copies a dataset as shards of small pictures, for `lockstep dataset prepare` and `dataset add --prepare`.
 
-use super::{SHOW_EVERY, unnamed};
-use crate::cli::{output, wrong};
+use super::{UPDATE_INTERVAL, unnamed};
+use crate::cli::{output, usage_error};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_data::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES};
 use lockstep_protocol::numbers::plural;
@@ -10,13 +10,13 @@ use std::path::{Path, PathBuf};
 
 /// Maximum number of broken files that are printed. `prepared.json` lists all broken files, except files that were already broken at the
 /// inspection.
-const NAMED: usize = 100;
+const MAX_BROKEN_FILES: usize = 100;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Dataset of pictures in files or shards, in a form that `dataset add` accepts
+    /// Dataset of pictures in files or shards, in a format that `dataset add` accepts
     path: PathBuf,
-    /// Folder for the copy. An interrupted copy continues
+    /// Folder for the copy. A repeated command continues an interrupted copy
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
     /// Short side in pixels to which larger pictures are resized
@@ -32,7 +32,7 @@ pub(super) struct Pictures {
     /// JPEG quality of the copy
     #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u8).range(i64::from(*QUALITIES.start())..=i64::from(*QUALITIES.end())))]
     quality: u8,
-    /// If a picture cannot be decoded: fail, or skip the picture and report it
+    /// How to handle a picture that cannot be decoded: fail, or skip the picture and report it
     #[arg(long, default_value = "fail")]
     broken_files: Policy,
 }
@@ -63,8 +63,8 @@ enum Policy {
 /// # Errors
 /// Exit status 2 if the files are not a dataset or cannot be copied.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let path =
-        lockstep_data::canonical(&args.path).map_err(|e| wrong(format!("{}: {e}", args.path.display())))?;
+    let path = lockstep_data::canonical(&args.path)
+        .map_err(|e| usage_error(format!("{}: {e}", args.path.display())))?;
     let made = copy(&path, &args.to, &args.pictures.settings(args.short_side))?;
     report(&args.to, &made)
 }
@@ -84,7 +84,7 @@ pub(super) fn default_target(path: &Path, short_side: u32) -> Option<PathBuf> {
 /// See [`run`].
 pub(super) fn copy(path: &Path, to: &Path, settings: &PrepareSettings) -> anyhow::Result<Prepared> {
     let style = ProgressStyle::with_template("{pos} of {len} pictures [{bar:30}] {per_sec}, {eta} left");
-    let per_second = (1000 / SHOW_EVERY.as_millis()) as u8;
+    let per_second = (1000 / UPDATE_INTERVAL.as_millis()) as u8;
     let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(per_second));
     bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
     let made = lockstep_data::prepare(path, to, settings, |progress| {
@@ -92,7 +92,7 @@ pub(super) fn copy(path: &Path, to: &Path, settings: &PrepareSettings) -> anyhow
         bar.set_position(progress.done);
     });
     bar.finish_and_clear();
-    made.map_err(|e| wrong(e.to_string()))
+    made.map_err(|e| usage_error(e.to_string()))
 }
 
 /// Prints what the copy contains.
@@ -106,9 +106,9 @@ pub(super) fn report(to: &Path, made: &Prepared) -> anyhow::Result<()> {
     let (folder, mb) = (to.display(), made.bytes.div_ceil(1_000_000));
     let shards = plural(made.shards, "shard");
     output::line(format_args!("{folder}: {} pictures in {shards}{kept}; {mb} MB", splits.join(", ")))?;
-    for broken in made.broken.iter().take(NAMED) {
+    for broken in made.broken.iter().take(MAX_BROKEN_FILES) {
         let [file, detail] = [&broken.file, &broken.detail].map(|text| output::one_line(text));
         output::line(format_args!("left out: {file}: {detail}"))?;
     }
-    unnamed(made.broken.len().saturating_sub(NAMED) as u64)
+    unnamed(made.broken.len().saturating_sub(MAX_BROKEN_FILES) as u64)
 }

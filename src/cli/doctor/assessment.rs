@@ -6,18 +6,18 @@ use std::time::Duration;
 
 /// Speed in bytes per second below which all-reduces take longer than most steps, so that several machines are not faster than one. A
 /// gigabit link transfers about 117 million bytes of TCP data per second.
-const SLOW: f64 = 110e6;
-const USELESS: f64 = 11e6;
+const SLOW_BYTES_PER_SECOND: f64 = 110e6;
+const USELESS_BYTES_PER_SECOND: f64 = 11e6;
 /// A link gets a finding if another link is faster by this factor.
-const FASTER: f64 = 2.5;
+const SPEED_RATIO: f64 = 2.5;
 /// Bytes of ResNet-50's gradients in float32, as an example in messages.
-const RESNET_50: f64 = 102e6;
+const RESNET_50_BYTES: f64 = 102e6;
 /// Maximum round trip time, in milliseconds, between machines in one room.
-const FAR: f64 = 1.0;
+const MAX_ROUND_TRIP_MS: f64 = 1.0;
 /// Clock differences in milliseconds that lead to a note and to a problem: log lines are in order to about a second, and certificates may
 /// be rejected from about a minute.
-const CLOCKS_NOTE: f64 = 1_000.0;
-const CLOCKS_PROBLEM: f64 = 60_000.0;
+const CLOCK_NOTE_MS: f64 = 1_000.0;
+const CLOCK_PROBLEM_MS: f64 = 60_000.0;
 
 fn finding(what: &str, grade: Grade, found: String, advice: String) -> Finding {
     Finding { what: what.into(), grade, found, advice: Some(advice) }
@@ -43,7 +43,7 @@ pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding>
             "machine",
             Grade::Note,
             format!("{one} and {other} are the same machine"),
-            "Name the machine once, with more slots.".into(),
+            "List the machine once, with more slots.".into(),
         ));
     }
     if of_a.gpus.is_empty() != of_b.gpus.is_empty() {
@@ -94,10 +94,10 @@ pub(super) fn clocks(pair: &Pair) -> Option<(f64, f64)> {
 fn clock(pair: &Pair) -> Option<Finding> {
     let (ahead, within) = pair.clock_ahead_ms.zip(pair.clock_within_ms)?;
     let apart = ahead.abs() - within;
-    if apart <= CLOCKS_NOTE {
+    if apart <= CLOCK_NOTE_MS {
         return None;
     }
-    let (grade, why) = if apart > CLOCKS_PROBLEM {
+    let (grade, why) = if apart > CLOCK_PROBLEM_MS {
         (
             Grade::Problem,
             "Certificates and tokens of one machine may not be valid yet on the other, or may have expired.",
@@ -172,13 +172,13 @@ pub(super) fn of_pair(pair: &Pair, fastest: f64) -> Vec<Finding> {
 fn unreachable(from: &str, to: &str, why: &str) -> String {
     if why.contains("many bytes") {
         return format!(
-            "Something between {from} and {to} loses long packets: give both interfaces the same MTU (ip link show), and let \
+            "The network between {from} and {to} drops long packets: give both interfaces the same MTU (ip link show), and let \
              ICMP \"fragmentation needed\" pass."
         );
     }
     if why.contains("does not answer as Lockstep") {
         return format!(
-            "Something else answers at the address of {to}, a proxy perhaps: let {from} connect to it directly."
+            "Another program, such as a proxy, answers at the address of {to}: let {from} connect to {to} directly."
         );
     }
     format!(
@@ -197,26 +197,26 @@ fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f
         (back.bytes_per_second, &pair.a, &pair.b)
     };
     let most = there.bytes_per_second.max(back.bytes_per_second);
-    let takes = duration(2.0 * RESNET_50 / least * 1e3);
+    let takes = duration(2.0 * RESNET_50_BYTES / least * 1e3);
     let meaning = format!("an all-reduce of ResNet-50's gradients over many machines takes {takes}");
-    if least < USELESS {
+    if least < USELESS_BYTES_PER_SECOND {
         findings.push(finding(
             "speed",
             Grade::Problem,
             format!("{} from {slow_from} to {slow_to}: {meaning}", speed(least)),
-            "Look at the link's speed (ethtool INTERFACE), the cable and the switch, and for a limit or a tunnel on the way; else \
+            "Look at the link's speed (ethtool INTERFACE), the cable and the switch, and for a rate limit or a tunnel between the machines; otherwise \
              leave one of the two out."
                 .into(),
         ));
-    } else if least * FASTER < most {
+    } else if least * SPEED_RATIO < most {
         findings.push(finding(
             "speed",
             Grade::Note,
             format!("{} from {slow_from} to {slow_to}, {} the other way", speed(least), speed(most)),
-            "Look for errors and a half-duplex link (ethtool -S INTERFACE), and for other traffic that way."
+            "Look for errors and a half-duplex link (ethtool -S INTERFACE), and for other traffic in that direction."
                 .into(),
         ));
-    } else if least * FASTER < fastest {
+    } else if least * SPEED_RATIO < fastest {
         findings.push(finding(
             "speed",
             Grade::Note,
@@ -228,7 +228,7 @@ fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f
             "Check that both use the same interface as the others, and check its speed (ethtool INTERFACE)."
                 .into(),
         ));
-    } else if least < SLOW {
+    } else if least < SLOW_BYTES_PER_SECOND {
         findings.push(finding(
             "speed",
             Grade::Note,
@@ -237,13 +237,13 @@ fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f
         ));
     }
     let far = there.round_trip_ms.min(back.round_trip_ms);
-    if far > FAR {
+    if far > MAX_ROUND_TRIP_MS {
         findings.push(finding(
             "round trip",
             Grade::Note,
             format!("{}: a step waits for two round trips for each machine in the ring", duration(far)),
-            "Machines of one room have 0.1 ms. Larger batches or train.accumulate make the waits fewer; parallel.sync_batch_norm = false \
-             saves most of them."
+            "Between machines in one room it is 0.1 ms. Larger batches or train.accumulate cause fewer waits; parallel.sync_batch_norm = false \
+             avoids most of them."
                 .into(),
         ));
     }
@@ -252,7 +252,7 @@ fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f
 
 /// Whether the link should be measured again, because a busy machine may have caused the finding.
 pub(super) fn is_suspicious(link: &LinkMeasurement) -> bool {
-    link.bytes_per_second < SLOW || link.round_trip_ms > FAR
+    link.bytes_per_second < SLOW_BYTES_PER_SECOND || link.round_trip_ms > MAX_ROUND_TRIP_MS
 }
 
 /// Returns the worst grade among the findings.

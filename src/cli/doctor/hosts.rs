@@ -4,11 +4,11 @@
 use super::{
     super::{
         launch::{Host, hosts_of_list, read_hostfile},
-        output, wrong,
+        output, usage_error,
     },
     assessment,
     examined::{ExaminedMachine, Pair},
-    peer::{MEETING, Order, PeerMessage},
+    peer::{ALL_REDUCE_TIMEOUT, Order, PeerMessage},
     remote::{Greeting, NoGreeting, Remote},
 };
 use lockstep_protocol::numbers::plural;
@@ -22,11 +22,11 @@ use std::{
 };
 
 /// Time limit of a probe. A probe itself has shorter limits for connecting and for each byte.
-const PROBE: Duration = Duration::from_secs(30);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum number of measurements of a link that seems slow.
-const MEASUREMENTS: u32 = 3;
+const MAX_MEASUREMENTS: u32 = 3;
 /// With more than this number of machines, the expected time is printed first.
-const MANY: usize = 8;
+const MANY_MACHINES: usize = 8;
 
 #[derive(Serialize)]
 struct Report {
@@ -41,7 +41,7 @@ struct Connected {
 }
 
 impl Connected {
-    fn hold(&self) -> MutexGuard<'_, Remote> {
+    fn lock(&self) -> MutexGuard<'_, Remote> {
         self.remote.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -68,15 +68,15 @@ pub(super) fn run(request: &Request<'_>) -> anyhow::Result<()> {
     let hosts = match (request.hostfile, request.list) {
         (Some(path), _) => read_hostfile(path)?,
         (None, list) => {
-            hosts_of_list(list.unwrap_or_default()).map_err(|e| wrong(format!("--hosts: {e}")))?
+            hosts_of_list(list.unwrap_or_default()).map_err(|e| usage_error(format!("--hosts: {e}")))?
         }
     };
     let secret = format!("{}{}", uuid::Uuid::new_v4().simple(), uuid::Uuid::new_v4().simple());
     let (machines, connected) = connect(&hosts, request, &secret);
-    if hosts.len() > MANY {
+    if hosts.len() > MANY_MACHINES {
         let secs = assessment::expected(hosts.len()).as_secs();
         output::warn(format_args!(
-            "{} machines have {} pairs, which are measured in about {secs} s where all reach each other",
+            "{} machines have {} pairs, which are measured in about {secs} s if all machines reach each other",
             hosts.len(),
             hosts.len() * (hosts.len() - 1) / 2
         ));
@@ -94,8 +94,8 @@ pub(super) fn run(request: &Request<'_>) -> anyhow::Result<()> {
     let all = all.chain(report.pairs.iter().flat_map(|pair| &pair.findings));
     match all.filter(|finding| finding.grade == Grade::Problem).count() {
         0 => Ok(()),
-        1 => anyhow::bail!("a problem would keep jobs from training over these machines"),
-        n => anyhow::bail!("{n} problems would keep jobs from training over these machines"),
+        1 => anyhow::bail!("a problem would prevent jobs from training on these machines"),
+        n => anyhow::bail!("{n} problems would prevent jobs from training on these machines"),
     }
 }
 
@@ -167,7 +167,7 @@ fn rounds(n: usize) -> Vec<Vec<(usize, usize)>> {
 
 fn pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
     // No other pair of this round uses these machines.
-    let (mut by_a, mut by_b) = (at_a.hold(), at_b.hold());
+    let (mut by_a, mut by_b) = (at_a.lock(), at_b.lock());
     let to_b = measure_link(&mut by_a, at_b.listens_at());
     let to_a = measure_link(&mut by_b, at_a.listens_at());
     let both_have_gpus = [at_a, at_b].iter().all(|machine| !machine.greeting.facts.gpus.is_empty());
@@ -197,7 +197,7 @@ fn meet(
     by_a.order(&Order::Meet { rank: 0, addr: addr.clone(), port })?;
     // Rank 0 still waits for rank 1. Its late response would be taken for the response to the next order, so its connection is closed.
     by_b.order(&Order::Meet { rank: 1, addr, port }).inspect_err(|_| by_a.close())?;
-    let patience = MEETING + Duration::from_secs(20);
+    let patience = ALL_REDUCE_TIMEOUT + Duration::from_secs(20);
     let said = [by_a.answer(patience), by_b.answer(patience)];
     let mut found = None;
     for (name, said) in [a, b].iter().zip(said) {
@@ -213,7 +213,7 @@ fn meet(
 /// Measures a link, and measures again if the link seems slow: a machine may be busy for a moment.
 fn measure_link(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     let mut best = call(by, to)?;
-    for _ in 1..MEASUREMENTS {
+    for _ in 1..MAX_MEASUREMENTS {
         if !assessment::is_suspicious(&best) {
             break;
         }
@@ -226,7 +226,7 @@ fn measure_link(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, Stri
 
 fn call(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     by.order(&Order::Probe { to })?;
-    match by.answer(PROBE)? {
+    match by.answer(PROBE_TIMEOUT)? {
         PeerMessage::Link(link) => link,
         other => Err(format!("the machine gave an unexpected answer: {other:?}")),
     }
@@ -308,7 +308,7 @@ fn between(pair: &Pair) -> String {
             assessment::speed(back.bytes_per_second),
             assessment::speed(there.bytes_per_second)
         ),
-        _ => "do not both reach each other".into(),
+        _ => "one or both do not reach the other".into(),
     };
     if let (Some(ahead), Some(within)) = (pair.clock_ahead_ms, pair.clock_within_ms) {
         said += &format!(
@@ -355,9 +355,9 @@ mod tests {
         b.close();
         let at = ("10.0.0.1".to_owned(), 4);
         let why = meet(("a", &mut a), ("b", &mut b), at).expect_err("nobody is rank 1");
-        assert!(why.contains("the connection is over"), "{why}");
+        assert!(why.contains("the connection is closed"), "{why}");
         // A rest of the answer to the first order must not count as the answer to this order.
         let to = ([10, 0, 0, 2], 5).into();
-        assert!(call(&mut a, to).expect_err("it is closed").contains("the connection is over"));
+        assert!(call(&mut a, to).expect_err("it is closed").contains("the connection is closed"));
     }
 }

@@ -1,7 +1,7 @@
 //! `lockstep doctor --peer`, which `doctor --hosts` starts on each machine over SSH. Describes the machine, listens for connections of
 //! other machines, and connects to other machines on request. Messages are lines of JSON over standard input and output.
 
-use super::super::wrong;
+use super::super::usage_error;
 use lockstep_host::{gpu::devices, nccl_variable, own_program};
 use lockstep_worker::{
     doctor::{Facts, Gathered, LinkMeasurement, listen, probe},
@@ -23,7 +23,7 @@ const SECRET: &str = "LOCKSTEP_DOCTOR_SECRET";
 /// Maximum length of a line in either direction.
 pub(super) const LINE_BYTES: u64 = 64 << 10;
 /// Time limit of a pair's all-reduces: NCCL's first start may take a minute or more.
-pub(super) const MEETING: Duration = Duration::from_secs(90);
+pub(super) const ALL_REDUCE_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// The first line that a machine receives.
 #[derive(Debug, Serialize, Deserialize)]
@@ -78,7 +78,7 @@ pub(super) fn run() -> anyhow::Result<()> {
         if line.is_empty() {
             return Ok(());
         }
-        let order = serde_json::from_slice(&line).map_err(|e| wrong(format!("standard input: {e}")))?;
+        let order = serde_json::from_slice(&line).map_err(|e| usage_error(format!("standard input: {e}")))?;
         say(&match order {
             Order::Probe { to } => PeerMessage::Link(probe(to, secret.as_bytes())),
             Order::Meet { rank, addr, port } => PeerMessage::Met(meet(&facts, &secret, rank, addr, port)),
@@ -103,8 +103,9 @@ fn start_with_environment() -> anyhow::Error {
         while line.len() < LINE_BYTES as usize && input.read(&mut byte)? == 1 && byte[0] != b'\n' {
             line.push(byte[0]);
         }
-        serde_json::from_slice(&line)
-            .map_err(|e| wrong(format!("--peer is for `lockstep doctor --hosts`, which starts it ({e})")))
+        serde_json::from_slice(&line).map_err(|e| {
+            usage_error(format!("--peer is for `lockstep doctor --hosts`, which starts it ({e})"))
+        })
     };
     let Start { secret, env } = match read() {
         Ok(start) => start,
@@ -132,7 +133,7 @@ fn meet(facts: &Facts, secret: &str, rank: u32, addr: String, port: u16) -> Resu
         local_group::members(1, &gpus[..gpus.len().min(1)]).map_err(|e| e.to_string())?.swap_remove(0).gpu;
     let interface = facts.interface.clone().filter(|_| nccl_variable().is_none());
     let member = Member { rank, world_size: 2, addr, port, secret: secret.into(), gpu, interface };
-    let printed = local_group::run(&["doctor".into()], &[member], MEETING)?;
+    let printed = local_group::run(&["doctor".into()], &[member], ALL_REDUCE_TIMEOUT)?;
     match rank {
         0 => serde_json::from_slice(&printed)
             .map(Some)

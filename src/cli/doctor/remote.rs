@@ -14,12 +14,12 @@ use std::{
 };
 
 /// Time limit for ssh to connect, with keys and a login shell, and for the machine to check its GPUs.
-const CONNECTING: Duration = Duration::from_secs(40);
-const LOOKING: Duration = Duration::from_secs(60);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(40);
+const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time for processes to exit before they are killed.
-const FAREWELL: Duration = Duration::from_secs(3);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Maximum size of ssh's standard error that is kept.
-const WORDS_BYTES: u64 = 64 << 10;
+const MAX_STDERR_BYTES: u64 = 64 << 10;
 
 pub(super) struct Remote {
     child: Child,
@@ -58,7 +58,7 @@ impl Remote {
         let start = Start { secret: secret.into(), env: host.env.clone() };
         // If the program cannot read the message, its exit status and output explain why.
         let _ = remote.write(&start);
-        let version = match remote.line(CONNECTING) {
+        let version = match remote.line(CONNECT_TIMEOUT) {
             Ok(line) => line.trim().trim_start_matches("lockstep ").to_owned(),
             Err(why) => {
                 let (why, advice) = remote.explain(name, &why);
@@ -67,7 +67,7 @@ impl Remote {
         };
         let silent =
             |why: String, advice: String| NoGreeting { lockstep: Some(version.clone()), why, advice };
-        match remote.said(LOOKING) {
+        match remote.said(GREETING_TIMEOUT) {
             Ok(PeerMessage::Hello { facts, port, meeting_port }) => {
                 Ok((remote, version, Greeting { facts, port, meeting_port }))
             }
@@ -85,7 +85,7 @@ impl Remote {
 
     fn spawn(host: &Host, program: &str, options: &[String]) -> std::io::Result<Self> {
         let program = super::super::launch::quoted(program);
-        // Every version of the program can print its version.
+        // Programs of every version can print their version.
         let there = format!("{program} --version && exec {program} doctor --peer");
         Self::run(ssh::to(options, &host.name, &there))
     }
@@ -116,7 +116,7 @@ impl Remote {
             thread("words").spawn(move || {
                 let mut bytes = Vec::new();
                 let mut stderr = stderr;
-                let _ = (&mut stderr).take(WORDS_BYTES).read_to_end(&mut bytes);
+                let _ = (&mut stderr).take(MAX_STDERR_BYTES).read_to_end(&mut bytes);
                 // The pipe must be read to its end. Otherwise the program blocks when the pipe is full.
                 let _ = std::io::copy(&mut stderr, &mut std::io::sink());
                 String::from_utf8_lossy(&bytes).into_owned()
@@ -128,7 +128,7 @@ impl Remote {
     fn write(&mut self, what: &impl serde::Serialize) -> Result<(), String> {
         let mut line = serde_json::to_vec(what).map_err(|e| e.to_string())?;
         line.push(b'\n');
-        let to = self.to.as_mut().ok_or("the connection is over")?;
+        let to = self.to.as_mut().ok_or("the connection is closed")?;
         to.write_all(&line).and_then(|()| to.flush()).map_err(|e| format!("the ssh connection is lost: {e}"))
     }
 
@@ -158,14 +158,14 @@ impl Remote {
         said
     }
 
-    /// Closes the input, which ends the orders.
+    /// Closes the machine's standard input, after which it accepts no orders.
     pub(super) fn close(&mut self) {
         self.to = None;
     }
 
     /// Explains a missing response from the way in which ssh ended.
     fn explain(&mut self, name: &str, why: &str) -> (String, String) {
-        let status = self.end(FAREWELL);
+        let status = self.end(EXIT_TIMEOUT);
         let last = self.last_words();
         match status.and_then(|status| ssh::no_start(name, status, &last)) {
             Some(explained) => explained,
@@ -176,9 +176,9 @@ impl Remote {
         }
     }
 
-    /// Returns the last line that ssh or the program on the machine wrote to standard error.
+    /// Returns the last line that ssh or the machine's program wrote to standard error.
     fn last_words(&mut self) -> String {
-        self.end(FAREWELL);
+        self.end(EXIT_TIMEOUT);
         let words = self.words.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
         words.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default().to_owned()
     }
@@ -202,6 +202,6 @@ impl Remote {
 
 impl Drop for Remote {
     fn drop(&mut self) {
-        self.end(FAREWELL);
+        self.end(EXIT_TIMEOUT);
     }
 }

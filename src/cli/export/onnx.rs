@@ -4,7 +4,7 @@ use crate::cli::{
     api::ServerArgs,
     block_on,
     checkpoint_choice::{Weights, find},
-    file, output, weight_files, wrong,
+    file, output, usage_error, weight_files,
 };
 use anyhow::Context;
 use lockstep_protocol::{
@@ -56,7 +56,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let downloaded = if is_path(source) { None } else { Some(fetch(args)?) };
     let folder = downloaded.as_ref().map_or(&**source, TempDir::path);
     let path = weight_files::path(folder, args.weights);
-    let model = inspect::to_onnx(&path, args.embed, args.fold_batch_norm).map_err(wrong)?;
+    let model = inspect::to_onnx(&path, args.embed, args.fold_batch_norm).map_err(usage_error)?;
     file::replace(place, |partial| {
         fs::write(partial, &model).with_context(|| partial.display().to_string())
     })?;
@@ -68,7 +68,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", place.display()))
 }
 
-/// Whether the source is a path: a file, a folder with a checkpoint, or a text with the form of a path. Another folder may have the same
+/// Whether the source is a path: a file, a folder with a checkpoint, or a text that looks like a path. Another folder may have the same
 /// name as a job.
 fn is_path(source: &Path) -> bool {
     let has = |file: &str| source.join(file).exists();
@@ -82,7 +82,7 @@ fn fetch(args: &Args) -> anyhow::Result<TempDir> {
     // A mistyped path is reported without a server.
     if source.contains('/') && !source.starts_with(SCHEME) {
         let detail = "there is no such file or folder; name a job with a / in its name by its id";
-        return Err(wrong(format!("{source}: {detail}")));
+        return Err(usage_error(format!("{source}: {detail}")));
     }
     let api = args.server.api()?;
     block_on(async {

@@ -4,7 +4,7 @@ use crate::cli::{
     api::{Api, ServerArgs},
     block_on, file,
     history::{self, Point},
-    output, wrong,
+    output, usage_error,
 };
 use anyhow::Context;
 use parquet::{
@@ -66,7 +66,7 @@ async fn write(api: &Api, jobs: &[String], path: &Path) -> anyhow::Result<usize>
     let schema = Arc::new(parse_message_type(SCHEMA)?);
     let compression = Compression::ZSTD(ZstdLevel::default());
     let properties = Arc::new(WriterProperties::builder().set_compression(compression).build());
-    let out = File::create(path).map_err(|e| wrong(format!("{}: {e}", path.display())))?;
+    let out = File::create(path).map_err(|e| usage_error(format!("{}: {e}", path.display())))?;
     let mut writer = SerializedFileWriter::new(out, schema, properties)?;
     let mut written = 0;
     for job in jobs {
@@ -98,7 +98,7 @@ async fn write(api: &Api, jobs: &[String], path: &Path) -> anyhow::Result<usize>
         }
     }
     writer.close()?;
-    if written == 0 { Err(wrong("there are no metrics yet")) } else { Ok(written) }
+    if written == 0 { Err(usage_error("there are no metrics yet")) } else { Ok(written) }
 }
 
 /// Writes the next column of a row group.

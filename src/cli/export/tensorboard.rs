@@ -5,7 +5,7 @@ use crate::cli::{
     block_on,
     event_files::{Event, FILE_VERSION, Hparam, Summary, SummaryValue},
     history::{self, Point},
-    output, wrong,
+    output, usage_error,
 };
 use anyhow::Context;
 use jiff::Timestamp;
@@ -68,7 +68,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 async fn export(api: &Api, job: &Job, output: &Path) -> anyhow::Result<Run> {
     let attempts = api.all(&format!("/jobs/{}/attempts", job.id), "attempts", &[], None).await?;
     let mut attempts: Vec<AttemptTimes> = list(&Value::Array(attempts), "attempts")?;
-    // A job that another program has logged has one attempt, which the list lacks.
+    // A run that another program has logged has one attempt, which is not in the list.
     if let (true, Some(started_at)) = (attempts.is_empty(), job.started_at) {
         attempts.push(AttemptTimes { attempt: job.attempt, started_at, ended_at: job.finished_at });
     }
@@ -77,7 +77,7 @@ async fn export(api: &Api, job: &Job, output: &Path) -> anyhow::Result<Run> {
     for rank in 0..job.ranks {
         let series = history::of_rank(api, &job.id, rank).await?;
         if series.is_empty() && rank == 0 {
-            return Err(wrong(format!("job {} has no metrics yet", job.id)));
+            return Err(usage_error(format!("job {} has no metrics yet", job.id)));
         } else if series.is_empty() {
             continue;
         }
@@ -99,10 +99,11 @@ fn run_name(job: &Job) -> String {
     format!("{name}-{}", &id[id.len().saturating_sub(8)..])
 }
 
-/// Writes the event file of one rank. Returns the number of points. If `settings` is given, also writes that job's specification and result.
+/// Writes the event file of one rank. Returns the number of points. If `settings` is given, also writes that job's specification and
+/// result.
 fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) -> io::Result<usize> {
     fs::create_dir_all(folder)?;
-    // TensorBoard must not take the unfinished file for an event file.
+    // TensorBoard must not read the unfinished file as an event file.
     let partial = folder.join("lockstep.part");
     let mut out = BufWriter::new(File::create(&partial)?);
     let begin = clock.begin();
@@ -122,7 +123,7 @@ fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) 
     for (name, all) in series {
         points.extend(history::without_repeated(all).into_iter().map(|point| (point, name.as_str())));
     }
-    // Points of the same step keep the order of the metrics' names.
+    // Points of the same step stay in the order of the metrics' names.
     points.sort_by_key(|(point, _)| point.step);
     for of_step in points.chunk_by(|(a, _), (b, _)| a.step == b.step) {
         let (first, _) = of_step[0];
@@ -189,7 +190,7 @@ struct Span {
 }
 
 impl Clock {
-    /// `series`: all points of the rank, including points that a later attempt computed again.
+    /// `series`: all points of the rank, including points that a later attempt has repeated.
     fn new(attempts: &[AttemptTimes], series: &Series) -> Self {
         let mut steps = BTreeMap::<u32, (u64, u64)>::new();
         for point in series.values().flatten() {

@@ -1,10 +1,10 @@
-//! MLflow's file store: `EXPERIMENT/RUN/{meta.yaml,metrics,params,tags,artifacts}`, as `mlflow/store/tracking/file_store.py` writes it; or
-//! a server of MLflow's, whatever its store is.
+//! Runs in MLflow's file store, `EXPERIMENT/RUN/{meta.yaml,metrics,params,tags,artifacts}` (`mlflow/store/tracking/file_store.py`), or on
+//! an MLflow server with any store.
 
 mod server;
 
 use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of};
-use crate::cli::wrong;
+use crate::cli::usage_error;
 use anyhow::Context;
 use serde_json::Value;
 use std::{
@@ -12,10 +12,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What every run and every experiment has.
+/// File that every run and every experiment has.
 const ABOUT: &str = "meta.yaml";
 
-/// The runs of a store, in the order of their folders. Those that were deleted stay where they are.
+/// The runs of a store, in the order of their folders. Deleted runs are left out.
 pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     if let Some(url) =
         root.to_str().filter(|path| path.starts_with("http://") || path.starts_with("https://"))
@@ -24,7 +24,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     }
     check_folder(root)?;
     let mut found = Sources::new();
-    // A store, or a folder with one, as MLflow makes it.
+    // The store itself, or the folder that contains `mlruns`.
     for root in [root.to_owned(), root.join("mlruns")] {
         if !root.is_dir() {
             continue;
@@ -38,8 +38,8 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
         }
     }
     if found.is_empty() {
-        return Err(wrong(format!(
-            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {ABOUT}. For a database, start `mlflow server` with it and \
+        return Err(usage_error(format!(
+            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {ABOUT}. For a database, start `mlflow server` with the database and \
              give the server's address",
             root.display()
         )));
@@ -59,7 +59,7 @@ fn read(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
     if text(&meta, "lifecycle_stage") == "deleted" {
         return Ok(None);
     }
-    let mut run = described(&file_name(folder), &text(&about(experiment)?, "name"), &meta);
+    let mut run = run_of(&file_name(folder), &text(&about(experiment)?, "name"), &meta);
     let (params, tags) = (texts(&folder.join("params"))?, texts(&folder.join("tags"))?);
     settings(&mut run, params, tags);
     let mut points = Vec::new();
@@ -67,7 +67,7 @@ fn read(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
         for line in lines.lines() {
             match point(line) {
                 Some((at, value, step)) => points.push((at, name.clone(), step, value)),
-                None => run.leave_out("lines that are no points", 1),
+                None => run.leave_out("lines that are not points", 1),
             }
         }
     }
@@ -78,7 +78,7 @@ fn read(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
     Ok(Some(run))
 }
 
-/// A text, or a name that YAML takes for a number.
+/// A text, which YAML reads as a number if the text looks like a number.
 fn text(of: &Value, key: &str) -> String {
     match of.get(key) {
         Some(Value::String(text)) => text.clone(),
@@ -88,11 +88,11 @@ fn text(of: &Value, key: &str) -> String {
 }
 
 /// A run without settings and points. `about`: `RunInfo`, whose state is a name, or a number in files.
-fn described(id: &str, experiment: &str, about: &Value) -> Run {
+fn run_of(id: &str, experiment: &str, about: &Value) -> Run {
     let time = |key: &str| text(about, key).parse().ok();
     let name = text(about, "run_name");
     Run {
-        // The same for a run in files and on a server.
+        // The id is equal for a run in files and on a server.
         id: id_of("mlflow", &[id.as_bytes()]),
         name: if name.is_empty() { id.to_owned() } else { name },
         project: Some(if experiment == "Default" { "default" } else { experiment }.to_owned()),
@@ -120,8 +120,8 @@ fn settings(run: &mut Run, params: Vec<(String, String)>, tags: Vec<(String, Str
     }
 }
 
-/// Adds points, each with time, metric, step and value, in the order in which they were logged, as far as their times tell: what is
-/// logged later comes last. Points of the same time are in the order of their steps and
+/// Adds points (time, metric, step and value) sorted by time, so that a point that is
+/// logged later comes last. Points of the same time are in the order of steps and
 /// names.
 fn add_points(run: &mut Run, mut points: Vec<(i64, String, i64, f64)>) {
     points.sort_by(|(at, name, step, _), (other_at, other_name, other_step, _)| {
@@ -141,7 +141,7 @@ fn point(line: &str) -> Option<(i64, f64, i64)> {
     Some((at, value, step))
 }
 
-/// The contents of all files below a folder, by their paths in it: names may have slashes.
+/// The contents of all files in a folder, by their paths in the folder: names may have slashes.
 fn texts(folder: &Path) -> anyhow::Result<Vec<(String, String)>> {
     let mut paths = Vec::new();
     files(folder, &mut paths)?;

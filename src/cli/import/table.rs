@@ -1,7 +1,7 @@
 //! Metrics in a CSV or Parquet file: a row has all metrics of a step, or one value.
 
 use super::{Read, Run, Sources, file_name, id_of};
-use crate::cli::wrong;
+use crate::cli::usage_error;
 use anyhow::Context;
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 use lockstep_protocol::numbers::plural;
@@ -15,7 +15,7 @@ use std::{
     path::Path,
 };
 
-/// Columns in lower case, for steps, times, and what tells runs apart; the first that a file has counts.
+/// Names of columns in lower case, for steps, times and runs. The first name that a file has is used.
 const STEPS: [&str; 5] = ["step", "_step", "global_step", "iteration", "epoch"];
 const TIMES: [&str; 5] = ["_timestamp", "timestamp", "wall_time", "wall time", "time"];
 const RUNS: [&str; 3] = ["run", "run_id", "job"];
@@ -33,7 +33,7 @@ pub(super) fn sources(
     read: impl Fn(&Path) -> anyhow::Result<Table> + 'static,
 ) -> anyhow::Result<Sources> {
     if !file.is_file() {
-        return Err(wrong(format!("{}: there is no such file", file.display())));
+        return Err(usage_error(format!("{}: there is no such file", file.display())));
     }
     let shown = file.display().to_string();
     let path = file.canonicalize().with_context(|| shown.clone())?;
@@ -50,7 +50,7 @@ pub(super) fn csv(path: &Path) -> anyhow::Result<Table> {
     Ok(Table { columns: rows.remove(0), rows })
 }
 
-/// A maintained crate would do this, but nothing else here needs one.
+/// Parsed here, because no other code needs a crate for CSV.
 fn rows_of(text: &str) -> Vec<Vec<String>> {
     let (mut rows, mut row, mut cell) = (Vec::new(), Vec::new(), String::new());
     let (mut is_quoted, mut chars) = (false, text.chars().peekable());
@@ -102,12 +102,12 @@ pub(super) fn parquet(path: &Path) -> anyhow::Result<Table> {
     Ok(table)
 }
 
-/// A value for comparisons. The server's CSV does not distinguish values that are not finite.
+/// The bits of a value for comparisons; `None` if it is not finite, because the server's CSV does not distinguish such values.
 pub(super) fn bits(value: f32) -> Option<u32> {
     value.is_finite().then(|| value.to_bits())
 }
 
-/// The points in the server's CSV of a run: values by metrics and steps, the last one of each.
+/// The points in the server's CSV of a run: the last value of each metric and step.
 pub(super) fn stored_points(csv: &str) -> HashMap<(String, u64), Option<u32>> {
     let point = |row: Vec<String>| {
         let [_, _, name, step, value] = <[String; 5]>::try_from(row).ok()?;
@@ -116,7 +116,7 @@ pub(super) fn stored_points(csv: &str) -> HashMap<(String, u64), Option<u32>> {
     rows_of(csv).into_iter().filter_map(point).collect()
 }
 
-/// Milliseconds since 1970 of a number of seconds or milliseconds, or of a time by ISO 8601, which is in UTC unless it says otherwise.
+/// Parses seconds or milliseconds since 1970, or an ISO 8601 time (UTC without an offset), as milliseconds since 1970.
 fn time_of(text: &str) -> Option<i64> {
     if let Ok(at) = text.parse::<f64>() {
         return at.is_finite().then_some((if at > 1e11 { at } else { at * 1000.0 }) as i64);
@@ -128,13 +128,13 @@ fn time_of(text: &str) -> Option<i64> {
 fn runs(file: &str, place: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
     anyhow::ensure!(
         !table.rows.is_empty(),
-        "the file has no rows below the names of its columns: import it once it has some"
+        "the file has no rows below the names of its columns: import it when it has rows"
     );
     let columns: Vec<String> = table.columns.iter().map(|name| name.trim().to_lowercase()).collect();
     let one = |name: &str| columns.iter().position(|column| column == name);
     let first = |names: &[&str]| names.iter().find_map(|name| one(name));
     let (step, time, by_run, by_rank) = (first(&STEPS), first(&TIMES), first(&RUNS), one("rank"));
-    // One value a row, as `lockstep export parquet` and `lockstep metrics --csv` write it.
+    // One value per row, as in the output of `lockstep export parquet` and `lockstep metrics --csv`.
     let value = one("value");
     let metric = one("metric").or_else(|| one("name")).filter(|_| value.is_some() && step.is_some());
     let name = one("name").filter(|name| metric.is_some_and(|metric| metric != *name));
@@ -157,7 +157,7 @@ fn runs(file: &str, place: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
             order.push(key.clone());
             Run { id: id_of("table", &parts), name, may_differ: true, ..Run::default() }
         });
-        // A row that is added later adds records and changes none.
+        // A row that is added later must add records and change none.
         run.begins_record = true;
         let at = time_of(cell(time));
         run.leave_out("times that cannot be read", u64::from(at.is_none() && !cell(time).is_empty()));

@@ -1,9 +1,9 @@
-//! TensorBoard's event files: each folder with some is a run.
+//! TensorBoard's event files: each folder with event files is a run.
 
 use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of};
 use crate::cli::{
     event_files::{self, Event, Hparam, HparamsData, SummaryValue},
-    wrong,
+    usage_error,
 };
 use anyhow::Context;
 use prost::Message;
@@ -17,7 +17,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     collect(root, root, &mut found)?;
     if found.is_empty() {
         let detail = format!("{} has no event files: no file is called *tfevents*", root.display());
-        return Err(wrong(detail));
+        return Err(usage_error(detail));
     }
     Ok(found)
 }
@@ -36,7 +36,7 @@ fn collect(root: &Path, folder: &Path, found: &mut Sources) -> anyhow::Result<()
     folders.iter().try_for_each(|inner| collect(root, inner, found))
 }
 
-/// `folder`: the name of the run's folder, which tells it apart from runs that began at the same time.
+/// `folder`: the name of the run's folder, which distinguishes runs that began at the same time.
 fn read(name: String, folder: &str, files: &[PathBuf]) -> anyhow::Result<Run> {
     let mut run = Run { name, ..Run::default() };
     for file in files {
@@ -74,7 +74,7 @@ fn take(run: &mut Run, folder: &str, file: &Path, event: &Event) {
     }
 }
 
-/// Takes a run's settings, and how it ended.
+/// Reads a run's settings, and its outcome.
 fn settings(run: &mut Run, value: &SummaryValue) {
     let plugin = value.metadata.as_ref().and_then(|metadata| metadata.plugin_data.as_ref());
     let Some(Ok(data)) = plugin.map(|plugin| HparamsData::decode(&plugin.content[..])) else { return };

@@ -1,9 +1,9 @@
-//! W&B's local files: `run-ID.wandb` in the folder of each run is a log in the format of LevelDB
+//! W&B's local files: `run-ID.wandb` in the folder of each run is a log in LevelDB's format
 //! (<https://github.com/google/leveldb/blob/main/doc/log_format.md>, with a header and CRC-32) of messages of
 //! `wandb/proto/wandb_internal.proto`. Fields that are not read are left out; a `oneof` is several optional fields.
 
 use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of, numbers};
-use crate::cli::wrong;
+use crate::cli::usage_error;
 use anyhow::Context;
 use crc::{CRC_32_ISO_HDLC, Crc};
 use prost::Message;
@@ -43,7 +43,7 @@ struct Record {
     exit: Option<Exit>,
 }
 
-/// A message of which nothing is read.
+/// A message whose fields are not read.
 #[derive(Clone, PartialEq, Message)]
 struct Skipped {}
 
@@ -132,7 +132,7 @@ impl Item {
         if self.nested_key.is_empty() { self.key.clone() } else { self.nested_key.join(".") }
     }
 
-    /// The value; Python's JSON has numbers that JSON does not have.
+    /// The value. Python writes NaN and infinities, which JSON does not have.
     fn value(&self) -> Value {
         match self.value_json.as_str() {
             text @ ("NaN" | "Infinity" | "-Infinity") => text.into(),
@@ -141,7 +141,7 @@ impl Item {
     }
 }
 
-/// The runs of a folder: of one run, or of many, in it or in its `wandb`.
+/// The runs of a folder: the folder of a run, a folder that contains such folders, or the parent of `wandb`.
 pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     check_folder(root)?;
     let mut folders = vec![root.to_owned()];
@@ -149,7 +149,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     if let Ok(inner) = entries(&root.join("wandb")) {
         folders.extend(inner);
     }
-    // `latest-run` is a link to another one.
+    // `latest-run` is a link to another folder in the list.
     let mut files = BTreeSet::<PathBuf>::new();
     for folder in folders.iter().filter(|folder| folder.is_dir()) {
         let logs =
@@ -158,7 +158,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     }
     if files.is_empty() {
         let detail = format!("{} has no runs of W&B: no folder in it has a file *.wandb", root.display());
-        return Err(wrong(detail));
+        return Err(usage_error(detail));
     }
     let source = |file: PathBuf| {
         let name = file.display().to_string();
@@ -177,9 +177,9 @@ fn read(file: &Path) -> anyhow::Result<Run> {
         Err(_) => run.leave_out("records that cannot be read", 1),
     });
     if !is_whole {
-        run.leave_out("records that are damaged or not complete, and what comes after", 1);
+        run.leave_out("damaged or incomplete records and all later records", 1);
     }
-    // A file without a description of its run: the name has the run's id.
+    // Without a description of the run, the file's name has the run's id.
     if run.id.is_empty() {
         let name = file_name(file);
         run.id = id_of("wandb", &[name.as_bytes()]);
@@ -188,7 +188,7 @@ fn read(file: &Path) -> anyhow::Result<Run> {
     Ok(run)
 }
 
-/// Calls `each` with the records of a log; answers whether all are whole.
+/// Calls `each` with the records of a log. Returns whether all records are complete.
 fn records(bytes: &[u8], mut each: impl FnMut(&[u8])) -> bool {
     let (mut at, mut record) = (HEADER.len(), Vec::new());
     loop {
@@ -216,7 +216,7 @@ fn records(bytes: &[u8], mut each: impl FnMut(&[u8])) -> bool {
                 each(&record);
                 record.clear();
             }
-            // Its first part, or one in between.
+            // The record's first part, or a part in the middle.
             2 | 3 => {}
             _ => return false,
         }
@@ -264,7 +264,7 @@ fn describe(run: &mut Run, about: RunRecord) {
     }
 }
 
-/// Changes settings or results. Names that begin with `_` are W&B's own, and media are files.
+/// Merges settings or results. Leaves out W&B's own names, which begin with `_`, and media, which are files.
 fn merge(into: &mut serde_json::Map<String, Value>, items: Items) {
     for item in items.update {
         let (name, value) = (item.name(), item.value());

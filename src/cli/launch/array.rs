@@ -8,7 +8,7 @@ use super::{
     Args, Launch,
     hosts::Host,
     in_words, machines, node, private_folder, slurm,
-    uploads::{LAST_UPLOAD, UploadStatus},
+    uploads::{UPLOAD_TIMEOUT, UploadStatus},
 };
 use lockstep_protocol::{
     Job, JobState,
@@ -25,7 +25,7 @@ use std::{
 };
 
 /// Maximum number of agents in a sweep. Each agent has a token, and a server keeps 5000 tokens.
-const MOST_AGENTS: usize = 500;
+const MAX_AGENTS: usize = 500;
 
 /// Submits the sweep and the array, and follows the trials.
 ///
@@ -76,9 +76,9 @@ pub(super) async fn run(
 
 /// Returns the machines with slots for the largest of the jobs, and whether any job trains on CPU cores.
 fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Result<(Vec<Host>, Device)> {
-    if documents.len() * hosts.len() > MOST_AGENTS {
-        return Err(wrong(format!(
-            "{} jobs on {} machines each are more than {MOST_AGENTS} agents: split the sweep, or give fewer --nodes",
+    if documents.len() * hosts.len() > MAX_AGENTS {
+        return Err(usage_error(format!(
+            "{} jobs on {} machines each are more than {MAX_AGENTS} agents: split the sweep, or give fewer --nodes",
             documents.len(),
             hosts.len()
         )));
@@ -158,11 +158,11 @@ impl Array {
         output::warn("Ctrl-C ends this display and not the jobs");
         let mut left: BTreeMap<usize, &Launch> = self.launches.iter().enumerate().collect();
         let (mut said, mut alone) = (HashMap::new(), HashSet::new());
-        // For each task: since when its job is over, and since when its checkpoints are known to be on the server.
+        // For each task: the time since which its job is over, and since which its checkpoints are known to be on the server.
         let (mut over, mut complete) = (HashMap::new(), HashMap::new());
         let mut succeeded = 0;
         while !left.is_empty() {
-            tokio::time::sleep(slurm::POLL).await;
+            tokio::time::sleep(slurm::POLL_INTERVAL).await;
             // Tasks are listed before jobs. Otherwise the job of a task that ends between the two requests would seem to have no agents.
             let (Some(tasks), Some(jobs)) = (slurm::tasks(id), self.jobs(api).await) else { continue };
             for (task, launch) in left.clone() {
@@ -193,17 +193,18 @@ impl Array {
                     succeeded += usize::from(job.state == JobState::Succeeded);
                 }
                 match tasks.get(&task) {
-                    // Agents exit after their job, when its checkpoints are on the server. A task that still waits or runs later is cancelled.
+                    // Agents exit after their job, when its checkpoints are on the server. A task that still waits or runs later is
+                    // cancelled.
                     Some(state) if job.state.is_final() => {
                         let over = *over.entry(task).or_insert_with(Instant::now);
                         match launch.upload_status().await {
                             Ok(UploadStatus::Complete(job)) if job.state.is_final() => {
                                 let complete = *complete.entry(task).or_insert_with(Instant::now);
-                                if state.starts_with("PENDING") || complete.elapsed() > slurm::FAREWELL {
+                                if state.starts_with("PENDING") || complete.elapsed() > slurm::END_TIMEOUT {
                                     slurm::cancel(&in_slurm);
                                 }
                             }
-                            _ if over.elapsed() > LAST_UPLOAD => {
+                            _ if over.elapsed() > UPLOAD_TIMEOUT => {
                                 output::warn(format_args!(
                                     "the last checkpoint of job {} is not known to be on the server: Slurm's task {in_slurm} continues, and `scancel {in_slurm}` ends it",
                                     job.id

@@ -1,7 +1,7 @@
 //! The bundle that a launch passes to its agents: the server's address and CA, and each agent's identity and token. The bundle is sent over
 //! standard input, in an environment variable or in a file (0600), never on a command line.
 
-use super::super::wrong;
+use super::super::usage_error;
 use lockstep_protocol::{JobId, numbers::plural, spec::Device};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, path::PathBuf};
@@ -38,7 +38,7 @@ impl Bundle {
         let agents = plural(self.nodes.len() as u64, "agent");
         let ca = self.ca.as_ref().map_or(0, String::len);
         let of_ca = if ca > 0 { format!(", {ca} of them --ca-file") } else { String::new() };
-        Err(wrong(format!("the description for {agents} has {} bytes{of_ca}, and {way}", text.len())))
+        Err(usage_error(format!("the description for {agents} has {} bytes{of_ca}, and {way}", text.len())))
     }
 }
 

@@ -3,8 +3,8 @@
 use super::{
     super::{
         WrongRequest,
-        api::{Api, Away, PATIENCE},
-        output, watch, wrong,
+        api::{Api, Away, SERVER_TIMEOUT},
+        output, usage_error, watch,
     },
     Launch, LaunchDetached,
 };
@@ -20,8 +20,8 @@ use std::{
 };
 
 /// Time for agents to exit after their job: a heartbeat tells an agent that the job has ended.
-const FAREWELL: Duration = Duration::from_secs(90);
-const POLL: Duration = Duration::from_millis(200);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(90);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Number of bytes at the end of a log in which the last line is searched.
 const TAIL_BYTES: u64 = 4096;
 
@@ -95,14 +95,14 @@ pub(super) async fn follow(
     };
     let is_final = job(api, launch).await.is_ok_and(|job| job.state.is_final());
     if done.is_ok() || is_final {
-        launch.uploaded().await;
+        launch.wait_for_uploads().await;
     } else if let Err(error) = &done
         && launched.iter_mut().any(|one| one.ended().is_none() && one.status.is_none())
     {
         // The server was unreachable for too long for this command. The agents keep trying.
         return Err(LaunchDetached(format!("{error:#}")).into());
     }
-    let until = Instant::now() + FAREWELL;
+    let until = Instant::now() + EXIT_TIMEOUT;
     while launched.iter_mut().any(|one| one.ended().is_none() && one.status.is_none()) {
         if Instant::now() > until {
             let left: Vec<_> =
@@ -114,7 +114,7 @@ pub(super) async fn follow(
             ));
             break;
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
     done
 }
@@ -155,7 +155,7 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
             }
             output::warn(what);
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -167,11 +167,11 @@ async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Expla
         match online(launch, launched, explain).await {
             Ok(Some(done)) => return done,
             Ok(None) => {
-                away.answered(|text| output::warn(text));
+                away.note_answer(|text| output::warn(text));
                 answered = Instant::now();
             }
             Err(error) if error.is::<WrongRequest>() => return Err(error),
-            Err(_) if answered.elapsed() < PATIENCE => away.silent(|text| output::warn(text)),
+            Err(_) if answered.elapsed() < SERVER_TIMEOUT => away.note_silence(|text| output::warn(text)),
             Err(error) => {
                 let id = &launch.job.id;
                 let text = format!(
@@ -180,7 +180,7 @@ async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Expla
                 return Err(LaunchDetached(text).into());
             }
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -246,7 +246,7 @@ pub(super) async fn until_over(
 async fn job(api: &Api, launch: &Launch) -> anyhow::Result<Job> {
     let id = &launch.job.id;
     let found = api.find(&format!("/jobs/{id}")).await?;
-    found.ok_or_else(|| wrong(format!("there is no job {id} any more")))
+    found.ok_or_else(|| usage_error(format!("the job {id} no longer exists")))
 }
 
 /// Reads the job, and retries while the server does not respond.
@@ -257,10 +257,10 @@ async fn job_once_read(launch: &Launch) -> anyhow::Result<Job> {
     let began = Instant::now();
     loop {
         match job(&launch.api, launch).await {
-            Err(error) if !error.is::<WrongRequest>() && began.elapsed() < PATIENCE => {}
+            Err(error) if !error.is::<WrongRequest>() && began.elapsed() < SERVER_TIMEOUT => {}
             read => return read,
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 

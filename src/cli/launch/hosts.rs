@@ -1,17 +1,17 @@
 //! Lists of machines: hostfiles, `-H` and rank tables.
 
 use super::{
-    super::{file, rank_table::RankTable, wrong},
-    MOST_HOSTS, MOST_SLOTS,
+    super::{file, rank_table::RankTable, usage_error},
+    MAX_HOSTS, MAX_SLOTS,
 };
 use std::{collections::BTreeMap, path::Path};
 
 const HOSTFILE_BYTES: u64 = 1 << 20;
 /// Maximum number of a machine's variables; the next constant limits their size. The variables of 256 machines fit into one environment
 /// variable.
-const MOST_VARIABLES: usize = 32;
-const MOST_VARIABLE_BYTES: usize = 2048;
-const MOST_NAME_BYTES: usize = 253;
+const MAX_VARIABLES: usize = 32;
+const MAX_VARIABLE_BYTES: usize = 2048;
+const MAX_NAME_BYTES: usize = 253;
 
 /// A machine on which a launch starts an agent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub(crate) struct Host {
 /// # Errors
 /// Exit status 2. The message has the line number of the mistake.
 pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<Host>> {
-    let failed = |detail: String| wrong(format!("--hostfile {}: {detail}", path.display()));
+    let failed = |detail: String| usage_error(format!("--hostfile {}: {detail}", path.display()));
     let bytes =
         file::read(path, HOSTFILE_BYTES, "is larger than 1 MiB; a hostfile is not").map_err(failed)?;
     let text = String::from_utf8(bytes).map_err(|_| failed("is not text (UTF-8)".into()))?;
@@ -76,12 +76,12 @@ fn of_line(name: &str, words: &[String]) -> Result<Host, String> {
             }
         }
     }
-    if host.env.len() > MOST_VARIABLES {
-        return Err(format!("a machine may have at most {MOST_VARIABLES} variables"));
+    if host.env.len() > MAX_VARIABLES {
+        return Err(format!("a machine may have at most {MAX_VARIABLES} variables"));
     }
-    if host.env.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>() > MOST_VARIABLE_BYTES {
+    if host.env.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>() > MAX_VARIABLE_BYTES {
         return Err(format!(
-            "the variables of a machine may have at most {MOST_VARIABLE_BYTES} bytes together"
+            "the variables of a machine may have at most {MAX_VARIABLE_BYTES} bytes together"
         ));
     }
     Ok(host)
@@ -140,27 +140,27 @@ fn add(hosts: &mut Vec<Host>, host: Host) -> Result<(), String> {
     if hosts.iter().any(|other| other.name == host.name) {
         return Err(format!("{} is named twice: give it more slots instead", host.name));
     }
-    if hosts.len() == MOST_HOSTS {
-        return Err(format!("a launch may have at most {MOST_HOSTS} machines"));
+    if hosts.len() == MAX_HOSTS {
+        return Err(format!("a launch may have at most {MAX_HOSTS} machines"));
     }
     hosts.push(host);
     Ok(())
 }
 
 fn slots(text: &str) -> Result<u32, String> {
-    let slots = text.trim().parse().ok().filter(|slots| (1..=MOST_SLOTS).contains(slots));
-    slots.ok_or_else(|| format!("slots={text}: must be 1 to {MOST_SLOTS}"))
+    let slots = text.trim().parse().ok().filter(|slots| (1..=MAX_SLOTS).contains(slots));
+    slots.ok_or_else(|| format!("slots={text}: must be 1 to {MAX_SLOTS}"))
 }
 
 /// Checks that a name cannot be mistaken for an option of a program, and needs no quotes in a shell.
 fn checked(name: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.@:[]%".contains(c);
-    let is_name = !name.is_empty() && name.len() <= MOST_NAME_BYTES && name.chars().all(plain);
+    let is_name = !name.is_empty() && name.len() <= MAX_NAME_BYTES && name.chars().all(plain);
     if is_name && !name.starts_with('-') && !name.contains("@-") {
         Ok(name.to_owned())
     } else {
         Err(format!(
-            "{name:?} is not a machine's name or address (at most {MOST_NAME_BYTES} plain characters)"
+            "{name:?} is not a machine's name or address (at most {MAX_NAME_BYTES} plain characters)"
         ))
     }
 }
@@ -236,16 +236,16 @@ mod tests {
     #[test]
     fn lists_have_limits() {
         let file = |n: usize| (0..n).map(|n| format!("n{n} slots=1024\n")).collect::<String>();
-        assert_eq!(parse(&file(MOST_HOSTS)).unwrap().len(), MOST_HOSTS);
-        assert!(parse(&file(MOST_HOSTS + 1)).unwrap_err().contains("at most 256 machines"));
+        assert_eq!(parse(&file(MAX_HOSTS)).unwrap().len(), MAX_HOSTS);
+        assert!(parse(&file(MAX_HOSTS + 1)).unwrap_err().contains("at most 256 machines"));
         let variables = |n: usize| (0..n).fold("a".to_owned(), |line, n| format!("{line} env:V{n}=1"));
-        assert!(parse(&variables(MOST_VARIABLES)).is_ok());
-        assert!(parse(&variables(MOST_VARIABLES + 1)).unwrap_err().contains("at most 32 variables"));
+        assert!(parse(&variables(MAX_VARIABLES)).is_ok());
+        assert!(parse(&variables(MAX_VARIABLES + 1)).unwrap_err().contains("at most 32 variables"));
         let value = |bytes: usize| format!("a env:V={}", "x".repeat(bytes - 1));
-        assert!(parse(&value(MOST_VARIABLE_BYTES)).is_ok());
-        assert!(parse(&value(MOST_VARIABLE_BYTES + 1)).unwrap_err().contains("at most 2048 bytes"));
-        assert!(parse(&"n".repeat(MOST_NAME_BYTES)).is_ok());
-        assert!(parse(&"n".repeat(MOST_NAME_BYTES + 1)).is_err());
+        assert!(parse(&value(MAX_VARIABLE_BYTES)).is_ok());
+        assert!(parse(&value(MAX_VARIABLE_BYTES + 1)).unwrap_err().contains("at most 2048 bytes"));
+        assert!(parse(&"n".repeat(MAX_NAME_BYTES)).is_ok());
+        assert!(parse(&"n".repeat(MAX_NAME_BYTES + 1)).is_err());
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("hosts");
         std::fs::write(&path, format!("a{}", "\n".repeat((1 << 20) - 1))).unwrap();

@@ -8,7 +8,7 @@ use std::{
 };
 
 /// Time limit for Slurm's response. Without a response, the agent uses its default.
-const PATIENCE: Duration = Duration::from_secs(10);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Returns KillWait in seconds. `None` outside Slurm, or if Slurm does not respond.
 pub(super) fn of_slurm() -> Option<u32> {
@@ -24,7 +24,7 @@ pub(super) fn of_slurm() -> Option<u32> {
     });
     let began = Instant::now();
     while child.try_wait().ok()?.is_none() {
-        if began.elapsed() > PATIENCE {
+        if began.elapsed() > RESPONSE_TIMEOUT {
             let _ = child.kill();
             let _ = child.wait();
             return None;

@@ -19,7 +19,7 @@ use std::{path::Path, time::Duration};
 
 pub(super) use template::{Template, template};
 
-const POLL: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Prints the objects for `--dry-run`, without the content of the Secret.
 pub(super) fn show(
@@ -143,7 +143,7 @@ fn refuse_foreign(cluster: &Cluster, kind: Kind, found: &Value, job: &Job) -> an
         return Ok(());
     }
     let name = found["metadata"]["name"].as_str().unwrap_or_default();
-    Err(super::wrong(format!(
+    Err(super::usage_error(format!(
         "namespace {} has a {kind:?} called {name} that does not belong to this job: delete it, or choose another --namespace",
         cluster.namespace
     )))
@@ -179,7 +179,7 @@ async fn create(
         Created::Exists(found) if is_this(&found) => found,
         Created::Exists(found) => {
             refuse_foreign(cluster, Kind::Job, &found, &launch.job)?;
-            return Err(super::wrong(format!(
+            return Err(super::usage_error(format!(
                 "another `lockstep launch` has just started Kubernetes' Job {name}; launch again to follow it"
             )));
         }

@@ -1,8 +1,8 @@
 //! The machines of a launch and their slots, with checks before the launch starts.
 
 use super::{
-    super::{file, output, rank_table::RankTable, wrong},
-    Args, LauncherKind, MOST_SLOTS,
+    super::{file, output, rank_table::RankTable, usage_error},
+    Args, LauncherKind, MAX_SLOTS,
     bundle::BUNDLE_BYTES,
     hosts::{self, Host},
 };
@@ -14,30 +14,30 @@ use std::net::IpAddr;
 pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
     let lists = args.hostfile.is_some() || args.hosts.is_some() || args.rank_table.is_some();
     if args.with == LauncherKind::Kubernetes && lists {
-        return Err(wrong("Kubernetes chooses the machines: give --nodes N instead of a list of them"));
+        return Err(usage_error("Kubernetes chooses the machines: give --nodes N instead of a list"));
     }
     let mut hosts = match (&args.hostfile, &args.hosts, &args.rank_table) {
         (Some(path), _, _) => hosts::read(path)?,
-        (None, Some(list), _) => hosts::of_list(list).map_err(|e| wrong(format!("--host: {e}")))?,
+        (None, Some(list), _) => hosts::of_list(list).map_err(|e| usage_error(format!("--host: {e}")))?,
         (None, None, Some(path)) => {
-            hosts::of_table(&RankTable::read(path)?).map_err(|e| wrong(format!("--rank-table: {e}")))?
+            hosts::of_table(&RankTable::read(path)?).map_err(|e| usage_error(format!("--rank-table: {e}")))?
         }
-        (None, None, None) if args.with.chooses() => {
+        (None, None, None) if args.with.chooses_machines() => {
             vec![Host::default(); args.nodes.unwrap_or(1) as usize]
         }
         (None, None, None) => {
-            return Err(wrong(
+            return Err(usage_error(
                 "no machines are named: give --hostfile FILE, -H host1:4,host2:4 or --rank-table FILE",
             ));
         }
     };
-    if args.nodes.is_some() && !args.with.chooses() {
-        return Err(wrong(
+    if args.nodes.is_some() && !args.with.chooses_machines() {
+        return Err(usage_error(
             "--nodes is for Slurm and Kubernetes, which choose the machines; name them with --hostfile or -H",
         ));
     }
     if args.with == LauncherKind::Slurm && hosts.iter().any(|host| !host.env.is_empty()) {
-        return Err(wrong(
+        return Err(usage_error(
             "--hostfile: env: is for ssh and mpirun; with Slurm give sbatch --export=NAME=VALUE after --",
         ));
     }
@@ -53,12 +53,12 @@ pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -
     let given: u32 = hosts.iter().filter_map(|host| host.slots).sum();
     let without = hosts.iter().filter(|host| host.slots.is_none()).count() as u32;
     if without > 0 {
-        let share = ranks.saturating_sub(given).div_ceil(without).clamp(1, MOST_SLOTS);
+        let share = ranks.saturating_sub(given).div_ceil(without).clamp(1, MAX_SLOTS);
         hosts.iter_mut().for_each(|host| host.slots = host.slots.or(each).or(Some(share)));
     }
     let slots: u32 = hosts.iter().filter_map(|host| host.slots).sum();
     if slots < ranks {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "the job has {}, and these machines {}: add machines or slots, or lower parallel.ranks",
             plural(ranks.into(), "rank"),
             plural(slots.into(), "slot")
@@ -68,11 +68,11 @@ pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -
 }
 
 /// Checks that other machines can reach the server at the given address.
-pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
+pub(super) fn check_reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
     let server = &args.agent_server.clone().unwrap_or_else(|| args.server.address());
     let with_scheme = if server.contains("://") { server.clone() } else { format!("http://{server}") };
-    let url =
-        reqwest::Url::parse(&with_scheme).map_err(|e| wrong(format!("--agent-server {server}: {e}")))?;
+    let url = reqwest::Url::parse(&with_scheme)
+        .map_err(|e| usage_error(format!("--agent-server {server}: {e}")))?;
     let own = |name: &str| {
         let name = name.rsplit_once('@').map_or(name, |(_, host)| host).trim_matches(['[', ']']);
         name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
@@ -87,7 +87,7 @@ pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
     if let Some(host) = elsewhere
         && own(url.host_str().unwrap_or_default())
     {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "{} cannot reach the server at {server}: give its address for these machines with --agent-server",
             host.name
         )));
@@ -98,15 +98,15 @@ pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
 /// Returns the CA certificates that agents trust in addition to the system's.
 pub(super) fn ca(args: &Args) -> anyhow::Result<Option<String>> {
     let Some(path) = &args.server.ca_file else { return Ok(None) };
-    let failed = |detail: &str| wrong(format!("--ca-file {}: {detail}", path.display()));
+    let failed = |detail: &str| usage_error(format!("--ca-file {}: {detail}", path.display()));
     let larger =
-        "is larger than 1 MiB, which is too large for agents: give a file with only the server's authority";
+        "is larger than 1 MiB, the limit of agents: give a file with only the server's CA certificate";
     let bytes = file::read(path, BUNDLE_BYTES, larger).map_err(|detail| failed(&detail))?;
     String::from_utf8(bytes).map(Some).map_err(|_| failed("is not text (UTF-8)"))
 }
 
 /// Checks that a program is on the PATH.
-pub(super) fn on_path(program: &str) -> anyhow::Result<()> {
+pub(super) fn check_on_path(program: &str) -> anyhow::Result<()> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     if std::env::split_paths(&path).any(|dir| dir.join(program).is_file()) {
         return Ok(());
@@ -116,7 +116,7 @@ pub(super) fn on_path(program: &str) -> anyhow::Result<()> {
         "mpirun" => "Open MPI (openmpi-bin)",
         _ => "Slurm's commands (slurm-client), on a machine that may submit to the cluster",
     };
-    Err(wrong(format!("there is no {program} on the PATH: install {package}")))
+    Err(usage_error(format!("there is no {program} on the PATH: install {package}")))
 }
 
 #[cfg(test)]
@@ -142,7 +142,7 @@ mod tests {
         fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
         let why = ca(&args).unwrap_err().to_string();
         assert!(
-            why.contains("ca.crt: is larger than 1 MiB") && why.contains("only the server's authority"),
+            why.contains("ca.crt: is larger than 1 MiB") && why.contains("only the server's CA certificate"),
             "{why}"
         );
     }

@@ -10,7 +10,7 @@ use super::{
 use std::process::{Command, ExitStatus};
 
 /// Maximum size of the bundle. The kernel allows 128 KiB for one variable.
-const MOST_BYTES: u64 = 120 << 10;
+const MAX_BUNDLE_BYTES: u64 = 120 << 10;
 
 /// Returns the command, without the environment variable for the bundle.
 pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
@@ -37,7 +37,7 @@ pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
 /// Exit status 2 if the text is too long.
 pub(super) fn text(bundle: &Bundle) -> anyhow::Result<String> {
     bundle.text(
-        MOST_BYTES,
+        MAX_BUNDLE_BYTES,
         "mpirun can pass at most 120 KiB to agents: start fewer machines, give a smaller --ca-file, or use --with ssh",
     )
 }

@@ -1,7 +1,7 @@
 //! `lockstep launched`: started by a launcher on each machine, becomes the agent.
 
 use super::{
-    super::{file, wrong},
+    super::{file, usage_error},
     bundle::{BUNDLE_BYTES, Bundle, Node},
     kill_wait,
 };
@@ -43,14 +43,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let text = read(&args.source)?;
     let bundle: Bundle = serde_json::from_slice(&text).map_err(|e| {
-        wrong(format!(
+        usage_error(format!(
             "the description from `lockstep launch` cannot be read ({e}): run the same version on both machines"
         ))
     })?;
-    let index = index(&bundle, |name| std::env::var(name).ok()).map_err(wrong)?;
+    let index = index(&bundle, |name| std::env::var(name).ok()).map_err(usage_error)?;
     let node = &bundle.nodes[index];
     let folder = home().join(&bundle.dir).join(bundle.job.as_str()).join(&node.name);
-    let failed = |e: io::Error| wrong(format!("the agent's folder {}: {e}", folder.display()));
+    let failed = |e: io::Error| usage_error(format!("the agent's folder {}: {e}", folder.display()));
     let mut command = agent(&bundle, node, &folder, has_gpus()).map_err(failed)?;
     if let Some(secs) = kill_wait::of_slurm() {
         command.args(["--killed-after", &secs.to_string()]);
@@ -80,13 +80,15 @@ fn read(source: &str) -> anyhow::Result<Vec<u8>> {
             text
         }
         "env" => std::env::var(VARIABLE)
-            .map_err(|_| wrong(format!("{VARIABLE} is not set: `lockstep launch` starts this")))?
+            .map_err(|_| {
+                usage_error(format!("{VARIABLE} is not set: only `lockstep launch` starts this command"))
+            })?
             .into_bytes(),
         path => file::read(Path::new(path), BUNDLE_BYTES, larger).map_err(|e| {
-            wrong(format!("{path}: {e}; with Slurm, --dir must be a folder that all machines share"))
+            usage_error(format!("{path}: {e}; with Slurm, --dir must be a folder that all machines share"))
         })?,
     };
-    if text.len() as u64 > BUNDLE_BYTES { Err(wrong(format!("{source}: {larger}"))) } else { Ok(text) }
+    if text.len() as u64 > BUNDLE_BYTES { Err(usage_error(format!("{source}: {larger}"))) } else { Ok(text) }
 }
 
 /// Returns the index of this process's node.
@@ -169,7 +171,7 @@ pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
             let is_private = found.mode() & 0o022 == 0;
             (is_own && is_private).then_some(()).ok_or_else(|| {
                 io::Error::other(
-                    "another account owns it or may write to it: remove it, or name another folder with --dir",
+                    "another account owns the folder or may write to it: remove the folder, or name another with --dir",
                 )
             })
         }

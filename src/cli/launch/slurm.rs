@@ -2,8 +2,8 @@
 //! checkpoint and the batch job is requeued.
 
 use super::{
-    super::{output, wrong},
-    Args, Launch, LaunchDetached, MOST_SLOTS,
+    super::{output, usage_error},
+    Args, Launch, LaunchDetached, MAX_SLOTS,
     bundle::Bundle,
     follow::until_over,
     hosts::Host,
@@ -21,9 +21,9 @@ use std::{
     time::Duration,
 };
 
-pub(super) const POLL: Duration = Duration::from_secs(2);
+pub(super) const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// Time limit for Slurm to end its job after Lockstep's job is over.
-pub(super) const FAREWELL: Duration = Duration::from_secs(60);
+pub(super) const END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns the command `sbatch`, which reads the script from standard input.
 pub(super) fn command(args: &Args) -> Command {
@@ -67,11 +67,11 @@ impl Batch {
     ) -> anyhow::Result<String> {
         let shown = folder.display().to_string();
         if shown.contains(['\n', '%', '"', '\\']) {
-            return Err(wrong(format!(
+            return Err(usage_error(format!(
                 "--dir: Slurm cannot write logs to {shown:?}: choose a folder with a plain name"
             )));
         }
-        let slots = hosts.iter().filter_map(|host| host.slots).max().unwrap_or(1).min(MOST_SLOTS);
+        let slots = hosts.iter().filter_map(|host| host.slots).max().unwrap_or(1).min(MAX_SLOTS);
         let mut text = String::from("#!/bin/bash\n");
         let mut option = |option: String| {
             let _ = writeln!(text, "#SBATCH {option}");
@@ -166,21 +166,21 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
             LaunchDetached(format!("{why}Slurm's job {id} continues, and `scancel {id}` ends it")).into()
         );
     }
-    if !launch.uploaded().await {
+    if !launch.wait_for_uploads().await {
         return Err(LaunchDetached(format!(
             "the job was queued again, or its last checkpoint is not known to be on the server: Slurm's job {id} continues, and `scancel {id}` ends it"
         ))
         .into());
     }
     // Agents exit after Lockstep's job. A batch job that still waits for machines, or was requeued, is no longer needed.
-    let until = tokio::time::Instant::now() + FAREWELL;
+    let until = tokio::time::Instant::now() + END_TIMEOUT;
     loop {
         match state(&id) {
             Some(state) if state.starts_with("PENDING") || tokio::time::Instant::now() > until => {
                 cancel(&id);
                 break;
             }
-            Some(_) => tokio::time::sleep(POLL).await,
+            Some(_) => tokio::time::sleep(POLL_INTERVAL).await,
             None => break,
         }
     }
@@ -194,7 +194,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
 /// Exit status 2 if the file cannot be written.
 pub(super) fn write_bundle(path: &Path, bundle: &Bundle) -> anyhow::Result<()> {
     write_private(path, node::text(bundle)?.as_bytes())
-        .map_err(|e| wrong(format!("--dir: {}: {e}", path.display())))
+        .map_err(|e| usage_error(format!("--dir: {}: {e}", path.display())))
 }
 
 /// Submits a script to Slurm. Returns the number of Slurm's job.
@@ -212,7 +212,7 @@ pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
     let said = child.wait_with_output()?;
     if !said.status.success() {
         let why = String::from_utf8_lossy(&said.stderr).trim().to_owned();
-        return Err(wrong(format!("Slurm refuses the job: {why} ({})", in_words(&command))));
+        return Err(usage_error(format!("Slurm refuses the job: {why} ({})", in_words(&command))));
     }
     // sbatch prints `12` or `12;cluster`.
     let text = String::from_utf8_lossy(&said.stdout).into_owned();
@@ -287,7 +287,7 @@ async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
         }
         if now.is_none() {
             // The display of Lockstep's job reports its end.
-            tokio::time::sleep(POLL).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
             let job: anyhow::Result<Job> = launch.api.get(&format!("/jobs/{}", launch.job.id)).await;
             if let Ok(job) = job
                 && !job.state.is_final()
@@ -300,7 +300,7 @@ async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
                 );
             }
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -318,6 +318,6 @@ pub(super) fn how_it_ended(id: &str) -> String {
     let field = |name: &str| text.split_whitespace().find_map(|word| word.strip_prefix(name));
     match (field("JobState="), field("Reason=")) {
         (Some(state), Some(reason)) => format!("{state}, {reason}"),
-        _ => "Slurm no longer knows how it ended".into(),
+        _ => "Slurm no longer knows how the job ended".into(),
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{
     super::{api::Api, output},
-    Host, Launch, MOST_HOSTS,
+    Host, Launch, MAX_HOSTS,
     bundle::Node,
 };
 use anyhow::Context as _;
@@ -55,7 +55,7 @@ impl Launch {
     }
 }
 
-/// Revokes tokens. If that fails, the tokens expire.
+/// Revokes tokens. Tokens that cannot be revoked expire.
 pub(super) async fn revoke(api: &Api, ids: &[String]) {
     for id in ids.iter().filter(|id| is_id(id)) {
         let _ = api.request(reqwest::Method::DELETE, &format!("/tokens/{id}"), None::<&()>).await;
@@ -65,7 +65,7 @@ pub(super) async fn revoke(api: &Api, ids: &[String]) {
 /// Selects from these comma-separated token ids the tokens that a launch of this job created. The ids come from an annotation that other
 /// accounts may have written, so the server's list decides which tokens belong to this job's agents.
 pub(super) async fn of_earlier_launch(api: &Api, job: &Job, ids: &str) -> Vec<String> {
-    let ids: BTreeSet<_> = ids.split(',').map(str::trim).filter(|id| is_id(id)).take(MOST_HOSTS).collect();
+    let ids: BTreeSet<_> = ids.split(',').map(str::trim).filter(|id| is_id(id)).take(MAX_HOSTS).collect();
     if ids.is_empty() {
         return Vec::new();
     }
@@ -84,7 +84,7 @@ pub(super) async fn of_earlier_launch(api: &Api, job: &Job, ids: &str) -> Vec<St
     }
 }
 
-/// Whether a text has the form of a server's id.
+/// Whether a text has the format of a token's id.
 fn is_id(id: &str) -> bool {
     id.len() == ID_CHARS && id.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }

@@ -11,10 +11,10 @@ use serde_json::Value;
 use std::time::{Duration, Instant};
 
 /// Maximum wait for the last checkpoint of a job that is over.
-pub(super) const LAST_UPLOAD: Duration = Duration::from_secs(3600);
-const POLL: Duration = Duration::from_secs(1);
+pub(super) const UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Time limit for a response of the server.
-const ANSWER: Duration = Duration::from_secs(30);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Whether all checkpoints of a job have been uploaded, so that its agents may be ended.
 pub(super) enum UploadStatus {
@@ -32,7 +32,7 @@ impl Launch {
     /// # Errors
     /// The server does not respond, or refuses a request. The state of the uploads is then unknown.
     pub(super) async fn upload_status(&self) -> anyhow::Result<UploadStatus> {
-        tokio::time::timeout(ANSWER, self.inspect()).await.context("the server does not answer")?
+        tokio::time::timeout(RESPONSE_TIMEOUT, self.inspect()).await.context("the server does not answer")?
     }
 
     async fn inspect(&self) -> anyhow::Result<UploadStatus> {
@@ -50,10 +50,10 @@ impl Launch {
 
     /// Waits until the checkpoints of a finished job are on the server, even while the server does not respond. Returns true if the
     /// checkpoints are there and the job has not been queued again, or if the job is deleted.
-    pub(super) async fn uploaded(&self) -> bool {
+    pub(super) async fn wait_for_uploads(&self) -> bool {
         let mut said = false;
         let began = Instant::now();
-        while began.elapsed() < LAST_UPLOAD {
+        while began.elapsed() < UPLOAD_TIMEOUT {
             match self.upload_status().await {
                 Ok(UploadStatus::Deleted) => return true,
                 Ok(UploadStatus::Complete(job)) => return job.state.is_final(),
@@ -61,7 +61,7 @@ impl Launch {
                 Err(error) if error.is::<WrongRequest>() => return false,
                 Err(_) => {}
             }
-            tokio::time::sleep(POLL).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
         false
     }

@@ -104,7 +104,7 @@ fn mistakes_are_named_by_their_field() {
 
 #[test]
 fn a_table_has_a_limit() {
-    let most = MOST_DEVICES as u32;
+    let most = MAX_DEVICES as u32;
     assert_eq!(parse(&servers(2, most / 2)).unwrap().world_size(), most);
     assert!(parse(&servers(1, most + 1)).unwrap_err().contains("at most 4096 devices"));
     let name = |bytes: usize| {

@@ -1,6 +1,6 @@
 //! Documents every key of a job file: a page, and text for a terminal.
 
-use super::{made, prose, table};
+use super::{made_from, prose, table};
 use lockstep_protocol::spec::{KeyReference, SectionReference, nearest, recipes, reference, sweep_reference};
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ const INDENT: usize = 6;
 
 /// Returns the page.
 pub(super) fn markdown() -> String {
-    let mut text = made("the specification's types and limits");
+    let mut text = made_from("the specification's types and limits");
     text += "# Keys of a job file\n\n\
         A job is a TOML file, or JSON of the same shape. Every key except `data.dataset` has a default. Unknown keys and values out of range \
         are refused, all at once, with the nearest right name. `lockstep help job` prints this page, and `lockstep help job train.lr` one \

@@ -1,6 +1,6 @@
 //! Documents every call of the REST interface, from the OpenAPI document.
 
-use super::{made, prose, table};
+use super::{made_from, prose, table};
 use serde_json::Value;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -9,7 +9,7 @@ use std::{
 
 /// Returns the page.
 pub(super) fn markdown(document: &Value) -> String {
-    let mut text = made("the OpenAPI document");
+    let mut text = made_from("the OpenAPI document");
     text += "# REST interface\n\n";
     let _ = writeln!(text, "{}\n", prose(one_line(&document["info"]["description"]).as_str()));
     text += "`GET /api/v1/openapi.json` returns the OpenAPI document, for programs that generate clients. Requests carry a token \
@@ -44,7 +44,7 @@ pub(super) fn markdown(document: &Value) -> String {
 const METHODS: [&str; 5] = ["get", "put", "post", "patch", "delete"];
 
 /// Number of calls from which a shared response is listed once for all calls.
-const MANY: usize = 5;
+const SHARED_FROM: usize = 5;
 
 /// Returns error statuses, with their meanings, that many calls share.
 fn shared<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String, String)> {
@@ -58,7 +58,7 @@ fn shared<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String, Strin
     }
     counts
         .into_iter()
-        .filter(|((_, words), count)| *count >= MANY && !words.is_empty())
+        .filter(|((_, words), count)| *count >= SHARED_FROM && !words.is_empty())
         .map(|(key, _)| key)
         .collect()
 }

@@ -16,20 +16,20 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// After a rank has failed, the other ranks notice. A rank that does not end within this time is asked to end. Ranks that stop in order
-/// have the time that a rank allows itself for its checkpoint.
+/// After a rank has failed, the other ranks detect it and end. A rank that does not end within this time gets SIGTERM. Ranks that stop in
+/// order have the time that a rank allows itself for its checkpoint.
 const END_DELAYS: EndDelays = {
     let within = Duration::from_secs(2);
     EndDelays { certain: within, provisional: within, stopping: Duration::from_secs(20) }
 };
 /// Time from SIGTERM to SIGKILL for ranks after another rank has failed.
-const GRACE: Duration = Duration::from_secs(6);
+const KILL_DELAY: Duration = Duration::from_secs(6);
 /// Time from SIGTERM to SIGKILL for ranks that write a checkpoint. Longer than the time that ranks allow themselves. A second Ctrl-C ends
 /// the ranks at once.
-const STOP: Duration = Duration::from_secs(25);
+const STOP_KILL_DELAY: Duration = Duration::from_secs(25);
 
 /// Time limit for this process to exit after its rank has failed.
-const EXIT_WITHIN: Duration = Duration::from_secs(5);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The outcome of training.
 pub(super) enum Ended {
@@ -69,7 +69,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
         supervise(&mut command, &mut ranks).await?;
         command.show.finish();
         if let Some(left) = ranks.sweep().await {
-            output::warn(format_args!("{left} does not end, not even by SIGKILL"));
+            output::warn(format_args!("{left} does not end, even after SIGKILL"));
         }
         Ok(ended(&ranks, &command.show, command.interrupted))
     })
@@ -141,7 +141,7 @@ impl Policy for Command {
     }
 
     fn grace(&self, _ranks: &RankGroup<Vec<AttemptEvent>>) -> Duration {
-        if self.interrupted { STOP } else { GRACE }
+        if self.interrupted { STOP_KILL_DELAY } else { KILL_DELAY }
     }
 }
 
@@ -208,7 +208,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     let status = training.join().unwrap_or(-1);
     if status == EXIT_STOPPED && !registry::may_run_exit_handlers(Duration::ZERO) {
         // The last step of the rank is saved, but its GPU still waits for ranks that have exited.
-        end_by_force_within(EXIT_WITHIN);
+        end_by_force_within(EXIT_TIMEOUT);
     }
     Ok(match status {
         EXIT_FINISHED if config.rank > 0 => Ended::Elsewhere,
@@ -218,9 +218,9 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
         EXIT_STOPPED => Ended::Stopped { step: show.step },
         _ => {
             // The reason is printed soon. CUDA's exit handlers may wait for ranks that have exited.
-            end_by_force_within(EXIT_WITHIN);
+            end_by_force_within(EXIT_TIMEOUT);
             // Exit handlers free resources that aborts still use.
-            let are_over = registry::may_run_exit_handlers(EXIT_WITHIN / 2);
+            let are_over = registry::may_run_exit_handlers(EXIT_TIMEOUT / 2);
             let reason = reason.unwrap_or_else(|| "it printed nothing".into());
             let said = format!("rank {} failed at step {}: {reason}", config.rank, show.step);
             if !are_over {

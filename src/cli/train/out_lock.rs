@@ -1,14 +1,14 @@
 //! The lock of an `--out` folder: two runs in one folder would overwrite each other's checkpoints.
 
-use super::super::{output, wrong};
+use super::super::{output, usage_error};
 use lockstep_host::{lock_within, open_lock};
 use rustix::io::{FdFlags, fcntl_setfd};
 use std::{fs::File, path::Path, time::Duration};
 
 /// Name of the locked file in the folder.
 const LOCK: &str = "train.lock";
-/// Time for the threads of a killed run to exit: they may hold the lock after the process has disappeared from `ps`.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// Time for the threads of a killed run to exit. Its threads may hold the lock after the process has disappeared from `ps`.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A locked folder. The lock is held until this value is dropped and every process that inherited the lock has exited.
 pub(super) struct OutLock {
@@ -23,12 +23,12 @@ impl OutLock {
     /// Another run uses the folder, or the folder cannot be written.
     pub(super) fn take(out: &Path) -> anyhow::Result<Self> {
         let path = out.join(LOCK);
-        let unusable = |e: &dyn std::fmt::Display| wrong(format!("--out: {}: {e}", path.display()));
+        let unusable = |e: &dyn std::fmt::Display| usage_error(format!("--out: {}: {e}", path.display()));
         let file = open_lock(&path).map_err(|e| unusable(&e))?;
-        match lock_within(&file, PATIENCE) {
+        match lock_within(&file, LOCK_TIMEOUT) {
             Ok(true) => {}
             Ok(false) => {
-                return Err(wrong(format!(
+                return Err(usage_error(format!(
                     "--out: another `lockstep train`, or ranks that it left behind, use {}: they hold {}. Wait \
                      until they end, or give another --out",
                     out.display(),

@@ -1,7 +1,7 @@
 //! Decides which ranks of a run this process starts.
 
 use super::{
-    super::{rank_table::RankTable, wrong},
+    super::{rank_table::RankTable, usage_error},
     Args,
     launcher::{self, LaunchedRank, Ranks},
 };
@@ -45,31 +45,33 @@ impl Part {
     /// Exit status 2 if an argument or a variable is missing or invalid.
     pub(super) fn find(args: &Args) -> anyhow::Result<Self> {
         let variable = |name: &str| std::env::var(name).ok();
-        let rank = || launcher::rank_id(&variable).map_err(wrong);
+        let rank = || launcher::rank_id(&variable).map_err(usage_error);
         let table = match (&args.rank_table, variable(TABLE_FILE).filter(|path| !path.trim().is_empty())) {
             (Some(path), _) => RankTable::read(path)?,
-            (None, given) => match (launcher::detect(variable).map_err(wrong)?, given) {
+            (None, given) => match (launcher::detect(variable).map_err(usage_error)?, given) {
                 // A worker of MindSpore has already read the table.
                 (Some(place), Some(_)) if variable("MS_ROLE").is_none() => {
                     let by = place.by;
-                    return Err(wrong(format!(
-                        "{TABLE_FILE} is set and {by} has started this process: both decide which rank it is; unset {TABLE_FILE}, or \
+                    return Err(usage_error(format!(
+                        "{TABLE_FILE} is set and {by} has started this process: both decide which rank this process is; unset {TABLE_FILE}, or \
                          start without {by}"
                     )));
                 }
                 (Some(_), _) if args.node.is_some() => {
-                    return Err(wrong("--node: a launcher says which rank this process is; leave it out"));
+                    return Err(usage_error(
+                        "--node: a launcher says which rank this process is; leave it out",
+                    ));
                 }
                 (Some(place), _) => return Ok(Part::Rank(place)),
                 (None, Some(path)) => {
                     let read = RankTable::read(Path::new(path.trim()));
-                    read.map_err(|e| wrong(format!("{TABLE_FILE}: {e}")))?
+                    read.map_err(|e| usage_error(format!("{TABLE_FILE}: {e}")))?
                 }
                 (None, None) if args.node.is_some() => {
-                    return Err(wrong(format!("--node: needs --rank-table, or {TABLE_FILE}")));
+                    return Err(usage_error(format!("--node: needs --rank-table, or {TABLE_FILE}")));
                 }
                 (None, None) if rank()?.is_some() => {
-                    return Err(wrong(format!(
+                    return Err(usage_error(format!(
                         "RANK_ID is set, but the number of ranks is unknown: give --rank-table or {TABLE_FILE}, or unset RANK_ID"
                     )));
                 }
@@ -87,6 +89,6 @@ impl Part {
                 table.machines.len()
             )),
         };
-        part.map_err(wrong)
+        part.map_err(usage_error)
     }
 }

@@ -1,6 +1,6 @@
 //! Finds the checkpoint from which a run continues.
 
-use super::super::{output, wrong};
+use super::super::{output, usage_error};
 use lockstep_protocol::pickle;
 use lockstep_worker::checkpoint;
 use std::{fs, path::Path};
@@ -11,7 +11,7 @@ pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Op
     let name_of = |folder: &Path| folder.file_name().map(|n| n.to_string_lossy().into_owned());
     match resume {
         None if checkpoint::list(&directory)?.is_empty() => Ok(None),
-        None => Err(wrong(format!(
+        None => Err(usage_error(format!(
             "{} has a run already: give --resume latest to continue it, or another --out",
             out.display()
         ))),
@@ -19,12 +19,12 @@ pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Op
             let (newest, torn) = checkpoint::newest(&directory)?;
             torn.iter().for_each(|problem| output::warn(format_args!("{problem}: left out")));
             let newest = newest.ok_or_else(|| {
-                wrong(format!("--resume latest: no complete checkpoint in {}", directory.display()))
+                usage_error(format!("--resume latest: no complete checkpoint in {}", directory.display()))
             })?;
             Ok(name_of(&newest))
         }
         Some(path) => {
-            let problem = |e: String| wrong(format!("--resume {path}: {e}"));
+            let problem = |e: String| usage_error(format!("--resume {path}: {e}"));
             if pickle::is_named_like_one(path) && !Path::new(path).is_dir() {
                 let how = format!("{}; then begin a run with model.pretrained", pickle::convert(path));
                 return Err(problem(how));

@@ -15,7 +15,7 @@ use std::{
 };
 
 /// Interval between two progress lines without a terminal.
-const LINE_EVERY: Duration = Duration::from_secs(2);
+const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The display of a job: a bar on a terminal, lines without a terminal, or every frame as JSON.
 pub(super) struct Progress {
@@ -206,7 +206,7 @@ impl Progress {
         if let Some(bar) = &self.bar {
             bar.set_position(self.step);
             bar.set_message(self.words());
-        } else if self.last_line.is_none_or(|at| at.elapsed() >= LINE_EVERY) {
+        } else if self.last_line.is_none_or(|at| at.elapsed() >= LINE_INTERVAL) {
             self.last_line = Some(Instant::now());
             let epoch = self.step.saturating_sub(1).checked_div(self.steps_per_epoch).map_or(1, |e| e + 1);
             output::line(format_args!(

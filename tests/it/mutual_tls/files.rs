@@ -19,7 +19,7 @@ async fn a_revocation_list_past_its_date_is_used_and_everybody_who_should_know_i
         Agent::start(&serve, name, &certificate.iter().map(String::as_str).collect::<Vec<_>>())
     };
     let revoke = |name: &'static str| ["revoke", name, "--data-dir", "data"];
-    let reads = "examined with new authorities or a new revocation list";
+    let reads = "verified with new CA certificates or a new revocation list";
     let outdated = "is out of date: the next one was due at";
 
     // Before its date.

@@ -1,1 +1,1 @@
-"""Loggers for other libraries, each in a module of its own that needs its library."""
+"""Loggers for other libraries. Each library has its own module."""

@@ -14,7 +14,7 @@ RESULTS = ("train_runtime", "train_samples_per_second", "train_steps_per_second"
 
 
 def _renamed(logs: dict[str, Any]) -> dict[str, Any]:
-    """`eval_loss` as `eval/loss` and `loss` as `train/loss`, as the Trainer's own callbacks name them."""
+    """Renames metrics like the Trainer's own callbacks: `eval_loss` to `eval/loss`, `loss` to `train/loss`."""
     renamed = {}
     for name, value in logs.items():
         group = next((group for group in ("eval", "test") if name.startswith(f"{group}_")), None)
@@ -23,7 +23,7 @@ def _renamed(logs: dict[str, Any]) -> dict[str, Any]:
 
 
 class LockstepCallback(TrainerCallback):  # type: ignore[misc]
-    """Logs what a `Trainer` logs: `Trainer(..., callbacks=[LockstepCallback(project="glue")])`.
+    """Logs the values that a `Trainer` logs: `Trainer(..., callbacks=[LockstepCallback(project="glue")])`.
 
     `settings`: arguments of `lockstep.init`. A run that is active already is used. The run stays open after the
     training, for evaluations, until `lockstep.finish` or the end of the program.

@@ -1,4 +1,4 @@
-"""A logger for Lightning, from `lightning` or `pytorch_lightning`, whichever the program has imported."""
+"""A logger for Lightning, from the package that the program has imported: `lightning` or `pytorch_lightning`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _rank_zero_only = importlib.import_module(f"{_package}.utilities.rank_zero").ran
 
 
 class LockstepLogger(_loggers.Logger):  # type: ignore[misc, name-defined]
-    """Logs what a `Trainer` logs: `Trainer(logger=LockstepLogger(project="mnist"))`.
+    """Logs the values that a `Trainer` logs: `Trainer(logger=LockstepLogger(project="mnist"))`.
 
     `save_dir`: where `lockstep-runs` is. `version`: the run's id, to continue it (default: a new one). `prefix`: put
     before the metrics' names. `init`: other arguments of `lockstep.init`. A run that is active already is used. The run
@@ -60,12 +60,12 @@ class LockstepLogger(_loggers.Logger):  # type: ignore[misc, name-defined]
 
     @property
     def version(self) -> str | None:
-        """The run's id, once it has begun."""
+        """The run's id; None until the run has begun."""
         return self._init["id"]  # type: ignore[no-any-return]
 
     @property
     def save_dir(self) -> str:
-        """Where `lockstep-runs` is."""
+        """The folder that contains `lockstep-runs`."""
         return str(self._init["dir"])
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:

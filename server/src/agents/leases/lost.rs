@@ -1,4 +1,4 @@
-//! Attempts whose ranks have lost each other, and agents that are given up before their leases run out.
+//! Attempts whose ranks have lost their connections, and agents that are given up before their leases expire.
 
 use super::{Expired, Lease, Leases};
 use crate::lifecycle::PlaceEnd;
@@ -8,19 +8,19 @@ use std::{
     time::Instant,
 };
 
-/// How the ranks of an attempt came to an end on one of its agents.
+/// How the ranks of an attempt ended on one of its agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EndAt {
-    /// They finished, were asked to stop, or failed for a reason of their own.
+    /// The ranks finished, were asked to stop, or failed for their own reason.
     ByThemselves,
-    /// They lost the connection to ranks of other agents.
+    /// The ranks lost the connection to ranks of other agents.
     LostContact,
-    /// Nobody knows: the agent is gone.
+    /// Unknown, because the agent is lost.
     Lost,
 }
 
 impl EndAt {
-    /// From the end that the store has.
+    /// Converts the stored end.
     pub(crate) fn of(end: &PlaceEnd) -> Self {
         match end {
             PlaceEnd::Ended { ending: Ending::Secondary { .. }, .. } => Self::LostContact,
@@ -30,8 +30,8 @@ impl EndAt {
     }
 }
 
-/// Attempts that are remembered per agent, at most.
-const CUT_OFF_OF_AGENT: usize = 64;
+/// Maximum number of attempts that are remembered per agent.
+const MAX_CUT_OFF: usize = 64;
 
 impl Leases {
     pub(super) fn cut_off(&self) -> MutexGuard<'_, Vec<(String, AttemptRef, Instant)>> {
@@ -46,17 +46,18 @@ impl Leases {
         };
         lease.unreachable.extend(ranks);
         drop(leases);
-        self.poke();
+        self.wake_dispatch();
     }
 
-    /// Whether ranks of an attempt have lost those of other agents. Then it cannot continue, and waits for all agents to end their ranks.
+    /// Whether ranks of an attempt have lost ranks of other agents. The attempt then cannot continue, and waits for all agents to end their
+    /// ranks.
     pub(crate) fn is_contact_lost(&self) -> bool {
         self.by_job().values().any(Lease::has_lost_contact)
     }
 
-    /// Agents that can be given up before their leases run out. This is an agent of an attempt whose ranks have lost each other that is
-    /// silent, and whose machine does not answer according to other ranks or whose connection has ended. An agent that is only slow has its
-    /// connection, and its kernel answers other ranks: it keeps its lease.
+    /// Agents that can be given up before their leases expire: a silent agent of an attempt whose ranks have lost each other,
+    /// if its machine does not respond to other ranks or its connection is closed. An agent that is only slow has its
+    /// connection, and its kernel responds to other ranks, so it keeps its lease.
     pub(crate) fn abandoned(
         &self,
         is_silent: impl Fn(&str) -> bool,
@@ -76,7 +77,7 @@ impl Leases {
         found
     }
 
-    /// Whether a lease that had run out does not any more.
+    /// Whether a lease that had expired was renewed.
     pub(crate) fn is_renewed(&self, expired: &Expired) -> bool {
         let now = Instant::now();
         let leases = self.by_job();
@@ -85,7 +86,7 @@ impl Leases {
         holds.any(|hold| hold.place.agent_id == expired.place.agent_id && hold.until > now)
     }
 
-    /// Gives up an agent before its lease runs out. Until then, or until it reports that it has no ranks of the attempt, it gets no work.
+    /// Gives up an agent before its lease expires. Until the expiry, or until the agent reports no ranks of the attempt, it gets no work.
     pub(crate) fn give_up(&self, expired: &Expired) {
         let leases = self.by_job();
         let hold = leases.get(&expired.attempt.job).and_then(|lease| lease.held_at(&expired.place.agent_id));
@@ -96,7 +97,7 @@ impl Leases {
         }
     }
 
-    /// Updates an agent that was given up with the ranks that it reports to have.
+    /// Updates an agent that was given up with the ranks that it reports.
     pub(super) fn extend_cut_off(&self, agent_id: &str, attempts: &[AttemptRef], until: Instant) {
         self.cut_off().retain_mut(|(id, attempt, at)| {
             let is_its = id == agent_id;
@@ -107,27 +108,27 @@ impl Leases {
         });
     }
 
-    /// As [`Self::renew`], for an agent that has just connected. While it has ranks of an attempt that is not its own, it gets no work: an
-    /// earlier server may have given it up.
+    /// Like [`Self::renew`], for an agent that has just connected. While the agent has ranks of another agent's attempt, it gets no work:
+    /// an earlier server may have given it up.
     pub(crate) fn greet(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let not_its = self.renew(agent_id, attempts);
         let (now, until) = (Instant::now(), Instant::now() + self.duration);
         let mut cut_off = self.cut_off();
         cut_off.retain(|(id, _, until)| id != agent_id && *until > now);
-        // One is enough, and the list may be of any length.
-        let kept = not_its.iter().take(CUT_OFF_OF_AGENT);
+        // One attempt is enough, and the list may have any length.
+        let kept = not_its.iter().take(MAX_CUT_OFF);
         cut_off.extend(kept.map(|attempt| (agent_id.to_owned(), attempt.clone(), until)));
         drop(cut_off);
         not_its
     }
 
     /// Records that an agent's ranks of an attempt have ended.
-    pub(crate) fn is_gone(&self, agent_id: &str, attempt: &AttemptRef) {
+    pub(crate) fn note_ranks_ended(&self, agent_id: &str, attempt: &AttemptRef) {
         let mut cut_off = self.cut_off();
         let before = cut_off.len();
         cut_off.retain(|(id, of, _)| id != agent_id || of != attempt);
         if cut_off.len() < before {
-            self.poke();
+            self.wake_dispatch();
         }
     }
 
@@ -146,15 +147,14 @@ mod tests {
 
     #[test]
     fn of_an_agent_s_strange_attempts_64_are_remembered() {
-        for (count, last) in [(CUT_OFF_OF_AGENT, CUT_OFF_OF_AGENT), (CUT_OFF_OF_AGENT + 1, CUT_OFF_OF_AGENT)]
-        {
+        for (count, last) in [(MAX_CUT_OFF, MAX_CUT_OFF), (MAX_CUT_OFF + 1, MAX_CUT_OFF)] {
             let leases = Leases::new(Duration::from_secs(600));
             let one = || AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
             let strange: Vec<_> = (0..count).map(|_| one()).collect();
             assert_eq!(leases.greet("a", &strange).len(), count, "it is told to end all of them");
             for attempt in &strange[..last] {
                 assert!(leases.is_cut_off("a"));
-                leases.is_gone("a", attempt);
+                leases.note_ranks_ended("a", attempt);
             }
             assert!(!leases.is_cut_off("a"), "of {count}");
         }

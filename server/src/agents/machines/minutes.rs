@@ -36,7 +36,7 @@ impl Minute {
         finished
     }
 
-    /// Ends the minute if `now` is in a later one, or in any case if `at_once`. Returns the minute if it has points.
+    /// Ends the minute if `now` is in a later minute, or if `at_once`. Returns the minute if it has points.
     pub(crate) fn finish(&mut self, agent: &str, now: Timestamp, at_once: bool) -> Option<MinuteRow> {
         if minute_of(now) == self.minute && !at_once {
             return None;

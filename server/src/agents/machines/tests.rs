@@ -90,7 +90,10 @@ fn what_no_machine_has_is_left_out() {
     let kept = checked(odd.clone(), &slots(1000));
     assert_eq!((kept.cpu_utilization, kept.load), (None, None));
     assert_eq!((kept.gpus[0].utilization, kept.gpus[1].temperature_celsius), (None, None));
-    assert_eq!((kept.gpus.len(), kept.network_sent_bytes_per_second), (MEASURED_GPUS, Some(MOST as u64)));
+    assert_eq!(
+        (kept.gpus.len(), kept.network_sent_bytes_per_second),
+        (MEASURED_GPUS, Some(MAX_VALUE as u64))
+    );
     assert_eq!(checked(odd.clone(), &slots(2)).gpus.len(), 2, "an agent has the slots that it has");
     odd.gpus.truncate(MEASURED_GPUS);
     assert_eq!(checked(odd, &slots(1000)).gpus.len(), MEASURED_GPUS);
@@ -114,15 +117,15 @@ fn machines_and_samples_are_bounded() {
     // A second one at once is ignored.
     machines.add("m1", sample(0.9, 1), &slots(1), at(2));
     assert_eq!(machines.newest("m1").unwrap().sample.cpu_utilization, Some(0.5));
-    for number in 0..2 * RECENT as i64 {
+    for number in 0..2 * RECENT_SAMPLES as i64 {
         if let Some(measured) = machines.all().get_mut("m1") {
-            measured.heard -= CLOSEST;
+            measured.heard -= MIN_SAMPLE_INTERVAL;
         }
         machines.add("m1", sample(0.5, 1), &slots(1), at(100 + 5 * number));
     }
     let (unstored, recent) = machines.since("m1", at(0));
-    assert_eq!(recent.len(), RECENT);
-    assert!(unstored.len() > 15 && unstored.len() <= UNSTORED, "{}", unstored.len());
+    assert_eq!(recent.len(), RECENT_SAMPLES);
+    assert!(unstored.len() > 15 && unstored.len() <= MAX_UNSTORED, "{}", unstored.len());
     let taken = machines.take_minutes(at(100_000), false);
     assert!(machines.take_minutes(at(100_000), true).is_empty());
     machines.give_back(taken.clone());

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 /// Smallest difference of clocks, in milliseconds, that is reported. Smaller differences do not affect tokens, logs and charts.
 pub(super) const CLOCK_MS: i64 = 5_000;
-/// A connected agent without a sample for this long is reported. Agents send one every five seconds.
-const SILENT: Duration = Duration::from_secs(30);
+/// A connected agent without a sample for this time is reported. Agents send a sample every five seconds.
+const SAMPLE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Free space below which a disk is reported: the smaller of this fraction of the disk and this number of bytes.
-const LITTLE_DISK: (f64, u64) = (0.05, 20_000_000_000);
-const LITTLE_MEMORY: f64 = 0.04;
+const LOW_DISK: (f64, u64) = (0.05, 20_000_000_000);
+const LOW_MEMORY: f64 = 0.04;
 
 /// The state of a machine, from which its warnings follow.
 #[derive(Debug)]
@@ -79,8 +79,8 @@ pub(crate) fn warnings(state: &MachineState<'_>) -> Vec<MachineWarning> {
 /// Warnings about a connected machine.
 fn online(state: &MachineState<'_>, since: Timestamp, warn: &mut impl FnMut(bool, String)) {
     let connected = Duration::from_secs((state.now.as_second() - since.as_second()).max(0) as u64);
-    let Some(newest) = state.newest.filter(|newest| newest.age < SILENT) else {
-        if connected >= SILENT {
+    let Some(newest) = state.newest.filter(|newest| newest.age < SAMPLE_TIMEOUT) else {
+        if connected >= SAMPLE_TIMEOUT {
             let why = "its version may be older, or a disk or a GPU there does not answer";
             warn(false, format!("It is connected but sends no measurements: {why}."));
         }
@@ -97,7 +97,7 @@ fn online(state: &MachineState<'_>, since: Timestamp, warn: &mut impl FnMut(bool
     }
     let sample = &newest.sample;
     let free = sample.disk_bytes.saturating_sub(sample.disk_used_bytes);
-    let little = LITTLE_DISK.1.min((sample.disk_bytes as f64 * LITTLE_DISK.0) as u64);
+    let little = LOW_DISK.1.min((sample.disk_bytes as f64 * LOW_DISK.0) as u64);
     if sample.disk_bytes > 0 && free < little {
         warn(
             true,
@@ -109,7 +109,7 @@ fn online(state: &MachineState<'_>, since: Timestamp, warn: &mut impl FnMut(bool
         );
     }
     let free = sample.memory_bytes.saturating_sub(sample.memory_used_bytes);
-    if sample.memory_bytes > 0 && (free as f64) < sample.memory_bytes as f64 * LITTLE_MEMORY {
+    if sample.memory_bytes > 0 && (free as f64) < sample.memory_bytes as f64 * LOW_MEMORY {
         warn(
             true,
             format!(

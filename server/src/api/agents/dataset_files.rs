@@ -1,5 +1,5 @@
-//! A dataset's files, for agents on machines without the dataset's folder: the list of files, and their bytes. An agent gets only the files of
-//! the dataset of an attempt that it holds.
+//! A dataset's files, for agents on machines without the dataset's folder: the list of files, and their bytes. An agent gets only the files
+//! of the dataset of an attempt that it runs.
 
 use super::requesting_agent::RequestingAgent;
 use crate::{
@@ -7,7 +7,7 @@ use crate::{
     datasets::{
         Datasets,
         copies::CopyNotice,
-        files::{List, MOST_FILES, Parts, Tree},
+        files::{List, MAX_FILES, Parts, Tree},
     },
     http::{
         error::{Error, Problem, Result, blocking},
@@ -32,7 +32,8 @@ use std::sync::Arc;
 
 /// List a dataset's files
 ///
-/// For an agent that runs an attempt on a machine without the dataset. The response has a JSON entry in each line; the last entry is `end` or
+/// For an agent that runs an attempt on a machine without the dataset. The response has a JSON entry in each line; the last entry is `end`
+/// or
 /// `failed`.
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/dataset/files", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)),
@@ -49,7 +50,7 @@ pub(crate) async fn list(
     let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
     asking.holds(&datasets.agents)?;
     let (dataset, tree) = tree(&datasets, &asking).await?;
-    let list = blocking(move || List::open(tree, MOST_FILES)).await?.map_err(unusable)?;
+    let list = blocking(move || List::open(tree, MAX_FILES)).await?.map_err(unusable)?;
     let body = chunks(list.ok_or_else(|| no_files(&dataset))?, List::chunk);
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response())
 }
@@ -90,7 +91,7 @@ fn check(wanted: &DatasetParts) -> Result<()> {
     let wrong = |detail: String| Err(unusable(detail));
     let bytes = wanted.parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.length));
     if wanted.parts.is_empty() || wanted.parts.len() > DATASET_PARTS {
-        return wrong(format!("ask for 1 to {DATASET_PARTS} parts at once"));
+        return wrong(format!("request 1 to {DATASET_PARTS} parts at once"));
     }
     if wanted.parts.iter().any(|part| part.length > DATASET_PART_BYTES) {
         return wrong(format!("a part has at most {DATASET_PART_BYTES} bytes"));
@@ -121,7 +122,7 @@ fn no_files(dataset: &Dataset) -> Error {
 
 /// Returns the dataset of an attempt and the tree of its files.
 async fn tree(datasets: &Datasets, asking: &RequestingAgent) -> Result<(Dataset, Tree)> {
-    let gone = |what: &str| Error::NotFound(format!("{what} is not registered any more"));
+    let gone = |what: &str| Error::NotFound(format!("{what} is no longer registered"));
     let row = datasets.store.job(&asking.attempt.job).await?.ok_or_else(|| gone("the job"))?;
     let name = row.job.spec.data.dataset;
     let dataset = datasets.store.dataset(&name).await?.ok_or_else(|| gone("the dataset"))?;
@@ -144,7 +145,7 @@ async fn report(datasets: &Datasets, asking: &RequestingAgent, dataset: &Dataset
     let megabytes = |bytes: u64| bytes as f64 / 1e6;
     let text = match news {
         CopyNotice::Anew => format!(
-            "the dataset {name} changed while {agent} copied it ({}): it is copied anew, {:.1} MB of which {:.1} MB are already copied",
+            "the dataset {name} changed while {agent} copied it ({}): it is copied again, {:.1} MB of which {:.1} MB are already copied",
             wanted.anew.as_deref().unwrap_or_default(),
             megabytes(total),
             megabytes(copied)

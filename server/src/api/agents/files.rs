@@ -1,4 +1,4 @@
-//! Files of agents that have a disk of their own. Such an agent uploads its checkpoints to the server while training continues, and a machine
+//! Files of agents with their own disk. Such an agent uploads its checkpoints to the server while training continues, and a machine
 //! that continues the job downloads them from the server.
 //!
 //! Headers of a request name the agent and the fencing token of its attempt. The access token of the request must belong to that agent.
@@ -45,12 +45,12 @@ fn unread(why: BytesRejection) -> Error {
     Error::Refused(why.status(), why.body_text())
 }
 
-/// Report that an agent has a disk of its own
+/// Report that an agent has its own disk
 ///
 /// The agent sends this before it starts ranks of an attempt. The server then expects the agent to upload the attempt's checkpoints.
 #[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)),
-    responses((status = 204), (status = 403, body = Problem, description = "The attempt is not this agent's")))]
+    responses((status = 204), (status = 403, body = Problem, description = "The attempt does not belong to this agent")))]
 pub(crate) async fn begin(
     State(auth): State<Arc<Auth>>,
     State(checkpoints): State<Arc<Checkpoints>>,
@@ -66,7 +66,7 @@ pub(crate) async fn begin(
 
 /// Check whether an attempt's files are still needed
 ///
-/// An agent with a disk of its own sends this when it has uploaded all checkpoints.
+/// An agent with its own disk sends this when it has uploaded all checkpoints.
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)), responses((status = 200, body = WhatIsNeeded)))]
 pub(crate) async fn needed(
@@ -147,7 +147,7 @@ pub(crate) async fn dataset(
     }
 }
 
-/// Show how much of a checkpoint is uploaded
+/// Show the uploaded part of a checkpoint
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/uploads/{name}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)),
     responses((status = 200, body = UploadState), (status = 403, body = Problem), (status = 404, body = Problem)))]
@@ -207,13 +207,13 @@ pub(crate) async fn upload_piece(
     });
     match done.await? {
         Ok(()) => Ok(StatusCode::NO_CONTENT),
-        Err(why) => Err(complain(&checkpoints.events, &asking.attempt, &name, why).await),
+        Err(why) => Err(report_refusal(&checkpoints.events, &asking.attempt, &name, why).await),
     }
 }
 
 /// Complete the upload of a checkpoint
 ///
-/// The server checks the files against the manifest. Only then can the checkpoint be downloaded, forked or continued from.
+/// The server checks the files against the manifest. Only then can the checkpoint be downloaded, forked or used for the next attempt.
 #[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/uploads/{name}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)),
     responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
@@ -231,7 +231,7 @@ pub(crate) async fn upload_done(
     let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &name);
     let is_live = asking.holds(&checkpoints.agents).is_ok();
     if let Err(why) = blocking(move || upload.commit(is_live)).await? {
-        return Err(complain(&checkpoints.events, &asking.attempt, &name, why).await);
+        return Err(report_refusal(&checkpoints.events, &asking.attempt, &name, why).await);
     }
     if let Some(store) = &checkpoints.artifact_store {
         store.note(&format!("{}-{name}", asking.attempt.job));
@@ -241,18 +241,18 @@ pub(crate) async fn upload_done(
 }
 
 /// Returns the error for a refused upload. Also reports a full disk or damaged files in the job's log, once.
-async fn complain(events: &Events, attempt: &AttemptRef, name: &str, why: Refused) -> Error {
+async fn report_refusal(events: &Events, attempt: &AttemptRef, name: &str, why: Refused) -> Error {
     let (what, text) = match &why {
         Refused::Io(error) => (
             "disk",
             format!(
-                "checkpoint {name} cannot be stored on the server: {error}; training continues, and the upload is tried again"
+                "checkpoint {name} cannot be stored on the server: {error}; training continues, and the upload is retried"
             ),
         ),
         Refused::Damaged(how) => (
             "damaged",
             format!(
-                "checkpoint {name} came damaged to the server ({how}); its agent sends it anew, or reports that it is also damaged on its machine"
+                "checkpoint {name} was damaged during the upload to the server ({how}); its agent sends it again, or reports that it is also damaged on its machine"
             ),
         ),
         Refused::Wrong(_) | Refused::Offset(_) | Refused::Busy => return refusal(why),
@@ -273,7 +273,9 @@ fn refusal(why: Refused) -> Error {
             format!("the server has {there} bytes of this file: continue at offset={there}"),
             None,
         ),
-        Refused::Damaged(how) => Error::Of(Code::CheckpointDamaged, format!("{how}; send it anew")),
+        Refused::Damaged(how) => {
+            Error::Of(Code::CheckpointDamaged, format!("{how}; send the checkpoint again"))
+        }
         Refused::Busy => Error::Unavailable("another request works on this checkpoint; try again".into()),
         Refused::Stored => Error::Forbidden(
             "the server has this checkpoint with other weights, and the attempt is over: it stays as it is"

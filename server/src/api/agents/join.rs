@@ -1,4 +1,4 @@
-//! Commands with which another machine joins this server: the server's address as seen from there, a token, and the server's authority.
+//! Commands with which another machine joins this server: the server's URL for that machine, a token, and the server's CA certificate.
 
 use crate::{
     config::{ServeConfig, TlsConfig, addresses::host_and_port},
@@ -7,7 +7,7 @@ use crate::{
 use lockstep_web::machines::Join;
 use std::net::IpAddr;
 
-/// Returns the parts of the commands to join. `seen` is the server's address in the browser of the page's reader.
+/// Returns the parts of the commands to join. `seen` is the server's URL in the browser of the page's reader.
 pub(crate) fn commands(
     config: &ServeConfig,
     ingress: &Ingress,
@@ -36,8 +36,8 @@ fn free_name(known: &[String]) -> String {
     names.find(|name| !known.contains(name)).unwrap_or_default()
 }
 
-/// Whether the host of a URL means the machine on which the URL is used: loopback, or the unspecified address (`0.0.0.0`), which browsers treat
-/// as loopback.
+/// Whether the host of a URL means the machine on which the URL is used: loopback, or the unspecified address (`0.0.0.0`), which browsers
+/// treat as loopback.
 fn is_local(url: &str) -> bool {
     let authority = url.split("://").last().unwrap_or_default();
     let Some((host, _)) = host_and_port(authority) else { return false };
@@ -53,8 +53,8 @@ fn host(ip: IpAddr) -> String {
     }
 }
 
-/// Returns the URL at which another machine reaches the server: the public URL or the one that the reader uses. If the reader is on the server's
-/// machine, one of the machine's addresses; `None` if the server listens only on loopback.
+/// Returns the URL at which another machine reaches the server: the public URL or the one that the reader uses. If the reader is on the
+/// server's machine, one of the machine's addresses; `None` if the server listens only on loopback.
 fn reachable(ingress: &Ingress, seen: &str, ip: IpAddr, scheme: &str, port: u16) -> Option<String> {
     // The public URL, or that of a tunnel or proxy.
     if !is_local(seen) {

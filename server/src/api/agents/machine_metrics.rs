@@ -27,8 +27,8 @@ pub(crate) struct MachineMetricsQuery {
     /// The earliest time, such as `2026-01-02T03:04:05Z`, at most a day ago (default: a day ago).
     #[param(format = DateTime)]
     since: Option<String>,
-    /// Number of equal intervals of which means are returned, 1 to 2000. By default, the response has a mean for each minute, and every sample
-    /// of the last ten minutes.
+    /// Number of equal intervals of which means are returned, 1 to 2000. By default, the response has a mean for each minute, and every
+    /// sample of the last ten minutes.
     #[param(minimum = 1, maximum = 2000)]
     points: Option<u32>,
 }
@@ -55,7 +55,7 @@ pub(crate) struct GpuMetrics {
 
 /// Show a machine's measurements
 ///
-/// Every sample of the last ten minutes, which are taken every five seconds, and a mean for each minute of the last day.
+/// Every sample of the last ten minutes (one every five seconds), and a mean for each minute of the last day.
 #[utoipa::path(get, path = "/agents/{id}/metrics", tag = "agents",
     params(("id" = String, Path), MachineMetricsQuery),
     responses((status = 200, body = MachineMetrics), (status = 400, body = Problem), (status = 404, body = Problem)))]

@@ -37,7 +37,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use utoipa::ToSchema;
 
-/// How long a warning about a second agent with the same identity is shown. A refused agent tries again every few seconds.
+/// Time for which a warning about a second agent with the same identity is shown. A refused agent retries every few seconds.
 const TWIN_SHOWN: SignedDuration = SignedDuration::from_secs(60);
 
 /// A page of machines.
@@ -92,14 +92,14 @@ pub(crate) struct Agent {
     pub(super) id: String,
     pub(super) name: String,
     pub(super) online: bool,
-    /// Whether the machine takes no new work.
+    /// Whether the machine is drained and gets no new work.
     pub(super) draining: bool,
     #[schema(value_type = String)]
     pub(super) last_seen_at: Timestamp,
     /// Start of the current connection; absent if the machine is offline.
     #[schema(value_type = Option<String>)]
     pub(super) connected_at: Option<Timestamp>,
-    /// Seconds until the machine's attempts end if its agent is not heard from; absent without attempts.
+    /// Seconds until the machine's attempts end if its agent sends no message; absent without attempts.
     pub(super) lease_secs_left: Option<f64>,
     pub(super) machine: Machine,
     /// Connections of the machine's ranks, as text: the network's speed, and the GPUs that NVLink connects; absent if neither is known.
@@ -113,23 +113,23 @@ pub(crate) struct Agent {
     pub(super) slots: Vec<SlotUse>,
 }
 
-/// A slot, and the job that holds it.
+/// A slot, and the job that occupies it.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct SlotUse {
     #[serde(flatten)]
     pub(super) slot: Slot,
     #[schema(value_type = Option<String>)]
     pub(super) job: Option<lockstep_protocol::JobId>,
-    /// The job's rank that holds the slot. For a private job of somebody else, only the rank is given.
+    /// The job's rank in the slot. For a private job of another person, only the rank is given.
     pub(super) rank: Option<u32>,
-    /// The waiting job for which the slot is reserved, even while another job still holds it.
+    /// The waiting job for which the slot is reserved, even while another job still occupies it.
     pub(super) kept_for: Option<KeptFor>,
 }
 
 /// The reservation of a slot for a waiting job.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub(crate) struct KeptFor {
-    /// The job's id; absent for a private job of somebody else.
+    /// The job's id; absent for a private job of another person.
     #[schema(value_type = Option<String>)]
     pub(super) job: Option<lockstep_protocol::JobId>,
     #[schema(value_type = String)]
@@ -152,7 +152,7 @@ pub(crate) async fn list(
 
 /// Drain a machine
 ///
-/// The machine takes no new work. Running ranks continue.
+/// The machine gets no new work. Running ranks continue.
 #[utoipa::path(post, path = "/agents/{id}/drain", tag = "agents", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn drain(
@@ -163,7 +163,7 @@ pub(crate) async fn drain(
     set_draining(&*store, &agents, &id, true).await
 }
 
-/// Let a machine take work again
+/// Undrain a machine
 #[utoipa::path(post, path = "/agents/{id}/undrain", tag = "agents", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn undrain(
@@ -191,14 +191,14 @@ pub(crate) async fn remove(
     let name = &agent.name;
     if agents.is_connected(&id) {
         return Err(Error::Conflict(
-            format!("{name:?} is online: stop its agent first (or drain it, to let it take no new work)"),
+            format!("{name:?} is online: stop its agent first (or drain it, so that it gets no new work)"),
             None,
         ));
     }
     if let Some((attempt, _)) = agents.leases.of_agent(&id).first() {
         return Err(Error::Conflict(
             format!(
-                "{name:?} may still have ranks of job {}: wait until its lease has ended, or cancel the job",
+                "{name:?} may still have ranks of job {}: wait until its lease has expired, or cancel the job",
                 attempt.job
             ),
             None,
@@ -208,7 +208,7 @@ pub(crate) async fn remove(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Removes a machine that is offline and holds no attempts.
+/// Removes a machine that is offline and has no attempts.
 pub(super) async fn forget(store: &dyn Store, agents: &Agents, id: &str) -> crate::store::Result<()> {
     store.remove_agent(id).await?;
     agents.machines.forget(id);
@@ -217,7 +217,7 @@ pub(super) async fn forget(store: &dyn Store, agents: &Agents, id: &str) -> crat
     if let Some(online) = agents.online().into_iter().find(|online| online.row.id == id) {
         agents.rows.put(store, AgentRow::clone(&online.row)).await?;
     }
-    agents.leases.poke();
+    agents.leases.wake_dispatch();
     Ok(())
 }
 
@@ -227,7 +227,7 @@ async fn set_draining(store: &dyn Store, agents: &Agents, id: &str, draining: bo
     }
     store.set_draining(id, draining).await?;
     agents.drain(id, draining);
-    agents.leases.poke();
+    agents.leases.wake_dispatch();
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -1,4 +1,4 @@
-//! The agent that sends a request on the routes of agents with their own disk, and what it may upload.
+//! The agent that sends a request on the routes of agents with their own disk, and the checkpoints that it may upload.
 
 use crate::{
     agents::Agents,
@@ -49,7 +49,7 @@ impl RequestingAgent {
             // Reads the token again, because the agent may have joined after the token was made.
             let bound = auth.access.token(&token.id).and_then(|bound| bound.token.agent_id);
             if bound.as_deref() != Some(agent_id.as_str()) {
-                return Err(Error::Forbidden("this token is another agent's".into()));
+                return Err(Error::Forbidden("this token belongs to another agent".into()));
             }
         }
         let job: JobId = job_id(job)?;
@@ -59,10 +59,10 @@ impl RequestingAgent {
     /// Returns whether rank 0 of the attempt is on this agent.
     ///
     /// # Errors
-    /// The agent does not hold the attempt.
+    /// The agent does not have the attempt.
     pub(crate) fn holds(&self, agents: &Agents) -> Result<bool> {
         let held = agents.leases.held_by(&self.agent_id, &self.attempt);
-        held.ok_or_else(|| Error::Forbidden("this agent does not hold this attempt".into()))
+        held.ok_or_else(|| Error::Forbidden("this agent does not have this attempt".into()))
     }
 
     /// The agent's name from the lease: after a restart of the server the agent may not have reconnected yet.
@@ -109,6 +109,6 @@ impl RequestingAgent {
     }
 
     fn no_such(&self, name: &str) -> Error {
-        Error::NotFound(format!("the job has no checkpoint {name} of this agent (any more)"))
+        Error::NotFound(format!("the job has no checkpoint {name} of this agent, or no longer"))
     }
 }

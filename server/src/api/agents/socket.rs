@@ -47,14 +47,14 @@ use std::{
 use tokio::sync::mpsc;
 
 /// Maximum number of orders to stop after a heartbeat.
-const STOPS: usize = 64;
+const MAX_STOPS: usize = 64;
 /// Time limit for `Hello`, and for sending an answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Connect an agent
 ///
-/// A websocket of binary MessagePack frames; see `lockstep_protocol::agent`. The request's token or the connection's certificate is bound to an
-/// agent; an agent with another id is refused.
+/// A websocket of binary MessagePack frames; see `lockstep_protocol::agent`. The request's token or the connection's certificate is bound
+/// to an agent; an agent with another id is refused.
 #[utoipa::path(get, path = "/agent/socket", tag = "agents", responses((status = 101), (status = 426, body = Problem)))]
 pub(crate) async fn socket(
     State(scheduler): State<Arc<Scheduler>>,
@@ -65,10 +65,7 @@ pub(crate) async fn socket(
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
     let upgrade = upgrade.map_err(|e| {
-        Error::Refused(
-            StatusCode::UPGRADE_REQUIRED,
-            format!("this address is a websocket: {}", e.body_text()),
-        )
+        Error::Refused(StatusCode::UPGRADE_REQUIRED, format!("this URL is a websocket: {}", e.body_text()))
     })?;
     let upgrade = upgrade.max_message_size(MESSAGE_BYTES).max_frame_size(MESSAGE_BYTES);
     Ok(upgrade.on_upgrade(move |socket| {
@@ -84,7 +81,7 @@ async fn send(to: &mut Sink, message: &ToAgent) -> std::result::Result<(), Strin
 }
 
 async fn send_bytes(to: &mut Sink, bytes: Vec<u8>) -> std::result::Result<(), String> {
-    match tokio::time::timeout(PATIENCE, to.send(Message::Binary(bytes.into()))).await {
+    match tokio::time::timeout(HELLO_TIMEOUT, to.send(Message::Binary(bytes.into()))).await {
         Ok(sent) => sent.map_err(|e| e.to_string()),
         Err(_) => Err("it does not read messages".into()),
     }
@@ -133,7 +130,7 @@ async fn serve(
 ) {
     let (mut to, mut from) = socket.split();
     let mut unfinished = Unfinished::at_most(HELLO_BYTES);
-    let hello_by = tokio::time::Instant::now() + PATIENCE;
+    let hello_by = tokio::time::Instant::now() + HELLO_TIMEOUT;
     let hello = loop {
         let message = match tokio::time::timeout_at(hello_by, from.next()).await {
             Ok(Some(message)) => message,
@@ -167,7 +164,7 @@ async fn serve(
             process: std::mem::take(&mut hello.process),
             address: peer.address,
         };
-        // Half a lease: after an agent's process has ended, its next process is accepted before the lease of its attempts runs out.
+        // Half a lease: after an agent's process has ended, its next process is accepted before the lease of its attempts expires.
         scheduler.agents.join(joining, scheduler.config.lease / 2, outgoing).map(|c| (hello, c))
     });
     let (hello, connection) = match joined {
@@ -204,7 +201,7 @@ async fn serve(
         Err(why) => why.into(),
         Ok(()) => {
             tracing::info!(agent = name, "an agent is online");
-            scheduler.agents.leases.poke();
+            scheduler.agents.leases.wake_dispatch();
             loop {
                 tokio::select! {
                     message = tokio::time::timeout(scheduler.config.lease, from.next()) => match message {
@@ -239,7 +236,7 @@ async fn serve(
                             }
                             Err(error) => tracing::error!(%error, "a message for an agent cannot be written"),
                         },
-                        None => break "it has connected anew".to_owned().into(),
+                        None => break "it has connected again".to_owned().into(),
                     },
                     // Sent in the handler, because `select!` would drop an unfinished send.
                     () = std::future::ready(()), if !parts.is_empty() => {
@@ -276,7 +273,7 @@ async fn serve(
         if let Some(reason) = leaving {
             dispatch::left(&scheduler, online, reason, code == close_code::AGAIN).await;
         }
-        // Removes an agent that served a single job and ended with that job, because it would stay on the list for ever. An agent that will
+        // Removes an agent that served a single job and ended with that job, because it would stay on the list forever. An agent that will
         // reconnect stays on the list, and so does a drained one.
         if let Some(job) = only_job
             && !matches!(code, close_code::AGAIN | close_code::AWAY)
@@ -289,7 +286,7 @@ async fn serve(
             tracing::warn!(%error, "an agent that has ended with its job stays on the list");
         }
     }
-    scheduler.agents.leases.poke();
+    scheduler.agents.leases.wake_dispatch();
     close(&mut to, code, &why).await;
 }
 
@@ -360,11 +357,12 @@ impl Connection<'_> {
                 }
                 scheduler.agents.heard(&self.id, crate::now(), None);
                 if scheduler.agents.set_no_work(&self.id, no_work.map(shortened)) {
-                    scheduler.agents.leases.poke();
+                    scheduler.agents.leases.wake_dispatch();
                 }
                 // The next heartbeat names the remaining attempts again.
-                for attempt in scheduler.agents.leases.renew(&self.id, &attempts).into_iter().take(STOPS) {
-                    let reason = "it is no longer this agent's to run".into();
+                for attempt in scheduler.agents.leases.renew(&self.id, &attempts).into_iter().take(MAX_STOPS)
+                {
+                    let reason = "it no longer belongs to this agent".into();
                     scheduler.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });
                 }
                 scheduler.agents.send(&self.id, ToAgent::HeartbeatAck);
@@ -374,7 +372,9 @@ impl Connection<'_> {
                 if let Source::Rank(rank) = source
                     && scheduler.agents.leases.is_elsewhere(&self.id, &attempt, rank)
                 {
-                    return ControlFlow::Break(End::protocol("these records are of another machine's rank"));
+                    return ControlFlow::Break(End::protocol(
+                        "these records belong to another machine's rank",
+                    ));
                 }
                 let leaving = self.leaving.as_ref().map(|why| dispatch::leaving_reason(&self.name, why));
                 let began = Instant::now();

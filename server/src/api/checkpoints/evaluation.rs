@@ -57,7 +57,7 @@ impl From<Failure> for Error {
 }
 
 /// Time limit of an evaluation. A large validation split takes long on a busy machine's CPU.
-const PATIENCE: Duration = Duration::from_secs(3600);
+const TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// The progress of an evaluation.
 #[derive(Debug, Serialize, ToSchema)]
@@ -101,8 +101,8 @@ pub(crate) struct EvaluationQuery {
     #[serde(default)]
     #[param(inline)]
     weights: Weights,
-    /// Name of a registered dataset with the same classes, in place of the job's dataset. The split is the one that a new job on that dataset
-    /// would use for validation.
+    /// Name of a registered dataset with the same classes, in place of the job's dataset. The split is the split that a new job on that
+    /// dataset would use for validation.
     dataset: Option<String>,
 }
 
@@ -142,10 +142,10 @@ pub(crate) async fn evaluation(
 
 /// Evaluate a checkpoint by nearest neighbours
 ///
-/// The `k` nearest training pictures vote on the class of each validation picture, by the cosine similarity of embeddings (the inputs of the
-/// network's last layer). The last layer is not used, so the number of its classes does not matter. The evaluation is computed at the first
-/// request, and again if the validation pictures have changed. An agent embeds every picture on its CPU cores, which may take a while: 202
-/// means that the evaluation is in progress; send the request again.
+/// The `k` nearest training pictures vote on the class of each validation picture, by the cosine similarity of embeddings (the inputs of
+/// the network's last layer). The last layer is not used, so the number of its classes does not matter. The evaluation is computed at the
+/// first request, and again if the validation pictures have changed. An agent embeds every picture on its CPU cores, which may take a
+/// while: 202 means that the evaluation is in progress; send the request again.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation/neighbours", tag = "checkpoints", params(("id" = String, Path), NeighboursQuery),
     responses((status = 200, body = NearestNeighbours), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"),
@@ -228,8 +228,8 @@ struct Measured {
     listed: Option<ValidationSet>,
 }
 
-/// Whether the pictures of a stored evaluation are those that the dataset has now. Also true if no agent can tell, because the evaluation names
-/// its pictures.
+/// Whether the pictures of a stored evaluation are the dataset's current pictures. Also true if no agent can tell, because the evaluation
+/// names its pictures.
 async fn is_of_pictures_now(
     scheduler: &Scheduler,
     job: &Job,
@@ -320,7 +320,7 @@ async fn start(
                 let waiting = requests::send(&scheduler.agents, for_agent).await?;
                 // Cannot fail, because only this task sets it.
                 let _ = request.set(waiting.id);
-                scheduler.agents.reply(waiting, PATIENCE).await
+                scheduler.agents.reply(waiting, TIMEOUT).await
             };
             match answer.await {
                 Ok(AgentReply::Evaluation(found)) if neighbours.is_none() => keep(&file, &found).await,
@@ -352,7 +352,7 @@ fn check_measures(spec: &JobSpec, other: &Dataset) -> Result<()> {
     }
     let names: Vec<_> = splits.iter().map(|split| split.name.as_str()).collect();
     Err(refused(format!(
-        "{} has no split to measure with: it has {}, and evaluating needs one called test, val, validation, valid, dev \
+        "{} has no split for an evaluation: it has {}, and an evaluation needs a split called test, val, validation, valid, dev \
          or eval. Give the split one of these names, and register the dataset again",
         other.name,
         names.join(", ")

@@ -20,9 +20,9 @@ use lockstep_protocol::checkpoint_files::{self, AVERAGE};
 use std::{io, sync::Arc};
 use tower_http::services::ServeFile;
 
-/// Number of times that a file is compared with the manifest before it counts as damaged. Between two checks, the checkpoint may be replaced or
-/// fetched from the object store.
-const CHECKS: u32 = 3;
+/// Number of times that a file is compared with the manifest before it counts as damaged. Between two checks, the checkpoint may be
+/// replaced or fetched from the object store.
+const MAX_CHECKS: u32 = 3;
 
 /// Download a file of a checkpoint
 ///
@@ -135,12 +135,12 @@ async fn whole(
         };
         tries += 1;
         // The file is not damaged if the manifest was replaced meanwhile.
-        if tries < CHECKS && manifest(checkpoints, row).await? != about {
+        if tries < MAX_CHECKS && manifest(checkpoints, row).await? != about {
             continue;
         }
         let copies = checkpoints.copies_of(row).await?;
         match artifact_fetches::check(checkpoints, row, Some(&copies), None) {
-            Some((fetch, _)) if tries < CHECKS => fetched(&checkpoints.config, row, fetch).await?,
+            Some((fetch, _)) if tries < MAX_CHECKS => fetched(&checkpoints.config, row, fetch).await?,
             _ => {
                 tracing::warn!(checkpoint = row.id, how, "a damaged checkpoint on the disk is not sent");
                 return Err(damaged(format_args!("checkpoint {}", row.id), &how));

@@ -46,22 +46,22 @@ pub(crate) struct ForkRequest {
     /// Id of a checkpoint, `best`, `latest` (default), or the number of a step.
     #[schema(value_type = Option<String>)]
     checkpoint: Value,
-    /// Keys of the specification with new values, nested (`{"train": {"lr": 0.1}}`) or by path (`{"train.lr": 0.1}`). null resets a key to its
-    /// default or to the value of its recipe. With another `data.dataset`, the validation split is chosen again, unless `data.validation` was
-    /// given.
+    /// Keys of the specification with new values, nested (`{"train": {"lr": 0.1}}`) or by path (`{"train.lr": 0.1}`). null resets a key to
+    /// its default or to the value of its recipe. With another `data.dataset`, the validation split is chosen again, unless
+    /// `data.validation` was given.
     #[schema(value_type = Object)]
     set: serde_json::Map<String, Value>,
 }
 
 /// Fork a job
 ///
-/// Makes a new job that continues from a checkpoint of this job. Weights, optimizer state and the position in the data are preserved, even with
-/// another number of ranks or another batch size. If the new optimizer has another kind of state (`adamw` after `momentum`), it begins with
-/// a fresh state, and the job's log reports this.
+/// Makes a new job that continues from a checkpoint of this job. Weights, optimizer state and the position in the data are preserved, even
+/// with another number of ranks or another batch size. If the new optimizer has another kind of state (`adamw` after `momentum`), it begins
+/// with a fresh state, and the job's log reports this.
 #[utoipa::path(post, path = "/jobs/{id}/fork", tag = "jobs", params(("id" = String, Path),
-        ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
+        ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters, chosen by the client")),
     request_body = ForkRequest,
-    responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
+    responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "An earlier identical request has made this job"),
         (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has no such checkpoint"),
         (status = 422, body = Problem, description = "Settings are invalid or do not fit the checkpoint, or the checkpoint is damaged")))]
 pub(crate) async fn fork(
@@ -115,15 +115,14 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
     check_recipe(&source, &document)?;
     let pretrained = document.pointer("/model/pretrained").and_then(Value::as_str);
     if pretrained != source.spec.model.pretrained.as_deref() {
-        let detail =
-            "a fork begins with its checkpoint's weights, not with these: leave it out, or submit a new job";
+        let detail = "a fork begins with its checkpoint's weights, not with these: leave the key out, or submit a new job";
         return Err(Error::Invalid(vec![SpecError {
             pointer: "/model/pretrained".into(),
             detail: detail.into(),
         }]));
     }
     if !gives_validation {
-        choose_validation_anew(&*scheduler.store, &source, &mut document).await?;
+        choose_validation_again(&*scheduler.store, &source, &mut document).await?;
     }
     let mut checked = jobs::check(scheduler, caller, &document, false).await?;
     let Checked { spec, dataset, .. } = &checked;
@@ -133,7 +132,7 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
     if spec.global_batch_size() == source.spec.global_batch_size() && from.info.step >= total {
         let pointer = if spec.train.steps.is_some() { "/train/steps" } else { "/train/epochs" };
         let detail = format!(
-            "the checkpoint is of step {} and the training ends at step {total}: nothing is left to do; set more",
+            "the checkpoint is of step {} and the training ends at step {total}: no steps are left; set more",
             from.info.step
         );
         mistakes.push(SpecError { pointer: pointer.into(), detail });
@@ -202,8 +201,8 @@ fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
 
 /// Check a fork without making it
 ///
-/// Returns the plan of the fork with warnings: whether the schedule of the learning rate changes, and whether the fork's validation pictures
-/// include pictures that the job has trained on.
+/// Returns the plan of the fork with warnings: whether the schedule of the learning rate changes, and whether the fork's validation
+/// pictures include pictures that the job has trained on.
 #[utoipa::path(post, path = "/jobs/{id}/fork/check", tag = "jobs", params(("id" = String, Path)), request_body = ForkRequest,
     responses((status = 200, body = Plan), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has no such checkpoint"),
         (status = 422, body = Problem)))]
@@ -301,7 +300,7 @@ fn check_recipe(source: &Job, document: &Value) -> Result<()> {
 
 /// On another dataset the validation split is chosen as for a new job, unless the parent's was given. A stored specification does
 /// not show whether it was given, so one that equals the choice counts as chosen.
-async fn choose_validation_anew(store: &dyn Store, source: &Job, document: &mut Value) -> Result<()> {
+async fn choose_validation_again(store: &dyn Store, source: &Job, document: &mut Value) -> Result<()> {
     let mut before =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
     if document.pointer("/data/dataset") == before.pointer("/data/dataset") {
@@ -386,23 +385,23 @@ async fn choose(store: &dyn Store, job: &Job, wanted: &Value) -> Result<Checkpoi
     found.cloned().ok_or_else(|| {
         let steps: Vec<_> = all.iter().map(|c| c.info.step.to_string()).collect();
         let there = if steps.is_empty() {
-            "it has none yet".into()
+            "it has no checkpoint yet".into()
         } else {
-            format!("there are those of steps {}", steps.join(", "))
+            format!("it has checkpoints of the steps {}", steps.join(", "))
         };
         Error::Conflict(format!("the job has no checkpoint {text}; {there}"), Some(job.state))
     })
 }
 
-/// Copies a checkpoint to another job atomically, with hard links, or with copies on another disk. Links are safe because the files never change,
-/// and they remain if the original checkpoint is deleted.
+/// Copies a checkpoint to another job atomically, with hard links, or with copies on another disk. Links are safe because the files never
+/// change, and they remain if the original checkpoint is deleted.
 fn copy(from: &FilePath, to: &FilePath, folder: &str) -> io::Result<()> {
     let temporary = to.join(format!(".tmp-{folder}"));
     fs::create_dir_all(&temporary)?;
     for entry in fs::read_dir(from)? {
         let entry = entry?;
         if !fs::metadata(entry.path())?.is_file() {
-            let detail = format!("its {} is no regular file", entry.file_name().to_string_lossy());
+            let detail = format!("its {} is not a regular file", entry.file_name().to_string_lossy());
             return Err(io::Error::other(detail));
         }
         let target = temporary.join(entry.file_name());

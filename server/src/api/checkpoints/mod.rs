@@ -138,7 +138,7 @@ pub(crate) struct Checkpoint {
     /// The machine from which the checkpoint is still being uploaded. Until the end of the upload, the files are not available.
     #[serde(skip_serializing_if = "Option::is_none")]
     uploading_from: Option<String>,
-    /// State of the copy in the object store; absent if the server has none (`serve --artifacts`).
+    /// State of the copy in the object store; absent if the server has no object store (`serve --artifacts`).
     #[serde(skip_serializing_if = "Option::is_none")]
     stored: Option<StoredState>,
 }
@@ -228,7 +228,8 @@ pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<Checkpoin
     })
 }
 
-/// Makes sure that the files of a checkpoint are on this disk. Fetches the checkpoint from the object store if files are missing or truncated.
+/// Makes sure that the files of a checkpoint are on this disk. Fetches the checkpoint from the object store if files are missing or
+/// truncated.
 ///
 /// # Errors
 /// The checkpoint is still being uploaded from another machine, or cannot be fetched.
@@ -265,7 +266,7 @@ pub(super) async fn fetched(config: &ServeConfig, row: &CheckpointRow, fetch: Fe
             Err(damaged(format_args!("checkpoint {}", row.id), &format!("{how}, as the object store has it")))
         }
         Some(Err(NotFetched::Away(why))) => Err(Error::Unavailable(format!(
-            "this checkpoint is in the object store, which cannot be asked now ({why}); try again later"
+            "this checkpoint is in the object store, which cannot be reached now ({why}); try again later"
         ))),
         Some(Err(NotFetched::Disk(why))) => Err(Error::Unavailable(format!(
             "this checkpoint cannot be fetched from the object store: the server cannot write to its disk ({why})"
@@ -278,7 +279,7 @@ pub(super) async fn fetched(config: &ServeConfig, row: &CheckpointRow, fetch: Fe
 
 pub(super) fn removed() -> Error {
     Error::NotFound(
-        "this checkpoint's files are gone: a user removed it, or it was removed to keep only the newest ones"
+        "this checkpoint's files no longer exist: a user removed the checkpoint, or only newer ones were kept"
             .into(),
     )
 }
@@ -289,7 +290,7 @@ pub(super) async fn manifest(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow
     check_regular(&path)?;
     let text = regular::read(&path).await.map_err(|_| removed())?;
     serde_json::from_slice(&text).map_err(|e| {
-        damaged(format_args!("checkpoint {}", row.id), &format!("its MANIFEST.json is no JSON ({e})"))
+        damaged(format_args!("checkpoint {}", row.id), &format!("its MANIFEST.json is not JSON ({e})"))
     })
 }
 
@@ -301,7 +302,7 @@ pub(super) fn check_regular(path: &std::path::Path) -> Result<()> {
     match path.metadata() {
         Ok(about) if !about.is_file() => {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            Err(damaged("this checkpoint", &format!("its {name} is no regular file")))
+            Err(damaged("this checkpoint", &format!("its {name} is not a regular file")))
         }
         _ => Ok(()),
     }

@@ -27,17 +27,17 @@ use tokio::sync::Semaphore;
 use utoipa::{IntoParams, ToSchema};
 
 /// Maximum number of pictures in a request.
-const PICTURES: usize = 100;
+const MAX_PICTURES: usize = 100;
 /// Maximum size of all pictures in a request, in bytes.
-const BYTES: usize = 24 << 20;
+const MAX_BYTES: usize = 24 << 20;
 /// Maximum size of a body, in bytes. A form has some bytes in addition to its pictures.
-pub(crate) const BODY_BYTES: usize = BYTES + (1 << 20);
+pub(crate) const BODY_BYTES: usize = MAX_BYTES + (1 << 20);
 /// Limits the number of requests whose pictures are in memory at the same time. Other requests wait.
 static CONCURRENT: Semaphore = Semaphore::const_new(4);
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit for reading all pictures of a request, because other requests wait meanwhile. The largest body needs about half a megabyte a
 /// second.
-const READING: Duration = Duration::from_secs(60);
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Predictions for uploaded pictures.
 #[derive(Debug, Serialize, ToSchema)]
@@ -61,8 +61,8 @@ pub(crate) struct PredictQuery {
 
 /// Classify or embed pictures
 ///
-/// The body is one picture (JPEG, PNG, WebP, GIF, BMP or TIFF), or several pictures as `multipart/form-data`, with at most 256 megapixels in
-/// total. Pictures are prepared in the same way as for the job's validation. If a picture cannot be read, its prediction has the error.
+/// The body is one picture (JPEG, PNG, WebP, GIF, BMP or TIFF), or several pictures as `multipart/form-data`, with at most 256 megapixels
+/// in total. Pictures are prepared in the same way as for the job's validation. If a picture cannot be read, its prediction has the error.
 #[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path), PredictQuery),
     request_body(content((Vec<u8> = "application/octet-stream"), (Object = "multipart/form-data"))),
     responses((status = 200, body = Predictions), (status = 404, body = Problem),
@@ -78,29 +78,29 @@ pub(crate) async fn predict(
     checkpoints::check_here(&checkpoints, &row).await?;
     let model = by.weights.path(&checkpoints.folder(&row))?;
     let _permit = CONCURRENT.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
-    let pictures = tokio::time::timeout(READING, pictures(request)).await.map_err(|_| {
+    let pictures = tokio::time::timeout(READ_TIMEOUT, pictures(request)).await.map_err(|_| {
         let detail =
-            format!("the pictures did not come within {} s; send fewer at a time", READING.as_secs());
+            format!("the pictures did not arrive within {} s; send fewer at a time", READ_TIMEOUT.as_secs());
         Error::Refused(StatusCode::REQUEST_TIMEOUT, detail)
     })??;
     let for_agent =
         AgentRequest::Predict { model: model.to_string_lossy().into_owned(), pictures, embed: by.embed };
-    match requests::call(&checkpoints.agents, for_agent, PATIENCE).await {
+    match requests::call(&checkpoints.agents, for_agent, TIMEOUT).await {
         Ok(AgentReply::Predictions { predictions }) => Ok(Json(Predictions { predictions })),
-        Ok(_) => Err(Error::Internal("an agent answered something else than predictions".into())),
+        Ok(_) => Err(Error::Internal("an agent replied with something other than predictions".into())),
         Err(error) => Err(error.without_pointer()),
     }
 }
 
 async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
     let too_large = || {
-        let detail = format!("the pictures have more than {} MiB; send fewer at a time", BYTES >> 20);
+        let detail = format!("the pictures have more than {} MiB; send fewer at a time", MAX_BYTES >> 20);
         Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
     };
     let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
     if !kind.starts_with("multipart/form-data") {
         let bytes = Bytes::from_request(request, &()).await.map_err(|_| too_large())?;
-        if bytes.len() > BYTES {
+        if bytes.len() > MAX_BYTES {
             return Err(too_large());
         }
         if bytes.is_empty() {
@@ -122,16 +122,16 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
         let name = field.file_name().unwrap_or_default().chars().take(200).collect();
         let bytes = field.bytes().await.map_err(unreadable)?;
         together += bytes.len();
-        if together > BYTES {
+        if together > MAX_BYTES {
             return Err(too_large());
         }
         pictures.push(named(name, &bytes));
-        if pictures.len() > PICTURES {
-            return Err(Error::BadRequest(format!("send at most {PICTURES} pictures at a time")));
+        if pictures.len() > MAX_PICTURES {
+            return Err(Error::BadRequest(format!("send at most {MAX_PICTURES} pictures at a time")));
         }
     }
     if pictures.is_empty() {
-        return Err(Error::BadRequest("the form holds no picture".into()));
+        return Err(Error::BadRequest("the form contains no picture".into()));
     }
     Ok(pictures)
 }

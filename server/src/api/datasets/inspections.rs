@@ -20,13 +20,13 @@ use tokio::sync::watch;
 use utoipa::{IntoParams, ToSchema};
 
 /// Time limit of an inspection. It is sufficient for very large folders on slow disks.
-const PATIENCE: Duration = Duration::from_secs(12 * 3600);
+const INSPECTION_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 /// Maximum and default of `wait_secs`. It is less than the time limit of handlers.
-const LONGEST_WAIT_SECS: u64 = 120;
-/// How long a result is kept for repeated requests.
-const KEPT: Duration = Duration::from_secs(10);
+const MAX_WAIT_SECS: u64 = 120;
+/// Time for which a result is kept for repeated requests.
+const RESULT_LIFE: Duration = Duration::from_secs(10);
 /// Time limit for an agent's reply to `InspectProgress`. Older agents do not reply.
-const PROGRESS: Duration = Duration::from_secs(2);
+const PROGRESS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Time limit of a request that waits for an inspection.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -39,9 +39,9 @@ pub(crate) struct WaitQuery {
 
 impl WaitQuery {
     pub(crate) fn patience(&self) -> Result<Duration> {
-        let secs = self.wait_secs.unwrap_or(LONGEST_WAIT_SECS);
-        if secs > LONGEST_WAIT_SECS {
-            let detail = format!("wait_secs is {secs}; it may be 0 to {LONGEST_WAIT_SECS}");
+        let secs = self.wait_secs.unwrap_or(MAX_WAIT_SECS);
+        if secs > MAX_WAIT_SECS {
+            let detail = format!("wait_secs is {secs}; it may be 0 to {MAX_WAIT_SECS}");
             return Err(Error::BadRequest(detail));
         }
         Ok(Duration::from_secs(secs))
@@ -49,7 +49,7 @@ impl WaitQuery {
 }
 
 /// Default and maximum time that a request waits for an inspection.
-pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(LONGEST_WAIT_SECS);
+pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(MAX_WAIT_SECS);
 
 /// The progress of an inspection.
 #[derive(Debug, Serialize, ToSchema)]
@@ -114,14 +114,16 @@ fn begin(datasets: &Arc<Datasets>, path: &str) -> Inspection {
             let waiting = datasets.agents.send_request(&chosen, request);
             // Cannot fail, because only this task sets it.
             let _ = agent.set(chosen);
-            match datasets.agents.reply(waiting, PATIENCE).await? {
+            match datasets.agents.reply(waiting, INSPECTION_TIMEOUT).await? {
                 AgentReply::Dataset { path, info } => Ok((path, info)),
-                _ => Err(RequestError::Refused("an agent answered something else than a dataset".into())),
+                _ => {
+                    Err(RequestError::Refused("an agent replied with something other than a dataset".into()))
+                }
             }
         };
         let whole = async {
             let _ = sender.send(Some(work.await));
-            tokio::time::sleep(KEPT).await;
+            tokio::time::sleep(RESULT_LIFE).await;
             datasets.inspections.forget(&path);
         };
         tokio::select! {
@@ -138,7 +140,7 @@ async fn under_way(datasets: &Datasets, agent: Option<&Online>, path: String) ->
         return InspectionProgress { detail, inspected: None, total: None };
     };
     let waiting = datasets.agents.send_request(agent, AgentRequest::InspectProgress { path: path.clone() });
-    let progress = match datasets.agents.reply(waiting, PROGRESS).await {
+    let progress = match datasets.agents.reply(waiting, PROGRESS_TIMEOUT).await {
         Ok(AgentReply::Progress { inspected }) => inspected,
         _ => None,
     };

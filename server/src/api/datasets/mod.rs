@@ -98,8 +98,8 @@ pub(super) async fn seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<Da
 
 /// Register a dataset
 ///
-/// An agent inspects the files and detects their format. The first inspection of many pictures takes minutes: 202 has the progress; send the
-/// same request again until the response is 201.
+/// An agent inspects the files and detects their format. The first inspection of many pictures takes minutes: 202 has the progress; send
+/// the same request again until the response is 201.
 #[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitQuery), request_body = NewDataset,
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
@@ -210,7 +210,7 @@ fn checked(info: DatasetInfo) -> Result<DatasetInfo> {
 /// Returns why a dataset cannot be trained on or stored, if so. JSON cannot represent numbers that are not finite.
 fn info_mistake(info: &DatasetInfo) -> Option<String> {
     if info.classes.is_empty() {
-        Some("holds no classes".into())
+        Some("has no classes".into())
     } else if ![1, 3].contains(&info.channels) {
         Some(format!("has pictures of {}; they must have 1 or 3", plural(info.channels.into(), "channel")))
     } else if !info.mean.iter().all(|mean| mean.is_finite()) {
@@ -307,7 +307,7 @@ fn name_mistake(name: &str) -> Option<SpecError> {
         None => "this one begins with a dot".into(),
     };
     mistake(format!(
-        "must have 1 to {MAX_NAME_BYTES} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first no dot: {is}"
+        "must have 1 to {MAX_NAME_BYTES} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot: {is}"
     ))
 }
 
@@ -377,7 +377,7 @@ pub(crate) async fn delete(
             jobs.retain(|job| job.spec.data.dataset == name);
             let seen = |job: &Job| caller.sees(job.spec.private, job.owner.as_deref());
             if !jobs.iter().all(seen) {
-                let detail = "jobs of others train on it, some of them private; ask an admin which";
+                let detail = "jobs of others train on it, some of them private; ask an admin for their names";
                 return Err(Error::Of(Code::DatasetInUse, detail.into()));
             }
             Err(match jobs.first() {

@@ -1,5 +1,5 @@
-//! Uploads of zip files of pictures, for people without access to the machines' disks. A file is uploaded in pieces, so that requests are short
-//! and a failed request can be repeated.
+//! Uploads of zip files of pictures, for people without access to the machines' disks. A file is uploaded in pieces, so that requests are
+//! short and a failed request can be repeated.
 
 use super::{
     NewDataset, Registered, check_free, inspected,
@@ -61,8 +61,8 @@ pub(crate) struct UploadedDataset {
 
 /// Upload a piece of a zip file
 ///
-/// The zip file must have pictures in folders of classes (`<class>/*`, or `train/<class>/*` and `val/<class>/*`). Pieces have at most 8 MiB, the
-/// file at most 8 GiB, and its contents at most 16 GiB and 200,000 files. An upload that is not continued is removed after a day.
+/// The zip file must have pictures in folders of classes (`<class>/*`, or `train/<class>/*` and `val/<class>/*`). Pieces have at most 8
+/// MiB, the file at most 8 GiB, and its contents at most 16 GiB and 200,000 files. An upload that is not continued is removed after a day.
 #[utoipa::path(put, path = "/datasets/uploads/{name}/archive", tag = "datasets", params(("name" = String, Path), ArchiveQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
     responses((status = 204), (status = 409, body = Problem, description = "The name is taken, or the piece does not follow the uploaded bytes"),
@@ -102,8 +102,8 @@ pub(crate) async fn upload_archive(
 
 /// Make an uploaded zip file a dataset
 ///
-/// The pictures are unpacked into the server's data directory and registered under this name. They are removed with the dataset. 202 has the
-/// progress; send the same request again until the response is 201.
+/// The pictures are unpacked into the server's data directory and registered under this name. They are removed with the dataset. 202 has
+/// the progress; send the same request again until the response is 201.
 #[utoipa::path(post, path = "/datasets/uploads/{name}", tag = "datasets", params(("name" = String, Path), WaitQuery), request_body = UploadedDataset,
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being unpacked or inspected; ask again"),
         (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem, description = "The file is not a zip file of pictures"),
@@ -166,7 +166,7 @@ fn created(dataset: Dataset) -> Response {
 /// Stores the dataset of inspected `pictures`, and removes the zip file.
 ///
 /// # Errors
-/// The zip file was sent anew during the inspection, the dataset cannot be stored, or the zip file cannot be removed.
+/// The zip file was sent again during the inspection, the dataset cannot be stored, or the zip file cannot be removed.
 async fn add(
     datasets: Arc<Datasets>,
     upload: Upload,
@@ -175,7 +175,7 @@ async fn add(
 ) -> Result<Dataset> {
     let lock = FOLDERS.lock().await;
     if !tokio::fs::try_exists(&pictures).await? {
-        let detail = "the zip file was sent anew during the inspection of its pictures; ask again";
+        let detail = "the zip file was sent again during the inspection of its pictures; ask again";
         return Err(Error::Conflict(detail.into(), None));
     }
     datasets.store.add_dataset(&dataset).await?;

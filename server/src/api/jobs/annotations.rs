@@ -136,7 +136,7 @@ pub(crate) async fn change(
     if let Some(priority) = change.priority.filter(|p| *p != job.spec.priority) {
         scheduler.store.set_priority(&id, priority).await?;
         scheduler.waiting.note(&job);
-        scheduler.agents.leases.poke();
+        scheduler.agents.leases.wake_dispatch();
     }
     if let Some(project) = change.project.filter(|project| *project != job.project) {
         scheduler.store.set_project(&id, &project).await?;

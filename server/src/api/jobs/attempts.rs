@@ -49,8 +49,8 @@ const LIST: List<Attempt> = List {
 
 /// List a job's attempts
 ///
-/// Each attempt has its state, the reason for its end (a code, the rank and step that caused the end, a text), and the checkpoint that it
-/// began from. Attempts are kept as long as the job. `sort`: `attempt`.
+/// Each attempt has its state, the reason for its end (a code, the rank and step that caused the end, a text), and the checkpoint from
+/// which it began. Attempts are kept as long as the job. `sort`: `attempt`.
 #[utoipa::path(get, path = "/jobs/{id}/attempts", tag = "jobs", params(("id" = String, Path), ListParams),
     responses((status = 200, body = AttemptList), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn list(

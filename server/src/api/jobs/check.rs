@@ -12,7 +12,7 @@ use crate::{
         error::{Error, Problem, Result},
         extract::{Document, Query},
     },
-    scheduler::{Scheduler, device_for, most_slots},
+    scheduler::{Scheduler, device_for, max_capacity_of},
     store::JobFilter,
 };
 use axum::{Extension, Json, extract::State};
@@ -58,7 +58,7 @@ pub(crate) struct Plan {
     global_batch_size: u64,
     steps_per_epoch: u64,
     total_steps: u64,
-    /// Of a job file with a section `sweep`: the number of trials. The other fields are those of the first trial, and `spec` has no setting.
+    /// Number of trials, for a job file with a section `sweep`. The other fields are those of the first trial, and `spec` has no setting.
     #[serde(skip_serializing_if = "Option::is_none")]
     trials: Option<usize>,
     /// The section `sweep`.
@@ -92,7 +92,7 @@ const MEASURED_STEPS: u64 = 20;
 
 /// Check a specification without submitting it
 ///
-/// Also a job file with a section `sweep`, as `POST /sweeps` takes it.
+/// Also accepts a job file with a section `sweep`, like `POST /sweeps`.
 #[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
     params(LaunchQuery), responses((status = 200, body = Plan), (status = 422, body = Problem)))]
 pub(crate) async fn validate(
@@ -174,8 +174,8 @@ impl Checked {
     }
 }
 
-/// Checks a document: the specification itself, and its dataset and slots on this server. If the job `begins` at its first step, also checks
-/// whether the pretrained weights fit.
+/// Checks a document: the specification itself, and its dataset and slots on this server. If the job `begins` at its first step, also
+/// checks whether the pretrained weights fit.
 ///
 /// # Errors
 /// The document has mistakes, or the database cannot be read.
@@ -264,14 +264,14 @@ pub(super) async fn check_with(
 /// A sweep without a mistake.
 pub(in crate::api) struct CheckedSweep {
     pub(in crate::api) sweep: SweepSpec,
-    /// Of all trials.
+    /// The settings of all trials.
     pub(in crate::api) settings: Vec<Setting>,
-    /// Those that were checked.
+    /// The checked trials.
     pub(in crate::api) trials: Vec<Checked>,
 }
 
 impl CheckedSweep {
-    /// What the first trial comes to, for the job file of these parts.
+    /// The plan of the first trial, for a job file with this section and job.
     fn plan(self, section: Value, job: &Value) -> Result<Plan> {
         let first = self.trials.into_iter().next();
         let first = first.ok_or_else(|| Error::Internal("a sweep without trials was checked".into()))?;
@@ -281,7 +281,7 @@ impl CheckedSweep {
     }
 }
 
-/// Checks a sweep with this id, and the first `most` of its trials as [`check`] does; of the others, their documents.
+/// Checks a sweep with this id. The first `most` trials are checked like by [`check`], and only the documents of the others.
 ///
 /// # Errors
 /// Every mistake, once.
@@ -334,7 +334,7 @@ fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> 
         return None;
     }
     Some(format!(
-        "the network is validated every {validated} steps and written every {every}: the best one is kept only if both fall on the same \
+        "the network is validated every {validated} steps and written every {every}: the best network is kept only if both fall on the same \
          step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of {validated}"
     ))
 }
@@ -367,7 +367,7 @@ impl DocumentMistakes {
 pub(in crate::api) fn no_dataset(name: &str, datasets: &[Dataset]) -> String {
     let names: Vec<_> = datasets.iter().map(|d| d.name.as_str()).collect();
     let known = match (nearest(name, names.iter().copied()), names.is_empty()) {
-        (_, true) => "none is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned(),
+        (_, true) => "no dataset is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned(),
         (Some(near), _) => format!("did you mean {near:?}?"),
         (None, _) => format!("there are {}", names.join(", ")),
     };
@@ -389,7 +389,7 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     let device = device_for(spec);
     let mut slots = online.iter().flat_map(|agent| &agent.row.slots);
     let is_cpu = device == Device::Cpu || slots.all(|slot| slot.device == Device::Cpu.name());
-    let sum = most_slots(online.into_iter().map(|agent| agent.row), device);
+    let sum = max_capacity_of(online.into_iter().map(|agent| agent.row), device);
     let most = sum.slots;
     if most >= spec.parallel.ranks as usize {
         return None;

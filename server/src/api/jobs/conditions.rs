@@ -7,7 +7,7 @@ use crate::{
 use lockstep_protocol::spec::{KEYS, Kind, nearest, shortened};
 
 /// Maximum number of conditions in a request.
-const MOST: usize = 10;
+const MAX_CONDITIONS: usize = 10;
 /// Maximum number of characters of a value.
 const VALUE_CHARS: usize = 200;
 /// Comparison operators. Longer operators come before their prefixes.
@@ -29,8 +29,8 @@ const COMPARISONS: [(&str, Comparison); 7] = [
 pub(super) fn parse(text: Option<&str>) -> Result<Vec<Condition>> {
     let parts = text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty());
     let parts: Vec<_> = parts.collect();
-    if parts.len() > MOST {
-        return Err(refused(format!("has {} conditions; give at most {MOST}", parts.len())));
+    if parts.len() > MAX_CONDITIONS {
+        return Err(refused(format!("has {} conditions; give at most {MAX_CONDITIONS}", parts.len())));
     }
     parts.into_iter().map(condition).collect()
 }
@@ -66,11 +66,11 @@ fn condition(text: &str) -> Result<Condition> {
         Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } => {
             let number = value.parse().ok().filter(|number: &f64| number.is_finite());
             let mistake =
-                || refused(format!("compares {path} with {:?}, which is no number", shortened(value)));
+                || refused(format!("compares {path} with {:?}, which is not a number", shortened(value)));
             SettingValue::Number(number.ok_or_else(mistake)?)
         }
         _ if is_ordered => {
-            return Err(refused(format!("can compare {path} only with = and !=: it is no number")));
+            return Err(refused(format!("can compare {path} only with = and !=: it is not a number")));
         }
         Kind::Bool => SettingValue::Bool(value.parse().map_err(|_| {
             refused(format!("compares {path} with {:?}; it is true or false", shortened(value)))
@@ -138,7 +138,7 @@ pub(super) fn setting(path: &str) -> std::result::Result<(&'static str, &'static
         Some(near) => format!("did you mean {near:?}?"),
         None => "such as train.lr".to_owned(),
     };
-    Err(format!("names {:?}, which is no setting; {hint}", shortened(path)))
+    Err(format!("names {:?}, which is not a setting; {hint}", shortened(path)))
 }
 
 fn dotted(table: &str, key: &str) -> String {
@@ -209,9 +209,9 @@ mod tests {
             ("train.lr", "needs a key"),
             ("train.lr!0.1", "needs a key"),
             ("train.lr>", "no value for train.lr"),
-            ("train.lr>big", "which is no number"),
-            ("train.lr>nan", "which is no number"),
-            ("train.lr>inf", "which is no number"),
+            ("train.lr>big", "which is not a number"),
+            ("train.lr>nan", "which is not a number"),
+            ("train.lr>inf", "which is not a number"),
             ("train.lrr>1", "did you mean \"train.lr\"?"),
             ("every_steps>1", "checkpoint.every_steps or log.every_steps"),
             ("milestones=1", "one value"),

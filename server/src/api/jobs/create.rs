@@ -32,12 +32,12 @@ const MAX_KEY_BYTES: usize = 255;
 
 /// Submit a job
 ///
-/// All mistakes are reported at once. The body may also be TOML (`application/toml`). With an `Idempotency-Key`, repeating the request returns
-/// the job that the first request made.
+/// All mistakes are reported at once. The body may also be TOML (`application/toml`). With an `Idempotency-Key`, repeating the request
+/// returns the job that the first request made.
 #[utoipa::path(post, path = "/jobs", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
-    params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own"), LaunchQuery),
-    responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
-        (status = 409, body = Problem, description = "The key came with another request"), (status = 422, body = Problem)))]
+    params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters, chosen by the client"), LaunchQuery),
+    responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "An earlier identical request has made this job"),
+        (status = 409, body = Problem, description = "The key was used with another request"), (status = 422, body = Problem)))]
 pub(crate) async fn create(
     State(scheduler): State<Arc<Scheduler>>,
     State(auth): State<Arc<Auth>>,

@@ -13,19 +13,19 @@ use lockstep_protocol::{
 use std::collections::BTreeMap;
 
 /// Maximum number of buckets to read of a metric.
-const POINTS: usize = 1000;
+const MAX_BUCKETS: usize = 1000;
 /// Validation accuracy from which on no advice is needed.
-const GOOD: f64 = 0.97;
+const GOOD_ACCURACY: f64 = 0.97;
 /// Training accuracy from which on more training does not help.
-const LEARNED: f64 = 0.99;
+const LEARNED_ACCURACY: f64 = 0.99;
 /// Training accuracy below which it counts as low.
 const LOW: f64 = 0.9;
 /// Margin of error above which a validation accuracy is too uncertain.
-const UNCERTAIN: f64 = 0.1;
+const MAX_MARGIN: f64 = 0.1;
 /// Usual difference between training and validation accuracy.
 const USUAL_GAP: f64 = 0.08;
 /// Minimum rise of the accuracy that is not noise.
-const LEAST_RISE: f64 = 0.01;
+const MIN_RISE: f64 = 0.01;
 
 /// Returns the diagnosis of a job; `None` if the job did not succeed, was not validated, or needs no advice.
 ///
@@ -62,7 +62,7 @@ pub(super) async fn of(metrics: &Metrics, job: &Job) -> Result<Option<String>> {
 /// Reads the series of a metric, in the order of attempts and ranks.
 async fn read(metrics: &Metrics, job: &Job, name: &str, from: Option<u64>) -> Result<Vec<Vec<Bucket>>> {
     let filter = MetricFilter { name: Some(name.to_owned()), from, ..MetricFilter::default() };
-    Ok(query::find(metrics, job, &filter, POINTS).await?.series.into_values().collect())
+    Ok(query::find(metrics, job, &filter, MAX_BUCKETS).await?.series.into_values().collect())
 }
 
 fn mean<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> Option<f64> {
@@ -70,7 +70,7 @@ fn mean<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> Option<f64> {
     (count > 0).then(|| sum / count as f64)
 }
 
-/// The course of a job's accuracy.
+/// A job's accuracies over time.
 struct Course {
     /// Mean training accuracy of the last epoch; `None` if it cannot be compared with validation accuracy.
     training: Option<f64>,
@@ -84,7 +84,7 @@ impl Course {
     fn diagnosis(&self) -> Option<String> {
         let last = *self.validations.last()?;
         let margin = self.pictures.map_or(0.0, |pictures| margin(last, pictures));
-        if margin > UNCERTAIN {
+        if margin > MAX_MARGIN {
             return Some(format!(
                 "Too few validation pictures to tell: with {} the accuracy is certain only to ± {:.0} points. Add pictures, or hold \
                  more of them out (data.validation).",
@@ -92,11 +92,12 @@ impl Course {
                 100.0 * margin
             ));
         }
-        if last >= GOOD {
+        if last >= GOOD_ACCURACY {
             return None;
         }
-        let rise = rise(&self.validations).filter(|rise| *rise > LEAST_RISE.max(margin / 2.0));
-        if let Some(rise) = rise.filter(|_| self.training.is_none_or(|training| training < LEARNED)) {
+        let rise = rise(&self.validations).filter(|rise| *rise > MIN_RISE.max(margin / 2.0));
+        if let Some(rise) = rise.filter(|_| self.training.is_none_or(|training| training < LEARNED_ACCURACY))
+        {
             return Some(format!(
                 "Validation accuracy was still rising at the end (by {:.1} points in the last fifth): train more epochs (train.epochs).",
                 100.0 * rise
@@ -105,7 +106,7 @@ impl Course {
         let training = self.training?;
         if training - last > USUAL_GAP.max(margin) {
             return Some(format!(
-                "Training accuracy is {}, validation accuracy {}: the network learns its training pictures by heart. Augment them \
+                "Training accuracy is {}, validation accuracy {}: the network overfits its training pictures. Augment them \
                  (data.augment), raise train.weight_decay, or add pictures.",
                 percent(training),
                 percent(last)

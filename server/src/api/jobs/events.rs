@@ -25,7 +25,7 @@ const ORDER: &str = "seq";
 /// Number of rows in each query.
 const ROWS: u32 = 250;
 /// Maximum number of rows that a request examines. In a long run, nearly all rows are points of metrics.
-const EXAMINED: usize = 20_000;
+const MAX_EXAMINED: usize = 20_000;
 
 /// Types of events.
 const TYPES: &[&str] = &[
@@ -113,7 +113,7 @@ pub(crate) struct EventsQuery {
 
 /// List a job's events
 ///
-/// Events have the same form and order as in the job's stream. A page may have fewer events than `limit`, or none, and still have a
+/// Events have the same format and order as in the job's stream. A page may have fewer events than `limit`, or none, and still have a
 /// `next_cursor`: if events of the given types are rare in a long run, or if the page reached 4 MiB.
 #[utoipa::path(get, path = "/jobs/{id}/events", tag = "jobs", params(("id" = String, Path), EventsQuery),
     responses((status = 200, body = EventList), (status = 400, body = Problem), (status = 404, body = Problem)))]
@@ -168,7 +168,7 @@ pub(crate) async fn list(
         if last && !full {
             return large::json(EventList { events: Elements { items, fields }, next_cursor: None }).await;
         }
-        full = full || examined >= EXAMINED;
+        full = full || examined >= MAX_EXAMINED;
     }
     let next_cursor = Some(pages.cursor(&after)?);
     large::json(EventList { events: Elements { items, fields }, next_cursor }).await

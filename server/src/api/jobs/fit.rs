@@ -1,5 +1,5 @@
-//! Checks, when a job is submitted, whether a checkpoint fits the job that is to start from it. The checkpoint's header lists the classes that
-//! it was trained on, and the database has the dataset's classes. No dataset is opened.
+//! Checks, when a job is submitted, whether a checkpoint fits the job that is to start from it. The checkpoint's header lists the classes
+//! that it was trained on, and the database has the dataset's classes. No dataset is opened.
 
 use crate::{
     auth::access::Caller,
@@ -85,7 +85,7 @@ pub(crate) fn mistakes(
             if pointer == "/model/arch" {
                 "; begin a new job for another network"
             } else {
-                "; a new job with model.pretrained takes over the weights that fit"
+                "; a new job with model.pretrained uses the weights that fit"
             }
         );
         mistakes.push(SpecError { pointer: pointer.into(), detail });
@@ -115,7 +115,7 @@ pub(crate) fn mistakes(
     let (had, has) = (source.model.stem_for(was as usize), spec.model.stem_for(is as usize));
     if had != has && spec.model.stem == source.model.stem {
         let detail = format!(
-            "at {is} pixels model.stem = \"auto\" means {:?}, at the {was} that it was trained on {:?}: set model.stem too",
+            "at {is} pixels model.stem = \"auto\" means {:?}, but at the {was} of its training {:?}: set model.stem, too",
             has.name(),
             had.name()
         );
@@ -129,7 +129,7 @@ pub(crate) fn mistakes(
     mistakes
 }
 
-/// Checks that a job can continue: its dataset is registered, and fits the newest checkpoint even if it was registered anew.
+/// Checks that a job can continue: its dataset is registered, and fits the newest checkpoint even if it was registered again.
 ///
 /// # Errors
 /// The dataset is not registered or does not fit, or the store cannot be read.
@@ -179,7 +179,7 @@ fn metadata(path: &Path) -> io::Result<HashMap<String, String>> {
     file.read_exact(&mut size)?;
     let size = u64::from_le_bytes(size);
     if size > HEADER_BYTES {
-        return Err(io::Error::other("no safetensors file"));
+        return Err(io::Error::other("not a safetensors file"));
     }
     let mut header = Vec::new();
     file.take(size).read_to_end(&mut header)?;

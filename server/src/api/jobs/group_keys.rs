@@ -9,9 +9,9 @@ use crate::{
 use lockstep_protocol::spec::{Kind, shortened};
 
 /// Maximum number of keys to group by.
-pub(super) const MOST: usize = 3;
+pub(super) const MAX_KEYS: usize = 3;
 /// Maximum size of a group's values as JSON, in bytes. Text settings may be long.
-const VALUES_BYTES: usize = 16_384;
+const MAX_VALUES_BYTES: usize = 16_384;
 /// Number of leading characters of a text by which groups are ordered. Cursors contain these characters.
 const ORDERED_CHARS: usize = 100;
 
@@ -25,9 +25,9 @@ fn refused(detail: impl std::fmt::Display) -> Error {
 /// 400: `by` has no key, more than three, a key twice, or a key that is not a setting with one value.
 pub(super) fn by(text: &str) -> Result<Vec<GroupBy>> {
     let parts: Vec<_> = text.split(',').map(str::trim).filter(|part| !part.is_empty()).collect();
-    if !(1..=MOST).contains(&parts.len()) {
+    if !(1..=MAX_KEYS).contains(&parts.len()) {
         return Err(refused(format!(
-            "must name 1 to {MOST} of project, owner, tag, state, name and keys such as train.lr; names {}",
+            "must name 1 to {MAX_KEYS} of project, owner, tag, state, name and keys such as train.lr; names {}",
             parts.len()
         )));
     }
@@ -85,9 +85,9 @@ pub(super) fn group(by_text: Option<&str>, values: Option<&str>) -> Result<Vec<(
             shortened(values)
         ))
     };
-    if values.len() > VALUES_BYTES {
+    if values.len() > MAX_VALUES_BYTES {
         return Err(Error::BadRequest(format!(
-            "group has {} bytes; give at most {VALUES_BYTES}",
+            "group has {} bytes; give at most {MAX_VALUES_BYTES}",
             values.len()
         )));
     }
@@ -173,7 +173,7 @@ mod tests {
         assert!(mistake(group(Some("tag"), None)).contains("belong together"));
         assert!(mistake(group(None, Some("[1]"))).contains("belong together"));
         let long = |bytes: usize| format!("[\"{}\"]", "x".repeat(bytes - 4));
-        assert!(group(Some("name"), Some(&long(VALUES_BYTES))).is_ok());
-        assert!(mistake(group(Some("name"), Some(&long(VALUES_BYTES + 1)))).contains("at most 16384"));
+        assert!(group(Some("name"), Some(&long(MAX_VALUES_BYTES))).is_ok());
+        assert!(mistake(group(Some("name"), Some(&long(MAX_VALUES_BYTES + 1)))).contains("at most 16384"));
     }
 }

@@ -20,15 +20,15 @@ use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
 /// Maximum number of groups on all pages.
-const MOST_GROUPS: usize = 10_000;
+const MAX_GROUPS: usize = 10_000;
 /// Maximum number of metrics in a request.
-const MOST_METRICS: usize = 16;
+const MAX_METRICS: usize = 16;
 /// Maximum size of a group's values in a cursor, in bytes. Longer values are replaced by their hash.
 const ID_BYTES: usize = 600;
 
 /// Limits the number of concurrent requests, because each reads all matching jobs and the database has few readers.
-static AT_ONCE: Semaphore = Semaphore::const_new(2);
-const PATIENCE: Duration = Duration::from_secs(10);
+static CONCURRENT: Semaphore = Semaphore::const_new(2);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Parameters of `GET /jobs/groups`. The filters are the same as in `GET /jobs`.
 #[derive(Debug, Default, Deserialize, IntoParams)]
@@ -166,9 +166,9 @@ fn names(text: Option<&str>) -> Result<Vec<&str>> {
             names.push(name);
         }
     }
-    if names.len() > MOST_METRICS {
+    if names.len() > MAX_METRICS {
         return Err(Error::BadRequest(format!(
-            "metrics has {} names; give at most {MOST_METRICS}",
+            "metrics has {} names; give at most {MAX_METRICS}",
             names.len()
         )));
     }
@@ -211,12 +211,12 @@ pub(crate) async fn list(
         created_before: query.created_before,
         ..ListQuery::default()
     };
-    let turn = tokio::time::timeout(PATIENCE, AT_ONCE.acquire()).await;
-    let _turn = turn.map_err(|_| Error::Unavailable("others are grouping jobs; try again".into()))?;
-    let found = store.job_groups(&jobs.filter(&caller)?, &by, &metrics, MOST_GROUPS).await?;
+    let turn = tokio::time::timeout(TIMEOUT, CONCURRENT.acquire()).await;
+    let _turn = turn.map_err(|_| Error::Unavailable("other requests are grouping jobs; try again".into()))?;
+    let found = store.job_groups(&jobs.filter(&caller)?, &by, &metrics, MAX_GROUPS).await?;
     let Some(found) = found else {
         return Err(Error::BadRequest(format!(
-            "by {} makes more than {MOST_GROUPS} groups: group by something that more jobs have in common, or narrow the jobs",
+            "by {} makes more than {MAX_GROUPS} groups: group by a value that more jobs have in common, or filter the jobs",
             lockstep_protocol::spec::shortened(&query.by)
         )));
     };

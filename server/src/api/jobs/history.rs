@@ -27,7 +27,7 @@ use std::{mem::discriminant, sync::Arc};
 use utoipa::IntoParams;
 
 /// Maximum time between a change of state and the audit log's entry of the request, which is written after the response.
-const ANSWERED_WITHIN: jiff::SignedDuration = jiff::SignedDuration::from_secs(30);
+const MAX_RESPONSE_TIME: jiff::SignedDuration = jiff::SignedDuration::from_secs(30);
 
 /// Parameters of `GET /jobs/{id}/history`.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -214,7 +214,7 @@ fn who_asked(requests: &[AuditEntry], action: &str, at: Timestamp) -> Option<Str
     let asked = |entry: &&AuditEntry| {
         let path = entry.object.split('?').next().unwrap_or_default();
         let after = entry.at.duration_since(at);
-        path.rsplit('/').next() == Some(action) && after >= -ANSWERED_WITHIN && after <= ANSWERED_WITHIN
+        path.rsplit('/').next() == Some(action) && after >= -MAX_RESPONSE_TIME && after <= MAX_RESPONSE_TIME
     };
     let nearest = requests.iter().filter(asked).min_by_key(|entry| entry.at.duration_since(at).abs());
     nearest.map(|entry| entry.who.clone()).filter(|who| !who.is_empty())

@@ -36,9 +36,9 @@ use utoipa::{IntoParams, ToSchema};
 const DEFAULT_LINES: u32 = 1000;
 const MAX_LINES: u32 = 10_000;
 /// Number of events that each query of a search covers.
-const SEARCHED: u64 = 50_000;
+const SEARCH_EVENTS: u64 = 50_000;
 /// Time after which a search returns the lines found so far.
-const SEARCH: Duration = Duration::from_millis(300);
+const SEARCH_TIME: Duration = Duration::from_millis(300);
 
 /// Parameters of `GET /jobs/{id}/logs`.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -51,8 +51,8 @@ pub(crate) struct LogsQuery {
     after: u64,
     /// Only lines before the event with this number.
     before: Option<u64>,
-    /// Page size in lines, 1 to 10000 (default 1000). Lines that a rank reported together are never split, so a page may have fewer lines, or
-    /// more if a single report has more. A page also ends after 4 MiB.
+    /// Page size in lines, 1 to 10000 (default 1000). Lines that a rank reported together are never split, so a page may have fewer lines,
+    /// or more if a single report has more. A page also ends after 4 MiB.
     #[param(minimum = 1, maximum = 10000)]
     limit: Option<u32>,
     /// `seq` for the oldest line first (default), `-seq` for the newest line first.
@@ -193,7 +193,7 @@ pub(crate) async fn query(
     found.at_most(limit as usize, newest).page(pages, newest).await
 }
 
-/// Searches until `limit` matching lines are found, the log ends, or [`SEARCH`] has passed.
+/// Searches until `limit` matching lines are found, the log ends, or [`SEARCH_TIME`] has passed.
 async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Result<Found> {
     let start = Instant::now();
     let mut filter = LogFilter { containing: Some(q.to_owned()), ..filter };
@@ -204,9 +204,9 @@ async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Res
     let mut found: Vec<Line> = Vec::new();
     loop {
         (filter.after, filter.before) = if filter.newest {
-            (low.max(high.saturating_sub(SEARCHED)), Some(high))
+            (low.max(high.saturating_sub(SEARCH_EVENTS)), Some(high))
         } else {
-            (low, Some(high.min(low.saturating_add(SEARCHED))))
+            (low, Some(high.min(low.saturating_add(SEARCH_EVENTS))))
         };
         let (from, to) = (filter.after, filter.before.unwrap_or(high));
         let LogPage { events, ends, full } = store.logs(&job.id, &filter).await?;
@@ -223,7 +223,7 @@ async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Res
         if low + 1 >= high {
             return Ok(Found { lines: found, next: None });
         }
-        if found.len() >= wanted || start.elapsed() > SEARCH {
+        if found.len() >= wanted || start.elapsed() > SEARCH_TIME {
             return Ok(Found { lines: found, next: Some(next) });
         }
     }
@@ -243,7 +243,8 @@ fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
     found
 }
 
-/// Returns a text file with time, rank and text of each line. If the request names a rank, lines have only the text, as in the rank's log file.
+/// Returns a text file with time, rank and text of each line. If the request names a rank, lines have only the text, as in the rank's log
+/// file.
 fn plain(store: Arc<dyn Store>, job: lockstep_protocol::JobId, filter: LogFilter) -> Response {
     let rank = filter.rank.map(|r| format!("-rank{r}")).unwrap_or_default();
     let name = format!("attachment; filename=\"{job}{rank}.log\"");

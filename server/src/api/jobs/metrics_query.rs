@@ -21,9 +21,9 @@ const MAX_JOBS: usize = 50;
 const DEFAULT_POINTS: u32 = 500;
 const MAX_POINTS: u32 = 10_000;
 /// Maximum of the number of points times the number of jobs.
-const MAX_TOTAL: usize = 100_000;
+const MAX_TOTAL_POINTS: usize = 100_000;
 /// Maximum number of buckets in a response. Each rank and attempt of a job has its own series.
-const MAX_ANSWER: usize = 1_000_000;
+const MAX_RESPONSE_POINTS: usize = 1_000_000;
 
 /// Parameters of `GET /metrics/query`.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -86,11 +86,11 @@ pub(crate) async fn find(
         return Err(Error::BadRequest(format!("jobs must be 1 to {MAX_JOBS} ids with commas between them")));
     }
     let points = count("points", asked.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
-    if points * ids.len() > MAX_TOTAL {
+    if points * ids.len() > MAX_TOTAL_POINTS {
         return Err(Error::BadRequest(format!(
-            "{points} points of {} jobs are more than {MAX_TOTAL}: ask for at most {} points, or for fewer jobs",
+            "{points} points of {} jobs are more than {MAX_TOTAL_POINTS}: ask for at most {} points, or for fewer jobs",
             ids.len(),
-            MAX_TOTAL / ids.len()
+            MAX_TOTAL_POINTS / ids.len()
         )));
     }
     let filter = MetricsQuery::of(asked.name.clone(), asked.ranks.clone(), asked.from, asked.to).filter()?;
@@ -109,9 +109,9 @@ pub(crate) async fn find(
     for job in jobs {
         let metrics: Metrics = metrics::answer(query::find(&history, &job, &filter, points).await?);
         buckets += metrics.buckets();
-        if buckets > MAX_ANSWER {
+        if buckets > MAX_RESPONSE_POINTS {
             return Err(Error::BadRequest(format!(
-                "the answer would have more than {MAX_ANSWER} points, one of each rank and attempt: ask for fewer points, ranks or jobs"
+                "the response would have more than {MAX_RESPONSE_POINTS} points, one of each rank and attempt: ask for fewer points, ranks or jobs"
             )));
         }
         found.push(JobMetrics { job: job.id.to_string(), metrics });

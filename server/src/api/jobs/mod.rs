@@ -128,7 +128,7 @@ pub(super) async fn seen(scheduler: &Scheduler, caller: &Caller, id: &str) -> Re
 }
 
 /// Maximum of `wait`, in seconds. It is less than the time limit of handlers.
-const LONGEST_WAIT_SECS: u64 = 120;
+const MAX_WAIT_SECS: u64 = 120;
 
 /// Parameters of `GET /jobs/{id}`.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -186,8 +186,8 @@ pub(crate) async fn show(
     let id = job_id(&id)?;
     let row = match wait {
         0 => row(&*scheduler.store, &id).await?,
-        1..=LONGEST_WAIT_SECS => row_at_end(&scheduler, &id, Duration::from_secs(wait)).await?,
-        _ => return Err(Error::BadRequest(format!("wait is {wait}; it may be 0 to {LONGEST_WAIT_SECS}"))),
+        1..=MAX_WAIT_SECS => row_at_end(&scheduler, &id, Duration::from_secs(wait)).await?,
+        _ => return Err(Error::BadRequest(format!("wait is {wait}; it may be 0 to {MAX_WAIT_SECS}"))),
     };
     conditional::tagged(&headers, &diagnosed(&metrics, &scheduler, &caller, row).await?)
 }
@@ -223,7 +223,7 @@ pub(crate) async fn pause(
 /// The job's next attempt continues from the newest checkpoint. The resulting weights are the same as without the pause.
 #[utoipa::path(post, path = "/jobs/{id}/resume", tag = "jobs", params(("id" = String, Path)),
     responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job is not paused, or is a trial that waits at a rung for its sweep"),
-        (status = 422, body = Problem, description = "The job's dataset is not registered, or was registered anew and does not fit the newest checkpoint")))]
+        (status = 422, body = Problem, description = "The job's dataset is not registered, or was registered again and does not fit the newest checkpoint")))]
 pub(crate) async fn resume(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
@@ -241,7 +241,7 @@ pub(crate) async fn resume(
 /// The job's next attempt continues from the newest checkpoint. A job with registered versions is refused; fork that job instead.
 #[utoipa::path(post, path = "/jobs/{id}/retry", tag = "jobs", params(("id" = String, Path)),
     responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job is not over, or has registered versions"),
-        (status = 422, body = Problem, description = "The job's dataset is not registered, or was registered anew and does not fit the newest checkpoint")))]
+        (status = 422, body = Problem, description = "The job's dataset is not registered, or was registered again and does not fit the newest checkpoint")))]
 pub(crate) async fn retry(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
@@ -256,7 +256,7 @@ pub(crate) async fn retry(
     let (at, is_compared) = (crate::now(), sweep.is_some_and(|sweep| sweep.finished_at.is_none()));
     let retry = move |row: &mut JobRow| {
         if !is_compared {
-            // No sweep would let it train on after a rung.
+            // No sweep would resume the job after a rung.
             row.progress.pause_after = None;
         }
         lifecycle::retry(row, at)
@@ -283,8 +283,8 @@ pub(super) fn check_readable(job: &Job) -> Result<()> {
 
 /// Delete a job
 ///
-/// The job's events and checkpoints are deleted, too. A job that is not over is refused; cancel the job first. A job with registered versions
-/// is refused; remove the versions first.
+/// The job's events and checkpoints are deleted, too. A job that is not over is refused; cancel the job first. A job with registered
+/// versions is refused; remove the versions first.
 #[utoipa::path(delete, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
 pub(crate) async fn delete(

@@ -31,7 +31,7 @@ use serde::Deserialize;
 use std::sync::Arc;
 
 /// Number of rows that the server renders, which fit on a screen. The script or a link loads further rows.
-const ROWS: u32 = 25;
+const RENDERED_ROWS: u32 = 25;
 
 /// `GET /`
 pub(crate) async fn home() -> Redirect {
@@ -46,12 +46,12 @@ pub(crate) async fn jobs(
     ServerUrl(server_url): ServerUrl,
     PageQuery(query): PageQuery<ListQuery>,
 ) -> Page {
-    // An invalid filter in the address is ignored.
+    // An invalid filter in the URL is ignored.
     let mut filter = query
         .filter(&caller)
         .unwrap_or_else(|_| JobFilter { seen_by: caller.sees_as(), ..JobFilter::default() });
     if query.limit.is_none() {
-        filter.limit = ROWS;
+        filter.limit = RENDERED_ROWS;
     }
     let mut page = store.jobs(&filter).await?;
     page.jobs.iter_mut().for_each(|job| scheduler.last_plan.tell(job));
@@ -217,7 +217,7 @@ pub(crate) async fn job(
     )
 }
 
-/// `GET /compare`: the script reads the jobs' ids from the address.
+/// `GET /compare`: the script reads the jobs' ids from the URL.
 pub(crate) async fn compare(Extension(caller): Extension<Caller>) -> Page {
     html(compare::ComparePage { viewer: viewer(&caller) }.render())
 }

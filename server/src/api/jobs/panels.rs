@@ -23,9 +23,9 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Origin {
-    /// The job has panels of its own.
+    /// The job has its own panels.
     Job,
-    /// The job has no panels of its own and shows those of its project.
+    /// The job has no own panels and shows its project's panels.
     Project,
     /// Neither the job nor its project has panels.
     None,
@@ -135,7 +135,7 @@ pub(crate) async fn delete(
 /// Checks that the caller sees a job of a project, and returns the project's name. Other callers do not learn whether the project exists.
 async fn seen(store: &dyn Store, caller: &Caller, name: String) -> Result<String> {
     if let Some(mistake) = labels::project_mistake(&name) {
-        return Err(Error::NotFound(format!("no project is called so: a project {mistake}")));
+        return Err(Error::NotFound(format!("no project has this name: a project {mistake}")));
     }
     let projects = store.projects(caller.sees_as().as_deref()).await?;
     match projects.iter().any(|project| project.name == name) {
@@ -146,7 +146,7 @@ async fn seen(store: &dyn Store, caller: &Caller, name: String) -> Result<String
 
 /// Show a project's panels
 ///
-/// Jobs of the project without panels of their own show these panels.
+/// Jobs of the project without their own panels show these panels.
 #[utoipa::path(get, path = "/projects/{name}/panels", tag = "jobs", params(("name" = String, Path)),
     responses((status = 200, body = ProjectPanels), (status = 404, body = Problem)))]
 pub(crate) async fn show_project(

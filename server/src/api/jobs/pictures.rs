@@ -23,11 +23,11 @@ use std::sync::Arc;
 use std::time::Duration;
 use utoipa::{IntoParams, ToSchema};
 
-const DEFAULT: u32 = 60;
-const MOST: u32 = 200;
+const DEFAULT_PICTURES: u32 = 60;
+const MAX_PICTURES: u32 = 200;
 /// The default split.
 const TRAIN: &str = "train";
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 /// Number of augmented versions of each picture.
 const VERSIONS: u32 = 5;
 
@@ -106,7 +106,7 @@ pub(crate) async fn of_dataset(
 ) -> Result<Json<SamplePage>> {
     let dataset = store.dataset(&name).await?;
     let dataset = dataset.ok_or_else(|| Error::NotFound("no dataset has this name".into()))?;
-    let limit = count("limit", query.limit, DEFAULT, MOST)?;
+    let limit = count("limit", query.limit, DEFAULT_PICTURES, MAX_PICTURES)?;
     let (order, id) = (query.order(), dataset_id(&dataset));
     let pages = Pages::new("samples", &order).of_dataset(&id);
     let begin = query.begin(pages)?;
@@ -167,11 +167,9 @@ pub(crate) async fn of_job(
     let dataset =
         dataset.ok_or_else(|| Error::NotFound("the job's dataset is no longer registered".into()))?;
     let asked: Vec<&str> = query.indices.split(',').filter(|index| !index.is_empty()).collect();
-    if asked.len() > MOST as usize {
-        let detail = format!(
-            "indices are at most {MOST}, are {}: ask for the others in requests of their own",
-            asked.len()
-        );
+    if asked.len() > MAX_PICTURES as usize {
+        let detail =
+            format!("indices are at most {MAX_PICTURES}, are {}: request the others separately", asked.len());
         return Err(Error::BadRequest(detail));
     }
     let places = asked.into_iter().map(str::parse).collect::<std::result::Result<Vec<u64>, _>>();
@@ -191,9 +189,9 @@ async fn ask(datasets: &Datasets, path: String, pick: Pick) -> Result<Samples> {
     let not_allowed = |detail| Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail);
     datasets.roots.check_registered(&path).await.map_err(not_allowed)?;
     let request = AgentRequest::Samples { path, pick, allowed: datasets.roots.allowed() };
-    match requests::call(&datasets.agents, request, PATIENCE).await {
+    match requests::call(&datasets.agents, request, TIMEOUT).await {
         Ok(AgentReply::Samples(samples)) => Ok(samples),
-        Ok(_) => Err(Error::Internal("an agent answered something else than pictures".into())),
+        Ok(_) => Err(Error::Internal("an agent replied with something other than pictures".into())),
         Err(error) => Err(error.without_pointer()),
     }
 }

@@ -98,9 +98,9 @@ pub(crate) struct QueuePage {
 
 /// Show the queue
 ///
-/// Jobs that wait for slots, in the order in which they get slots: by priority, then by fair share if the server is configured for it, then
-/// by age. Each job has the reason for waiting and the number of slots that are reserved for it. Private jobs of others have only a place;
-/// with `project` or `owner` they are left out. Places count over the whole queue, and may change between two pages as jobs start.
+/// Jobs that wait for slots, in the order in which they get slots: by priority, then by fair share if the server uses it, then
+/// by age. Each job has the reason for waiting and the number of slots that are reserved for it. Private jobs of others have only a
+/// position; with `project` or `owner` they are left out. Positions are in the whole queue, and may change between two pages as jobs start.
 #[utoipa::path(get, path = "/queue", tag = "jobs", params(QueueQuery),
     responses((status = 200, body = QueueList), (status = 400, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn list(
@@ -148,13 +148,14 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     Ok(QueuePage { jobs: Elements { items, fields }, reservations, next_cursor, total })
 }
 
-/// A job at its place; `row` is `None` for a private job of somebody else.
+/// A job and its position; `row` is `None` for a private job of another person.
 struct Placed<'a> {
     place: u64,
     row: Option<&'a Arc<JobRow>>,
 }
 
-/// Returns the number of jobs on previous pages. The cursor has the place and id of the last job on these pages, whose place may have changed.
+/// Returns the number of jobs on previous pages. The cursor has the place and id of the last job on these pages, whose place may have
+/// changed.
 fn behind(jobs: &[(u64, Option<&JobId>)], (place, last): &(u64, Option<JobId>)) -> usize {
     let at = last.as_ref().and_then(|id| jobs.iter().position(|(_, job)| *job == Some(id)));
     match (at, last) {

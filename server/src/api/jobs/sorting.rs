@@ -84,7 +84,7 @@ pub(super) fn number(name: &str) -> Result<SortBy> {
     };
     if descending || !is_number {
         return Err(Error::BadRequest(format!(
-            "metrics names {:?}, which is no number; such as loss, best or spec.train.lr",
+            "metrics names {:?}, which is not a number; such as loss, best or spec.train.lr",
             shortened(name)
         )));
     }

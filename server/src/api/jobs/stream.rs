@@ -3,7 +3,7 @@
 use crate::{
     api::jobs,
     auth::access::Caller,
-    events::hub::{JobUpdate, LIST_EVERY, Subscription},
+    events::hub::{JobUpdate, LIST_INTERVAL, Subscription},
     http::{
         error::{Error, Problem, Result},
         extract::{Path, Query, job_id},
@@ -31,11 +31,11 @@ use std::{
 use tokio::{sync::broadcast::error::RecvError, time::Instant};
 use utoipa::IntoParams;
 
-/// Interval between two heartbeats. A ping that is sent with each heartbeat detects a reader that is gone. The heartbeat itself lets the
+/// Interval between two heartbeats. A ping that is sent with each heartbeat detects a disconnected reader. The heartbeat itself lets the
 /// reader's script detect a dead connection, because scripts do not see pings and a broken connection looks open until data is sent.
 const HEARTBEAT: Duration = Duration::from_secs(HEARTBEAT_SECS);
 /// Number of events in each query to the store.
-const REPLAY: u32 = 500;
+const REPLAY_EVENTS: u32 = 500;
 /// Maximum size of a message from a browser, in bytes. Browsers send only pongs and a close frame.
 const INCOMING_BYTES: usize = 4096;
 
@@ -55,10 +55,7 @@ fn accept(
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<WebSocketUpgrade> {
     let upgrade = upgrade.map_err(|e| {
-        Error::Refused(
-            StatusCode::UPGRADE_REQUIRED,
-            format!("this address is a websocket: {}", e.body_text()),
-        )
+        Error::Refused(StatusCode::UPGRADE_REQUIRED, format!("this URL is a websocket: {}", e.body_text()))
     })?;
     Ok(upgrade.max_message_size(INCOMING_BYTES).max_frame_size(INCOMING_BYTES))
 }
@@ -99,7 +96,7 @@ pub(crate) async fn job_stream(
 }
 
 /// Time limit for sending a close frame, which waits behind earlier messages. A laptop that wakes up later finds a broken connection.
-const FAREWELL: Duration = Duration::from_secs(60);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The connection has ended.
 struct Disconnected;
@@ -139,7 +136,8 @@ impl<'a> Reader<'a> {
         Self { scheduler, caller, to, closed, sent: 0, given_up: false }
     }
 
-    /// Sends a message. Closes the connection of a reader that does not read. That reader can reconnect with the last number that it received.
+    /// Sends a message. Closes the connection of a reader that does not read. That reader can reconnect with the last number that it
+    /// received.
     async fn send(&mut self, message: Message, seq: Option<u64>) -> std::result::Result<(), Disconnected> {
         let Self { scheduler, caller, to, sent, .. } = self;
         let sending = async {
@@ -182,7 +180,7 @@ impl<'a> Reader<'a> {
             Ok::<_, axum::Error>(())
         };
         tokio::select! {
-            _ = tokio::time::timeout(FAREWELL, closing) => {}
+            _ = tokio::time::timeout(CLOSE_TIMEOUT,  closing) => {}
             () = self.scheduler.tasks.stopping.cancelled() => {}
             () = self.caller.ended() => {}
         }
@@ -273,7 +271,7 @@ async fn follow(
                 state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);
             }
         } else {
-            let events = match scheduler.store.events(&id, reader.sent, REPLAY).await {
+            let events = match scheduler.store.events(&id, reader.sent, REPLAY_EVENTS).await {
                 Ok(events) => events,
                 Err(error) => {
                     tracing::warn!(%error, "the events of a stream cannot be read");
@@ -295,7 +293,7 @@ async fn follow(
                 reader.events(event).await?;
                 state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);
             }
-            if events.len() == REPLAY as usize {
+            if events.len() == REPLAY_EVENTS as usize {
                 continue;
             }
         }
@@ -316,7 +314,7 @@ async fn follow(
                 && Instant::now() >= due
             {
                 reader.frame(&Frame::Progress(pace)).await?;
-                (known_pace, due) = (Some(pace), Instant::now() + LIST_EVERY);
+                (known_pace, due) = (Some(pace), Instant::now() + LIST_INTERVAL);
                 continue;
             }
             tokio::select! {
@@ -388,7 +386,7 @@ async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> std::resu
                 // The reader fell behind. Each frame has a job's current state, so the newest list replaces all missed frames.
                 Err(RecvError::Lagged(_)) => {
                     list = list.resubscribe();
-                    let filter = JobFilter { limit: REPLAY, seen_by: reader.caller.sees_as(), ..JobFilter::default() };
+                    let filter = JobFilter { limit: REPLAY_EVENTS, seen_by: reader.caller.sees_as(), ..JobFilter::default() };
                     let page = scheduler.store.jobs(&filter).await.map_err(|_| Disconnected)?;
                     for job in page.jobs {
                         reader.frame(&Frame::Job { job: Box::new(job) }).await?;

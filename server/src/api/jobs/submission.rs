@@ -22,13 +22,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Time limit for an agent to check the header of a weights file. Without an answer, the ranks check the file when the job starts.
-const HEADER: Duration = Duration::from_secs(5);
+const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum number of broken files that a warning names.
-const NAMED: usize = 3;
+const MAX_NAMED: usize = 3;
 
-/// Fetches the checkpoint that a job begins from if only the object store has it. The later check of the weights reports a damaged one.
-async fn bring_back(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
+/// Fetches the checkpoint from which a job begins if only the object store has it. A damaged checkpoint is reported by the later check.
+async fn fetch_from_store(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
     let copies = checkpoints.copies_of(row).await?;
     let Some(fetch) = artifact_fetches::fetch(checkpoints, row, Some(&copies)) else { return Ok(()) };
     let why = match artifact_fetches::wait(fetch, checkpoints.config.evaluation_wait).await {
@@ -62,9 +62,9 @@ pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
     if info.broken_count == 0 || spec.data.broken_files == BrokenFiles::Skip {
         return Vec::new();
     }
-    let named = info.broken.iter().take(NAMED).map(|broken| format!("{} {}", broken.file, broken.detail));
+    let named = info.broken.iter().take(MAX_NAMED).map(|broken| format!("{} {}", broken.file, broken.detail));
     let named = named.collect::<Vec<_>>().join("; ");
-    let more = info.broken_count.saturating_sub(info.broken.len().min(NAMED) as u64);
+    let more = info.broken_count.saturating_sub(info.broken.len().min(MAX_NAMED) as u64);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
     let files = plural(info.broken_count, "file");
     vec![format!(
@@ -84,8 +84,8 @@ pub(crate) enum Weights {
     NotChecked(String),
 }
 
-/// Replaces the name of a model version (`models:/shoes@champion`) with its checkpoint, so that a moved alias does not change the job. Returns
-/// the mistake in the name, if any.
+/// Replaces the name of a model version (`models:/shoes@champion`) with its checkpoint, so that a moved alias does not change the job.
+/// Returns the mistake in the name, if any.
 ///
 /// # Errors
 /// The database cannot be read.
@@ -128,7 +128,7 @@ pub(crate) async fn pretrained(
         |detail: String| Ok(Weights::Mistake(SpecError { pointer: "/model/pretrained".into(), detail }));
     if given.contains("://") {
         return mistake(
-            "is an address, and weights are read from files: download it to the machines that train, and give its path there"
+            "is a URL, and weights are read from files: download the file to the machines that train, and give its path there"
                 .into(),
         );
     }
@@ -142,7 +142,7 @@ pub(crate) async fn pretrained(
         let is_seen = job.is_some_and(|job| caller.sees(job.private, job.owner.as_deref()));
         match row.filter(|_| is_seen) {
             Some(row) => {
-                bring_back(&scheduler.checkpoints, &row).await?;
+                fetch_from_store(&scheduler.checkpoints, &row).await?;
                 scheduler.checkpoints.folder(&row).to_string_lossy().into_owned()
             }
             None => {
@@ -166,12 +166,12 @@ pub(crate) async fn pretrained(
         classes: u32::try_from(info.classes.len()).unwrap_or(u32::MAX),
         allowed: if is_checkpoint { None } else { scheduler.datasets.roots.allowed_weights(given) },
     });
-    let why = match requests::call(&scheduler.agents, request, HEADER).await {
+    let why = match requests::call(&scheduler.agents, request, HEADER_TIMEOUT).await {
         Ok(AgentReply::Weights { mistake: None }) => return Ok(Weights::Fit),
         Ok(AgentReply::Weights { mistake: Some(detail) }) => return mistake(detail),
         Err(error @ RequestError::NobodyHasFiles { .. }) => return mistake(error.in_words()),
         Err(RequestError::NobodyOnline) => "no agent is online".to_owned(),
-        Ok(_) => "an agent answered something else".to_owned(),
+        Ok(_) => "an agent gave an unexpected reply".to_owned(),
         Err(error) => error.in_words(),
     };
     // No agent could read the file, but its name is that of a pickle, which is never loaded.

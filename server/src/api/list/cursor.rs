@@ -8,7 +8,7 @@ use serde_json::Value;
 
 /// Maximum length of a cursor, in bytes. A cursor may contain a name of 200 characters.
 const CURSOR_BYTES: usize = 4096;
-const BEGIN_ANEW: &str = "leave it out to begin with the first page";
+const BEGIN_AGAIN: &str = "leave it out to begin with the first page";
 
 /// A list in one order, which is returned in pages.
 #[derive(Debug, Clone, Copy)]
@@ -70,7 +70,7 @@ impl<'a> Pages<'a> {
     /// 400: the text is not a cursor, or belongs to another list, job, dataset or order.
     pub(in crate::api) fn read<K: DeserializeOwned>(self, cursor: Option<&str>) -> Result<Option<K>> {
         let Some(text) = cursor else { return Ok(None) };
-        let wrong = |what: &str| Error::Of(Code::WrongCursor, format!("the cursor is {what}: {BEGIN_ANEW}"));
+        let wrong = |what: &str| Error::Of(Code::WrongCursor, format!("the cursor is {what}: {BEGIN_AGAIN}"));
         let bytes = (text.len() <= CURSOR_BYTES).then(|| BASE64_URL_SAFE_NO_PAD.decode(text).ok()).flatten();
         let place: Option<CursorPosition<Value>> =
             bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok());

@@ -32,7 +32,7 @@ use std::{net::IpAddr, sync::Arc, time::Duration};
 use utoipa::ToSchema;
 
 /// Maximum length of the path to return to, in bytes.
-const NEXT_BYTES: usize = 2000;
+const MAX_NEXT_BYTES: usize = 2000;
 const LINK_LIFE: Duration = Duration::from_secs(600);
 
 /// `GET /login`
@@ -64,7 +64,7 @@ pub(crate) struct LoginForm {
 pub(crate) fn return_path(next: Option<&str>) -> &str {
     let is_ours = |next: &&str| {
         let plain = next.bytes().all(|byte| (0x21..0x7f).contains(&byte) && byte != b'\\');
-        plain && next.len() <= NEXT_BYTES && next.starts_with('/') && !next.starts_with("//")
+        plain && next.len() <= MAX_NEXT_BYTES && next.starts_with('/') && !next.starts_with("//")
     };
     next.filter(is_ours).unwrap_or("/jobs")
 }
@@ -206,7 +206,8 @@ fn form(auth: &Auth, ingress: &Ingress, next: &str, name: &str, error: Option<&s
     Ok((status, Html(html)).into_response())
 }
 
-/// Returns the button to sign in with the OpenID provider, if one is configured. The link uses the public URL, to which the provider redirects.
+/// Returns the button to sign in with the OpenID provider, if one is configured. The link uses the public URL, to which the provider
+/// redirects.
 fn button(auth: &Auth, ingress: &Ingress, error: &str) -> Option<ProviderButton> {
     let server = ingress.public_url.as_ref().map(ToString::to_string).unwrap_or_default();
     auth.oidc.as_ref().map(|oidc| ProviderButton {
@@ -344,8 +345,8 @@ pub(crate) struct LoginLink {
 
 /// Make a link that signs a browser in
 ///
-/// The link is valid once, for ten minutes. The session that it makes has the rights of this request's token and ends when that token expires.
-/// If this request belongs to a session, the new session expires no later than that session.
+/// The link is valid once, for ten minutes. The session that it makes has the rights of this request's token and ends when that token
+/// expires. If this request belongs to a session, the new session expires no later than that session.
 #[utoipa::path(post, path = "/login-links", tag = "access",
     responses((status = 201, body = LoginLink), (status = 409, body = Problem, description = "The server runs without authentication")))]
 pub(crate) async fn link(
@@ -354,7 +355,7 @@ pub(crate) async fn link(
     ServerUrl(server): ServerUrl,
 ) -> Result<(StatusCode, Json<LoginLink>)> {
     let Some(token) = caller.token() else {
-        let detail = "this server runs with --no-auth: open its address, there is nothing to sign in to";
+        let detail = "this server runs with --no-auth: open its URL; signing in is not needed";
         return Err(Error::Conflict(detail.into(), None));
     };
     let code = auth.access.login_code(&token.id, caller.expires_at())?;
@@ -372,7 +373,7 @@ mod tests {
             assert_eq!(return_path(Some(ours)), ours);
         }
         let (longest, longer) =
-            (format!("/{}", "a".repeat(NEXT_BYTES - 1)), format!("/{}", "a".repeat(NEXT_BYTES)));
+            (format!("/{}", "a".repeat(MAX_NEXT_BYTES - 1)), format!("/{}", "a".repeat(MAX_NEXT_BYTES)));
         assert_eq!(return_path(Some(&longest)), longest);
         for other in
             ["", "//evil.example", "/\\evil.example", "http://evil.example", "/a\nb", "jobs", &longer]

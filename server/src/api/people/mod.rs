@@ -291,9 +291,9 @@ pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Resul
 
 /// Remove a person
 ///
-/// The person's sessions end, and the person's tokens are revoked. The account at an OpenID provider cannot sign in until an admin binds it to
-/// a person. Jobs and datasets keep the person's name, so they will belong to the next person with this name. Therefore disable people who
-/// leave rather than remove them.
+/// The person's sessions end, and the person's tokens are revoked. The account at an OpenID provider cannot sign in until an admin binds it
+/// to a person. Jobs and datasets keep the person's name, so they will belong to the next person with this name. Therefore disable people
+/// who leave rather than remove them.
 #[utoipa::path(delete, path = "/people/{name}", tag = "access", params(("name" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn delete(State(auth): State<Arc<Auth>>, Path(name): Path<String>) -> Result<StatusCode> {
@@ -352,7 +352,7 @@ pub(super) async fn set_own(
     let before = match auth.access.by_password(name, passwords.current, from).await {
         Ok(row) => row,
         Err(NotSignedIn::Wrong) => {
-            return Err(mistake("/current", "is not the password that you have".into()));
+            return Err(mistake("/current", "is not your current password".into()));
         }
         Err(other) => return Err(refusal(other, from)),
     };

@@ -1,5 +1,5 @@
-//! Signing in with the OpenID provider: the redirect to the provider, and the return. `auth::oidc` has the protocol. This module maps accounts
-//! to people.
+//! Signing in with the OpenID provider: the redirect to the provider, and the return. `auth::oidc` has the protocol. This module maps
+//! accounts to people.
 
 use super::login::{self, Refused};
 use crate::{
@@ -27,8 +27,8 @@ use serde::Deserialize;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Duration of a session. It is shorter than that of a session with a password, so that people who are locked out at the provider lose access
-/// soon.
+/// Duration of a session. It is shorter than that of a session with a password, so that people who are locked out at the provider lose
+/// access soon.
 const SESSION_LIFE: Duration = Duration::from_secs(24 * 3600);
 
 /// `GET /login/oidc`
@@ -148,7 +148,7 @@ async fn person(
     let _one_at_a_time = auth.access.changing.lock().await;
     match auth.access.by_identity(&identity) {
         SignsInAs::Person(row) if row.person.disabled_at.is_some() => {
-            return refuse(format!("{} may not use this server any more; ask an admin.", row.person.name));
+            return refuse(format!("{} may no longer use this server; ask an admin.", row.person.name));
         }
         SignsInAs::Person(mut row) => {
             if oidc.config.groups.is_none() {
@@ -204,8 +204,8 @@ async fn person(
     Ok(Ok((row, Some(done))))
 }
 
-/// Returns why a sign-in cannot add a person with this name, if so. Names are chosen at the provider, and a new person with the name would own
-/// the jobs and datasets of removed people and of tokens with that name.
+/// Returns why a sign-in cannot add a person with this name, if so. Names are chosen at the provider, and a new person with the name would
+/// own the jobs and datasets of removed people and of tokens with that name.
 async fn taken(auth: &Auth, name: &str) -> Result<Option<&'static str>> {
     if auth.access.person(name).is_some() {
         return Ok(Some("another person has this name"));

@@ -26,7 +26,7 @@ use std::time::Duration;
 use utoipa::ToSchema;
 
 /// Maximum number of valid tokens of a person, so that nobody uses up the server's maximum.
-const TOKENS_OF_A_PERSON: usize = 50;
+const MAX_TOKENS_OF_A_PERSON: usize = 50;
 
 /// A token to make.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -129,8 +129,8 @@ fn used_by(auth: &Auth, caller: &Caller) -> Option<Token> {
 /// Make a token
 ///
 /// A person makes tokens for their own use. Such a token has at most the rights and lifetime of the request that makes it. It ends with the
-/// person, and with the token of that request. A token with the scope `read` cannot make tokens. Only admins make other tokens, for programs
-/// and machines.
+/// person, and with the token of that request. A token with the scope `read` cannot make tokens. Only admins make other tokens, for
+/// programs and machines.
 #[utoipa::path(post, path = "/tokens", tag = "access", request_body = NewToken,
     responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 5000 valid tokens, or a person has the name"),
         (status = 422, body = Problem)))]
@@ -198,16 +198,18 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     if let Some(owner) = &owner
         && auth.access.person(owner).is_none_or(|row| row.person.disabled_at.is_some())
     {
-        return Err(Error::Forbidden(format!("{owner} may not use this server any more")));
+        return Err(Error::Forbidden(format!("{owner} may no longer use this server")));
     }
     if owner.is_none() && new.scope != Scope::Agent && auth.access.person(&new.name).is_some() {
         let detail = format!("{:?} is a person, who makes tokens of its own; choose another name", new.name);
         return Err(Error::Conflict(detail, None));
     }
     let is_its = |token: &Token| owner.is_some() && token.owner == owner && token.is_valid(now);
-    if auth.access.tokens().iter().filter(|token| is_its(token)).count() >= TOKENS_OF_A_PERSON {
+    if auth.access.tokens().iter().filter(|token| is_its(token)).count() >= MAX_TOKENS_OF_A_PERSON {
         return Err(Error::Conflict(
-            format!("you have {TOKENS_OF_A_PERSON} valid tokens already; revoke some that you do not need"),
+            format!(
+                "you have {MAX_TOKENS_OF_A_PERSON} valid tokens already; revoke some that you do not need"
+            ),
             None,
         ));
     }

@@ -1,5 +1,4 @@
-//! Files of runs from elsewhere: uploaded by their programs, listed, downloaded and deleted. MLflow's clients do so by
-//! `mlflow/artifacts.rs`.
+//! Files of runs from elsewhere: programs upload, list, download and delete them. `mlflow/artifacts.rs` has the calls of MLflow's clients.
 
 use crate::{
     api::{jobs, to_the_end},
@@ -33,10 +32,10 @@ use tokio::io::AsyncWriteExt;
 use tower_http::services::ServeFile;
 use utoipa::{IntoParams, ToSchema};
 
-/// The free space of the disk is checked each time so many bytes of a file have come.
-const CHECKED_BYTES: usize = 8 << 20;
+/// Number of received bytes of a file between two checks of the disk's free space.
+const CHECK_BYTES: usize = 8 << 20;
 
-/// Which file.
+/// Selects a file of a run.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct FileQuery {
@@ -44,24 +43,24 @@ pub(crate) struct FileQuery {
     path: String,
 }
 
-/// A file that is uploaded.
+/// Parameters of the upload of a file.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct UploadQuery {
     /// The file's path within the run: names with `/` between them, at most 1000 bytes.
     path: String,
-    /// When the file was changed, in milliseconds since 1970; now when absent.
+    /// Time of the file's last change, in milliseconds since 1970 (default: now).
     modified_ms: Option<u64>,
 }
 
 /// The files of a run.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct FilesOfRun {
-    /// In the order of their paths.
+    /// Ordered by path.
     files: Vec<RunFile>,
 }
 
-/// A run that another program trains: other jobs have no files.
+/// Returns the id of a run from elsewhere. Other jobs have no files.
 async fn run(store: &dyn Store, auth: &Auth, caller: &Caller, id: &str) -> Result<JobId> {
     let id = auth.run_id(caller, id);
     let job = jobs::row(store, &id).await?.job;
@@ -88,7 +87,7 @@ fn refusal(why: Refused) -> Error {
 }
 
 /// List the files of a run
-#[utoipa::path(get, path = "/runs/{id}/files", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose")),
+#[utoipa::path(get, path = "/runs/{id}/files", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose")),
     responses((status = 200, body = FilesOfRun), (status = 404, body = Problem), (status = 409, body = Problem, description = "The server's own ranks train the job")))]
 pub(crate) async fn list(
     State(config): State<Arc<ServeConfig>>,
@@ -101,10 +100,10 @@ pub(crate) async fn list(
     Ok(Json(FilesOfRun { files: listed(files).await? }))
 }
 
-/// All files of a run.
+/// Returns all files of a run.
 ///
 /// # Errors
-/// The disk.
+/// The disk cannot be read.
 pub(super) async fn listed(files: RunFiles) -> Result<Vec<RunFile>> {
     Ok(blocking(move || files.list()).await??)
 }
@@ -112,7 +111,7 @@ pub(super) async fn listed(files: RunFiles) -> Result<Vec<RunFile>> {
 /// Upload a file of a run
 ///
 /// The body is the file. A file with the same path is replaced.
-#[utoipa::path(put, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose"), UploadQuery),
+#[utoipa::path(put, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose"), UploadQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
     responses((status = 200, body = RunFile), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "The server's own ranks train the job, or a folder has this path"),
@@ -134,10 +133,10 @@ pub(crate) async fn upload(
     Ok(Json(stored(of(&config, &id), query.path, query.modified_ms, body).await?))
 }
 
-/// Stores a file as it comes.
+/// Stores a file while it is received.
 ///
 /// # Errors
-/// It does not fit into the run, the body breaks off, or the disk.
+/// The file does not fit into the run, the body is incomplete, or the disk cannot be written.
 pub(super) async fn stored(
     files: RunFiles,
     path: String,
@@ -150,11 +149,12 @@ pub(super) async fn stored(
     let mut file = tokio::fs::File::create(incoming.path()).await.map_err(|e| disk(&e))?;
     let (mut parts, mut size_bytes, mut unchecked) = (body.into_data_stream(), 0, 0);
     while let Some(part) = parts.next().await {
-        let part = part.map_err(|e| Error::BadRequest(format!("the file did not come whole: {e}")))?;
+        let part =
+            part.map_err(|e| Error::BadRequest(format!("the file was not received completely: {e}")))?;
         size_bytes += part.len() as u64;
         check_size(size_bytes, room).map_err(refusal)?;
         unchecked += part.len();
-        if unchecked >= CHECKED_BYTES {
+        if unchecked >= CHECK_BYTES {
             check_space(incoming.path(), 0).map_err(|e| disk(&e))?;
             unchecked = 0;
         }
@@ -169,10 +169,10 @@ pub(super) async fn stored(
 /// Download a file of a run
 ///
 /// `Range` and `If-Modified-Since` are honoured.
-#[utoipa::path(get, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose"), FileQuery),
+#[utoipa::path(get, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose"), FileQuery),
     responses((status = 200, content_type = "application/octet-stream", body = Vec<u8>),
-        (status = 206, content_type = "application/octet-stream", body = Vec<u8>, description = "The range that was asked for"),
-        (status = 304, description = "Not changed since"), (status = 404, body = Problem),
+        (status = 206, content_type = "application/octet-stream", body = Vec<u8>, description = "The requested range"),
+        (status = 304, description = "The file has not changed"), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "The server's own ranks train the job"), (status = 416, description = "There is no such range")))]
 pub(crate) async fn download(
     State(config): State<Arc<ServeConfig>>,
@@ -186,10 +186,10 @@ pub(crate) async fn download(
     sent(&of(&config, &run(&*store, &auth, &caller, &id).await?), &query.path, request).await
 }
 
-/// A file. Browsers only save it: nothing that a program uploads is shown as a page of this server.
+/// Returns the response with a file. Browsers save the file and do not show it, because it could contain scripts of its program.
 ///
 /// # Errors
-/// There is no such file, or the disk.
+/// The file does not exist, or the disk cannot be read.
 pub(super) async fn sent(files: &RunFiles, path: &str, mut request: Request<Body>) -> Result<Response> {
     let place = files.place(path).map_err(refusal)?;
     let missing = || Error::NotFound("the run has no such file; GET /api/v1/runs/ID/files lists them".into());
@@ -216,8 +216,8 @@ pub(super) async fn sent(files: &RunFiles, path: &str, mut request: Request<Body
 
 /// Delete a file of a run
 ///
-/// Or a folder with all files in it.
-#[utoipa::path(delete, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose"), FileQuery),
+/// The path may also be that of a folder. Then all files in the folder are deleted.
+#[utoipa::path(delete, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose"), FileQuery),
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "The server's own ranks train the job")))]
 pub(crate) async fn delete(
     State(config): State<Arc<ServeConfig>>,
@@ -235,7 +235,7 @@ pub(crate) async fn delete(
 /// Removes a file or a folder.
 ///
 /// # Errors
-/// There is none, or the disk.
+/// The file or folder does not exist, or the disk cannot be written.
 pub(super) async fn removed(files: RunFiles, path: String) -> Result<()> {
     match blocking(move || files.remove(&path)).await?.map_err(refusal)? {
         true => Ok(()),

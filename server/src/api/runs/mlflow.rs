@@ -1,5 +1,5 @@
-//! MLflow's REST interface (2.0), as far as its clients need it to log. Experiments are projects, runs are runs from elsewhere, and parameters are
-//! settings. Requests, responses and errors follow `mlflow/protos/service.proto` and `mlflow/store/tracking/rest_store.py`.
+//! MLflow's REST interface (2.0), as far as its clients need it to log. Experiments are projects, runs are runs from elsewhere, and
+//! parameters are settings. Requests, responses and errors follow `mlflow/protos/service.proto` and `mlflow/store/tracking/rest_store.py`.
 
 pub(crate) mod artifacts;
 
@@ -37,7 +37,7 @@ const PREFIX: &str = "/api/2.0/mlflow/";
 /// MLflow's default experiment, which clients use if none is named.
 const DEFAULT_ID: &str = "0";
 const DEFAULT_NAME: &str = "Default";
-/// The tags that have a run's name, and the user whose program it is.
+/// Names of the tags with a run's name, and with the user who runs the program.
 const RUN_NAME: &str = "mlflow.runName";
 const USER: &str = "mlflow.user";
 /// Limits as documented by MLflow.
@@ -47,12 +47,13 @@ const TAG_CHARS: usize = 8000;
 const BATCH_METRICS: usize = 1000;
 const BATCH_PARAMS: usize = 100;
 const BATCH_TAGS: usize = 100;
-/// Runs or experiments of a page at most, and points of a page of a metric's history. A request may name more, up to MLflow's limit.
+/// Maximum number of runs or experiments of a page, and of points of a page of a metric's history. A request may ask for more, up to
+/// MLflow's limit.
 const PAGE_RUNS: u32 = 1000;
 const PAGE_POINTS: u32 = 25_000;
 const PAGE_LIMIT: u32 = 50_000;
 
-/// An error in the form that MLflow's clients expect.
+/// An error in the format that MLflow's clients expect.
 struct Refusal {
     status: StatusCode,
     code: &'static str,
@@ -79,14 +80,14 @@ fn missing(key: &str) -> Refusal {
     invalid(format!("Missing value for required parameter '{key}'. {about}"))
 }
 
-/// A value of another type than the parameter's, in MLflow's words.
+/// Error for a value of the wrong type, with MLflow's text.
 fn invalid_value(key: &str, value: &Value) -> Refusal {
     invalid(format!("Invalid value {} for parameter '{key}' supplied", shortened(&value.to_string())))
 }
 
 fn no_call(method: &Method, name: &str) -> Refusal {
     let detail = format!(
-        "Lockstep has no call {method} {:?} of MLflow's: it takes experiments, runs, parameters, metrics, tags and artifacts of runs, and \
+        "Lockstep has no call {method} {:?} of MLflow's: it supports experiments, runs, parameters, metrics, tags and artifacts of runs, and \
          no registered models or traces",
         shortened(name)
     );
@@ -132,10 +133,12 @@ impl Asked {
         let bytes = Bytes::from_request(request, &()).await;
         let bytes = bytes.map_err(|error| refuse("BAD_REQUEST", error.body_text()))?;
         let body = serde_json::from_slice(if bytes.is_empty() { &b"{}"[..] } else { &bytes[..] });
-        Ok(Self(body.map_err(|error| refuse("BAD_REQUEST", format!("the body is no JSON object: {error}")))?))
+        Ok(Self(
+            body.map_err(|error| refuse("BAD_REQUEST", format!("the body is not a JSON object: {error}")))?,
+        ))
     }
 
-    /// A text that is not empty.
+    /// Returns a text; `None` if it is missing or empty.
     fn text(&self, key: &str) -> Result<Option<&str>> {
         match self.0.get(key) {
             None | Some(Value::Null) => Ok(None),
@@ -161,21 +164,21 @@ impl Asked {
         list.map(|list| list.iter().filter_map(Value::as_str).collect()).unwrap_or_default()
     }
 
-    /// An integer. Protobuf's JSON has 64-bit integers as text.
+    /// Returns an integer. Protobuf's JSON encodes 64-bit integers as text.
     fn whole(&self, key: &str) -> Result<Option<i64>> {
         let Some(value) = self.0.get(key).filter(|value| !value.is_null()) else { return Ok(None) };
         let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
         number.map(Some).ok_or_else(|| invalid_value(key, value))
     }
 
-    /// A point in time, in milliseconds since 1970.
+    /// Returns a point in time from milliseconds since 1970.
     fn time(&self, key: &str) -> Result<Option<Timestamp>> {
         let ms = self.whole(key)?;
         let at = ms.map(|ms| Timestamp::from_millisecond(ms).map_err(|_| invalid_value(key, &ms.into())));
         at.transpose()
     }
 
-    /// How many elements a page may have.
+    /// Returns the size of the requested page, which is at most `most`.
     fn page(&self, most: u32) -> Result<u32> {
         match self.whole("max_results")? {
             None => Ok(most),
@@ -285,7 +288,7 @@ impl Parts {
                 let path = asked.text("path")?.unwrap_or_default();
                 artifacts::of_run(&self.config, &self.seen(asked).await?, path).await?
             }
-            // There are none. Clients ask before they list the artifacts in a folder.
+            // No model is logged. Clients send this before they list the artifacts in a folder.
             ("POST", "logged-models/search") => json!({"models": []}),
             _ => return Err(no_call(method, name)),
         })
@@ -307,7 +310,9 @@ impl Parts {
             return Err(invalid(detail));
         }
         let from = asked.text("page_token")?.map(str::parse::<usize>).transpose();
-        let from = from.map_err(|_| invalid("page_token must be that of the page before"))?.unwrap_or(0);
+        let from = from
+            .map_err(|_| invalid("page_token must be the next_page_token of the previous page"))?
+            .unwrap_or(0);
         let max = asked.page(PAGE_RUNS)? as usize;
         let are_deleted = asked.text("view_type")? == Some("DELETED_ONLY");
         let all = if are_deleted { Vec::new() } else { self.projects().await? };
@@ -393,7 +398,7 @@ impl Parts {
         Ok(json!({"run_info": info(&self.tell(asked, change).await?)}))
     }
 
-    /// Deletes a run for good. MLflow keeps deleted runs for a while.
+    /// Deletes a run permanently. MLflow keeps deleted runs for a while.
     async fn delete_run(&self, asked: &Asked) -> Result<()> {
         let job = self.own(asked).await?;
         if !job.state.is_final() {
@@ -496,7 +501,7 @@ impl Parts {
             let step =
                 step.ok_or_else(|| invalid(format!("metric '{key}': a step must be 0 to {LAST_STEP}")))?;
             points.push((key, step, value));
-            // MLflow, too, refuses one without a time.
+            // MLflow also refuses a metric without a time.
             let Some(at) = metric.time("timestamp")? else {
                 return Err(match asked.0.get("metrics") {
                     Some(all) => invalid_value("metrics", all),
@@ -517,7 +522,9 @@ impl Parts {
         let job = self.seen(asked).await?;
         let key = asked.required("metric_key")?;
         let from = asked.text("page_token")?.map(str::parse::<u64>).transpose();
-        let from = from.map_err(|_| invalid("page_token must be that of the page before"))?.unwrap_or(0);
+        let from = from
+            .map_err(|_| invalid("page_token must be the next_page_token of the previous page"))?
+            .unwrap_or(0);
         let max = asked.page(PAGE_POINTS)? as usize;
         // Usually each step has a point, and the first range has a page. Where points are sparse, the range grows.
         let mut steps = max as u64;
@@ -529,7 +536,7 @@ impl Parts {
                 to: Some(to),
                 ..MetricFilter::default()
             };
-            // Every point.
+            // All points.
             let found = query::find(&self.metrics, &job, &filter, 1 << 40).await?;
             let points: Vec<_> = found.series.into_values().flatten().collect();
             if points.len() > max || to >= job.step {
@@ -550,7 +557,7 @@ impl Parts {
     }
 }
 
-/// The run with this id.
+/// Returns the run with this id, if the caller may see it.
 async fn seen_run(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
     let none = || refuse("RESOURCE_DOES_NOT_EXIST", format!("Run with id={} not found", shortened(id)));
     match jobs::seen(scheduler, caller, id).await {

@@ -1,5 +1,5 @@
-//! Runs from elsewhere: jobs that other programs train. The programs create, update and log them with these calls. Everything else works as for
-//! other jobs.
+//! Runs from elsewhere: jobs that other programs train. The programs create, update and log them with these calls. Everything else works as
+//! for other jobs.
 
 pub(crate) mod files;
 pub(crate) mod mlflow;
@@ -60,9 +60,9 @@ pub(crate) struct NewRun {
     notes: Option<String>,
     /// Whether only the owner and admins see the run.
     private: Option<bool>,
-    /// When it began, in milliseconds since 1970; now when absent.
+    /// Time of the run's start, in milliseconds since 1970 (default: now).
     started_at: Option<i64>,
-    /// From MLflow's wire only.
+    /// Only set by calls of MLflow's clients.
     #[serde(skip)]
     values: BTreeMap<String, String>,
 }
@@ -307,9 +307,9 @@ fn columns<'a>(points: impl Iterator<Item = (&'a str, u64, f64)>) -> Vec<MetricC
 
 /// Log the metrics of a run
 ///
-/// Records that are already stored are skipped, so a request may be repeated. If a metric has several values for the same step, charts show the
-/// last one.
-#[utoipa::path(post, path = "/runs/{id}/records", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose")),
+/// Records that are already stored are skipped, so a request may be repeated. If a metric has several values for the same step, charts show
+/// the last one.
+#[utoipa::path(post, path = "/runs/{id}/records", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose")),
     request_body = NewRecords, responses((status = 200, body = RecordsStored), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "Earlier records are missing; `expected` has the number of the next record. Or no other program trains the job"),
         (status = 422, body = Problem)))]
@@ -380,15 +380,15 @@ pub(crate) struct RunNews {
     state: Option<RunState>,
     /// Text that explains why the run failed or was cancelled.
     reason: Option<String>,
-    /// When it ended, in milliseconds since 1970; now when absent.
+    /// Time of the run's end, in milliseconds since 1970 (default: now).
     ended_at: Option<i64>,
 }
 
 /// Update a run
 ///
-/// A program should also send updates without changes: a run without requests for ten minutes (`lockstep serve --run-silence`) counts as failed
-/// until the next request.
-#[utoipa::path(patch, path = "/runs/{id}", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose")),
+/// A program should also send updates without changes: a run without requests for ten minutes (`lockstep serve --run-silence`) counts as
+/// failed until the next request.
+#[utoipa::path(patch, path = "/runs/{id}", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose")),
     request_body = RunNews, responses((status = 200, body = Job), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "No other program trains the job, or the settings or results are too long")))]
 pub(crate) async fn change(

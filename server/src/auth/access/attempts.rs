@@ -1,7 +1,7 @@
 //! Attempts to sign in that failed, counted by address and by name.
 //!
-//! A correct token or code is always accepted, so the failures of others behind the same address lock nobody out. The limit only slows
-//! down guessing, and bounds what guessing writes into logs.
+//! A correct token or code is always accepted, so failures of others behind the same address lock nobody out. The limit only slows
+//! down guessing, and limits the log lines of guessing.
 //!
 //! A password is expensive to check and may be guessed from many addresses. An attempt with one is therefore counted before it is
 //! checked, and refused without a check beyond the limit. An address from which the person has signed in before (since the server's
@@ -16,14 +16,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Failures of an address within [`WINDOW`] that are answered 401; further ones are answered 429.
-pub(super) const MOST: u32 = 10;
-/// Failures for a name, from all addresses together.
-pub(super) const MOST_OF_A_NAME: u32 = 30;
+/// Maximum number of failures of an address within [`WINDOW`] that are answered 401. Further failures are answered 429.
+pub(super) const MAX_FAILURES: u32 = 10;
+/// Maximum number of failures for a name, from all addresses together.
+pub(super) const MAX_FAILURES_OF_A_NAME: u32 = 30;
 const WINDOW: Duration = Duration::from_secs(60);
-/// Addresses that are counted at a time. While there are more, every failure of a further address is answered 429.
+/// Maximum number of addresses with a counter. While there are more, every failure of a further address is answered 429.
 const ADDRESSES: usize = 10_000;
-/// Names, and addresses that people have signed in from, that are remembered. Beyond that the oldest are forgotten.
+/// Maximum number of remembered names, and of addresses from which people have signed in. Beyond that, the oldest are forgotten.
 const NAMES: usize = 10_000;
 
 #[derive(Debug, Default)]
@@ -35,11 +35,11 @@ type Counts<K> = HashMap<K, (u32, Instant)>;
 struct Counters {
     addresses: Counts<IpAddr>,
     names: Counts<String>,
-    /// Names and addresses that they have signed in from.
+    /// Names, and addresses from which they have signed in.
     familiar: Counts<(String, IpAddr)>,
 }
 
-/// How long to wait until a counter is reset, if it is full.
+/// The time until a counter is reset, if it is full.
 fn full<K: Hash + Eq>(counts: &Counts<K>, key: &K, most: u32) -> Option<Duration> {
     let (count, since) = counts.get(key)?;
     let left = WINDOW.checked_sub(since.elapsed()).filter(|left| !left.is_zero())?;
@@ -61,7 +61,7 @@ fn take_back<K: Hash + Eq>(counts: &mut Counts<K>, key: &K) {
     }
 }
 
-/// Makes room for one more.
+/// Removes the oldest entry if there are `most` entries.
 fn forget_oldest<K: Hash + Eq + Clone>(counts: &mut Counts<K>, most: usize) {
     while counts.len() >= most {
         let oldest = counts.iter().min_by_key(|(_, (_, since))| *since).map(|(key, _)| key.clone());
@@ -95,15 +95,15 @@ impl Attempts {
         let from = client_key(from);
         counters.make_room(from)?;
         let (count, since) = add(&mut counters.addresses, from);
-        if count <= MOST { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
+        if count <= MAX_FAILURES { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
     }
 
     /// Whether an address has failures left.
     pub(super) fn check(&self, from: IpAddr) -> Result<(), Duration> {
-        full(&self.counters().addresses, &client_key(from), MOST).map_or(Ok(()), Err)
+        full(&self.counters().addresses, &client_key(from), MAX_FAILURES).map_or(Ok(()), Err)
     }
 
-    /// Takes back the last failure that was counted for an address: it was none.
+    /// Uncounts the last failure of an address, because it was not a failure.
     pub(super) fn was_right(&self, from: IpAddr) {
         take_back(&mut self.counters().addresses, &client_key(from));
     }
@@ -112,20 +112,23 @@ impl Attempts {
     /// before.
     ///
     /// # Errors
-    /// How long to wait, beyond the limit.
+    /// The time to wait, if the limit is exceeded.
     pub(super) fn begin(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
         let mut counters = self.counters();
         let from = client_key(from);
         let pair = (name.to_owned(), from);
         if counters.familiar.contains_key(&pair) {
-            if let Some(wait) = full(&counters.familiar, &pair, MOST) {
+            if let Some(wait) = full(&counters.familiar, &pair, MAX_FAILURES) {
                 return Err(wait);
             }
             add(&mut counters.familiar, pair);
             return Ok(true);
         }
         counters.make_room(from)?;
-        let waits = [full(&counters.addresses, &from, MOST), full(&counters.names, &pair.0, MOST_OF_A_NAME)];
+        let waits = [
+            full(&counters.addresses, &from, MAX_FAILURES),
+            full(&counters.names, &pair.0, MAX_FAILURES_OF_A_NAME),
+        ];
         if let Some(wait) = waits.into_iter().flatten().max() {
             return Err(wait);
         }
@@ -137,7 +140,7 @@ impl Attempts {
         Ok(false)
     }
 
-    /// Takes back the last attempt: its password was correct.
+    /// Uncounts the last attempt, because its password was correct.
     pub(super) fn succeeded(&self, name: &str, from: IpAddr) {
         let mut counters = self.counters();
         let from = client_key(from);
@@ -152,7 +155,7 @@ impl Attempts {
         }
     }
 
-    /// Takes back the last attempt: it was not checked.
+    /// Uncounts the last attempt, because it was not checked.
     pub(super) fn not_checked(&self, name: &str, from: IpAddr) {
         let mut counters = self.counters();
         let from = client_key(from);
@@ -174,7 +177,7 @@ mod tests {
     fn ten_failures_a_minute_of_an_address_are_told_apart_from_floods() {
         let attempts = Attempts::default();
         let (here, there): (IpAddr, IpAddr) = ([127, 0, 0, 1].into(), [10, 0, 0, 1].into());
-        for _ in 0..MOST {
+        for _ in 0..MAX_FAILURES {
             assert_eq!(attempts.failed(here), Ok(()));
         }
         let wait = attempts.failed(here).expect_err("one too many");
@@ -201,14 +204,14 @@ mod tests {
     fn a_name_is_guessed_from_many_addresses_no_more_often_than_its_limit() {
         let attempts = Attempts::default();
         let address = |n: u32| IpAddr::from((0x0a00_0000 + n).to_be_bytes());
-        for n in 0..MOST_OF_A_NAME {
+        for n in 0..MAX_FAILURES_OF_A_NAME {
             assert_eq!(attempts.begin("ada", address(n)), Ok(false), "{n}");
         }
-        assert!(attempts.begin("ada", address(MOST_OF_A_NAME)).is_err(), "one past it");
+        assert!(attempts.begin("ada", address(MAX_FAILURES_OF_A_NAME)).is_err(), "one past it");
         assert_eq!(attempts.begin("bob", address(0)), Ok(false), "another name");
         if let Some(long_ago) = Instant::now().checked_sub(WINDOW) {
             attempts.counters().names.get_mut("ada").unwrap().1 = long_ago;
-            assert_eq!(attempts.begin("ada", address(MOST_OF_A_NAME)), Ok(false), "a minute later");
+            assert_eq!(attempts.begin("ada", address(MAX_FAILURES_OF_A_NAME)), Ok(false), "a minute later");
         }
     }
 
@@ -220,7 +223,7 @@ mod tests {
             assert_eq!(attempts.begin("ada", office), Ok(n > 0), "right passwords are not limited");
             attempts.succeeded("ada", office);
         }
-        for _ in 0..MOST {
+        for _ in 0..MAX_FAILURES {
             assert_eq!(attempts.begin("bob", office), Ok(false));
         }
         assert!(attempts.begin("bob", office).is_err());
@@ -228,7 +231,7 @@ mod tests {
             let _ = attempts.begin("ada", [10, 0, 0, n].into());
         }
         assert!(attempts.begin("ada", elsewhere).is_err(), "her name is being guessed");
-        for n in 0..MOST {
+        for n in 0..MAX_FAILURES {
             assert_eq!(attempts.begin("ada", office), Ok(true), "{n}");
         }
         assert!(attempts.begin("ada", office).is_err(), "there, too, ten guesses and no more");

@@ -1,4 +1,4 @@
-//! Who sends a request.
+//! The caller of a request.
 
 use jiff::Timestamp;
 use lockstep_protocol::access::{Scope, Token};
@@ -9,20 +9,20 @@ use std::sync::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// A token, or a session of one.
+/// A token, or a session.
 #[derive(Debug)]
 pub(crate) struct Credential {
-    /// As it was stored.
+    /// The token as stored.
     pub(super) token: Token,
     pub(super) hash: String,
-    /// Its scope, limited by its owner's role; `None` while the owner is disabled or removed.
+    /// The scope, limited by the owner's role; `None` while the owner is disabled or removed.
     pub(super) scope: Option<Scope>,
     /// When the browser signed in, for a session.
     pub(super) session_since: Option<Timestamp>,
     pub(super) expires_at: Option<Timestamp>,
-    /// Cancelled when it is no longer valid: its websockets close.
+    /// Cancelled when the credential becomes invalid. Its websockets are then closed.
     pub(super) ended: CancellationToken,
-    /// A session's is its token's.
+    /// A session shares the usage of its token.
     pub(super) usage: Arc<Usage>,
 }
 
@@ -47,14 +47,14 @@ impl Credential {
         self.usage.last.fetch_max(now.as_millisecond(), Ordering::Relaxed);
     }
 
-    /// When it was last used, if that is not stored yet.
+    /// The time of the last use, if it is not stored yet.
     pub(super) fn take_used(&self) -> Option<Timestamp> {
         let used = self.usage.last.load(Ordering::Relaxed);
         let before = self.usage.stored.swap(used, Ordering::Relaxed);
         if used > before { Timestamp::from_millisecond(used).ok() } else { None }
     }
 
-    /// As it is now.
+    /// The token with its current fields.
     pub(super) fn shown(&self) -> Token {
         let used = self.usage.last.load(Ordering::Relaxed);
         let last_used_at = (used > 0).then(|| Timestamp::from_millisecond(used).ok()).flatten();
@@ -62,12 +62,12 @@ impl Credential {
     }
 }
 
-/// Who sends a request, as the gate has found.
+/// The caller of a request, as determined by the gate.
 #[derive(Debug, Clone)]
 pub(crate) struct Caller(pub(super) Option<Arc<Credential>>);
 
 impl Caller {
-    /// Somebody under `--no-auth`.
+    /// A caller under `--no-auth`.
     pub(crate) fn anybody() -> Self {
         Self(None)
     }
@@ -76,53 +76,53 @@ impl Caller {
         Self(Some(credential))
     }
 
-    /// Whether it has at least the scope `needed`.
+    /// Whether the caller has at least the scope `needed`.
     pub(crate) fn may(&self, needed: Scope) -> bool {
         self.0.as_ref().is_none_or(|c| c.scope.is_some_and(|scope| scope.allows(needed)))
     }
 
-    /// What it may do now; none under `--no-auth`.
+    /// The caller's current scope; `None` under `--no-auth`.
     pub(crate) fn scope(&self) -> Option<Scope> {
         self.0.as_ref().and_then(|c| c.scope)
     }
 
-    /// The person, signed in or by a token of its own.
+    /// The person, signed in or with a personal token.
     pub(crate) fn person(&self) -> Option<&str> {
         self.token().and_then(|token| token.owner.as_deref())
     }
 
-    /// The owner of the jobs and datasets that it creates: a person's or a token's name; `None` under `--no-auth`.
+    /// The owner of the jobs and datasets that the caller creates: a person's or a token's name; `None` under `--no-auth`.
     pub(crate) fn owner(&self) -> Option<&str> {
         self.token().map(|token| token.owner.as_deref().unwrap_or(&token.name))
     }
 
-    /// The token, also of a session; none under `--no-auth`.
+    /// The token, also of a session; `None` under `--no-auth`.
     pub(crate) fn token(&self) -> Option<&Token> {
         self.0.as_ref().map(|c| &c.token)
     }
 
-    /// Whether nothing is hidden from it: an admin, or anybody under `--no-auth`.
+    /// Whether the caller sees all objects: an admin, or any caller under `--no-auth`.
     pub(crate) fn sees_all(&self) -> bool {
         self.may(Scope::Admin)
     }
 
-    /// Whether it sees an object of this owner, which may be private.
+    /// Whether the caller sees an object of this owner, which may be private.
     pub(crate) fn sees(&self, private: bool, owner: Option<&str>) -> bool {
         !private || self.sees_all() || self.owns(owner)
     }
 
-    /// Whether an object of this owner is its own.
+    /// Whether the caller is this owner.
     pub(crate) fn owns(&self, owner: Option<&str>) -> bool {
         owner.is_some() && owner == self.owner()
     }
 
-    /// The owner whose private objects it sees in lists, in addition to all that are not private. `None` sees all.
+    /// The owner whose private objects the caller sees in lists, in addition to all other objects. `None` sees all.
     pub(crate) fn sees_as(&self) -> Option<String> {
-        // A caller without a name has no scope to come here with; it sees what is nobody's.
+        // A caller without a name has no scope for lists; it would see objects without an owner.
         (!self.sees_all()).then(|| self.owner().unwrap_or_default().to_owned())
     }
 
-    /// What pages show it.
+    /// The caller's properties that pages need.
     pub(crate) fn viewer(&self) -> Viewer {
         Viewer {
             who: self.token().map(Token::who).unwrap_or_default(),
@@ -133,17 +133,17 @@ impl Caller {
         }
     }
 
-    /// When its session or token ends by itself.
+    /// When the session or token expires.
     pub(crate) fn expires_at(&self) -> Option<Timestamp> {
         self.0.as_ref()?.expires_at
     }
 
-    /// The hash of the session's secret, if it uses a session.
+    /// The hash of the session's secret, if the caller uses a session.
     pub(crate) fn session(&self) -> Option<&str> {
         self.0.as_ref().filter(|c| c.session_since.is_some()).map(|c| c.hash.as_str())
     }
 
-    /// Returns when the token is revoked, has expired, or its session is over.
+    /// Returns when the token is revoked or expired, or the session has ended.
     pub(crate) async fn ended(&self) {
         match &self.0 {
             Some(credential) => credential.ended.cancelled().await,

@@ -100,7 +100,7 @@ mod tests {
         for begins in [100, 200] {
             assert!(matches!(access.by_certificate("node-a", at(begins)), Err(Denied::Revoked)), "{begins}");
         }
-        // It is bound anew.
+        // The name is bound again.
         let again = access.by_certificate("node-a", at(201)).unwrap();
         assert_eq!(again.token().unwrap().agent_id, None);
         // Those from before stay refused, also when a later one was used.

@@ -11,7 +11,7 @@ use std::{
 
 const LIFE: Duration = Duration::from_secs(600);
 /// Maximum number of unused codes of a token or person. A further code invalidates the oldest.
-const MOST: usize = 10;
+const MAX_CODES: usize = 10;
 
 /// The unused codes, by their hashes.
 #[derive(Debug, Default)]
@@ -31,7 +31,7 @@ impl Codes {
         codes.retain(|_, code| code.made.elapsed() < LIFE);
         let mut own: Vec<_> = codes.iter().filter(|(_, code)| code.token_id == token_id).collect();
         own.sort_by_key(|(_, code)| code.made);
-        let excess = own.len().saturating_sub(MOST - 1);
+        let excess = own.len().saturating_sub(MAX_CODES - 1);
         let oldest: Vec<_> = own.into_iter().take(excess).map(|(hash, _)| hash.clone()).collect();
         for hash in oldest {
             codes.remove(&hash);
@@ -86,7 +86,7 @@ mod tests {
         }
 
         let another_s = codes.make("u", None).unwrap();
-        let made: Vec<_> = (0..=MOST).map(|_| codes.make("t", None).unwrap()).collect();
+        let made: Vec<_> = (0..=MAX_CODES).map(|_| codes.make("t", None).unwrap()).collect();
         assert!(codes.has(&another_s), "nobody else's");
         assert_eq!(codes.take(&made[0]), None, "one too many");
         assert!(made[1..].iter().all(|code| codes.take(code).is_some()));

@@ -11,13 +11,13 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Memory in KiB, passes and lanes: the minimum for argon2id in OWASP's Password Storage Cheat Sheet.
 const COST: (u32, u32, u32) = (19 * 1024, 2, 1);
-/// Maximum number of hashes that are computed at the same time. The limit is half of the cores if that is less, so that guessing leaves cores
-/// for other work.
-const AT_ONCE: usize = 4;
+/// Maximum number of hashes that are computed at the same time. The limit is half of the cores if that is less, so that guessing leaves
+/// cores for other work.
+const MAX_CONCURRENT: usize = 4;
 /// Maximum number of requests that wait for a hash.
-const WAITING: usize = 100;
+const MAX_WAITING: usize = 100;
 /// Maximum wait of a request.
-const PATIENCE: Duration = Duration::from_secs(20);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The queue in which a password waits to be hashed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,9 +61,9 @@ impl Default for Passwords {
     fn default() -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         Self {
-            turns: Arc::new(Semaphore::new((cores / 2).clamp(1, AT_ONCE))),
-            waiting: Arc::new(Semaphore::new(WAITING)),
-            familiar: (Arc::new(Semaphore::new(1)), Arc::new(Semaphore::new(WAITING))),
+            turns: Arc::new(Semaphore::new((cores / 2).clamp(1, MAX_CONCURRENT))),
+            waiting: Arc::new(Semaphore::new(MAX_WAITING)),
+            familiar: (Arc::new(Semaphore::new(1)), Arc::new(Semaphore::new(MAX_WAITING))),
         }
     }
 }
@@ -119,7 +119,7 @@ impl Passwords {
             Lane::Familiar => (&self.familiar.0, &self.familiar.1),
         };
         let _waiting = waiting.clone().try_acquire_owned().map_err(|_| PasswordError::Busy)?;
-        let turn = tokio::time::timeout(PATIENCE, turns.clone().acquire_owned()).await;
+        let turn = tokio::time::timeout(WAIT_TIMEOUT, turns.clone().acquire_owned()).await;
         turn.map_err(|_| PasswordError::Busy)?.map_err(|_| PasswordError::Busy)
     }
 }
@@ -165,7 +165,7 @@ mod tests {
         // Every turn is taken.
         let turns = passwords.turns.available_permits() as u32;
         let taken = passwords.turns.clone().acquire_many_owned(turns).await.unwrap();
-        let waiting: Vec<_> = (0..WAITING)
+        let waiting: Vec<_> = (0..MAX_WAITING)
             .map(|_| {
                 let passwords = passwords.clone();
                 tokio::spawn(

@@ -1,4 +1,4 @@
-//! People, in memory like tokens. A person's sessions end with any change of the person. Their tokens allow no more than their role,
+//! People, in memory like tokens. Any change of a person ends the person's sessions. The person's tokens allow at most the person's role,
 //! and nothing while the person is disabled.
 
 use super::{
@@ -80,7 +80,7 @@ impl Known {
 }
 
 impl Access {
-    /// Adds a person or replaces the one of the same name, whose sessions end.
+    /// Adds a person, or replaces the person with the same name, whose sessions are ended.
     pub(crate) fn put_person(&self, row: PersonRow) {
         let name = row.person.name.clone();
         // Represented as a token, so that code that names a caller or checks its scope handles people and tokens alike.
@@ -138,7 +138,7 @@ impl Access {
         self.codes.forget(&principal(&name));
     }
 
-    /// Removes a person: their sessions end, and their tokens allow nothing.
+    /// Removes a person. The person's sessions are ended, and the person's tokens allow nothing.
     pub(crate) fn remove_person(&self, name: &str) {
         let now = crate::now();
         let mut known = self.write();
@@ -184,7 +184,7 @@ impl Access {
     /// The hash of a new password.
     ///
     /// # Errors
-    /// As [`PasswordError`].
+    /// See [`PasswordError`].
     pub(crate) async fn hash_password(&self, password: Password) -> Result<String, PasswordError> {
         self.passwords.hash(password).await
     }

@@ -51,7 +51,7 @@ fn random() -> io::Result<String> {
     Ok(URL_SAFE_NO_PAD.encode(bytes))
 }
 
-/// Whether a text has the form of a token. Other texts are not accepted from a file, because people may have made them up.
+/// Whether a text has the format of a token. Other texts in a file are not accepted, because a person may have invented them.
 pub(crate) fn is_token(text: &str) -> bool {
     let random = text.strip_prefix(PREFIX).and_then(|rest| URL_SAFE_NO_PAD.decode(rest).ok());
     random.is_some_and(|bytes| bytes.len() == BYTES)

@@ -1,4 +1,4 @@
-//! The certificate authorities that the server trusts for connections to the provider.
+//! The CA certificates that the server trusts for connections to the provider.
 
 use crate::config::oidc::OidcConfig;
 use rustls::{
@@ -8,14 +8,14 @@ use rustls::{
 };
 use std::{fs::File, io::Read, path::Path, sync::Arc};
 
-/// Maximum size of a file of authorities.
+/// Maximum size of a file of CA certificates.
 const CA_BYTES: u64 = 1 << 20;
 
-/// TLS settings that trust the system's authorities and those of the configured file.
+/// TLS settings that trust the CA certificates of the system and of the configured file.
 pub(super) fn tls(config: &OidcConfig) -> Result<ClientConfig, String> {
     let mut roots = RootCertStore::empty();
     if !config.issuer.is_plain() {
-        // Unreadable authorities of the system are skipped. If one of them is needed, the connection fails.
+        // Unreadable CA certificates of the system are skipped. If one of them is needed, the connection fails.
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
     }
     if let Some(path) = &config.ca_file {

@@ -11,9 +11,9 @@ use serde::Deserialize;
 use serde_json::Value;
 
 /// Maximum size of a token in bytes. A token with a few hundred groups has about ten thousand.
-pub(super) const MOST_BYTES: usize = 64 << 10;
+pub(super) const MAX_BYTES: usize = 64 << 10;
 /// Maximum difference of the clocks of provider and server, in seconds.
-const CLOCKS: i64 = 60;
+const MAX_CLOCK_SKEW: i64 = 60;
 
 /// The header of a token, which names the algorithm and key of the signature. Only allowed algorithms are accepted.
 #[derive(Debug, Deserialize)]
@@ -34,17 +34,17 @@ pub(super) struct Expected<'a> {
 }
 
 fn refused<T>(detail: &str) -> Result<T, OidcError> {
-    Err(OidcError::Refused(format!("The provider's ID token cannot be believed: {detail}.")))
+    Err(OidcError::Refused(format!("The provider's ID token is not valid: {detail}.")))
 }
 
 /// The three parts of a token.
 fn parts(token: &str) -> Result<[&str; 3], OidcError> {
-    if token.len() > MOST_BYTES {
+    if token.len() > MAX_BYTES {
         return refused("it is too long");
     }
     match token.split('.').collect::<Vec<_>>()[..] {
         [header, claims, signature] => Ok([header, claims, signature]),
-        _ => refused("it is no signed token"),
+        _ => refused("it is not a signed token"),
     }
 }
 
@@ -64,7 +64,7 @@ pub(super) fn header(token: &str) -> Result<Header, OidcError> {
     if !keys::is_allowed(&header.alg) {
         let alg: String = header.alg.chars().take(20).collect();
         return refused(&format!(
-            "it is signed with {alg:?}, and only RS, PS, ES256, ES384 and EdDSA are taken"
+            "it is signed with {alg:?}, and only RS, PS, ES256, ES384 and EdDSA are accepted"
         ));
     }
     // The provider signs tokens of other kinds with the same keys.
@@ -104,27 +104,27 @@ pub(super) fn check(
         _ => false,
     };
     if !is_for_us {
-        return refused("it is not for this server, or not for this server alone");
+        return refused("it is not for this server, or not only for this server");
     }
     if claims.get("azp").is_some_and(|azp| azp.as_str() != Some(expected.client_id)) {
         return refused("it was given to another client");
     }
     let seconds = |name: &str| claims.get(name).and_then(Value::as_f64).map(|at| at as i64);
-    if seconds("exp").is_none_or(|at| at <= expected.now.saturating_sub(CLOCKS)) {
-        return refused("it has expired (or is the clock of this server wrong?)");
+    if seconds("exp").is_none_or(|at| at <= expected.now.saturating_sub(MAX_CLOCK_SKEW)) {
+        return refused("it has expired, or this server's clock is wrong");
     }
-    let latest = expected.now.saturating_add(CLOCKS);
+    let latest = expected.now.saturating_add(MAX_CLOCK_SKEW);
     let is_early =
         seconds("iat").is_none_or(|at| at > latest) || seconds("nbf").is_some_and(|at| at > latest);
     if is_early || claims.get("nbf").is_some_and(|nbf| !nbf.is_number()) {
-        return refused("it is from the future (or is the clock of this server wrong?)");
+        return refused("it is from the future, or this server's clock is wrong");
     }
     if !text("nonce").is_some_and(|nonce| same_secret(nonce, expected.nonce)) {
         return refused("it was made for another sign-in");
     }
     match text("sub").filter(|subject| subject_mistake(subject).is_none()).map(str::to_owned) {
         Some(subject) => Ok((claims, subject)),
-        None => refused("it does not say whom it is about"),
+        None => refused("it names no subject"),
     }
 }
 
@@ -138,7 +138,7 @@ mod tests {
             Err(OidcError::Refused(why)) => why,
             other => panic!("{other:?}"),
         };
-        assert!(said(MOST_BYTES).contains("it is no signed token"));
-        assert!(said(MOST_BYTES + 1).contains("it is too long"));
+        assert!(said(MAX_BYTES).contains("it is not a signed token"));
+        assert!(said(MAX_BYTES + 1).contains("it is too long"));
     }
 }

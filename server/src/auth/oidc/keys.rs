@@ -9,10 +9,10 @@ use serde::Deserialize;
 use serde_json::Value;
 
 /// Maximum number of keys of a set that are read.
-const MOST: usize = 100;
+const MAX_KEYS: usize = 100;
 
-/// A signature algorithm. Symmetric algorithms and `none` are left out, so a token cannot be forged with a client's secret, or with a public
-/// key that is used as a secret.
+/// A signature algorithm. Symmetric algorithms and `none` are left out, so a token cannot be forged with a client's secret, or with a
+/// public key that is used as a secret.
 enum Algorithm {
     Rsa(&'static RsaParameters),
     Ecdsa { curve: &'static str, bytes: usize, with: &'static dyn VerificationAlgorithm },
@@ -58,7 +58,7 @@ pub(super) struct Key {
 
 /// The keys of a set. Keys that cannot be read are skipped.
 pub(super) fn read_set(set: &Value) -> Option<Vec<Key>> {
-    let keys = set.get("keys")?.as_array()?.iter().take(MOST);
+    let keys = set.get("keys")?.as_array()?.iter().take(MAX_KEYS);
     Some(keys.filter_map(|key| Key::deserialize(key).ok()).collect())
 }
 

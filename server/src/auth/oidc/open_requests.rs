@@ -17,9 +17,9 @@ use std::{
 /// Time limit for a browser to return from the provider.
 pub(crate) const LIFE: Duration = Duration::from_secs(600);
 /// Maximum number of sign-ins of an address (or IPv6 /64 network). A further one removes the oldest.
-const OF_AN_ADDRESS: usize = 100;
+const MAX_PER_ADDRESS: usize = 100;
 /// Maximum number of sign-ins of all addresses. A further one removes the oldest.
-const MOST: usize = 10_000;
+const MAX_SIGN_INS: usize = 10_000;
 
 /// The sign-ins in progress, by the hash of `state`.
 #[derive(Debug, Default)]
@@ -64,21 +64,21 @@ impl OpenRequests {
             since: Instant::now(),
         };
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if open.len() >= MOST {
+        if open.len() >= MAX_SIGN_INS {
             open.retain(|_, request| request.since.elapsed() < LIFE);
         }
-        while open.values().filter(|request| request.from == from).count() >= OF_AN_ADDRESS {
+        while open.values().filter(|request| request.from == from).count() >= MAX_PER_ADDRESS {
             forget_oldest(&mut open, |request| request.from == from);
         }
-        while open.len() >= MOST {
+        while open.len() >= MAX_SIGN_INS {
             forget_oldest(&mut open, |_| true);
         }
         open.insert(state.hash, request);
         Ok(Opened { state: state.text, nonce, challenge, cookie: cookie.text })
     }
 
-    /// Takes the sign-in with this `state`, if the browser has its cookie. With another cookie the sign-in stays, so that somebody who has
-    /// only seen the address cannot end it.
+    /// Takes the sign-in with this `state`, if the browser has its cookie. With another cookie the sign-in stays, so that a person who has
+    /// only seen the URL cannot end it.
     pub(super) fn take(&self, state: &str, cookie: &str) -> Option<OpenRequest> {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // Looked up by the hash, so that the time of the lookup does not reveal anything about a state.
@@ -126,16 +126,16 @@ mod tests {
     fn of_many_open_requests_the_oldest_go_those_of_the_same_address_first() {
         let requests = OpenRequests::default();
         let elsewhere = begin(&requests, 9);
-        let of_one: Vec<_> = (0..=OF_AN_ADDRESS).map(|_| begin(&requests, 1)).collect();
+        let of_one: Vec<_> = (0..=MAX_PER_ADDRESS).map(|_| begin(&requests, 1)).collect();
         let is_there =
             |one: &Opened| requests.0.lock().unwrap().contains_key(&Secret::of(one.state.clone()).hash);
         assert!(!is_there(&of_one[0]) && of_one[1..].iter().all(is_there) && is_there(&elsewhere));
         let there = requests.0.lock().unwrap().len();
-        for n in there..MOST {
+        for n in there..MAX_SIGN_INS {
             begin(&requests, 100 + n as u32);
         }
         assert!(is_there(&elsewhere), "as many as there may be");
         begin(&requests, 50);
-        assert!(!is_there(&elsewhere) && requests.0.lock().unwrap().len() == MOST, "one more");
+        assert!(!is_there(&elsewhere) && requests.0.lock().unwrap().len() == MAX_SIGN_INS, "one more");
     }
 }

@@ -19,14 +19,14 @@ use std::{
 use tokio::sync::{Mutex, Semaphore};
 
 /// Maximum size of a response in bytes. The largest known configuration has about ten thousand.
-pub(super) const MOST_BYTES: usize = 256 << 10;
+pub(super) const MAX_BYTES: usize = 256 << 10;
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// Configuration and keys are requested again after this time, when somebody signs in.
-const FRESH: Duration = Duration::from_secs(3600);
+/// Configuration and keys are requested again after this time, at the next sign-in.
+const MAX_AGE: Duration = Duration::from_secs(3600);
 /// For this time after a failure, further callers get the same error.
 const PAUSE: Duration = Duration::from_secs(2);
 /// Maximum number of codes that are exchanged at the same time.
-const AT_ONCE: usize = 32;
+const MAX_EXCHANGES: usize = 32;
 
 /// A client of the provider.
 pub(super) struct Provider {
@@ -102,7 +102,7 @@ pub(super) struct Metadata {
     pub(super) names_itself: bool,
 }
 
-/// An address in the configuration.
+/// A URL in the configuration.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(try_from = "String")]
 pub(super) struct Endpoint(pub(super) Url);
@@ -111,7 +111,7 @@ impl TryFrom<String> for Endpoint {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
-        Url::parse(&text).map(Self).map_err(|error| format!("an address of it: {error}"))
+        Url::parse(&text).map(Self).map_err(|error| format!("one of its URLs: {error}"))
     }
 }
 
@@ -162,12 +162,12 @@ impl Provider {
             http: builder.build().map_err(|error| error.to_string())?,
             metadata: Mutex::default(),
             keys: Mutex::default(),
-            turns: Semaphore::new(AT_ONCE),
+            turns: Semaphore::new(MAX_EXCHANGES),
         })
     }
 
     pub(super) async fn metadata(&self) -> Result<Arc<Metadata>, OidcError> {
-        self.metadata.lock().await.get(FRESH, self.ask_metadata()).await
+        self.metadata.lock().await.get(MAX_AGE, self.ask_metadata()).await
     }
 
     async fn ask_metadata(&self) -> Result<Metadata, OidcError> {
@@ -184,7 +184,7 @@ impl Provider {
         let endpoints = [&metadata.authorization_endpoint, &metadata.token_endpoint, &metadata.jwks_uri];
         for Endpoint(url) in endpoints.into_iter().chain(&metadata.userinfo_endpoint) {
             if !self.issuer.allows(url) {
-                return Err(unusable(&format!("it wants to be asked at {url}, which is not https")));
+                return Err(unusable(&format!("its endpoint {url} is not https")));
             }
         }
         Ok(metadata)
@@ -198,7 +198,7 @@ impl Provider {
         kid: Option<&str>,
     ) -> Result<Key, OidcError> {
         let mut keys = self.keys.lock().await;
-        let known = keys.get(FRESH, self.ask_keys(metadata)).await?;
+        let known = keys.get(MAX_AGE, self.ask_keys(metadata)).await?;
         if let Some(key) = keys::find(&known, alg, kid) {
             return Ok(key);
         }
@@ -211,8 +211,8 @@ impl Provider {
         })
     }
 
-    /// The newly published key with the same id, if it differs: some providers replace a key and keep its id. The keys are not requested too
-    /// often.
+    /// The newly published key with the same id, if it differs: some providers replace a key and keep its id. The keys are not requested
+    /// too often.
     pub(super) async fn replaced_key(
         &self,
         metadata: &Metadata,
@@ -238,7 +238,9 @@ impl Provider {
         request: &OpenRequest,
     ) -> Result<Tokens, OidcError> {
         let Ok(_turn) = self.turns.try_acquire() else {
-            return Err(OidcError::Unavailable("Too many people sign in at this moment; try again.".into()));
+            return Err(OidcError::Unavailable(
+                "Too many people are signing in at this moment; try again.".into(),
+            ));
         };
         let mut form = vec![
             ("grant_type", "authorization_code"),
@@ -287,7 +289,7 @@ impl Provider {
         let more: Claims = self.answer(ask, url.as_str()).await?;
         // The response must be about the same account (OpenID Connect Core 1.0, 5.3.2).
         if more.get("sub").and_then(Value::as_str) != Some(subject) {
-            return Err(OidcError::Refused("The provider's UserInfo is about somebody else.".into()));
+            return Err(OidcError::Refused("The provider's UserInfo is about another account.".into()));
         }
         for (name, value) in more {
             claims.entry(name).or_insert(value);
@@ -312,15 +314,14 @@ impl Provider {
         let status = answer.status();
         let mut body = Vec::new();
         while let Some(chunk) = answer.chunk().await.map_err(failed)? {
-            if body.len() + chunk.len() > MOST_BYTES {
-                return Err(unusable(&format!("{url} answers with more than {} KiB", MOST_BYTES >> 10)));
+            if body.len() + chunk.len() > MAX_BYTES {
+                return Err(unusable(&format!("{url} responds with more than {} KiB", MAX_BYTES >> 10)));
             }
             body.extend_from_slice(&chunk);
         }
         if status.is_success() {
-            return serde_json::from_slice(&body).map_err(|error| {
-                unusable(&format!("{url} answers something else than is asked for: {error}"))
-            });
+            return serde_json::from_slice(&body)
+                .map_err(|error| unusable(&format!("{url} gives an unexpected response: {error}")));
         }
         let refusal: Refusal = serde_json::from_slice(&body).unwrap_or_default();
         if status.is_client_error() && !refusal.error.is_empty() {

@@ -37,7 +37,7 @@ async fn the_checks_of_a_round_are_waited_for_as_long_as_one() {
     assert_eq!(patience.0, Duration::ZERO, "nothing is left for others");
     assert_eq!(patience.wait(second).await, None);
     // One that has ended needs no time.
-    store.fetched("a", &first_runs.unwrap(), Ok(()));
+    store.end_fetch("a", &first_runs.unwrap(), Ok(()));
     assert_eq!(patience.wait(first).await, Some(Ok(())));
     drop(second_runs);
 }

@@ -1,5 +1,5 @@
-//! Confirms that an object store is the store that the database knows. Until then, nothing is written to it, and checkpoints that it does not
-//! have do not count as lost.
+//! Confirms that an object store is the store that the database knows. Until then, nothing is written to it, and checkpoints that it does
+//! not have do not count as lost.
 
 use super::ArtifactStore;
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
 use uuid::Uuid;
 
 /// Number of uploaded checkpoints that are looked for in a store without a marker. At least one of them must be there.
-const SOME: u32 = 100;
+const MAX_EXAMINED: u32 = 100;
 
 impl From<StoreError> for Unusable {
     fn from(error: StoreError) -> Self {
@@ -24,7 +24,7 @@ impl ArtifactStore {
         let _ = self.usable.set(());
     }
 
-    /// Confirms that the store can be used and is the store that the database knows. After the first success, this takes a single request.
+    /// Confirms that the store can be used and is the store that the database knows. After the first success, this needs a single request.
     ///
     /// # Errors
     /// The store cannot be used, or is another store.
@@ -37,7 +37,8 @@ impl ArtifactStore {
         }
     }
 
-    /// The required identity in the marker: the identity in the database, otherwise the identity in the store's marker, otherwise a new one.
+    /// The required identity in the marker: the identity in the database, otherwise the identity in the store's marker, otherwise a new
+    /// one.
     async fn identify(&self, database: &dyn Store) -> Result<String, Unusable> {
         let url = self.storage.url();
         let known = database.artifact_marker(url).await?;
@@ -83,9 +84,9 @@ impl ArtifactStore {
         Ok(own.to_string())
     }
 
-    /// Checks that an unmarked store has at least one of the checkpoints that were uploaded to it, if there are any.
+    /// Checks that an unmarked store has at least one of the checkpoints that were uploaded to it, if any were uploaded.
     async fn has_something(&self, database: &dyn Store) -> Result<(), Unusable> {
-        let wanted = database.uploaded_checkpoints(self.storage.url(), SOME).await?;
+        let wanted = database.uploaded_checkpoints(self.storage.url(), MAX_EXAMINED).await?;
         for id in &wanted {
             let Some(place) = self.storage.place(id) else { continue };
             if self.storage.manifest(&place).await?.is_some() {

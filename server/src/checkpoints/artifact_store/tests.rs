@@ -49,7 +49,7 @@ fn whoever_needs_a_checkpoint_joins_the_fetch_that_runs() {
     let sender = sender.expect("the first one fetches");
     let (joined, none) = store.fetch("a");
     assert!(none.is_none() && joined.outcome.borrow().is_none());
-    store.fetched("a", &sender, Err(NotFetched::Missing));
+    store.end_fetch("a", &sender, Err(NotFetched::Missing));
     assert_eq!(*joined.outcome.borrow(), Some(Err(NotFetched::Missing)));
     drop(sender);
     let (again, none) = store.fetch("a");
@@ -62,18 +62,18 @@ fn whoever_needs_a_checkpoint_joins_the_fetch_that_runs() {
 
 #[test]
 fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
-    let seconds = |failures| FETCH_AGAIN.after(failures).as_secs();
+    let seconds = |failures| FETCH_RETRY.after(failures).as_secs();
     assert_eq!([1, 2, 3, 4, 5, 6].map(seconds), [3, 6, 12, 24, 48, 60]);
     assert_eq!(seconds(u32::MAX), 60);
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path());
     let (_, sender) = store.fetch("a");
-    store.fetched("a", &sender.unwrap(), Err(NotFetched::Missing));
+    store.end_fetch("a", &sender.unwrap(), Err(NotFetched::Missing));
     assert_eq!(store.fetch("a").0.failures, 1);
-    lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_AGAIN.first;
+    lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_RETRY.first;
     let (_, sender) = store.fetch("a");
-    store.fetched("a", &sender.expect("it is tried again"), Err(NotFetched::Missing));
-    lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_AGAIN.first;
+    store.end_fetch("a", &sender.expect("it is tried again"), Err(NotFetched::Missing));
+    lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_RETRY.first;
     let (failed, none) = store.fetch("a");
     assert!(none.is_none() && failed.failures == 2, "now the pause is longer");
 }
@@ -81,15 +81,18 @@ fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
 #[test]
 fn a_full_store_is_told_of_once_until_it_takes_something_again() {
     let mut failing = Failing::default();
-    assert!(!failing.works(Asked::Write), "nothing is over that has not begun");
-    assert!(failing.fails(Asked::Write) && !failing.fails(Asked::Write));
+    assert!(!failing.note_success(Asked::Write), "nothing is over that has not begun");
+    assert!(failing.note_failure(Asked::Write) && !failing.note_failure(Asked::Write));
     // What does not write works all the time.
-    assert!(!failing.works(Asked::Other) && !failing.fails(Asked::Write));
-    assert!(!failing.fails(Asked::Other) && !failing.works(Asked::Other), "it is away meanwhile");
-    assert!(failing.works(Asked::Write) && !failing.works(Asked::Write), "it is over, once");
+    assert!(!failing.note_success(Asked::Other) && !failing.note_failure(Asked::Write));
+    assert!(
+        !failing.note_failure(Asked::Other) && !failing.note_success(Asked::Other),
+        "it is away meanwhile"
+    );
+    assert!(failing.note_success(Asked::Write) && !failing.note_success(Asked::Write), "it is over, once");
     // One that is away is there again when it answers.
-    assert!(failing.fails(Asked::Other) && failing.works(Asked::Other));
-    assert!(failing.fails(Asked::Other) && failing.works(Asked::Write));
+    assert!(failing.note_failure(Asked::Other) && failing.note_success(Asked::Other));
+    assert!(failing.note_failure(Asked::Other) && failing.note_success(Asked::Write));
 }
 
 #[test]

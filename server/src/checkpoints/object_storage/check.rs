@@ -6,11 +6,11 @@ use std::error::Error as _;
 
 /// The content of the test object.
 const TEXT: &str = "lockstep writes, reads and deletes this object when it starts";
-/// Address of the metadata service of Amazon's machines, which `object_store` asks for credentials if none are given.
+/// Address of the metadata service of Amazon's machines, from which `object_store` requests credentials if none are given.
 const MACHINE_CREDENTIALS: &str = "169.254.169.254";
 
 /// Part of the error of [`within`] for a request that timed out.
-const LATE: &str = "has not answered within";
+const TIMED_OUT: &str = "has not answered within";
 
 /// Why the store cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,14 +23,14 @@ pub(crate) struct Unusable {
 
 impl Unusable {
     /// An error that is not transient: the user must change something.
-    pub(crate) fn for_good(why: String) -> Self {
+    pub(crate) fn permanent(why: String) -> Self {
         Self { why, may_pass: false }
     }
 }
 
 impl From<Error> for Unusable {
     fn from(error: Error) -> Self {
-        Self { why: words(&error), may_pass: may_pass(&everything(&error)) }
+        Self { why: describe(&error), may_pass: may_pass(&everything(&error)) }
     }
 }
 
@@ -59,7 +59,7 @@ impl ObjectStorage {
         }
         match answered {
             Ok(true) => Ok(()),
-            Ok(false) => Err(Unusable::for_good(
+            Ok(false) => Err(Unusable::permanent(
                 "the test object was not read or listed as it was written: use another store".into(),
             )),
             Err((what, error)) => {
@@ -83,7 +83,7 @@ pub(super) fn environment() -> Result<(), String> {
         && !reqwest::Url::parse(endpoint).is_ok_and(|url| ["http", "https"].contains(&url.scheme()))
     {
         return Err(format!(
-            "{name} is {endpoint}, which is no address: give one such as https://s3.example.org"
+            "{name} is {endpoint}, which is not a URL: give a URL such as https://s3.example.org"
         ));
     }
     if let Some((name, endpoint)) = endpoint
@@ -91,7 +91,7 @@ pub(super) fn environment() -> Result<(), String> {
         && given("AWS_ALLOW_HTTP").is_none_or(|value| value != "true")
     {
         return Err(format!(
-            "{name} is {endpoint}, without TLS: name an https:// address, or set AWS_ALLOW_HTTP=true if others on the network may read the \
+            "{name} is {endpoint}, without TLS: give an https:// URL, or set AWS_ALLOW_HTTP=true if others on the network may read the \
              weights"
         ));
     }
@@ -117,7 +117,7 @@ fn may_pass(all: &str) -> bool {
     }
     let status = all.split_once("status code: ").and_then(|(_, rest)| rest.get(..3));
     matches!(status, Some("429" | "500" | "502" | "503" | "504"))
-        || ["HTTP error: ", LATE, "No space left on device", "Disk quota exceeded"]
+        || ["HTTP error: ", TIMED_OUT, "No space left on device", "Disk quota exceeded"]
             .iter()
             .any(|phrase| all.contains(phrase))
 }
@@ -137,7 +137,7 @@ fn everything(error: &Error) -> String {
 }
 
 /// The text of an error for users: what is wrong, and what to change.
-pub(crate) fn words(error: &Error) -> String {
+pub(crate) fn describe(error: &Error) -> String {
     let all = everything(error);
     let code =
         all.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>")).map(|(code, _)| code);
@@ -164,10 +164,10 @@ pub(crate) fn words(error: &Error) -> String {
         }
         _ if all.contains("HTTP error: ") => {
             let why = all.rsplit_once("HTTP error: ").map_or(all.as_str(), |(_, why)| why);
-            format!("the store does not answer ({why}): start it, or give its address as AWS_ENDPOINT_URL")
+            format!("the store does not answer ({why}): start it, or give its URL in AWS_ENDPOINT_URL")
         }
         _ if all.contains("builder error") => {
-            format!("{all}; is AWS_ENDPOINT_URL an address such as https://s3.example.org?")
+            format!("{all}; AWS_ENDPOINT_URL must be a URL such as https://s3.example.org")
         }
         _ => shortened(all),
     }
@@ -175,9 +175,9 @@ pub(crate) fn words(error: &Error) -> String {
 
 /// Cuts a text to at most 600 bytes, because the response of a store may be a page of HTML.
 fn shortened(mut text: String) -> String {
-    const MOST: usize = 600;
-    if text.len() > MOST {
-        text.truncate(text.floor_char_boundary(MOST));
+    const MAX_BYTES: usize = 600;
+    if text.len() > MAX_BYTES {
+        text.truncate(text.floor_char_boundary(MAX_BYTES));
         text.push_str(" ...");
     }
     text

@@ -15,9 +15,9 @@ use rustls::{ClientConfig, RootCertStore, crypto::ring};
 use std::{sync::Arc, time::Duration};
 
 /// Time limit for opening a connection.
-const CONNECTING: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit for the next bytes of a response. The time begins with the request, so it also limits the upload of a part.
-const SILENCE: Duration = Duration::from_secs(120);
+const READ_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Debug)]
 pub(super) struct Connector;
@@ -29,7 +29,7 @@ impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let failed = |detail: String| Error::Generic { store: "S3", source: detail.into() };
         let mut roots = RootCertStore::empty();
-        // Unreadable authorities of the system are skipped. If one of them is needed, the connection fails.
+        // Unreadable CA certificates of the system are skipped. If one of them is needed, the connection fails.
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
         let mut tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()
@@ -37,12 +37,12 @@ impl HttpConnector for Connector {
             .with_root_certificates(roots)
             .with_no_client_auth();
         tls.alpn_protocols = vec![b"http/1.1".to_vec()];
-        let in_clear = options.get_config_value(&ClientConfigKey::AllowHttp).as_deref() == Some("true");
+        let allows_http = options.get_config_value(&ClientConfigKey::AllowHttp).as_deref() == Some("true");
         let client = Client::builder()
-            .connect_timeout(CONNECTING)
-            .read_timeout(SILENCE)
+            .connect_timeout(CONNECT_TIMEOUT)
+            .read_timeout(READ_TIMEOUT)
             .redirect(redirect::Policy::none())
-            .https_only(!in_clear)
+            .https_only(!allows_http)
             .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
             .tls_backend_preconfigured(tls)
             .build();
@@ -59,8 +59,8 @@ impl HttpService for Service {
         let mut request = Request::new(parts.method, url);
         *request.headers_mut() = parts.headers;
         *request.body_mut() = Some(Body::wrap(body));
-        let answer: axum::http::Response<Body> = self.0.execute(request).await.map_err(failed)?.into();
-        let (parts, body) = answer.into_parts();
+        let response: axum::http::Response<Body> = self.0.execute(request).await.map_err(failed)?.into();
+        let (parts, body) = response.into_parts();
         Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body.map_err(failed))))
     }
 }

@@ -52,7 +52,7 @@ impl ObjectStorage {
         }
     }
 
-    /// Removes the incomplete uploads of a file in a directory. Their names end in `#` and a number.
+    /// Removes the incomplete uploads of a file in a directory. Names of incomplete uploads end in `#` and a number.
     async fn drop_torn(&self, path: &Path) -> Result<()> {
         let Some(directory) = &self.directory else { return Ok(()) };
         let at = directory.join(path.as_ref());
@@ -69,7 +69,8 @@ impl ObjectStorage {
 }
 
 impl FileUpload {
-    /// Identifies the upload for [`ObjectStorage::drop_parts`]. `None` for an upload to a directory, whose next upload removes incomplete files.
+    /// Identifies the upload for [`ObjectStorage::drop_parts`]. `None` for an upload to a directory, whose next upload removes incomplete
+    /// files.
     pub(crate) fn parts(&self) -> Option<String> {
         match self {
             Self::Parts { path, id, .. } => Some(format!("{path} {id}")),
@@ -105,7 +106,7 @@ impl FileUpload {
         }
     }
 
-    /// Removes the parts that were sent. If this fails, they are removed when the file is sent again.
+    /// Removes the parts that were sent. If this fails, the next upload of the file removes them.
     pub(crate) async fn abort(mut self) {
         let aborted = match &mut self {
             Self::Parts { bucket, path, id, .. } => within(bucket.abort_multipart(path, id)).await,

@@ -31,21 +31,21 @@ impl Location {
             "file" => match url.to_file_path() {
                 Ok(path) if url.host_str().is_none() => Ok(Self::Directory(path)),
                 _ => {
-                    Err("it is no path of this machine: give it with three slashes, as file:///srv/artifacts"
+                    Err("it is not a path of this machine: write three slashes, as in file:///srv/artifacts"
                         .into())
                 }
             },
             "s3" | "s3a" => {
                 if url.username() != "" || url.password().is_some() {
                     return Err(
-                        "the address must not contain keys, because it is shown to others: give keys as AWS_ACCESS_KEY_ID and \
+                        "the URL must not contain keys, because it is shown to others: give keys as AWS_ACCESS_KEY_ID and \
                          AWS_SECRET_ACCESS_KEY"
                             .into(),
                     );
                 }
                 if url.query().is_some() || url.fragment().is_some() || url.port().is_some() {
                     return Err(
-                        "the address of a bucket is only s3://BUCKET/PREFIX: name another server than Amazon's in \
+                        "the URL of a bucket is only s3://BUCKET/PREFIX: give another server than Amazon's in \
                          AWS_ENDPOINT_URL, and a region in AWS_REGION"
                             .into(),
                     );

@@ -1,5 +1,6 @@
 //! The object `LOCKSTEP.json` at the root of a store, which identifies the store. It is missing in an empty folder where a disk should be
-//! mounted, in another server's bucket of the same name, and behind a wrong proxy. Checkpoints that such a store does not have are not lost.
+//! mounted, in another server's bucket of the same name, and behind a wrong proxy. Checkpoints that such a store does not have are not
+//! lost.
 
 use super::{ObjectStorage, Unusable, within};
 use bytes::Bytes;
@@ -35,7 +36,7 @@ impl ObjectStorage {
             Err(error) => return Err(error.into()),
         };
         let marker: Marker = serde_json::from_slice(&found).map_err(|error| {
-            Unusable::for_good(format!(
+            Unusable::permanent(format!(
                 "its {MARKER}, which identifies the store, cannot be read ({error}): restore the original object"
             ))
         })?;
@@ -54,9 +55,9 @@ impl ObjectStorage {
 
     /// The error for a restored database.
     pub(crate) fn restored(&self) -> Unusable {
-        Unusable::for_good(format!(
+        Unusable::permanent(format!(
             "this database was restored from a backup, and {} is the store of the server from which the backup was made: each of the two servers \
-             would delete checkpoints that the other needs. If that server is gone, or will not use the store again, start this server with \
+             would delete checkpoints that the other needs. If that server no longer exists or will not use the store again, start this server with \
              --artifacts-adopt: only this server can then use the store. For a trial, leave --artifacts out",
             self.url
         ))
@@ -64,9 +65,9 @@ impl ObjectStorage {
 
     /// The error for a store whose marker is not in the database.
     pub(crate) fn of_another_server(&self) -> Unusable {
-        Unusable::for_good(format!(
+        Unusable::permanent(format!(
             "{} belongs to another server: its {MARKER} was written for another database. Name {} that was never used, or the database of \
-             that server. If that server is gone, or will not use the store again, start this server with --artifacts-adopt: only this server can \
+             that server. If that server no longer exists or will not use the store again, start this server with --artifacts-adopt: only this server can \
              then use the store, and the other server's objects stay there",
             self.url,
             if self.directory.is_some() { "a directory" } else { "a prefix" },
@@ -79,7 +80,7 @@ impl ObjectStorage {
             || "is missing".to_owned(),
             |found| format!("names {found} (a server with a restored copy of this database may have adopted the store)"),
         );
-        Unusable::for_good(format!(
+        Unusable::permanent(format!(
             "{} is not the store that has this database's checkpoints: its {MARKER} {found}, and should be {{\"store\":\"{wanted}\"}}; \
              {} If that store is lost, name {} that was never used: checkpoints that are still on the server's disk are copied there",
             self.url,
@@ -90,7 +91,7 @@ impl ObjectStorage {
 
     /// The error for a store that has none of the checkpoints in the database.
     pub(crate) fn empty(&self) -> Unusable {
-        Unusable::for_good(format!(
+        Unusable::permanent(format!(
             "{} has none of the checkpoints that were uploaded there; {} If they are lost, name {} that was never \
              used: checkpoints that are still on the server's disk are copied there",
             self.url,

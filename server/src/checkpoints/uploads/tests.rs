@@ -118,7 +118,7 @@ fn a_sharded_checkpoint_comes_in_its_parts() {
     let place = dir.path().join("checkpoints/1-20/model-00002-of-00002.safetensors");
     assert_eq!(fs::read(place).unwrap(), b"others");
     for (name, words) in
-        [("model-00003-of-00002.safetensors", "is no file"), ("model-1-of-2.safetensors", "is no file")]
+        [("model-00003-of-00002.safetensors", "is not a file"), ("model-1-of-2.safetensors", "is not a file")]
     {
         sharded[1].0 = name;
         assert!(words_of(upload.begin(&manifest(&sharded), true)).contains(words), "{name}");

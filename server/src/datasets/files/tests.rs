@@ -17,7 +17,7 @@ fn listed(tree: Tree, most: u64) -> Vec<DatasetEntry> {
 
 /// Names of files and, with a slash behind them, of folders; and what is the last line.
 fn names(path: &Path) -> (Vec<String>, DatasetEntry) {
-    let mut all = listed(tree(path), MOST_FILES);
+    let mut all = listed(tree(path), MAX_FILES);
     let last = all.pop().unwrap();
     let names = all.into_iter().filter_map(|entry| match entry {
         DatasetEntry::File(name, ..) => Some(name),
@@ -44,7 +44,7 @@ fn read(tree: Tree, parts: Vec<DatasetPart>) -> Vec<u8> {
 }
 
 fn part(tree: &Tree, path: &str, offset: u64, length: u64) -> DatasetPart {
-    let listed = listed(tree.clone(), MOST_FILES);
+    let listed = listed(tree.clone(), MAX_FILES);
     let found = listed.into_iter().find_map(|entry| match entry {
         DatasetEntry::File(name, size, changed) if name == path => Some((size, changed)),
         _ => None,
@@ -112,7 +112,7 @@ fn all_of_a_folder_is_listed_in_order_also_what_is_empty() {
 #[test]
 fn folders_lie_in_folders_up_to_a_limit_and_links_do_not_lead_round() {
     let dir = tempfile::tempdir().unwrap();
-    let deep: PathBuf = (0..DEPTH).map(|_| "d").collect();
+    let deep: PathBuf = (0..MAX_DEPTH).map(|_| "d").collect();
     fs::create_dir_all(dir.path().join(&deep)).unwrap();
     fs::write(dir.path().join(&deep).join("x"), "one").unwrap();
     assert_eq!(names(dir.path()).1, DatasetEntry::End(1, 3));
@@ -148,7 +148,7 @@ fn nothing_outside_the_folder_is_listed_or_read() {
         // What is not there has changed, wherever it would have been.
         let answer = if path == "a/../../x" { changed(&answer) } else { why(&answer) };
         assert!(
-            answer.contains("none of the dataset's files") || answer.contains("has changed"),
+            answer.contains("not a file of the dataset") || answer.contains("has changed"),
             "{path}: {answer}"
         );
     }
@@ -238,7 +238,9 @@ fn a_file_or_a_pattern_is_that_and_not_its_neighbours() {
     let begin = |entries: &[DatasetEntry]| entries[0].clone();
     assert_eq!(begin(&listed(one.clone(), 9)), DatasetEntry::Begin("train-0.tar".into()));
     assert_eq!(names(&dir.path().join("train-0.tar")).0, ["train-0.tar"]);
-    assert!(why(&read(one.clone(), vec![part(&one, "other.tar", 0, 1)])).contains("none of the dataset's"));
+    assert!(
+        why(&read(one.clone(), vec![part(&one, "other.tar", 0, 1)])).contains("not a file of the dataset")
+    );
     assert_eq!(read(one.clone(), vec![part(&one, "train-0.tar", 0, 5)]), sent(b"train"));
     let pattern = dir.path().join("train-{0..3}.tar");
     assert_eq!(names(&pattern), (vec!["train-0.tar".into(), "train-1.tar".into()], DatasetEntry::End(2, 22)));
@@ -246,7 +248,7 @@ fn a_file_or_a_pattern_is_that_and_not_its_neighbours() {
     assert_eq!(begin(&listed(several.clone(), 9)), DatasetEntry::Begin("train-{0..3}.tar".into()));
     assert!(
         why(&read(several.clone(), vec![part(&several, "other.tar", 0, 1)]))
-            .contains("none of the dataset's")
+            .contains("not a file of the dataset")
     );
     // A file that a name of the pattern leads to by a link is not the dataset's.
     let outside = tempfile::tempdir().unwrap();
@@ -262,7 +264,7 @@ fn a_pattern_names_up_to_100_000_files() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("x-00007.tar"), "one").unwrap();
     let path = |last: usize| dir.path().join(format!("x-{{00000..{last}}}.tar"));
-    assert_eq!(names(&path(MOST_NAMES - 1)), (vec!["x-00007.tar".into()], DatasetEntry::End(1, 3)));
-    let why = List::open(tree(&path(MOST_NAMES)), MOST_FILES).err().expect("it is one too many");
+    assert_eq!(names(&path(MAX_NAMES - 1)), (vec!["x-00007.tar".into()], DatasetEntry::End(1, 3)));
+    let why = List::open(tree(&path(MAX_NAMES)), MAX_FILES).err().expect("it is one too many");
     assert!(why.contains("names more than 100000 files"), "{why}");
 }

@@ -10,7 +10,7 @@ use axum::http::{HeaderMap, header};
 use lockstep_protocol::access::Scope;
 
 /// Instructions for an agent without a certificate.
-const HOW: &str = "start the agent with --cert-file and --key-file, or --pkcs12-file (on the server's machine: `lockstep ca issue NAME \
+const ADVICE: &str = "start the agent with --cert-file and --key-file, or --pkcs12-file (on the server's machine: `lockstep ca issue NAME \
     --agent`)";
 
 /// Whether a request comes from an agent that can be identified.
@@ -38,13 +38,13 @@ pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> R
     };
     let Some(certificate) = &peer.certificate else {
         // The agent of the server's own machine connects without TLS, with a token from the server.
-        let needs_one = auth == AgentAuth::Certificate && !peer.is_in_clear();
+        let needs_one = auth == AgentAuth::Certificate && !peer.is_unencrypted();
         if needs_one || !headers.contains_key(header::AUTHORIZATION) {
             let why = match auth {
-                AgentAuth::Certificate => "it shows no certificate, which this server asks of agents",
-                _ => "it shows neither a certificate nor a token",
+                AgentAuth::Certificate => "it presents no certificate, which this server requires of agents",
+                _ => "it presents neither a certificate nor a token",
             };
-            return refused("(unknown)", why, HOW);
+            return refused("(unknown)", why, ADVICE);
         }
         return Ok(None);
     };
@@ -65,7 +65,7 @@ pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> R
             &who,
             "an admin has revoked the access of this name after its certificate was issued",
             &format!(
-                "a certificate that is issued from now on is taken (`lockstep token list`: {})",
+                "a certificate that is issued from now on is accepted (`lockstep token list`: {})",
                 certificate_id(name)
             ),
         ),

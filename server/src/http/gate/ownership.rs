@@ -1,4 +1,4 @@
-//! The owners of jobs, datasets and models, and what other callers may do with these. The gate checks this before the handler of every
+//! The owners of jobs, datasets and models, and the rights of other callers. The gate checks these before the handler of every
 //! route that names such an object, so a new route cannot forget it. Private objects are "not found" for other callers. If the server has
 //! people, only owners and admins may change an object.
 
@@ -74,7 +74,7 @@ impl Kind {
 }
 
 /// Checks that the caller may make this request with the object that it names. An object that does not exist gets the same response as a
-/// private object of another owner, before query, method and body are checked, so the response does not reveal which of the two it is.
+/// private object of another owner, before query, method and body are checked, so the response does not reveal which case applies.
 ///
 /// # Errors
 /// 404 if the object does not exist or is private, 403 if the request would change an object of another owner.
@@ -115,7 +115,7 @@ pub(super) async fn check(
 }
 
 /// The owner of a job. A job that the caller may not see is looked up in the store at each request, like a job that does not exist, so the
-/// response time does not tell them apart.
+/// response time does not distinguish the two.
 async fn of_job(auth: &Auth, caller: &Caller, id: &str) -> Result<Option<Owned>> {
     let Ok(id) = id.parse::<JobId>() else { return Ok(None) };
     let known = auth.job_owners.get(&id);

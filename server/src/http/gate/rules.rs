@@ -41,7 +41,7 @@ const RULES: [(Methods, &str, Requirement); 43] = [
     (All, "/api/v1/password", S(Scope::Read)),
     // An agent reports results and gets paths of files: for agents only.
     (All, "/api/v1/agent/socket", S(Scope::Agent)),
-    // Checkpoints from agents and to agents. The handlers check the attempt's fencing token.
+    // An attempt's checkpoints, dataset and uploads. The handlers check the attempt's fencing token.
     (All, "/api/v1/agent/attempts/{job}/{attempt}", S(Scope::Agent)),
     (All, "/api/v1/agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}", S(Scope::Agent)),
     (All, "/api/v1/agent/attempts/{job}/{attempt}/dataset", S(Scope::Agent)),
@@ -101,12 +101,12 @@ pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
     }
 }
 
-/// Requests that check a form and change nothing.
+/// Requests that check a specification and change nothing.
 const CHECKS: [&str; 2] = ["/api/v1/jobs/validate", "/api/v1/jobs/{id}/fork/check"];
 
-/// Requests that a program makes many times a minute, which are not recorded: reports and files of a run, and parts of an upload. The
-/// creation and deletion of a run, and an upload that becomes a dataset, are recorded. A run's history has its end.
-const TOLD: [&str; 7] = [
+/// Requests that a program sends many times a minute and that are not recorded: reports of a run, and parts of an upload. The creation and
+/// deletion of a run, and an upload that becomes a dataset, are recorded. A run's end is in the run's history.
+const NOT_AUDITED: [&str; 7] = [
     "/api/v1/runs/{id}",
     "/api/v1/runs/{id}/records",
     "/api/v1/datasets/uploads/{name}/archive",
@@ -126,25 +126,25 @@ pub(crate) fn is_upload(method: &Method, route: Option<&str>) -> bool {
 pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
     // Requests of an agent for its job are not recorded: no person made them, and there would be an entry for each part of a file.
     let is_agents = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
-    let is_listed = CHECKS.iter().chain(&TOLD).any(|listed| route == Some(*listed));
+    let is_listed = CHECKS.iter().chain(&NOT_AUDITED).any(|listed| route == Some(*listed));
     !is_safe(method) && !is_agents && !is_listed && !is_upload(method, route)
 }
 
 /// Whether a request runs to its end even if its client disconnects. This holds for requests that may change something, including the return
 /// from an OpenID provider, which may add a person.
-pub(super) fn is_carried_out(method: &Method, route: Option<&str>) -> bool {
-    is_recorded(method, route) || signs_in(route)
+pub(super) fn is_detached(method: &Method, route: Option<&str>) -> bool {
+    is_recorded(method, route) || is_sign_in(route)
 }
 
 /// Whether a route signs somebody in.
-pub(super) fn signs_in(route: Option<&str>) -> bool {
+pub(super) fn is_sign_in(route: Option<&str>) -> bool {
     matches!(route, Some("/login" | "/login/oidc/callback"))
 }
 
 /// Whether a response is a failed sign-in: wrong credentials, or a person of the provider who may not use this server.
 pub(super) fn is_failed_sign_in(route: Option<&str>, status: StatusCode) -> bool {
-    let is_provider_s = route == Some("/login/oidc/callback") && status == StatusCode::FORBIDDEN;
-    is_provider_s || (signs_in(route) && status == StatusCode::UNAUTHORIZED)
+    let is_refused_person = route == Some("/login/oidc/callback") && status == StatusCode::FORBIDDEN;
+    is_refused_person || (is_sign_in(route) && status == StatusCode::UNAUTHORIZED)
 }
 
 #[cfg(test)]

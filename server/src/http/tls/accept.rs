@@ -15,10 +15,10 @@ const HEAD_BYTES: usize = 16 << 10;
 /// Time that a client has to read a response before its connection is closed.
 const LAST_BYTES: Duration = Duration::from_secs(1);
 
-/// Does the TLS handshake of a connection.
+/// Runs the TLS handshake of a connection.
 ///
 /// # Errors
-/// The client does not speak TLS or is too slow, or its certificate is refused. The error then has the refused certificate.
+/// The client does not use TLS or is too slow, or its certificate is refused. In the last case, the error has the refused certificate.
 pub(crate) async fn accept(
     acceptor: &TlsAcceptor,
     stream: TcpStream,
@@ -39,7 +39,7 @@ pub(crate) async fn accept(
             (Err((error, stream)), refused) => {
                 tracing::debug!(%error, "a TLS handshake failed");
                 if refused.is_some() {
-                    let_it_read(stream).await;
+                    drain(stream).await;
                 }
                 Err(refused)
             }
@@ -48,16 +48,16 @@ pub(crate) async fn accept(
     tokio::time::timeout(patience, work).await.unwrap_or(Err(None))
 }
 
-/// Lets a refused client read the alert with the reason. A TLS 1.3 client has already sent its request. If the connection were closed before
-/// the request is read, the client would lose the alert.
-async fn let_it_read(mut stream: TcpStream) {
+/// Lets a refused client read the alert with the reason. A TLS 1.3 client has already sent its request. If the connection were closed
+/// before the request is read, the client would lose the alert.
+async fn drain(mut stream: TcpStream) {
     let answered = async {
         stream.shutdown().await?;
         let mut rest = [0; 1024];
         while stream.read(&mut rest).await? > 0 {}
         std::io::Result::Ok(())
     };
-    // Whoever has gone need not be answered.
+    // A client that has disconnected needs no response.
     let _ = tokio::time::timeout(LAST_BYTES, answered).await;
 }
 
@@ -70,7 +70,8 @@ async fn answer_plain(mut stream: TcpStream) {
             Ok(_) => {}
         }
     }
-    let detail = "this port speaks HTTPS and the request came as plain HTTP; write https:// instead of http:// in the address";
+    let detail =
+        "this port uses HTTPS and the request is plain HTTP; write https:// instead of http:// in the URL";
     let response = Error::BadRequest(detail.into()).into_response();
     let Ok(body) = axum::body::to_bytes(response.into_body(), HEAD_BYTES).await else { return };
     let head = format!(
@@ -88,6 +89,6 @@ async fn answer_plain(mut stream: TcpStream) {
         while stream.read(&mut rest).await? > 0 {}
         std::io::Result::Ok(())
     };
-    // Whoever has gone need not be answered.
+    // A client that has disconnected needs no response.
     let _ = tokio::time::timeout(LAST_BYTES, answered).await;
 }

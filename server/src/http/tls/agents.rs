@@ -1,4 +1,4 @@
-//! Agents that identify themselves by a certificate (mutual TLS): verification by authorities and revocation lists, and reasons for
+//! Agents that identify themselves by a certificate (mutual TLS): verification by CA certificates and revocation lists, and reasons for
 //! refusals.
 //!
 //! A certificate is verified twice, with the same rules: in the handshake, and when the agent's connection begins, because a resumed
@@ -12,7 +12,7 @@ pub(super) use handshake::handshake;
 use super::{
     ca,
     certificate::{Facts, next_update},
-    ends_soon,
+    expires_soon,
     files::{self, minute},
     stamp_of,
 };
@@ -34,11 +34,11 @@ use std::{
 use tokio::sync::watch;
 
 /// Maximum number of agents that a warning about expiring certificates names. Further agents are counted.
-const NAMED: usize = 20;
+const MAX_NAMED: usize = 20;
 /// Maximum length of a serial number in a log line, in hexadecimal digits. RFC 5280 allows no longer serial numbers.
 const SERIAL_DIGITS: usize = 40;
 /// Maximum interval between two checks for expired certificates. The clock may be set meanwhile.
-const LOOK_EVERY: Duration = Duration::from_secs(60);
+const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A refused certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -212,8 +212,8 @@ impl AgentTrust {
     fn outdated(&self, now: Timestamp) -> Option<String> {
         let due = self.current().next_update.filter(|due| *due < now)?;
         Some(format!(
-            "the revocation list {} of agents' certificates is out of date: the next one was due at {}. It is still used, so whoever was \
-             revoked since is let in; put the newest list of the authority in its place",
+            "the revocation list {} of agents' certificates is out of date: the next one was due at {}. It is still used, so agents that were \
+             revoked since are accepted; replace the list by the authority's newest list",
             self.revoked.as_deref().unwrap_or_else(|| Path::new("")).display(),
             minute(due)
         ))
@@ -229,7 +229,7 @@ impl AgentTrust {
         match self.read() {
             Ok(read) => {
                 tracing::info!(
-                    "agents' certificates are examined with new authorities or a new revocation list"
+                    "agents' certificates are verified with new CA certificates or a new revocation list"
                 );
                 *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(read);
                 files.refused = None;
@@ -238,7 +238,7 @@ impl AgentTrust {
             Err(error) => {
                 tracing::warn!(
                     error,
-                    "the files by which agents' certificates are examined have changed and are not used: the old ones stay"
+                    "the CA certificates or the revocation list of agents have changed and are not used: the old ones stay"
                 );
                 files.refused = Some(error);
             }
@@ -266,7 +266,7 @@ impl AgentTrust {
             let left = Duration::from_secs(left.max(0).unsigned_abs() + 1);
             tokio::select! {
                 _ = changed.changed() => {}
-                () = tokio::time::sleep(left.min(LOOK_EVERY)) => {}
+                () = tokio::time::sleep(left.min(CHECK_INTERVAL)) => {}
             }
         }
     }
@@ -280,14 +280,14 @@ impl AgentTrust {
                 None => "its certificate has expired".into(),
             },
             CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
-                "its certificate is not valid yet; are the clocks of both machines right?".into()
+                "its certificate is not valid yet; check the clocks of both machines".into()
             }
             CertificateError::UnknownIssuer | CertificateError::BadSignature => {
                 format!("its certificate is of an authority that is not in {}", self.authorities.display())
             }
             CertificateError::UnknownRevocationStatus => {
                 let list = self.revoked.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
-                format!("the revocation list {list} says nothing about the authority of its certificate")
+                format!("the revocation list {list} is not of the authority of its certificate")
             }
             CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
                 "its certificate is not for clients (extended key usage clientAuth)".into()
@@ -313,7 +313,7 @@ impl AgentTrust {
     pub(crate) fn warning_of(&self, agent_id: &str) -> Option<String> {
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let (_, facts) = seen.get(agent_id)?;
-        ends_soon("its certificate", facts, crate::now())
+        expires_soon("its certificate", facts, crate::now())
     }
 
     /// Warnings for the operator.
@@ -324,24 +324,26 @@ impl AgentTrust {
         if !self.is_own {
             let authorities = &self.current().authorities;
             let what = "the authority of agents' certificates";
-            warnings.extend(authorities.iter().filter_map(|facts| ends_soon(what, facts, now)));
+            warnings.extend(authorities.iter().filter_map(|facts| expires_soon(what, facts, now)));
         }
         if let Some(refused) = &self.files.lock().unwrap_or_else(PoisonError::into_inner).refused {
-            warnings.push(format!("what agents' certificates are examined with is out of date: {refused}"));
+            warnings.push(format!(
+                "the new CA certificates or revocation list of agents are not used: {refused}"
+            ));
         }
         warnings.extend(self.outdated(now));
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let ending: Vec<_> = seen
             .values()
             .filter_map(|(name, facts)| {
-                ends_soon(&format!("the certificate of the agent {name}"), facts, now)
+                expires_soon(&format!("the certificate of the agent {name}"), facts, now)
             })
             .collect();
-        let more = ending.len().saturating_sub(NAMED);
-        warnings.extend(ending.into_iter().take(NAMED));
+        let more = ending.len().saturating_sub(MAX_NAMED);
+        warnings.extend(ending.into_iter().take(MAX_NAMED));
         if more > 0 {
             let agents = plural(more as u64, "more agent");
-            warnings.push(format!("the certificates of {agents} end soon; see the page Machines"));
+            warnings.push(format!("the certificates of {agents} expire soon; see the page Machines"));
         }
         warnings
     }

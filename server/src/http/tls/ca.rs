@@ -1,4 +1,4 @@
-//! The server's own certificate authority (CA), for teams that have none. Clients install its certificate once. The server signs and
+//! The server's own certificate authority (CA), for teams without a CA. Clients install its certificate once. The server signs and
 //! renews its own certificates with it.
 //!
 //! The folder `ca` of the data directory has `ca.crt` (for clients), `ca.key` (secret), `server.pem` (the server's certificate and key),
@@ -154,10 +154,10 @@ impl Authority {
     pub fn issue(&self, names: &[String], days: u32) -> Result<Issued, String> {
         if let Some(name) = names.iter().find(|name| !is_name(name)) {
             return Err(format!(
-                "{name:?} is no DNS name and no address; an example is lockstep.example.org"
+                "{name:?} is neither a DNS name nor an address; an example is lockstep.example.org"
             ));
         }
-        let first = names.first().ok_or("a certificate is for at least one name")?;
+        let first = names.first().ok_or("a certificate needs at least one name")?;
         self.sign(Kind::Server, first, names, days)
     }
 
@@ -270,7 +270,7 @@ fn authority_certificate(path: &Path) -> Result<(Vec<u8>, Facts), String> {
 }
 
 fn not_ours(path: &Path) -> String {
-    format!("{} is not as `lockstep ca init` makes it; put back what was there", path.display())
+    format!("{} is not a file that `lockstep ca init` has made; restore the earlier file", path.display())
 }
 
 /// Creates a file that other users cannot read. The file must not exist.

@@ -100,7 +100,7 @@ impl Facts {
 
     /// Whether the certificate expires soon: in fewer than 90 days, or, if it is valid for at most 90 days, in less than a quarter of its
     /// validity.
-    pub fn ends_soon(&self, now: Timestamp) -> bool {
+    pub fn expires_soon(&self, now: Timestamp) -> bool {
         let left = self.not_after.as_second() - now.as_second();
         let life = self.not_after.as_second() - self.not_before.as_second();
         left < if life > SOON { SOON } else { life / 4 }
@@ -112,14 +112,15 @@ impl Facts {
     }
 }
 
-/// When the next version of a certificate revocation list is due (RFC 5280, section 5.1). `None` if the list does not say, or cannot be read.
+/// When the next version of a certificate revocation list is due (RFC 5280, section 5.1). `None` if the list does not say, or cannot be
+/// read.
 pub(super) fn next_update(list: &[u8]) -> Option<Timestamp> {
     let (_, list) = CertificateRevocationList::from_der(list).ok()?;
     list.next_update().map(timestamp)
 }
 
 const DAY: i64 = 24 * 3600;
-/// Seconds before its end from which a certificate with a longer validity should be renewed.
+/// Seconds before its expiry from which a certificate with a longer validity should be renewed.
 const SOON: i64 = 90 * DAY;
 
 /// Converts a time. Certificates without an end have the last second of the year 9999, which is later than [`Timestamp::MAX`].
@@ -227,12 +228,15 @@ mod tests {
             names: Vec::new(),
         };
         let at = |day: i64| Timestamp::from_second(day * DAY).unwrap();
-        assert!(!facts(400).ends_soon(at(310)) && facts(400).ends_soon(at(311)));
+        assert!(!facts(400).expires_soon(at(310)) && facts(400).expires_soon(at(311)));
         for days in [91, 180, 359, 360] {
-            assert!(!facts(days).ends_soon(at(days - 90)) && facts(days).ends_soon(at(days - 89)), "{days}");
+            assert!(
+                !facts(days).expires_soon(at(days - 90)) && facts(days).expires_soon(at(days - 89)),
+                "{days}"
+            );
         }
-        assert!(!facts(90).ends_soon(at(67)) && facts(90).ends_soon(at(68)));
-        assert!(!facts(80).ends_soon(at(60)) && facts(80).ends_soon(at(61)));
+        assert!(!facts(90).expires_soon(at(67)) && facts(90).expires_soon(at(68)));
+        assert!(!facts(80).expires_soon(at(60)) && facts(80).expires_soon(at(61)));
         assert_eq!((facts(80).days_left(at(61)), facts(80).days_left(at(90))), (19, 0));
     }
 }

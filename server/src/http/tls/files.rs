@@ -34,7 +34,7 @@ pub(super) fn load(certificate: &Path, key: &Path) -> Result<Loaded, String> {
         .ok_or_else(|| format!("{shown} has a certificate that cannot be read"))?;
     if facts.names.is_empty() {
         return Err(format!(
-            "the certificate in {shown} has no subject alternative name, and clients look at nothing else; have it \
+            "the certificate in {shown} has no subject alternative name, which clients require; have it \
              issued with the names of this server"
         ));
     }
@@ -44,7 +44,7 @@ pub(super) fn load(certificate: &Path, key: &Path) -> Result<Loaded, String> {
     }
     if facts.not_before > now {
         return Err(format!(
-            "the certificate in {shown} is not valid before {}; is this machine's clock right?",
+            "the certificate in {shown} is not valid before {}; check this machine's clock",
             minute(facts.not_before)
         ));
     }
@@ -59,7 +59,7 @@ pub(super) fn pair(certificate: &Path, key: &Path) -> Result<CertifiedKey, Strin
     let chain = certificates(certificate)?;
     CertifiedKey::from_der(chain, private_key(key)?, &provider()).map_err(|error| match error {
         rustls::Error::InconsistentKeys(_) => format!(
-            "the key in {} is not the one of the certificate in {}; name the two that belong together",
+            "the key in {} does not belong to the certificate in {}; name a matching pair",
             key.display(),
             certificate.display()
         ),
@@ -129,7 +129,7 @@ pub(super) fn read(path: &Path, private: bool) -> Result<Vec<u8>, String> {
     let file = File::open(path).map_err(failed)?;
     let about = file.metadata().map_err(failed)?;
     if !about.is_file() {
-        return Err(format!("{shown} is no regular file"));
+        return Err(format!("{shown} is not a regular file"));
     }
     if about.len() > FILE_BYTES {
         return Err(format!("{shown} has more than {} KiB", FILE_BYTES >> 10));

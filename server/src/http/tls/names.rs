@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
 /// Maximum number of addresses. A machine with more, such as a host of many containers, is not reachable by all of them.
-const MOST_ADDRESSES: usize = 32;
+const MAX_ADDRESSES: usize = 32;
 
 /// Names and addresses by which clients may reach this machine, including loopback.
 pub(super) fn of_this_machine() -> Vec<String> {
@@ -20,8 +20,8 @@ pub(super) fn of_this_machine() -> Vec<String> {
     names
 }
 
-/// The addresses at which other machines may reach this one. The address of the default route comes first; link-local addresses are left
-/// out.
+/// The addresses at which other machines may reach this machine. The address of the default route comes first; link-local addresses are
+/// left out.
 pub fn addresses() -> Vec<IpAddr> {
     let is_link_local = |ip: &IpAddr| matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local());
     let interfaces = if_addrs::get_if_addrs().unwrap_or_default();
@@ -35,7 +35,7 @@ pub fn addresses() -> Vec<IpAddr> {
     // default route.
     let outward = outward();
     found.sort_by_key(|ip| (Some(*ip) != outward, ip.is_ipv6()));
-    found.truncate(MOST_ADDRESSES);
+    found.truncate(MAX_ADDRESSES);
     found
 }
 

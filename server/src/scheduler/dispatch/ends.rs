@@ -16,7 +16,7 @@ use lockstep_protocol::{
 use std::{sync::Arc, time::Duration};
 
 /// Silence after which a leaving agent whose connection was cut off counts as lost.
-const GONE: Duration = Duration::from_secs(10);
+const LOST_AFTER: Duration = Duration::from_secs(10);
 
 /// Requeues the jobs of unfinished attempts of an agent that was stopped in an orderly way. An agent that was `cut_off`, because one of its
 /// records could not be stored, reconnects, sends its last reports again, and announces again that it is leaving.
@@ -29,7 +29,7 @@ pub(crate) async fn left(scheduler: &Arc<Scheduler>, agent: Online, reason: Stri
     let had: Vec<_> = scheduler.agents.leases.of_agent(&id).into_iter().map(|(attempt, _)| attempt).collect();
     tokio::spawn(async move {
         while scheduler.agents.leases.of_agent(&id).iter().any(|(attempt, _)| had.contains(attempt)) {
-            let is_silent = scheduler.agents.silence(&id).is_none_or(|silence| silence >= GONE);
+            let is_silent = scheduler.agents.silence(&id).is_none_or(|silence| silence >= LOST_AFTER);
             if is_silent && !scheduler.agents.is_connected(&id) {
                 let why = leaving_reason(&agent.row.name, &reason);
                 return requeue(&scheduler, &id, why, |attempt| had.contains(attempt)).await;
@@ -88,7 +88,7 @@ pub(super) async fn end_attempt(
     };
     match scheduler.events.change_job(&attempt.job, Box::new(change)).await {
         Ok(_) => {
-            // The attempt is over, regardless of the job's new state.
+            // The attempt has ended, regardless of the job's new state.
             scheduler.agents.leases.release(&attempt.job, attempt.attempt);
             Ok(())
         }

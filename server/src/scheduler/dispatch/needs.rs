@@ -1,4 +1,4 @@
-//! The requirements of a job besides slots: its dataset, and the checkpoint or weights from which it begins.
+//! The requirements of a job in addition to slots: its dataset, and the checkpoint or weights from which it begins.
 
 use crate::{
     lifecycle,

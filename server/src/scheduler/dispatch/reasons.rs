@@ -1,6 +1,6 @@
 //! Events with the reasons why jobs wait. A separate task stores them, so that starts do not wait for these writes.
 
-use super::BACK_WITHIN;
+use super::RECONNECT_TIME;
 use crate::{
     lifecycle,
     scheduler::Scheduler,
@@ -18,9 +18,9 @@ use std::{
 use tokio::sync::Notify;
 
 /// Pause after a failed write.
-const PAUSE: Duration = Duration::from_millis(500);
+const RETRY_PAUSE: Duration = Duration::from_millis(500);
 /// Maximum number of reasons in a transaction. A claim may have to wait for the transaction's end.
-const TOGETHER: usize = 16;
+const BATCH_SIZE: usize = 16;
 
 /// The newest reason of each job, to be stored. The oldest jobs come first.
 #[derive(Debug, Default)]
@@ -51,7 +51,7 @@ impl Unstored {
         loop {
             let reasons: Vec<_> = {
                 let mut reasons = self.lock();
-                std::iter::from_fn(|| reasons.pop_first()).take(TOGETHER).collect()
+                std::iter::from_fn(|| reasons.pop_first()).take(BATCH_SIZE).collect()
             };
             if reasons.is_empty() {
                 self.wake.notified().await;
@@ -66,7 +66,7 @@ impl Unstored {
 /// change: storing it now would write several events for each waiting job.
 fn machines_may_come_back(scheduler: &Scheduler, job: &Job) -> bool {
     let up = scheduler.up_since.elapsed();
-    up < BACK_WITHIN && crate::now().duration_since(job.created_at).unsigned_abs() > up
+    up < RECONNECT_TIME && crate::now().duration_since(job.created_at).unsigned_abs() > up
 }
 
 /// Whether two reasons differ at most in numbers of slots. Such a change is not worth an event: the last plan shows these numbers, and each
@@ -91,7 +91,7 @@ async fn store_each(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) {
         // The next round queues them again.
         Err(error) if error.may_pass() => {
             tracing::warn!(%error, "the reasons why jobs wait could not be stored");
-            tokio::time::sleep(PAUSE).await;
+            tokio::time::sleep(RETRY_PAUSE).await;
         }
         // A refused reason does not keep the others from being stored.
         Err(_) => {

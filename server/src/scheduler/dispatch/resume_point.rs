@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 
 /// Why a job fails if all its checkpoints are lost. Ranks that find only damaged checkpoints report the same.
 pub(super) const ALL_LOST: &str = "no whole checkpoint is left to continue from: neither the server's disk nor the object store has one; submit the job \
-                         anew to begin from the start";
+                         again to begin from the start";
 
 /// Whether a job can continue.
 #[derive(Debug, PartialEq, Eq)]
@@ -82,8 +82,7 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
         return Ok(ResumePoint::AllLost);
     }
     let text = if elsewhere.is_empty() {
-        "the known checkpoints are not on the server's disk any more: training begins from the start"
-            .to_owned()
+        "the known checkpoints are no longer on the server's disk: training begins from the start".to_owned()
     } else {
         let names: Vec<_> = elsewhere.into_iter().collect();
         format!("{} did not upload a checkpoint: training begins from the start", names.join(", "))

@@ -30,10 +30,10 @@ use std::{
 };
 
 /// Maximum number of jobs that are claimed in a transaction. Each transaction costs a disk sync, but the first job waits for the last.
-const TOGETHER: usize = 64;
+const BATCH_SIZE: usize = 64;
 
 /// Pauses between attempts to find out which claims were committed: the first and the longest.
-const ASK_AGAIN: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
+const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
 
 /// A job that may be claimed, with its requirements.
 struct Prepared {
@@ -51,14 +51,14 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
     let mut started = 0;
     let mut passing = Ok(());
     while !starts.is_empty() {
-        let later = starts.split_off(TOGETHER.min(starts.len()));
+        let later = starts.split_off(BATCH_SIZE.min(starts.len()));
         let now = std::mem::replace(&mut starts, later);
         let (prepared, failed) = prepare_all(scheduler, now).await?;
         passing = passing.and(failed);
         if prepared.is_empty() {
             continue;
         }
-        // If a job does not wait any more, its files are written needlessly. Its next start overwrites them.
+        // If a job no longer waits, its files are written needlessly. The job's next start overwrites them.
         let (claimed, files) = tokio::join!(claim(scheduler, &prepared), start_files(scheduler, &prepared));
         let claimed = claimed?;
         // All jobs hold their slots before another task may see which slots are free.
@@ -75,7 +75,7 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
                     scheduler.waiting.remove(&prepared.claim.job);
                     orders.push((prepared, files, claimed));
                 }
-                // The job does not wait any more, so the queue must read it again.
+                // The job no longer waits, so the queue must read it again.
                 None => scheduler.waiting.note(&prepared.start.row.job),
             }
         }
@@ -114,7 +114,7 @@ async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<P
             None => {
                 scheduler.waiting.note(&start.row.job);
                 // The job's slots are free, so a new round is due.
-                scheduler.agents.leases.poke();
+                scheduler.agents.leases.wake_dispatch();
             }
         }
     }
@@ -124,7 +124,7 @@ async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<P
     for (job, done) in ids.iter().zip(prepared) {
         match done {
             Ok(Some(prepared)) => found.push(prepared),
-            Ok(None) => scheduler.agents.leases.poke(),
+            Ok(None) => scheduler.agents.leases.wake_dispatch(),
             Err(error) => passing = passing.and(skip_permanent_error(job, Err(error))),
         }
     }
@@ -205,7 +205,7 @@ async fn find_claimed(
     claims: &[Claim],
     error: StoreError,
 ) -> Result<Vec<Option<Claimed>>> {
-    let mut backoff = ASK_AGAIN;
+    let mut backoff = RETRY;
     let found = loop {
         match read_claimed(scheduler, claims).await {
             Err(again) if again.may_pass() => {
@@ -315,7 +315,7 @@ async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
         let ended =
             end_attempt(scheduler, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await;
         passing = passing.and(skip_permanent_error(&attempt.job, ended));
-        stop(scheduler, &attempt, &places, "an agent went away before it could start", false);
+        stop(scheduler, &attempt, &places, "an agent disconnected before it could start", false);
     }
     let ids: Vec<_> = ordered.iter().map(|ordered| ordered.attempt.job.clone()).collect();
     let rows = scheduler.store.jobs_of(&ids).await?;
@@ -363,7 +363,7 @@ async fn start_files(scheduler: &Scheduler, prepared: &[Prepared]) -> Vec<StartF
     let number = folders.len();
     // The other fields are set when the order is sent.
     let files = |folder: PathBuf| StartFiles {
-        mark: mark(&folder),
+        mark: write_mark(&folder),
         dataset: notes::dataset_note(&folder),
         ..StartFiles::default()
     };
@@ -371,9 +371,9 @@ async fn start_files(scheduler: &Scheduler, prepared: &[Prepared]) -> Vec<StartF
     all.await.unwrap_or_else(|_| vec![StartFiles::default(); number])
 }
 
-/// Writes a random word into a job's folder, by which agents recognise the server's disk. Returns the word, or `None` if it cannot be
+/// Writes a random mark into a job's folder, by which agents recognise the server's disk. Returns the mark, or `None` if it cannot be
 /// written.
-fn mark(folder: &Path) -> Option<String> {
+fn write_mark(folder: &Path) -> Option<String> {
     let word = uuid::Uuid::new_v4().simple().to_string();
     // The folder is missing if the data directory was lost.
     let marked = fs::create_dir_all(folder).and_then(|()| fs::write(folder.join(MARK), &word));

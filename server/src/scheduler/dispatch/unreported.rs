@@ -14,7 +14,7 @@ use std::{
 };
 
 /// Maximum number of checkpoints that are tried, the newest first. Some may be incomplete, because their ranks died.
-const TRIED: usize = 5;
+const MAX_TRIED: usize = 5;
 
 /// The results of the evaluation in a checkpoint's `state.json`.
 #[derive(Deserialize)]
@@ -26,7 +26,7 @@ struct State {
     best: Option<Best>,
 }
 
-/// The best checkpoint when it was written.
+/// The best checkpoint at the time of writing.
 #[derive(Deserialize)]
 struct Best {
     epoch: u32,
@@ -34,7 +34,7 @@ struct Best {
 }
 
 /// Finds the newest checkpoint in `checkpoints` that has all of its files. If the best checkpoint is another, it comes first in the list.
-/// Rank 0 verifies checksums later, and takes the previous checkpoint if they are wrong.
+/// Rank 0 verifies checksums later, and uses the previous checkpoint if they are wrong.
 pub(super) async fn find(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
     let work = move || {
         let mut found: Vec<(u64, u32)> = fs::read_dir(&checkpoints)
@@ -43,7 +43,7 @@ pub(super) async fn find(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
             .filter_map(|entry| named(&entry.ok()?.file_name().to_string_lossy()))
             .collect();
         found.sort_unstable_by(|a, b| b.cmp(a));
-        let newest = found.into_iter().take(TRIED).find_map(|(step, epoch)| {
+        let newest = found.into_iter().take(MAX_TRIED).find_map(|(step, epoch)| {
             let folder = checkpoints.join(format!("{epoch}-{step}"));
             let failed = |error: &io::Error| {
                 tracing::warn!(folder = %folder.display(), %error, "no checkpoint to continue from");

@@ -81,7 +81,7 @@ fn one_machine_where_one_is_enough_else_the_fewest_and_the_last_one_is_the_fulle
 fn machines_share_a_job_only_where_they_reach_each_other() {
     let apart = [("a", Some("127.0.0.1"), 2, 0, CPU), ("b", Some("127.0.0.1"), 2, 0, CPU)];
     assert_eq!(chosen(&apart, 4, &[]), []);
-    assert_eq!(most(&candidates(&apart)), Sum { slots: 2, free: 2, machines: 1 });
+    assert_eq!(max_capacity(&candidates(&apart)), Capacity { slots: 2, free: 2, machines: 1 });
     let mixed = [("a", Some("10.0.0.1"), 2, 0, CPU), ("b", Some("localhost"), 2, 0, CPU)];
     assert_eq!(chosen(&mixed, 4, &[]), []);
     // Two agents of one machine, by loopback and not.
@@ -104,7 +104,7 @@ fn slots_are_of_one_kind_and_of_one_model_where_that_takes_no_further_machine() 
     assert_eq!(chosen(&given, 4, &[]), named(&[("b", 2), ("c", 2)]));
     assert_eq!(chosen(&given, 6, &[]), named(&[("a", 2), ("b", 2), ("c", 2)]));
     assert_eq!(chosen(&given, 8, &[]), [], "a CPU is no GPU");
-    assert_eq!(most(&candidates(&given)), Sum { slots: 6, free: 6, machines: 3 });
+    assert_eq!(max_capacity(&candidates(&given)), Capacity { slots: 6, free: 6, machines: 3 });
 }
 
 #[test]

@@ -155,6 +155,6 @@ fn of_jobs_that_turn_out_not_to_be_needed_the_highest_64_are_spared() {
         planned(&given, &running, 2 * small + 1).expect("it fits").1
     };
     // The large one is tried, too, and has to end.
-    assert_eq!(ended_with(MOST_TRIED - 1), [63]);
-    assert_eq!(ended_with(MOST_TRIED), [0, 64], "one more is not tried any more, and ends");
+    assert_eq!(ended_with(MAX_TRIED - 1), [63]);
+    assert_eq!(ended_with(MAX_TRIED), [0, 64], "one more is not tried any more, and ends");
 }

@@ -1,4 +1,4 @@
-//! The parts of a job's history besides its attempts.
+//! The parts of a job's history except its attempts.
 
 use crate::store::AuditEntry;
 use lockstep_protocol::{
@@ -6,7 +6,7 @@ use lockstep_protocol::{
     stream::Event,
 };
 
-/// The parts of a job's history besides its attempts.
+/// The parts of a job's history except its attempts.
 #[derive(Debug, Clone, Default)]
 pub struct HistoryRows {
     /// The job's newest changes of state and alerts, in order.

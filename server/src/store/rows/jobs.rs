@@ -25,7 +25,7 @@ pub struct NewJob {
     pub fork: Option<Fork>,
     /// Name of the person or token that submits the job.
     pub owner: Option<String>,
-    /// What it is for the sweep that starts it.
+    /// The sweep that starts the job, and the job's number in it.
     pub trial: Option<NewTrial>,
     /// The additional fields of a run from elsewhere, which is running from the beginning.
     pub external: Option<External>,

@@ -15,7 +15,7 @@ pub struct MetricFilter {
     pub to: Option<u64>,
     /// Only events with `seq > after`.
     pub after: u64,
-    /// The page ends at the row with which the total cost of rows ([`super::EventRow::cost`]) reaches this limit (`None`: no limit).
+    /// Total cost ([`super::EventRow::cost`]) at which the page ends, after the row that reaches it (`None`: no limit).
     pub limit_cost: Option<u64>,
 }
 
@@ -61,8 +61,8 @@ pub struct MetricChunk {
     pub last_step: u64,
     /// Encoded by `crate::metrics::chunk`.
     pub data: Vec<u8>,
-    /// Whether this chunk replaces a stored one with the same series, level and first step.
-    pub grown: bool,
-    /// Whether all stored chunks of the series are replaced, by this chunk and others.
-    pub anew: bool,
+    /// Whether this chunk replaces the stored chunk with the same series, level and first step.
+    pub replaces_chunk: bool,
+    /// Whether this chunk is one of those that replace all stored chunks of the series.
+    pub replaces_series: bool,
 }

@@ -1,4 +1,4 @@
-//! Sweeps, as they are stored.
+//! Stored sweeps.
 
 use super::Owned;
 use jiff::Timestamp;
@@ -8,35 +8,35 @@ use serde_json::Value;
 /// A sweep without its trials, which are jobs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SweepRow {
-    /// Its id.
+    /// The sweep's id.
     pub id: String,
-    /// The job file's.
+    /// The name in the job file.
     pub name: String,
-    /// Likewise.
+    /// The project in the job file.
     pub project: String,
     /// Whether trials start.
     pub state: SweepState,
-    /// Why the server has paused it.
+    /// Why the server has paused the sweep.
     pub reason: Option<String>,
     /// The job file.
     pub spec: Value,
-    /// Of each trial, in the order in which they start. Stored, so that another version starts the same trials.
+    /// The settings of each trial, in the order in which trials start. Stored, so that another version starts the same trials.
     pub settings: Vec<Setting>,
     /// Epochs after which trials are compared; the last is the end of training.
     pub rungs: Vec<u32>,
-    /// Who sees it.
+    /// The owner, and whether the sweep is private.
     pub owned: Owned,
-    /// When it was submitted.
+    /// When the sweep was submitted.
     pub created_at: Timestamp,
-    /// When its last trial was over.
+    /// When the last trial ended.
     pub finished_at: Option<Timestamp>,
 }
 
-/// What a new job is for its sweep.
+/// A new job that is a trial of a sweep.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NewTrial {
-    /// Its sweep and its number. A sweep has one job of a number.
+    /// The sweep and the trial's number. A sweep has one job for each number.
     pub of: TrialOf,
-    /// The epoch after which it pauses for its sweep, if it does.
+    /// The epoch after which the job pauses for its sweep, if it pauses.
     pub pause_after: Option<u32>,
 }

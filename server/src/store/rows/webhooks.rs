@@ -18,10 +18,10 @@ pub enum WebhookEvent {
     /// A job of higher priority has taken the slots; the job waits and continues by itself.
     #[serde(rename = "job.preempted")]
     Preempted,
-    /// The job waits until somebody resumes it.
+    /// The job is paused until it is resumed.
     #[serde(rename = "job.paused")]
     Paused,
-    /// An attempt has failed or was lost, and another one follows.
+    /// An attempt has failed or was lost, and another attempt follows.
     #[serde(rename = "job.restarting")]
     Restarting,
     #[serde(rename = "job.succeeded")]
@@ -72,7 +72,7 @@ impl WebhookEvent {
             JobState::Queued => cause
                 .is_some_and(|cause| matches!(cause.kind(), ReasonKind::Preempted { .. }))
                 .then_some(WebhookEvent::Preempted),
-            // A trial goes on, or ends, as its sweep decides.
+            // The sweep decides whether a trial continues or ends.
             JobState::Paused => cause
                 .is_none_or(|cause| !matches!(cause.kind(), ReasonKind::PausedBySweep { .. }))
                 .then_some(WebhookEvent::Paused),
@@ -112,7 +112,7 @@ impl WebhookForm {
         WebhookForm::Email,
     ];
 
-    /// The form's name, as in JSON.
+    /// The format's name, as in JSON.
     pub fn as_str(self) -> &'static str {
         match self {
             WebhookForm::Standard => "standard",
@@ -165,7 +165,7 @@ pub struct DeliveryAttempt {
     pub at: Timestamp,
     /// HTTP status of the response (of an e-mail that the mail server has taken: its reply code); null without a response.
     pub status: Option<u16>,
-    /// Why the message was not delivered; null if it was.
+    /// Why the message was not delivered; null if it was delivered.
     pub error: Option<String>,
     /// Seconds until the response or the error.
     pub secs: f64,
@@ -182,12 +182,12 @@ pub struct Delivery {
     pub job: Option<String>,
     /// The message's type: an event of a webhook, or `webhook.test`.
     pub event: String,
-    /// The body in the standard form.
+    /// The body in the format `standard`.
     #[serde(skip)]
     pub payload: String,
     #[schema(value_type = String)]
     pub created_at: Timestamp,
-    /// When the next attempt is due; null if there is none.
+    /// When the next attempt is due; null without a next attempt.
     #[schema(value_type = Option<String>)]
     pub next_at: Option<Timestamp>,
     /// The attempts, the oldest first.

@@ -11,7 +11,7 @@ use lockstep_protocol::access::Token;
 use sqlx::Row;
 
 /// Maximum number of rows of each table that a purge removes at a time.
-const SOME: i64 = 1000;
+const PURGE_ROWS: i64 = 1000;
 
 fn token(row: &DbRow) -> Result<TokenRow> {
     let id: String = row.try_get("id")?;
@@ -124,7 +124,7 @@ impl SqlStore {
                 before,
             ),
         ] {
-            sqlx::query(query).bind(at.as_millisecond()).bind(SOME).execute(&self.writer).await?;
+            sqlx::query(query).bind(at.as_millisecond()).bind(PURGE_ROWS).execute(&self.writer).await?;
         }
         Ok(())
     }

@@ -1,16 +1,15 @@
-//! Attempts: claims, attempts that may write, and the list of a job's attempts.
+//! Attempts: claims, live attempts (which may write), and the list of a job's attempts.
 
 use super::{
-    Connection, DbRow, SqlStore, events,
+    Connection, DbRow, SqlStore, batch, events,
     jobs::{append, load_all, save},
-    together,
 };
 use crate::{
     lifecycle,
     store::{
         AttemptRow, Changed, Claim, Claimed, GivenPlace, Occupant, Place, Result, StoreError,
         quarantine::{self, read, readable},
-        values::{fencing, json, new_fencing, reached, small, time, uint},
+        values::{fault_point, fencing, json, new_fencing, time, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -22,7 +21,8 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, Row};
 use std::collections::HashMap;
 
-/// Condition for jobs whose slots other jobs may count on. SQLite uses the index `jobs_yielding` only if its condition has the same text.
+/// Condition for jobs whose slots other jobs may count on. SQLite uses the index `jobs_yielding` only if the index's condition has the same
+/// text.
 pub(super) const YIELDS: &str =
     "(preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running'))";
 
@@ -96,11 +96,11 @@ impl SqlStore {
 
     pub(super) async fn make_attempts(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
         let mut db = self.begin().await?;
-        reached("claim.begin")?;
+        fault_point("claim.begin")?;
         let made = make_attempts(&mut db, claims).await?;
-        reached("claim.commit")?;
+        fault_point("claim.commit")?;
         db.commit().await?;
-        reached("claim.committed")?;
+        fault_point("claim.committed")?;
         Ok(made)
     }
 
@@ -144,7 +144,7 @@ impl SqlStore {
                 places: read(&id, "places", row.try_get("places")?),
                 attempt: AttemptRef {
                     job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
-                    attempt: small(row.try_get("attempt")?),
+                    attempt: to_u32(row.try_get("attempt")?),
                     fencing_token: fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
                 },
                 ends: row.try_get::<Option<&str>, _>("stop")?.is_some()
@@ -155,19 +155,19 @@ impl SqlStore {
     }
 }
 
-/// The new attempt of a claimed job: its number, and the checkpoint from which it continues.
+/// The new attempt of a claimed job: the attempt's number, and the checkpoint from which it continues.
 type Taken = (u32, Option<String>);
 
 /// Increments the attempt of each claimed job that still waits after the claim's attempt, and returns these jobs. Of two concurrent claims
 /// only one finds the job waiting.
 async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Taken>> {
     let mut taken = HashMap::with_capacity(claims.len());
-    for claims in together::cut(claims) {
+    for claims in batch::split(claims) {
         let text = format!(
             "UPDATE jobs SET attempt = attempt + 1 FROM (VALUES {}) AS claims WHERE id = column1 AND attempt = column2 \
              AND state IN ('queued', 'restarting') RETURNING id, attempt, (SELECT epoch || '-' || step FROM checkpoints \
              WHERE job_id = jobs.id ORDER BY step DESC, epoch DESC LIMIT 1) AS resume",
-            together::values(claims.len(), 2)
+            batch::values(claims.len(), 2)
         );
         let query = claims.iter().fold(sqlx::query(AssertSqlSafe(text)), |query, claim| {
             query.bind(claim.job.as_str()).bind(i64::from(claim.after_attempt))
@@ -175,7 +175,7 @@ async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Ta
         for row in query.fetch_all(&mut *db).await? {
             let id: &str = row.try_get("id")?;
             let job = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
-            taken.insert(job, (small(row.try_get("attempt")?), row.try_get("resume")?));
+            taken.insert(job, (to_u32(row.try_get("attempt")?), row.try_get("resume")?));
         }
     }
     Ok(taken)
@@ -184,11 +184,11 @@ async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Ta
 /// Stores attempts in the order of their fencing tokens. Returns the fencing tokens by job.
 async fn insert(db: &mut Connection, attempts: &[(&Claim, Taken)]) -> Result<HashMap<JobId, FencingToken>> {
     let mut tokens = HashMap::with_capacity(attempts.len());
-    for attempts in together::cut(attempts) {
+    for attempts in batch::split(attempts) {
         let text = format!(
             "INSERT INTO attempts (job_id, attempt, places, resume, started_at, fencing_secret) VALUES {} \
              RETURNING job_id, fencing_token, fencing_secret",
-            together::values(attempts.len(), 6)
+            batch::values(attempts.len(), 6)
         );
         let mut query = sqlx::query(AssertSqlSafe(text));
         for (claim, (attempt, resume)) in attempts {
@@ -210,7 +210,7 @@ async fn insert(db: &mut Connection, attempts: &[(&Claim, Taken)]) -> Result<Has
     Ok(tokens)
 }
 
-/// Claims jobs. Returns `None` for a claim whose job does not wait any more or has had another attempt.
+/// Claims jobs. Returns `None` for a claim whose job no longer waits or has had another attempt.
 async fn make_attempts(db: &mut Connection, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
     let mut taken = take(db, claims).await?;
     // If several claims name a job, the first gets it.
@@ -232,9 +232,9 @@ async fn make_attempts(db: &mut Connection, claims: &[Claim]) -> Result<Vec<Opti
         row.fencing_token = Some(fencing_token);
         row.job.agents = agents(&claim.places);
         let bodies = lifecycle::started(&mut row, claim.fewer.clone(), claim.at)?;
-        let its = append(db, &mut row, bodies, claim.at).await?;
-        let events = its.iter().map(|new| new.row.clone()).collect();
-        new.extend(its);
+        let appended = append(db, &mut row, bodies, claim.at).await?;
+        let events = appended.iter().map(|new| new.row.clone()).collect();
+        new.extend(appended);
         let attempt = AttemptRef { job: claim.job.clone(), attempt, fencing_token };
         claimed.push(Some(Claimed { attempt, resume, changed: Changed { job: row.job.clone(), events } }));
         changed.push(row);
@@ -264,7 +264,7 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let (state, reason) = if live { ("job_state", "job_cause") } else { ("state", "reason") };
     let ended_at: Option<i64> = row.try_get("ended_at")?;
     let state = match text(state)? {
-        // An earlier version ended the attempt without storing how.
+        // An earlier version did not store the state in which the attempt ended.
         None => AttemptState::Ended,
         Some(word) => word.parse().unwrap_or_else(|error: String| {
             quarantine::log_once(&format!("the state of an attempt of job {job}: {error}"));
@@ -272,7 +272,7 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
         }),
     };
     Ok(Attempt {
-        attempt: small(row.try_get("attempt")?),
+        attempt: to_u32(row.try_get("attempt")?),
         state,
         reason: text(reason)?.and_then(|reason| read(job.as_str(), "reason", &reason)),
         checkpoint: text("resume")?.map(|resume| format!("{job}-{resume}")),

@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use sqlx::{QueryBuilder, Row};
 
 /// Maximum number of entries that a statement of a purge removes, so that other writers hardly wait.
-const SOME: i64 = 500;
+const PURGE_ROWS: i64 = 500;
 
 pub(super) fn entry(row: &DbRow) -> Result<AuditEntry> {
     Ok(AuditEntry {
@@ -82,14 +82,14 @@ impl SqlStore {
             "DELETE FROM audit WHERE id IN (SELECT id FROM audit WHERE at < $1 ORDER BY at LIMIT $2)",
         )
         .bind(before.as_millisecond())
-        .bind(SOME)
+        .bind(PURGE_ROWS)
         .execute(&self.writer)
         .await?;
         let beyond = sqlx::query(
             "DELETE FROM audit WHERE id IN (SELECT id FROM audit ORDER BY id DESC LIMIT $2 OFFSET $1)",
         )
         .bind(i64::from(keep))
-        .bind(SOME)
+        .bind(PURGE_ROWS)
         .execute(&self.writer)
         .await?;
         Ok(old.rows_affected() + beyond.rows_affected() > 0)

@@ -3,7 +3,7 @@
 use super::{BEGIN_SNAPSHOT, Connection, DbRow, SqlStore, reads::ranks};
 use crate::store::{
     MetricChunk, MetricFilter, Result, StoreError,
-    values::{int, plain, small, uint},
+    values::{int, plain, to_u32, uint},
 };
 use lockstep_protocol::job::JobId;
 use sqlx::{AssertSqlSafe, Row};
@@ -12,19 +12,19 @@ use std::collections::BTreeSet;
 fn chunk(row: &DbRow) -> Result<MetricChunk> {
     Ok(MetricChunk {
         name: row.try_get("name")?,
-        rank: small(row.try_get("rank")?),
-        attempt: small(row.try_get("attempt")?),
-        level: small(row.try_get("level")?),
+        rank: to_u32(row.try_get("rank")?),
+        attempt: to_u32(row.try_get("attempt")?),
+        level: to_u32(row.try_get("level")?),
         first_step: uint(row.try_get("first_step")?),
         last_step: uint(row.try_get("last_step")?),
         data: row.try_get("data")?,
-        grown: false,
-        anew: false,
+        replaces_chunk: false,
+        replaces_series: false,
     })
 }
 
 /// Numbers of chunks in a statement, the largest first.
-const TOGETHER: [usize; 2] = [32, 1];
+const BATCH_SIZES: [usize; 2] = [32, 1];
 
 async fn insert(db: &mut Connection, job: &JobId, chunks: &[&MetricChunk]) -> Result<()> {
     let place = |n: usize| {
@@ -142,9 +142,11 @@ impl SqlStore {
                 .fetch_optional(&mut *db)
                 .await?;
         known.ok_or(StoreError::NotFound("job"))?;
-        let anew =
-            chunks.iter().filter(|chunk| chunk.anew).map(|chunk| (&chunk.name, chunk.rank, chunk.attempt));
-        for (name, rank, attempt) in anew.collect::<BTreeSet<_>>() {
+        let replaced = chunks
+            .iter()
+            .filter(|chunk| chunk.replaces_series)
+            .map(|chunk| (&chunk.name, chunk.rank, chunk.attempt));
+        for (name, rank, attempt) in replaced.collect::<BTreeSet<_>>() {
             sqlx::query(
                 "DELETE FROM metric_chunks WHERE job_id = $1 AND name = $2 AND rank = $3 AND attempt = $4",
             )
@@ -155,7 +157,7 @@ impl SqlStore {
             .execute(&mut *db)
             .await?;
         }
-        for chunk in chunks.iter().filter(|chunk| chunk.grown) {
+        for chunk in chunks.iter().filter(|chunk| chunk.replaces_chunk) {
             sqlx::query(
                 "UPDATE metric_chunks SET last_step = $7, data = $8 WHERE job_id = $1 AND name = $2 AND level = $3 \
                  AND rank = $4 AND attempt = $5 AND first_step = $6",
@@ -171,9 +173,9 @@ impl SqlStore {
             .execute(&mut *db)
             .await?;
         }
-        let new: Vec<_> = chunks.iter().filter(|chunk| !chunk.grown).collect();
+        let new: Vec<_> = chunks.iter().filter(|chunk| !chunk.replaces_chunk).collect();
         let mut rest = &new[..];
-        for size in TOGETHER {
+        for size in BATCH_SIZES {
             while let Some((now, later)) = rest.split_at_checked(size) {
                 rest = later;
                 insert(&mut db, job, now).await?;

@@ -1,7 +1,7 @@
 //! Rows of events: created from changes, and inserted in batches.
 
 use super::{
-    Connection, together,
+    Connection, batch,
     webhooks::{self, Notice},
 };
 use crate::{
@@ -84,10 +84,10 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
 
 /// Stores rows, and queues messages for webhooks.
 pub(super) async fn insert(db: &mut Connection, rows: &[New]) -> Result<()> {
-    for now in together::cut(rows) {
+    for now in batch::split(rows) {
         let text = format!(
             "INSERT INTO events (job_id, seq, at, kind, attempt, rank, body, points) VALUES {}",
-            together::values(now.len(), 8)
+            batch::values(now.len(), 8)
         );
         let mut query = sqlx::query(AssertSqlSafe(text));
         for New { job, kind, attempt, rank, row, .. } in now {

@@ -38,7 +38,7 @@ impl SqlStore {
             "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind IN ('state', 'alert') ORDER BY seq DESC LIMIT $2",
         )
         .bind(job.id.as_str())
-        .bind(MOST)
+        .bind(MAX_ENTRIES)
         .fetch_all(&self.reader)
         .await?;
         let own = sqlx::query("SELECT parent_job, parent_checkpoint FROM jobs WHERE id = $1")
@@ -49,7 +49,7 @@ impl SqlStore {
             format!("{JOB} WHERE parent_job = $1 AND deleted_at IS NULL ORDER BY created_at, id LIMIT $2");
         let forks = sqlx::query(AssertSqlSafe(query))
             .bind(job.id.as_str())
-            .bind(MOST)
+            .bind(MAX_ENTRIES)
             .fetch_all(&self.reader)
             .await?;
         let mut requests = Vec::new();
@@ -59,7 +59,7 @@ impl SqlStore {
             )
             .bind(job.created_at.as_millisecond())
             .bind(format!("/api/v1/jobs/{}/%", job.id))
-            .bind(MOST)
+            .bind(MAX_ENTRIES)
             .fetch_all(&self.reader)
             .await?;
         }

@@ -1,12 +1,12 @@
 //! Stores reports as events. Reports are checked against stored rows in the same transaction.
 
-use super::{Connection, SqlStore, checkpoint_copies, events, jobs, layers, together};
+use super::{Connection, SqlStore, batch, checkpoint_copies, events, jobs, layers};
 use crate::{
     lifecycle::{self, external},
     store::{
         Appended, Changed, EventRow, Ingested, JobRow, Place, RecordsChange, Report, Result, RunRecords,
         StoreError, quarantine,
-        values::{fencing, int, reached, small, uint},
+        values::{fault_point, fencing, int, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -47,12 +47,12 @@ type Named = (JobId, u32);
 /// Reads tokens, agents and numbers of records of attempts. Attempts that do not exist are left out.
 async fn known(db: &mut Connection, attempts: &[Named]) -> Result<HashMap<Named, (Given, Records)>> {
     let mut found: HashMap<Named, (Given, Records)> = HashMap::with_capacity(attempts.len());
-    for attempts in together::cut(attempts) {
+    for attempts in batch::split(attempts) {
         let text = format!(
             "SELECT a.job_id, a.attempt, fencing_token, fencing_secret, places, source, records \
              FROM (VALUES {}) AS wanted JOIN attempts a ON a.job_id = column1 AND a.attempt = column2 \
              LEFT JOIN acknowledged k ON k.job_id = a.job_id AND k.attempt = a.attempt",
-            together::values(attempts.len(), 2)
+            batch::values(attempts.len(), 2)
         );
         let query = attempts.iter().fold(sqlx::query(AssertSqlSafe(text)), |query, (job, attempt)| {
             query.bind(job.as_str()).bind(i64::from(*attempt))
@@ -60,7 +60,7 @@ async fn known(db: &mut Connection, attempts: &[Named]) -> Result<HashMap<Named,
         for row in query.fetch_all(&mut *db).await? {
             let id: &str = row.try_get("job_id")?;
             let job = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
-            let (_, records) = match found.entry((job, small(row.try_get("attempt")?))) {
+            let (_, records) = match found.entry((job, to_u32(row.try_get("attempt")?))) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(unknown) => {
                     let places: Vec<Place> = quarantine::read(id, "places", row.try_get("places")?);
@@ -95,11 +95,11 @@ struct Attempt {
 }
 
 async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, SourceNumber, u64)]) -> Result<()> {
-    for now in together::cut(numbers) {
+    for now in batch::split(numbers) {
         let text = format!(
             "INSERT INTO acknowledged VALUES {} \
              ON CONFLICT (job_id, attempt, source) DO UPDATE SET records = excluded.records",
-            together::values(now.len(), 4)
+            batch::values(now.len(), 4)
         );
         let mut query = sqlx::query(AssertSqlSafe(text));
         for (job, attempt, source, records) in now {
@@ -123,7 +123,7 @@ fn acknowledgement(attempt: AttemptRef, source: Source, records: u64) -> Acknowl
 impl SqlStore {
     pub(super) async fn store_reports(&self, reports: &[Report]) -> Result<Vec<Ingested>> {
         let mut db = self.begin().await?;
-        reached("ingest.begin")?;
+        fault_point("ingest.begin")?;
         let mut jobs = load(&mut db, reports).await?;
         let mut answers = Vec::with_capacity(reports.len());
         let mut new = Vec::new();
@@ -152,10 +152,10 @@ impl SqlStore {
             })
         });
         acknowledge(&mut db, &grown.collect::<Vec<_>>()).await?;
-        reached("ingest.acknowledged")?;
-        reached("ingest.commit")?;
+        fault_point("ingest.acknowledged")?;
+        fault_point("ingest.commit")?;
         db.commit().await?;
-        reached("ingest.committed")?;
+        fault_point("ingest.committed")?;
         for Loaded { row, events, first_report, .. } in jobs.into_values() {
             if let Some(Ingested::Stored { changed, .. }) = first_report.and_then(|n| answers.get_mut(n)) {
                 *changed = Some(Box::new(Changed { job: row.job, events }));
@@ -297,7 +297,7 @@ async fn store_report(
                 if let Some(checkpoint) = written {
                     checkpoint_copies::add_agent(db, &checkpoint, agent_id).await?;
                 }
-                reached("ingest.event")?;
+                fault_point("ingest.event")?;
             }
             Err(refused) => {
                 tracing::warn!(job = %row.job.id, %refused, "a report does not fit the job's state");

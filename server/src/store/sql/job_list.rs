@@ -20,12 +20,12 @@ use lockstep_protocol::job::JobState;
 use sqlx::{QueryBuilder, Row};
 
 /// Default number of jobs on a page.
-const PAGE: u32 = 50;
+const DEFAULT_PAGE_SIZE: u32 = 50;
 /// Maximum number of jobs on a page, as documented in the API.
-const PAGE_MAX: u32 = 1000;
+const MAX_PAGE_SIZE: u32 = 1000;
 
 /// Number of rows that are parsed before other tasks may run.
-const TOGETHER: usize = 32;
+const ROWS_PER_YIELD: usize = 32;
 
 /// Total size in bytes of a row's columns of unbounded length.
 fn bytes(row: &DbRow) -> usize {
@@ -257,7 +257,7 @@ fn value(row: &DbRow, holds: Holds) -> Result<SortValue> {
 
 impl SqlStore {
     pub(super) async fn list_jobs(&self, filter: &JobFilter) -> Result<Page> {
-        let limit = if filter.limit == 0 { PAGE } else { filter.limit.min(PAGE_MAX) };
+        let limit = if filter.limit == 0 { DEFAULT_PAGE_SIZE } else { filter.limit.min(MAX_PAGE_SIZE) };
         let (by, holds, nullable) = expression(&filter.sort.by);
         let order = if filter.sort.descending { "DESC" } else { "ASC" };
         let jobs = if filter.with_notes { JOB_AND_NOTES } else { JOB };
@@ -281,7 +281,7 @@ impl SqlStore {
         };
         let next = page.last().filter(|_| more).map(cursor).transpose()?;
         let mut jobs = Vec::with_capacity(page.len());
-        for part in page.chunks(TOGETHER) {
+        for part in page.chunks(ROWS_PER_YIELD) {
             jobs.extend(readable(part.iter().map(|row| Ok(job_row(row)?.job))));
             tokio::task::yield_now().await;
         }

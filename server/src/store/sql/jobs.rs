@@ -1,12 +1,12 @@
 //! Jobs: reading, creating and changing rows.
 
-use super::{Connection, DbRow, SqlStore, checkpoint_copies, datasets, events, together};
+use super::{Connection, DbRow, SqlStore, batch, checkpoint_copies, datasets, events};
 use crate::{
     lifecycle,
     store::{
         Annotation, Changed, Created, JobRow, NewJob, Result, StoreError,
         quarantine::{self, read, read_spec},
-        values::{fencing, from_json, int, json, plain, reached, small, time, uint},
+        values::{fault_point, fencing, from_json, int, json, plain, time, to_u32, uint},
     },
 };
 use jiff::Timestamp;
@@ -44,14 +44,14 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     spec.name = row.try_get("name")?;
     // The column decides who sees the job, even if the specification cannot be read.
     spec.private = row.try_get::<i64, _>("private")? != 0;
-    spec.parallel.ranks = small(row.try_get("ranks")?);
+    spec.parallel.ranks = to_u32(row.try_get("ranks")?);
     spec.project = row.try_get("project")?;
     let stored_state: String = row.try_get("state")?;
     let fencing_token = row.try_get::<Option<i64>, _>("fencing_token")?;
     let fencing_token = fencing_token
         .map(|number| Ok::<_, StoreError>(fencing(number, row.try_get("fencing_secret")?)))
         .transpose()?;
-    // A job with an attempt that may write is running, in whatever state of another version: its slots are in use.
+    // A job with an attempt that may write is running in any state of another version, because its slots are in use.
     let stands_for = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
     let known = stored_state.parse::<JobState>();
     let unknown_state = known.is_err().then_some((stored_state, stands_for));
@@ -76,7 +76,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let parent = optional("parent_job")?.zip(optional("parent_checkpoint")?);
     let parent = parent.map(|(job, checkpoint)| Parent { job, checkpoint });
     let trial = optional("sweep")?.zip(row.try_get::<Option<i64>, _>("trial")?);
-    let trial = trial.map(|(sweep, number)| TrialOf { sweep, number: small(number) });
+    let trial = trial.map(|(sweep, number)| TrialOf { sweep, number: to_u32(number) });
     let external: Option<External> = optional("external")?.map(|text| read(&id, "external", &text));
     let is_hidden = row.try_get::<i64, _>("parent_private")? != 0;
     let (private_parent, parent) = if is_hidden { (parent, None) } else { (None, parent) };
@@ -97,13 +97,13 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
             .then(|| Batch { epoch_samples: progress.epoch_samples(), ..Batch::of(&spec) }),
         unreadable: (!flaws.is_empty()).then(|| flaws.join("; ")),
         warnings: Vec::new(),
-        attempt: small(row.try_get("attempt")?),
+        attempt: to_u32(row.try_get("attempt")?),
         ranks: spec.parallel.ranks,
         external,
         spec,
         agents,
         step: unsigned("step")?,
-        epoch: small(row.try_get("epoch")?),
+        epoch: to_u32(row.try_get("epoch")?),
         total_steps: unsigned("total_steps")?,
         steps_per_epoch: unsigned("steps_per_epoch")?,
         images_per_second: row.try_get("images_per_second")?,
@@ -124,7 +124,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         stop: optional("stop")?.map(|text| stop_reason(&text)),
         job,
         private_parent,
-        restarts: small(row.try_get("restarts")?),
+        restarts: to_u32(row.try_get("restarts")?),
         waiting_since: optional_time("waiting_since")?,
         fencing_token,
         progress,
@@ -146,8 +146,8 @@ pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRo
 /// Loads jobs, in any order. Deleted jobs are left out.
 pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<JobRow>> {
     let mut found = Vec::with_capacity(ids.len());
-    for ids in together::cut(ids) {
-        let places = together::values(ids.len(), 1);
+    for ids in batch::split(ids) {
+        let places = batch::values(ids.len(), 1);
         let text = format!("{JOB_AND_NOTES} WHERE jobs.id IN ({places}) AND jobs.deleted_at IS NULL");
         let query = sqlx::query(AssertSqlSafe(text));
         let query = ids.iter().fold(query, |query, id| query.bind(id.as_str()));
@@ -189,8 +189,8 @@ const COLUMNS: [&str; 23] = [
 pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -> Result<()> {
     let columns = COLUMNS.iter().zip(2..).map(|(column, n)| format!("{column} = column{n}"));
     let columns = columns.collect::<Vec<_>>().join(", ");
-    for rows in together::cut(rows) {
-        let values = together::values(rows.len(), 1 + COLUMNS.len());
+    for rows in batch::split(rows) {
+        let values = batch::values(rows.len(), 1 + COLUMNS.len());
         let text = format!("UPDATE jobs SET {columns} FROM (VALUES {values}) AS new WHERE id = column1");
         let mut query = sqlx::query(AssertSqlSafe(text));
         for row in rows {
@@ -228,11 +228,11 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
     }
     let is_over = |row: &&&JobRow| row.fencing_token.is_none() && row.job.attempt > 0;
     let over: Vec<_> = rows.iter().filter(is_over).collect();
-    for rows in together::cut(&over) {
+    for rows in batch::split(&over) {
         let text = format!(
             "UPDATE attempts SET ended_at = column2, state = column3, reason = column4, step = column5 \
              FROM (VALUES {}) AS new WHERE job_id = column1 AND ended_at IS NULL",
-            together::values(rows.len(), 5)
+            batch::values(rows.len(), 5)
         );
         let mut query = sqlx::query(AssertSqlSafe(text));
         for row in rows {
@@ -315,7 +315,7 @@ pub(super) async fn change(
 /// The job that the request with this idempotency key created.
 ///
 /// # Errors
-/// [`StoreError::KeyReused`]: the key came with another request.
+/// [`StoreError::KeyReused`]: the key was used with another request.
 async fn made_before(db: &mut Connection, (key, request): &(String, String)) -> Result<Option<Job>> {
     let before = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = $1")
         .bind(key)
@@ -339,7 +339,7 @@ impl SqlStore {
 
     pub(super) async fn insert_job(&self, new: NewJob) -> Result<Created> {
         let mut db = self.begin().await?;
-        reached("create.begin")?;
+        fault_point("create.begin")?;
         if let Some(key) = &new.idempotency
             && let Some(before) = made_before(&mut db, key).await?
         {
@@ -398,9 +398,9 @@ impl SqlStore {
             }
         });
         let changed = changed.await?;
-        reached("create.commit")?;
+        fault_point("create.commit")?;
         db.commit().await?;
-        reached("create.committed")?;
+        fault_point("create.committed")?;
         Ok(Created::New(Box::new(changed)))
     }
 

@@ -3,7 +3,7 @@
 use super::{Connection, Db, DbRow, SqlStore};
 use crate::store::{
     HistogramFilter, HistogramIndex, HistogramRow, Result, StoreError,
-    values::{from_json, int, json, plain, small, uint},
+    values::{from_json, int, json, plain, to_u32, uint},
 };
 use lockstep_protocol::{
     agent::AttemptEvent,
@@ -15,7 +15,7 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, QueryBuilder, Row};
 
 /// Numbers of rows in a statement, the largest first. The driver caches one statement for each number.
-const TOGETHER: [usize; 3] = [64, 8, 1];
+const BATCH_SIZES: [usize; 3] = [64, 8, 1];
 const COLUMNS: usize = 9;
 
 /// Stores the histograms or the network of an event. A report that exceeds the limits comes from a faulty rank and is not stored.
@@ -41,7 +41,7 @@ async fn keep_histograms(
     attempt: u32,
     histograms: &LayerHistograms,
 ) -> Result<()> {
-    // Later steps of an earlier attempt are not part of the run any more, and a step has one histogram per layer and kind.
+    // Later steps of an earlier attempt are no longer part of the run, and a step has one histogram per layer and kind.
     sqlx::query("DELETE FROM histograms WHERE job_id = $1 AND (step = $2 OR (step > $2 AND attempt < $3))")
         .bind(job.as_str())
         .bind(int(histograms.step))
@@ -50,7 +50,7 @@ async fn keep_histograms(
         .await?;
     let layers: Vec<(usize, &LayerHistogram)> = histograms.layers.iter().enumerate().collect();
     let mut rest = &layers[..];
-    for size in TOGETHER {
+    for size in BATCH_SIZES {
         while let Some((now, later)) = rest.split_at_checked(size) {
             rest = later;
             let row = |n| {
@@ -88,8 +88,8 @@ async fn keep_histograms(
     Ok(())
 }
 
-/// Index of the step to remove if there are too many: the step whose neighbours are closest to each other, the oldest if several
-/// are. So the remaining steps are about evenly spaced. The first and the newest step always stay.
+/// Index of the step to remove if there are too many: the step whose neighbours are closest to each other; of several such steps,
+/// the oldest. So the remaining steps are about evenly spaced. The first and the newest step always stay.
 fn superfluous(steps: &[u64]) -> Option<usize> {
     if steps.len() <= HISTOGRAM_STEPS {
         return None;
@@ -141,7 +141,7 @@ fn row(row: &DbRow) -> Result<HistogramRow> {
     let (counts, _) = counts.as_chunks::<4>();
     Ok(HistogramRow {
         step: uint(row.try_get("step")?),
-        attempt: small(row.try_get("attempt")?),
+        attempt: to_u32(row.try_get("attempt")?),
         layer: row.try_get("layer")?,
         kind: kind(row.try_get("kind")?)?,
         min: row.try_get::<f64, _>("min")? as f32,

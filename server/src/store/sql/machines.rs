@@ -5,7 +5,7 @@ use crate::store::{MinuteRow, Result, values::plain};
 use sqlx::Row;
 
 /// Maximum number of rows that a statement of a purge removes, so that other writers hardly wait.
-const SOME: i64 = 2000;
+const PURGE_ROWS: i64 = 2000;
 
 impl SqlStore {
     pub(super) async fn insert_machine_minutes(&self, minutes: &[MinuteRow]) -> Result<()> {
@@ -46,7 +46,9 @@ impl SqlStore {
     pub(super) async fn remove_machine_minutes(&self, before: i64) -> Result<()> {
         let query = "DELETE FROM machine_minutes WHERE (agent_id, minute) IN \
                      (SELECT agent_id, minute FROM machine_minutes WHERE minute < $1 ORDER BY minute LIMIT $2)";
-        while sqlx::query(query).bind(before).bind(SOME).execute(&self.writer).await?.rows_affected() > 0 {}
+        while sqlx::query(query).bind(before).bind(PURGE_ROWS).execute(&self.writer).await?.rows_affected()
+            > 0
+        {}
         Ok(())
     }
 }

@@ -8,6 +8,7 @@ mod agents;
 mod annotations;
 mod attempts;
 mod audit;
+mod batch;
 mod checkpoint_copies;
 mod chunks;
 pub(in crate::store) mod copy;
@@ -28,7 +29,6 @@ mod purge;
 mod queue;
 mod reads;
 mod sweeps;
-mod together;
 mod webhooks;
 
 use super::dialect::{

@@ -6,7 +6,7 @@ use crate::{
     store::{
         NewVersion, Owned, Result, StoreError, VersionRow,
         quarantine::{read_spec, readable},
-        values::{from_json, json, plain, small, time},
+        values::{from_json, json, plain, time, to_u32},
     },
 };
 use lockstep_protocol::{
@@ -16,7 +16,7 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, Row};
 
 /// Maximum number of versions that a refusal names.
-const NAMED: usize = 10;
+const MAX_NAMED: usize = 10;
 /// Maximum numbers of versions of a model and of a job. Requests read all versions of a model.
 const VERSIONS_OF_A_MODEL: i64 = 1000;
 const VERSIONS_OF_A_JOB: i64 = 100;
@@ -30,7 +30,7 @@ fn version(row: &DbRow) -> Result<VersionRow> {
     let text = |column: &str| row.try_get::<Option<String>, _>(column);
     let version = ModelVersion {
         model: row.try_get("model")?,
-        version: small(row.try_get("version")?),
+        version: to_u32(row.try_get("version")?),
         aliases: Vec::new(),
         checkpoint: row.try_get("checkpoint_id")?,
         job: job.parse().map_err(|_| StoreError::Corrupt(format!("job id {job:?}")))?,
@@ -69,8 +69,8 @@ pub(super) async fn require_unregistered(
     if found.is_empty() {
         return Ok(());
     }
-    let named = found.iter().take(NAMED).map(|(model, version)| format!("{SCHEME}{model}/{version}"));
-    let more = if found.len() > NAMED { ", ..." } else { "" };
+    let named = found.iter().take(MAX_NAMED).map(|(model, version)| format!("{SCHEME}{model}/{version}"));
+    let more = if found.len() > MAX_NAMED { ", ..." } else { "" };
     let detail = format!(
         "the job has registered versions ({}{more}), which would change if it were {change}: remove them first, or fork the job",
         named.collect::<Vec<_>>().join(", ")
@@ -85,7 +85,7 @@ impl SqlStore {
         let state = row.job.state;
         if !state.is_final() || row.fencing_token.is_some() {
             let detail = format!(
-                "the job is {state}, and a job that is not over replaces and removes its checkpoints: register one when the job is over"
+                "the job is {state}, and an unfinished job replaces and removes its checkpoints: register one when the job is over"
             );
             return Err(Refused { state, detail }.into());
         }
@@ -135,7 +135,7 @@ impl SqlStore {
         .execute(&mut *db)
         .await?;
         db.commit().await?;
-        Ok(small(version))
+        Ok(to_u32(version))
     }
 
     pub(super) async fn list_versions(&self, model: Option<&str>) -> Result<Vec<VersionRow>> {

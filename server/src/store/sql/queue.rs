@@ -1,9 +1,8 @@
 //! The queue: jobs that wait for slots, and the slots in use by each owner or project.
 
 use super::{
-    SqlStore,
+    SqlStore, batch,
     jobs::{JOB, job_row},
-    together,
 };
 use crate::{
     config::FairShare,
@@ -14,7 +13,7 @@ use sqlx::{AssertSqlSafe, Row};
 use std::collections::HashMap;
 
 /// Maximum number of jobs on a page.
-const PAGE: i64 = 1000;
+const PAGE_SIZE: i64 = 1000;
 
 impl SqlStore {
     pub(super) async fn list_waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)> {
@@ -27,11 +26,11 @@ impl SqlStore {
             .bind(from.priority)
             .bind(from.created_at)
             .bind(from.job.as_str())
-            .bind(PAGE)
+            .bind(PAGE_SIZE)
             .fetch_all(&self.reader)
             .await?;
         let next = match rows.last() {
-            Some(last) if uint(PAGE) == rows.len() as u64 => Some(QueuePlace {
+            Some(last) if uint(PAGE_SIZE) == rows.len() as u64 => Some(QueuePlace {
                 priority: last.try_get("priority")?,
                 created_at: last.try_get("created_at")?,
                 job: last.try_get("id")?,
@@ -43,8 +42,8 @@ impl SqlStore {
 
     pub(super) async fn read_jobs(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
         let mut found = Vec::with_capacity(ids.len());
-        for ids in together::cut(ids) {
-            let places = together::values(ids.len(), 1);
+        for ids in batch::split(ids) {
+            let places = batch::values(ids.len(), 1);
             let text = format!("{JOB} WHERE jobs.id IN ({places}) AND jobs.deleted_at IS NULL");
             let query = sqlx::query(AssertSqlSafe(text));
             let query = ids.iter().fold(query, |query, id| query.bind(id.as_str()));

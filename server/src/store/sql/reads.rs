@@ -10,7 +10,7 @@ use crate::store::{
     Stored,
     quarantine::readable,
     rows::ROW_COST,
-    values::{from_json, int, plain, small, time, uint},
+    values::{from_json, int, plain, time, to_u32, uint},
 };
 use futures_util::TryStreamExt;
 use lockstep_protocol::{
@@ -24,8 +24,8 @@ use sqlx::{AssertSqlSafe, Row};
 fn event_row(row: &DbRow) -> Result<EventRow> {
     let stored = match row.try_get::<Option<Vec<u8>>, _>("points")? {
         Some(data) => Stored::Points {
-            attempt: small(row.try_get("attempt")?),
-            rank: small(row.try_get::<Option<i64>, _>("rank")?.unwrap_or(0)),
+            attempt: to_u32(row.try_get("attempt")?),
+            rank: to_u32(row.try_get::<Option<i64>, _>("rank")?.unwrap_or(0)),
             data,
         },
         None => Stored::Body(row.try_get("body")?),
@@ -66,9 +66,9 @@ fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
     Ok(CheckpointRow {
         id: row.try_get("id")?,
         job: job.parse().map_err(|_| StoreError::Corrupt(format!("job id {job:?}")))?,
-        attempt: small(row.try_get("attempt")?),
+        attempt: to_u32(row.try_get("attempt")?),
         info: CheckpointInfo {
-            epoch: small(row.try_get("epoch")?),
+            epoch: to_u32(row.try_get("epoch")?),
             step: uint(row.try_get("step")?),
             val_accuracy: row.try_get("val_accuracy")?,
             val_loss: row.try_get("val_loss")?,
@@ -192,7 +192,7 @@ impl SqlStore {
         .bind(i64::from(attempt))
         .fetch_all(&self.reader)
         .await?;
-        Ok(readable(rows.iter().map(|(rank, seq, body)| Ok((small(*rank), event(job, *seq, body)?)))))
+        Ok(readable(rows.iter().map(|(rank, seq, body)| Ok((to_u32(*rank), event(job, *seq, body)?)))))
     }
 
     pub(super) async fn read_checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>> {

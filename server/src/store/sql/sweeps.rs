@@ -1,4 +1,4 @@
-//! Sweeps. Their trials are jobs, and whatever else is known of a sweep follows from these.
+//! Sweeps. Their trials are jobs, from which all other facts of a sweep follow.
 
 use super::{
     Connection, DbRow, SqlStore,
@@ -20,7 +20,7 @@ use lockstep_protocol::{
 };
 use sqlx::{AssertSqlSafe, Row};
 
-/// Without the trials' specifications, which are long.
+/// Query for sweeps without the trials' specifications, which are long.
 const SWEEP: &str = "SELECT id, name, project, state, reason, spec, settings, rungs, owner, private, created_at, finished_at FROM sweeps";
 
 fn sweep(row: &DbRow) -> Result<SweepRow> {
@@ -42,10 +42,10 @@ fn sweep(row: &DbRow) -> Result<SweepRow> {
     })
 }
 
-/// Refuses to delete a trial whose sweep is not over: the sweep would start it again.
+/// Refuses to delete a trial of an unfinished sweep, because the sweep would start the trial again.
 ///
 /// # Errors
-/// The sweep is not over.
+/// The sweep has not ended.
 pub(super) async fn require_over(db: &mut Connection, trial: &TrialOf, state: JobState) -> Result<()> {
     let query = "SELECT count(*) FROM sweeps WHERE id = $1 AND finished_at IS NULL";
     let unfinished: i64 = sqlx::query_scalar(query).bind(&trial.sweep).fetch_one(db).await?;

@@ -1,7 +1,7 @@
 //! Webhooks and their messages. A message is queued in the transaction that changes the job's state, so that a message exists exactly if
 //! the change was committed.
 
-use super::{Connection, DbRow, SqlStore, together};
+use super::{Connection, DbRow, SqlStore, batch};
 use crate::store::{
     Delivery, JobRow, Result, StoreError, Webhook, WebhookEvent, WebhookRow,
     quarantine::readable,
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, Row};
 
 /// Maximum number of a webhook's messages that are kept after their last attempt.
-const KEPT: i64 = 100;
+const MAX_KEPT: i64 = 100;
 
 /// A change of a job's state or an alert, to be sent to webhooks.
 pub(super) struct Notice {
@@ -91,10 +91,10 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
         .flat_map(|notice| webhooks.iter().map(move |webhook| (webhook, *notice)))
         .filter(|(webhook, notice)| wants(webhook, notice))
         .collect();
-    for now in together::cut(&wanted) {
+    for now in batch::split(&wanted) {
         let text = format!(
             "INSERT INTO webhook_deliveries (id, webhook_id, job_id, event, payload, created_at, next_at) VALUES {}",
-            together::values(now.len(), 7)
+            batch::values(now.len(), 7)
         );
         let mut query = sqlx::query(AssertSqlSafe(text));
         for (webhook, notice) in now {
@@ -238,7 +238,7 @@ impl SqlStore {
              (SELECT id FROM webhook_deliveries WHERE webhook_id = $1 AND next_at IS NULL ORDER BY id DESC LIMIT $2)",
         )
         .bind(&delivery.webhook)
-        .bind(KEPT)
+        .bind(MAX_KEPT)
         .execute(&mut *db)
         .await?;
         Ok(db.commit().await?)

@@ -281,7 +281,7 @@ async fn everybody_changes_the_own_password_and_nobody_else_s() {
     let answer =
         browser.post("/account", "action=password&current=wrong+password&new=another+password").await;
     assert_eq!(answer.status(), 422);
-    assert!(answer.text().await.unwrap().contains("is not the password that you have"));
+    assert!(answer.text().await.unwrap().contains("is not your current password"));
     assert_eq!(
         browser.post("/account", "action=password&current=correct+horse&new=short").await.status(),
         422

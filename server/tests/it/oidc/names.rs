@@ -87,7 +87,7 @@ async fn who_is_disabled_or_removed_does_not_come_back_by_signing_in() {
     assert_eq!(server.change_person("ada", &json!({"disabled": true})).await.0, 200);
     assert!(!browser.is_in().await);
     assert!(
-        Browser::new(&server).refused(&provider, 403).await.contains("ada may not use this server any more")
+        Browser::new(&server).refused(&provider, 403).await.contains("ada may no longer use this server")
     );
     assert_eq!(server.change_person("ada", &json!({"disabled": false})).await.0, 200);
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
@@ -129,7 +129,7 @@ async fn an_e_mail_address_is_a_name_when_it_is_verified() {
         b.claims = json!({});
         b.user_info = json!({"sub": "another", "email": "eve@example.org", "email_verified": true});
     });
-    assert!(Browser::new(&server).refused(&provider, 401).await.contains("about somebody else"));
+    assert!(Browser::new(&server).refused(&provider, 401).await.contains("about another account"));
     provider.change(|b| b.user_info["sub"] = json!("sub-1"));
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
     assert_eq!(people(&server).await, ["eve@example.org viewer sub-1"]);

@@ -1,7 +1,7 @@
-//! Runs of a server that has MLflow's REST interface (2.0), asked as MLflow's own client asks.
+//! Runs of a server with MLflow's REST interface (2.0), read with the requests of MLflow's own client.
 
-use super::{Failure, Read, Run, Sources, add_points, described, settings, text};
-use crate::cli::{block_on, wrong};
+use super::{Failure, Read, Run, Sources, add_points, run_of, settings, text};
+use crate::cli::{block_on, usage_error};
 use anyhow::{Context, anyhow};
 use jiff::Timestamp;
 use lockstep_worker::tls;
@@ -9,32 +9,33 @@ use reqwest::{Client, Method};
 use serde_json::{Map, Value, json};
 use std::{env, thread, time::Duration};
 
-/// Time limit for one answer: a page of runs or points.
-const ANSWER: Duration = Duration::from_secs(120);
+/// Time limit for one response: a page of runs or points.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Clone)]
 struct Server {
-    /// As far as the names of calls.
+    /// URL to which a call's name is appended.
     base: String,
     client: Client,
 }
 
 /// The runs of all experiments.
 pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
-    let tls = tls::client_config(None).map_err(wrong)?;
-    let client = Client::builder().timeout(ANSWER).tls_backend_preconfigured((*tls).clone()).build()?;
+    let tls = tls::client_config(None).map_err(usage_error)?;
+    let client =
+        Client::builder().timeout(RESPONSE_TIMEOUT).tls_backend_preconfigured((*tls).clone()).build()?;
     let server = Server { base: format!("{}/api/2.0/mlflow", url.trim_end_matches('/')), client };
     let mut found = Sources::new();
     for (experiment, run) in block_on(server.runs())? {
         let (server, shown) = (server.clone(), format!("run {}", text(&run["info"], "run_id")));
-        // Where runs are read, there is a runtime, which must not be blocked by another one.
+        // Runs are read within a tokio runtime, which must not block on another runtime, so a thread has its own.
         let read: Read = Box::new(move || {
             let reads = thread::spawn(move || block_on(server.read(&experiment, &run)));
             Ok(vec![reads.join().map_err(|_| anyhow!("reading the run panicked"))??])
         });
         found.push((shown, read));
     }
-    if found.is_empty() { Err(wrong(format!("{url} has no runs"))) } else { Ok(found) }
+    if found.is_empty() { Err(usage_error(format!("{url} has no runs"))) } else { Ok(found) }
 }
 
 impl Server {
@@ -58,7 +59,7 @@ impl Server {
     async fn read(&self, experiment: &str, found: &Value) -> anyhow::Result<Run> {
         let began = Timestamp::now().as_millisecond();
         let id = text(&found["info"], "run_id");
-        let mut run = described(&id, experiment, &found["info"]);
+        let mut run = run_of(&id, experiment, &found["info"]);
         let list = |key: &str| found["data"][key].as_array().cloned().unwrap_or_default();
         let pairs = |key: &str| -> Vec<(String, String)> {
             list(key).iter().map(|pair| (text(pair, "key"), text(pair, "value"))).collect()
@@ -73,7 +74,7 @@ impl Server {
                 ("max_results".into(), "25000".into()),
             ]);
             for point in self.all(Method::GET, "metrics/get-history", "metrics", fields).await? {
-                // protobuf's JSON has whole numbers as text, and also "NaN" and "Infinity".
+                // In protobuf's JSON, whole numbers, "NaN" and "Infinity" are texts.
                 let whole = |key: &str| text(&point, key).parse::<i64>().unwrap_or(0);
                 match text(&point, "value").parse() {
                     Ok(value) => points.push((whole("timestamp"), name.clone(), whole("step"), value)),
@@ -82,7 +83,7 @@ impl Server {
             }
         }
         if run.failure == Some(Failure::NoEnd) {
-            // Metrics are read one after the other, so those that were read first may lack points that were logged meanwhile.
+            // Metrics are read one after the other, so metrics that were read first may lack points that were logged meanwhile.
             points.retain(|(at, ..)| *at < began);
         }
         add_points(&mut run, points);
@@ -108,7 +109,7 @@ impl Server {
         }
     }
 
-    /// Makes a call, with the credentials that MLflow's clients take from the environment.
+    /// Makes a call, with the credentials in the environment variables of MLflow's clients.
     async fn call(&self, method: &Method, name: &str, fields: &Map<String, Value>) -> anyhow::Result<Value> {
         let url = format!("{}/{name}", self.base);
         let request = self.client.request(method.clone(), &url);
@@ -127,9 +128,12 @@ impl Server {
         let body: Value = answer.json().await.unwrap_or_default();
         if !status.is_success() {
             let why = ["message", "detail"].iter().find_map(|key| body.get(key)?.as_str());
-            return Err(wrong(format!("{url}: {status}: {}", why.unwrap_or("the server gives no reason"))));
+            return Err(usage_error(format!(
+                "{url}: {status}: {}",
+                why.unwrap_or("the server gives no reason")
+            )));
         }
-        anyhow::ensure!(body.is_object(), "{url} does not answer as a server of MLflow's does");
+        anyhow::ensure!(body.is_object(), "{url} does not answer as an MLflow server does");
         Ok(body)
     }
 }

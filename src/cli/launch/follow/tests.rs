@@ -14,7 +14,7 @@ use std::{
     },
 };
 
-/// Longer than any request in these tests, and shorter than [`PATIENCE`].
+/// Longer than any request in these tests, and shorter than [`SERVER_TIMEOUT`].
 const DEADLINE: Duration = Duration::from_secs(30);
 
 #[derive(Parser)]
@@ -100,7 +100,7 @@ async fn an_agent_that_does_not_start_ends_the_launch_until_an_attempt_has_begun
         sleep.arg("60");
         let other = Launched::start("other", sleep, &[], &dir.path().join("other")).unwrap();
         let mut launched = [broken_ssh(dir.path()), other];
-        let patience = if ends { DEADLINE } else { POLL * 5 };
+        let patience = if ends { DEADLINE } else { POLL_INTERVAL * 5 };
         let failure = tokio::time::timeout(patience, first_failure(&launch, &mut launched, said)).await;
         launched[1].child.kill().unwrap();
         launched[1].child.wait().unwrap();

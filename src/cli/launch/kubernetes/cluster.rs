@@ -1,7 +1,7 @@
 //! A client for Kubernetes' API: objects as plain JSON, with retries after conflicts and while the API server is unreachable.
 
 use super::super::{
-    super::{api::PATIENCE, output, wrong},
+    super::{api::SERVER_TIMEOUT, output, usage_error},
     Args,
 };
 use kube::{
@@ -20,9 +20,9 @@ use std::{
 /// Pauses before a request is retried.
 pub(super) const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
 /// Maximum number of retries of a change after conflicts with another writer.
-const MOST_CONFLICTS: u32 = 20;
+const MAX_CONFLICTS: u32 = 20;
 /// Time limit for the deletion of an object, whose pods end first.
-const DELETED_WITHIN: Duration = Duration::from_secs(180);
+const DELETION_TIMEOUT: Duration = Duration::from_secs(180);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -54,7 +54,7 @@ struct Timeouts {
     away: Duration,
 }
 
-const TIMEOUTS: Timeouts = Timeouts { answer: Duration::from_secs(30), away: PATIENCE };
+const TIMEOUTS: Timeouts = Timeouts { answer: Duration::from_secs(30), away: SERVER_TIMEOUT };
 
 /// A namespace of a cluster.
 pub(super) struct Cluster {
@@ -78,21 +78,21 @@ impl Cluster {
     /// # Errors
     /// Neither of the two exists, or the connection fails.
     pub(super) async fn connect(args: &Args) -> anyhow::Result<Self> {
-        let unusable = |e: &dyn std::error::Error| wrong(format!("Kubernetes: {}", chain(e)));
+        let unusable = |e: &dyn std::error::Error| usage_error(format!("Kubernetes: {}", chain(e)));
         let config = match &args.context {
             None => Config::infer().await.map_err(|e| unusable(&e))?,
             Some(context) => {
                 let options = KubeConfigOptions { context: Some(context.clone()), ..Default::default() };
                 Config::from_kubeconfig(&options)
                     .await
-                    .map_err(|e| wrong(format!("--context {context}: {}", chain(&e))))?
+                    .map_err(|e| usage_error(format!("--context {context}: {}", chain(&e))))?
             }
         };
         let namespace = args.namespace.clone().unwrap_or_else(|| config.default_namespace.clone());
         let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
         if namespace.is_empty() || namespace.len() > 63 || !namespace.chars().all(plain) {
-            return Err(wrong(format!(
-                "--namespace {namespace:?}: up to 63 small letters, digits and hyphens"
+            return Err(usage_error(format!(
+                "--namespace {namespace:?}: up to 63 lower-case letters, digits and hyphens"
             )));
         }
         let client = Client::try_from(config).map_err(|e| unusable(&e))?;
@@ -104,7 +104,7 @@ impl Cluster {
     }
 
     /// Prints that the API server does not respond, unless this has been printed since the last response.
-    pub(super) fn note_away(&self, error: &Error) {
+    pub(super) fn note_silence(&self, error: &Error) {
         if !self.is_away.swap(true, Ordering::Relaxed) {
             output::warn(format_args!(
                 "Kubernetes' API server does not answer ({}); trying again",
@@ -113,13 +113,13 @@ impl Cluster {
         }
     }
 
-    pub(super) fn note_back(&self) {
+    pub(super) fn note_answer(&self) {
         if self.is_away.swap(false, Ordering::Relaxed) {
             output::warn("Kubernetes' API server answers again");
         }
     }
 
-    /// Waits for a response. A response after the time limit counts as an unreachable server.
+    /// Waits for a response. After the time limit, the server counts as unreachable.
     pub(super) async fn answer<T>(&self, asked: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
         let within = self.waits.answer;
         let late = |_| Err(Error::Service(format!("no answer within {within:?}").into()));
@@ -127,14 +127,16 @@ impl Cluster {
     }
 
     /// Retries for a minute while the API server is unreachable.
-    async fn patiently<T>(&self, ask: impl AsyncFn() -> Result<T, Error>) -> Result<T, Error> {
+    async fn with_retries<T>(&self, ask: impl AsyncFn() -> Result<T, Error>) -> Result<T, Error> {
         let began = Instant::now();
         let mut backoff = RETRY;
         loop {
             match self.answer(ask()).await {
-                Err(error) if is_away(&error) && began.elapsed() < self.waits.away => self.note_away(&error),
+                Err(error) if is_away(&error) && began.elapsed() < self.waits.away => {
+                    self.note_silence(&error)
+                }
                 answer => {
-                    self.note_back();
+                    self.note_answer();
                     return answer;
                 }
             }
@@ -142,15 +144,15 @@ impl Cluster {
         }
     }
 
-    /// Formats an error as a sentence with advice.
+    /// Formats an error with advice.
     pub(super) fn explain(&self, doing: &str, error: &Error) -> anyhow::Error {
         let namespace = &self.namespace;
         match error {
-            Error::Api(status) if status.code == 401 => wrong(format!(
+            Error::Api(status) if status.code == 401 => usage_error(format!(
                 "{doing}: Kubernetes does not know your account ({}); sign in as for kubectl",
                 status.message
             )),
-            Error::Api(status) if status.code == 403 => wrong(format!(
+            Error::Api(status) if status.code == 403 => usage_error(format!(
                 "{doing}: Kubernetes does not let you do this ({}); deploy/kubernetes/launch-role.yaml has the role that a launch needs in namespace {namespace}",
                 status.message
             )),
@@ -165,7 +167,7 @@ impl Cluster {
     /// The object cannot be read.
     pub(super) async fn get(&self, kind: Kind, name: &str) -> anyhow::Result<Option<Value>> {
         let api = self.api(kind);
-        let found = self.patiently(async || api.get_opt(name).await).await;
+        let found = self.with_retries(async || api.get_opt(name).await).await;
         found.map(|found| found.map(plain)).map_err(|e| self.explain(&format!("reading {kind:?} {name}"), &e))
     }
 
@@ -179,7 +181,7 @@ impl Cluster {
         let doing = format!("creating {kind:?} {name}");
         let typed: DynamicObject = serde_json::from_value(object.clone())?;
         loop {
-            match self.patiently(async || api.create(&PostParams::default(), &typed).await).await {
+            match self.with_retries(async || api.create(&PostParams::default(), &typed).await).await {
                 Ok(made) => return Ok(Created::Now(plain(made))),
                 Err(Error::Api(status)) if status.code == 409 => match self.get(kind, name).await? {
                     Some(found) => return Ok(Created::Exists(found)),
@@ -191,28 +193,29 @@ impl Cluster {
         }
     }
 
-    /// Changes a Job, and retries after a conflict with another writer. `change` edits the Job, and returns whether it has changed anything.
+    /// Changes a Job, and retries after a conflict with another writer. `change` edits the Job, and returns whether it has changed
+    /// anything.
     ///
     /// # Errors
     /// Kubernetes refuses the change, or the Job does not exist.
     pub(super) async fn change(&self, name: &str, change: impl Fn(&mut Value) -> bool) -> anyhow::Result<()> {
         let api = self.api(Kind::Job);
         let doing = format!("changing Job {name}");
-        for _ in 0..MOST_CONFLICTS {
+        for _ in 0..MAX_CONFLICTS {
             let Some(mut job) = self.get(Kind::Job, name).await? else {
-                anyhow::bail!("{doing}: it does not exist any more");
+                anyhow::bail!("{doing}: the Job no longer exists");
             };
             if !change(&mut job) {
                 return Ok(());
             }
             let typed: DynamicObject = serde_json::from_value(job)?;
-            match self.patiently(async || api.replace(name, &PostParams::default(), &typed).await).await {
+            match self.with_retries(async || api.replace(name, &PostParams::default(), &typed).await).await {
                 Ok(_) => return Ok(()),
                 Err(Error::Api(status)) if status.code == 409 => {}
                 Err(error) => return Err(self.explain(&doing, &error)),
             }
         }
-        anyhow::bail!("{doing}: others change it repeatedly at the same time; try again")
+        anyhow::bail!("{doing}: other programs change the Job at the same time; try again")
     }
 
     /// Deletes the object with this UID after its dependents (foreground deletion).
@@ -227,7 +230,7 @@ impl Cluster {
             preconditions: Some(Preconditions { uid, resource_version: None }),
             ..DeleteParams::foreground()
         };
-        match self.patiently(async || api.delete(name, &params).await).await {
+        match self.with_retries(async || api.delete(name, &params).await).await {
             // 409: another object has this name now.
             Err(Error::Api(status)) if ![404, 409].contains(&status.code) => {
                 Err(self.explain(&format!("deleting {kind:?} {name}"), &Error::Api(status)))
@@ -246,7 +249,7 @@ impl Cluster {
     pub(super) async fn remove(&self, kind: Kind, object: &Value) -> anyhow::Result<()> {
         self.delete(kind, object).await?;
         let name = object["metadata"]["name"].as_str().unwrap_or_default();
-        let until = Instant::now() + DELETED_WITHIN;
+        let until = Instant::now() + DELETION_TIMEOUT;
         while let Some(found) = self.get(kind, name).await? {
             if found["metadata"]["uid"] != object["metadata"]["uid"] {
                 break;
@@ -262,7 +265,7 @@ impl Cluster {
     }
 }
 
-/// Whether the same request may succeed later.
+/// Whether a retry of the request may succeed.
 pub(super) fn is_away(error: &Error) -> bool {
     match error {
         Error::Api(status) => is_passing(status),
@@ -280,7 +283,7 @@ pub(super) fn plain(object: DynamicObject) -> Value {
     serde_json::to_value(object).unwrap_or_default()
 }
 
-/// Formats an error and its causes. Leaves out a cause that the error before it quotes.
+/// Formats an error and its causes. Leaves out a cause whose text the error before it contains.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

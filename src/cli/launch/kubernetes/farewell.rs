@@ -3,9 +3,9 @@
 use super::{
     super::{
         Launch,
-        uploads::{LAST_UPLOAD, UploadStatus, say_once},
+        uploads::{UPLOAD_TIMEOUT, UploadStatus, say_once},
     },
-    POLL,
+    POLL_INTERVAL,
     cluster::{Cluster, Kind},
     words,
 };
@@ -14,7 +14,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 /// Time for the pods to end after the job is over: a heartbeat tells an agent that the job has ended.
-const FAREWELL: Duration = Duration::from_secs(90);
+const PODS_END_TIMEOUT: Duration = Duration::from_secs(90);
 
 pub(super) enum Farewell {
     /// No pod is left, or the last pods are terminating.
@@ -46,7 +46,7 @@ pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> 
             Ok(UploadStatus::Deleted) => true,
             Ok(UploadStatus::Complete(ours)) => {
                 let since = complete_since.get_or_insert_with(Instant::now);
-                is_over || ours.state == JobState::Cancelled || since.elapsed() > FAREWELL
+                is_over || ours.state == JobState::Cancelled || since.elapsed() > PODS_END_TIMEOUT
             }
             Ok(UploadStatus::Uploading) => {
                 say_once(&mut said);
@@ -62,12 +62,12 @@ pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> 
             }
             return Ok(Farewell::Ended);
         }
-        if began.elapsed() > LAST_UPLOAD {
+        if began.elapsed() > UPLOAD_TIMEOUT {
             anyhow::bail!(
                 "the job's last checkpoint is not known to be on the server; `kubectl -n {} delete job {name}` ends the pods",
                 cluster.namespace
             );
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 /// Label with the id of Lockstep's job.
 pub(super) const JOB_LABEL: &str = "lockstep/job";
-/// Annotation with a random word for the launch. Identifies an object if the response to its creation was lost.
+/// Annotation with a random id of the launch. Identifies an object if the response to its creation was lost.
 pub(super) const LAUNCH: &str = "lockstep/launch";
 /// Annotation with the ids of the agents' tokens, which the launch revokes when the job is over.
 pub(super) const TOKENS: &str = "lockstep/tokens";
@@ -155,7 +155,7 @@ fn own(metadata: &mut Value, owner: Option<&Value>) {
     }
 }
 
-/// Returns a new random word for a launch.
+/// Returns a new random id for a launch.
 pub(super) fn launch_word() -> String {
     uuid::Uuid::new_v4().simple().to_string()
 }

@@ -16,11 +16,11 @@ use tokio::{sync::mpsc::Sender, time::sleep};
 /// Time after which the API server ends a watch. The watch is then continued.
 const WATCH_SECS: u32 = 240;
 /// Time without data after which a connection counts as lost.
-const SILENCE: Duration = Duration::from_secs(WATCH_SECS as u64 + 30);
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(WATCH_SECS as u64 + 30);
 /// A watch that ends before this time and without a change counts as refused.
-const AT_ONCE: Duration = Duration::from_secs(1);
-/// Status of the API server if it no longer has the version to continue from (Gone).
-const GONE: u16 = 410;
+const MIN_WATCH_TIME: Duration = Duration::from_secs(1);
+/// Status of the API server if it no longer has the version from which a watch continues (Gone).
+const STATUS_GONE: u16 = 410;
 
 /// A message about the observed objects.
 #[derive(Debug)]
@@ -57,13 +57,13 @@ pub(super) async fn observe(
         let list = match cluster.answer(api.list(&wanted)).await {
             Ok(list) => list,
             Err(error) if is_away(&error) => {
-                cluster.note_away(&error);
+                cluster.note_silence(&error);
                 sleep(backoff.pause()).await;
                 continue;
             }
             Err(error) => return Err(cluster.explain(&format!("listing {kind:?}s"), &error)),
         };
-        cluster.note_back();
+        cluster.note_answer();
         let mut version = list.metadata.resource_version.unwrap_or_default();
         if to.send((kind, Seen::All(list.items.into_iter().map(plain).collect()))).await.is_err() {
             return Ok(());
@@ -78,13 +78,13 @@ pub(super) async fn observe(
         loop {
             let ended = match api.watch(&follow, &version).await {
                 Ok(events) => {
-                    cluster.note_back();
+                    cluster.note_answer();
                     let (before, began) = (version.clone(), Instant::now());
                     let ended = until_cut(kind, events, &mut version, &to).await;
                     if to.is_closed() {
                         return Ok(());
                     }
-                    if before == version && began.elapsed() < AT_ONCE {
+                    if before == version && began.elapsed() < MIN_WATCH_TIME {
                         // Pauses only after a server that ends each watch at once. A watch without changes ends at its time limit and
                         // continues without a pause.
                         sleep(backoff.pause()).await;
@@ -93,13 +93,13 @@ pub(super) async fn observe(
                     }
                     ended
                 }
-                Err(Error::Api(status)) if status.code == GONE => {
+                Err(Error::Api(status)) if status.code == STATUS_GONE => {
                     // The API server no longer has the version that it just listed, which happens under load.
                     sleep(backoff.pause()).await;
                     Ended::Lost
                 }
                 Err(error) if is_away(&error) => {
-                    cluster.note_away(&error);
+                    cluster.note_silence(&error);
                     sleep(backoff.pause()).await;
                     Ended::Cut
                 }
@@ -128,7 +128,7 @@ async fn until_cut(
     let mut events = pin!(events);
     loop {
         let next = tokio::select! {
-            next = tokio::time::timeout(SILENCE, events.next()) => next,
+            next = tokio::time::timeout(SILENCE_TIMEOUT, events.next()) => next,
             () = to.closed() => return Ended::Cut,
         };
         let seen = match next {
@@ -146,7 +146,7 @@ async fn until_cut(
             }
             // Usually status 410. Listing the objects again also handles other errors.
             Ok(Some(Ok(WatchEvent::Error(_)))) => return Ended::Lost,
-            Ok(Some(Err(Error::Api(status)))) if status.code == GONE => return Ended::Lost,
+            Ok(Some(Err(Error::Api(status)))) if status.code == STATUS_GONE => return Ended::Lost,
             Ok(Some(Err(_)) | None) | Err(_) => return Ended::Cut,
         };
         if to.send((kind, seen)).await.is_err() {

@@ -6,7 +6,7 @@ use super::{
         Launch,
         uploads::{UploadStatus, say_once},
     },
-    POLL,
+    POLL_INTERVAL,
     cluster::{Cluster, Kind},
     objects::PAUSED,
     observe::{Seen, observe},
@@ -21,7 +21,7 @@ use tokio::{sync::mpsc, time::Instant};
 /// Maximum number of changes that wait to be handled.
 const BACKLOG: usize = 64;
 /// Maximum number of printed messages that are remembered. A remembered message is not printed again.
-const MOST_SAID: usize = 4096;
+const MAX_REMEMBERED: usize = 4096;
 
 /// Returns an error when Kubernetes' Job is over or deleted and Lockstep's job is not over.
 pub(super) async fn until_over(
@@ -51,7 +51,7 @@ pub(super) async fn until_over(
             said: BTreeSet::new(),
             said_upload: false,
         };
-        let mut poll = tokio::time::interval(POLL);
+        let mut poll = tokio::time::interval(POLL_INTERVAL);
         loop {
             let result = tokio::select! {
                 change = changes.recv() => match change {
@@ -70,7 +70,7 @@ pub(super) async fn until_over(
     };
     tokio::select! {
         seen = seeing => match seen {
-            Ok(_) => anyhow::anyhow!("Kubernetes' Job {name} is not watched any more"),
+            Ok(_) => anyhow::anyhow!("Kubernetes' Job {name} is no longer watched"),
             Err(error) => error,
         },
         over = steering => over,
@@ -129,14 +129,14 @@ impl Steering<'_> {
 
     fn see_pod(&mut self, pod: &Value) {
         if let Some(words) = words::of_pod(pod)
-            && self.said.len() < MOST_SAID
+            && self.said.len() < MAX_REMEMBERED
             && self.said.insert(words.clone())
         {
             output::warn(words);
         }
     }
 
-    async fn ours(&self) -> anyhow::Result<Job> {
+    async fn lockstep_job(&self) -> anyhow::Result<Job> {
         let job = self.launch.api.find(&format!("/jobs/{}", self.launch.job.id)).await?;
         job.context("the job is deleted")
     }
@@ -148,7 +148,7 @@ impl Steering<'_> {
     async fn poll(&mut self) -> anyhow::Result<()> {
         match &self.over {
             Some((how, since)) => self.compare(how, *since).await,
-            None => self.follow_ours().await,
+            None => self.follow_lockstep_job().await,
         }
     }
 
@@ -156,10 +156,10 @@ impl Steering<'_> {
     /// it. If the server does not respond, the next poll asks again.
     async fn compare(&self, how: &str, since: Instant) -> anyhow::Result<()> {
         // Agents exit after the job, but their last report may not be stored yet.
-        if since.elapsed() < 2 * POLL {
+        if since.elapsed() < 2 * POLL_INTERVAL {
             return Ok(());
         }
-        match self.ours().await {
+        match self.lockstep_job().await {
             Ok(job) if !job.state.is_final() => anyhow::bail!(
                 "Kubernetes' Job {} {how}, and the job is {}; `lockstep launch {} --with kubernetes` starts agents for it again",
                 self.name,
@@ -171,10 +171,10 @@ impl Steering<'_> {
     }
 
     /// Suspends the Job while Lockstep's job is paused. If another user or program has suspended the Job, it stays suspended.
-    async fn follow_ours(&mut self) -> anyhow::Result<()> {
+    async fn follow_lockstep_job(&mut self) -> anyhow::Result<()> {
         let (None, Some(seen)) = (self.queue, &self.job) else { return Ok(()) };
         let is_by_us = seen["metadata"]["annotations"][PAUSED].is_string();
-        let Ok(ours) = self.ours().await else { return Ok(()) };
+        let Ok(ours) = self.lockstep_job().await else { return Ok(()) };
         let is_paused = ours.state == JobState::Paused;
         if is_paused && !is_by_us && !words::is_suspended(seen) {
             // The last checkpoint may be only on the pods' disks, which are deleted with the pods. So the pods stay until the checkpoint is

@@ -1,8 +1,8 @@
 //! The user's template for pods (YAML): the parts that are used or refused, and the parts that a launch adds.
 
 use super::super::{
-    super::{file, wrong},
-    Args, LauncherKind, MOST_HOSTS, MOST_SLOTS,
+    super::{file, usage_error},
+    Args, LauncherKind, MAX_HOSTS, MAX_SLOTS,
     hosts::Host,
 };
 use lockstep_protocol::{JobSpec, spec::Device};
@@ -14,7 +14,7 @@ use std::{
 
 const TEMPLATE_BYTES: u64 = 256 << 10;
 /// Maximum number of containers in a pod, including init containers.
-const MOST_CONTAINERS: usize = 32;
+const MAX_CONTAINERS: usize = 32;
 /// Name of the container with the agent, if a pod has several containers.
 const CONTAINER: &str = "lockstep";
 /// Default folder for the agents' state.
@@ -46,27 +46,31 @@ pub(in super::super) struct Template {
 /// Returns the template that the arguments name, or `None` if the launcher is not Kubernetes.
 ///
 /// # Errors
-/// Exit status 2. The message names the mistake in the template, and its place.
+/// Exit status 2. The message names the mistake in the template, and the mistake's path.
 pub(in super::super) fn template(args: &Args) -> anyhow::Result<Option<Template>> {
     let path = match (&args.template, args.with) {
         (Some(path), LauncherKind::Kubernetes) => path,
         (None, LauncherKind::Kubernetes) => {
-            return Err(wrong("no template is named: give the pods' template with --template pod.yaml"));
+            return Err(usage_error(
+                "no template is named: give the pods' template with --template pod.yaml",
+            ));
         }
-        (Some(_), _) => return Err(wrong("--template is for --with kubernetes")),
+        (Some(_), _) => return Err(usage_error("--template is for --with kubernetes")),
         (None, _) => return Ok(None),
     };
     if !args.options.is_empty() {
-        return Err(wrong("with Kubernetes there are no options after --: write them into the template"));
+        return Err(usage_error(
+            "--with kubernetes accepts no options after --: write them into the template",
+        ));
     }
-    let failed = |detail: String| wrong(format!("--template {}: {detail}", path.display()));
+    let failed = |detail: String| usage_error(format!("--template {}: {detail}", path.display()));
     let bytes = file::read(path, TEMPLATE_BYTES, "is larger than 256 KiB").map_err(failed)?;
     let mut template = parse(&bytes).map_err(failed)?;
     // The default of `--dir` is relative to a home directory, which few pods have.
     if args.dir.is_absolute() {
         template.dir.clone_from(&args.dir);
     } else if args.dir != Path::new(super::super::DEFAULT_DIR) {
-        return Err(wrong("--dir: in a pod this is an absolute path, such as /var/lib/lockstep"));
+        return Err(usage_error("--dir: in a pod this is an absolute path, such as /var/lib/lockstep"));
     }
     Ok(Some(template))
 }
@@ -96,15 +100,15 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
     if containers == 0 {
         return Err("has no spec.containers".into());
     }
-    if containers + count("initContainers") > MOST_CONTAINERS {
-        return Err(format!("has more than {MOST_CONTAINERS} containers"));
+    if containers + count("initContainers") > MAX_CONTAINERS {
+        return Err(format!("has more than {MAX_CONTAINERS} containers"));
     }
     let container = agent_container(&spec)?;
     match spec.get("restartPolicy").and_then(Value::as_str) {
         None | Some("Never") => {}
         Some(other) => {
             return Err(format!(
-                "spec.restartPolicy is {other}: leave it out, or set Never; the Job starts another pod for one that fails"
+                "spec.restartPolicy is {other}: leave it out, or set Never; the Job replaces a failed pod"
             ));
         }
     }
@@ -143,7 +147,7 @@ fn agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
     for key in ["command", "args"] {
         if one.get(key).is_some_and(|value| !value.is_null()) {
             return Err(format!(
-                "spec.containers[{at}].{key} is set: leave it out, as the launch starts `lockstep` there (--program names it)"
+                "spec.containers[{at}].{key} is set: leave it out, because the launch starts the program in --program there"
             ));
         }
     }
@@ -193,8 +197,8 @@ fn gpus(container: &Value) -> Result<Option<u32>, String> {
     let find = |under: &str| container["resources"][under].get(GPU).cloned();
     let Some(value) = find("limits").or_else(|| find("requests")) else { return Ok(None) };
     let number = value.as_u64().or_else(|| value.as_str()?.parse().ok());
-    let found = number.and_then(|n| u32::try_from(n).ok()).filter(|n| (1..=MOST_SLOTS).contains(n));
-    found.map(Some).ok_or_else(|| format!("{GPU}: {value} is not a number from 1 to {MOST_SLOTS}"))
+    let found = number.and_then(|n| u32::try_from(n).ok()).filter(|n| (1..=MAX_SLOTS).contains(n));
+    found.map(Some).ok_or_else(|| format!("{GPU}: {value} is not a number from 1 to {MAX_SLOTS}"))
 }
 
 impl Template {
@@ -220,14 +224,14 @@ impl Template {
     ) -> anyhow::Result<()> {
         let Some(gpus) = self.gpus.filter(|_| !spec.parallel.device.is_cores()) else { return Ok(()) };
         if let Some(slots) = args.slots.filter(|slots| *slots != gpus) {
-            return Err(wrong(format!(
+            return Err(usage_error(format!(
                 "--slots {slots}, and the template's container has {gpus} GPUs, a slot each: leave --slots out, or change {GPU}"
             )));
         }
         let pods = args.nodes.unwrap_or_else(|| spec.parallel.ranks.div_ceil(gpus)).max(1) as usize;
-        if pods > MOST_HOSTS {
-            return Err(wrong(format!(
-                "{} ranks need {pods} pods of {gpus} GPUs; a launch has at most {MOST_HOSTS}",
+        if pods > MAX_HOSTS {
+            return Err(usage_error(format!(
+                "{} ranks need {pods} pods of {gpus} GPUs; a launch has at most {MAX_HOSTS}",
                 spec.parallel.ranks
             )));
         }

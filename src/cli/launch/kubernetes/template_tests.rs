@@ -124,6 +124,6 @@ fn keys_without_a_value_are_as_if_they_were_not_there() {
 fn a_pod_has_thirty_two_containers_at_most() {
     let more = |n: usize| (0..n).map(|n| format!("  - {{name: c{n}, image: y}}\n")).collect::<String>();
     let text = |n: usize| POD.replace("name: agent", "name: lockstep") + &more(n);
-    assert!(parse(text(MOST_CONTAINERS - 1).as_bytes()).is_ok());
-    assert!(refused(&text(MOST_CONTAINERS)).contains("more than 32 containers"));
+    assert!(parse(text(MAX_CONTAINERS - 1).as_bytes()).is_ok());
+    assert!(refused(&text(MAX_CONTAINERS)).contains("more than 32 containers"));
 }

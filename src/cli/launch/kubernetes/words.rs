@@ -14,7 +14,7 @@ const STUCK: [&str; 8] = [
     "CrashLoopBackOff",
 ];
 /// Maximum length of a message of Kubernetes. Longer messages are cut.
-const MOST_CHARS: usize = 500;
+const MAX_CHARS: usize = 500;
 
 fn text<'a>(value: &'a Value, key: &str) -> &'a str {
     value.get(key).and_then(Value::as_str).unwrap_or_default()
@@ -37,10 +37,10 @@ fn reason(of: &Value) -> String {
         (reason, "") => reason.to_owned(),
         (reason, message) => format!("{reason}: {message}"),
     };
-    said.chars().take(MOST_CHARS).collect()
+    said.chars().take(MAX_CHARS).collect()
 }
 
-/// Describes when another pod replaces a pod that has to leave its node. On a lost node the pod never ends, and Kubernetes waits for its end.
+/// Describes when another pod replaces a pod that has to leave its node. On a lost node the pod never ends, and Kubernetes waits for that.
 fn successor(pod: &Value, why: &Value) -> String {
     let node = text(&pod["spec"], "nodeName");
     if why["reason"] != "DeletionByTaintManager" || node.is_empty() {
@@ -170,7 +170,7 @@ mod tests {
         let evicted =
             json!({"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory"});
         assert!(said(evicted).contains("was evicted from its node: The node was low on memory"));
-        assert!(said(waiting("ErrImagePull").with_a_long_message()).chars().count() < MOST_CHARS + 100);
+        assert!(said(waiting("ErrImagePull").with_a_long_message()).chars().count() < MAX_CHARS + 100);
     }
 
     #[test]
@@ -188,7 +188,7 @@ mod tests {
 
     impl Long for Value {
         fn with_a_long_message(mut self) -> Value {
-            self["containerStatuses"][0]["state"]["waiting"]["message"] = json!("x".repeat(10 * MOST_CHARS));
+            self["containerStatuses"][0]["state"]["waiting"]["message"] = json!("x".repeat(10 * MAX_CHARS));
             self
         }
     }

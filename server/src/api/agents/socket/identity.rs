@@ -39,9 +39,9 @@ impl Certified {
     }
 }
 
-/// Checks an agent's id against its token. A token without an id is bound to the first new agent that joins with the token's name. It cannot be
-/// bound to a known agent, so a token cannot be used to take over an agent. A certificate is bound in the same way, but may also be bound to
-/// the known agent of its name, because the authority has issued it for that name.
+/// Checks an agent's id against its token. A token without an id is bound to the first new agent that joins with the token's name. It
+/// cannot be bound to a known agent, so a token cannot be used to take over an agent. A certificate is bound in the same way, but may also
+/// be bound to the known agent of its name, because the authority has issued it for that name.
 ///
 /// # Errors
 /// Why the agent is refused, for the agent's user.
@@ -97,7 +97,7 @@ fn other_agents(token: &Token, agent: &AgentRow) -> String {
     let (name, id) = (&agent.name, &agent.id);
     if !is_certificate(token) {
         return format!(
-            "the token {:?} is for another agent than this one, which is {name} with the id {id}; make one for it: lockstep token create \
+            "the token {:?} is for another agent than this one, which is {name} with the id {id}; make a token for it: lockstep token create \
              --scope agent --agent {id}",
             token.name
         );
@@ -111,8 +111,8 @@ fn other_agents(token: &Token, agent: &AgentRow) -> String {
     }
     format!(
         "the name {bound:?} of its certificate is bound to another agent than this one, which has the id {id}; start it with the \
-         --data-dir of that agent, or have a certificate with another name issued, or, if that agent is gone for good, an admin frees the \
-         name (lockstep token revoke {}) and issues its certificate anew",
+         --data-dir of that agent, or have a certificate with another name issued, or, if that agent no longer exists, an admin frees the \
+         name (lockstep token revoke {}) and issues its certificate again",
         token.id
     )
 }

@@ -44,7 +44,7 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
     };
     if !(OLDEST_PROTOCOL_VERSION..=PROTOCOL_VERSION).contains(&protocol) {
         return Err(format!(
-            "this server speaks version {PROTOCOL_VERSION} of the protocol and the agent version {protocol}; \
+            "this server uses version {PROTOCOL_VERSION} of the protocol and the agent version {protocol}; \
              run the same version of lockstep on both"
         ));
     }
@@ -59,7 +59,7 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
     let in_id = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
     if !agent_id.bytes().all(in_id) {
         return Err(
-            "an agent's id has letters (a to z, A to Z), digits, - and _; without the file agent_id in its folder it gets another".into(),
+            "an agent's id has letters (a to z, A to Z), digits, - and _; without the file agent_id in its folder it gets a new id".into(),
         );
     }
     if slots.len() > SLOTS {

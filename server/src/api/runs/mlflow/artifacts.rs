@@ -1,5 +1,5 @@
-//! MLflow's proxy for artifacts (`mlflow/protos/mlflow_artifacts.proto`): a run's artifacts are its files. An address is that of a run and
-//! the path of a file: `mlflow-artifacts:/RUN/PATH`.
+//! MLflow's proxy for artifacts (`mlflow/protos/mlflow_artifacts.proto`): a run's artifacts are its files. The URI of an artifact has the
+//! run's id and the file's path: `mlflow-artifacts:/RUN/PATH`.
 
 use super::{Asked, Result, check_own, invalid, no_call, seen_run};
 use crate::{
@@ -21,19 +21,19 @@ use std::{collections::BTreeMap, sync::Arc};
 
 const NAME: &str = "mlflow-artifacts/artifacts";
 
-/// Where a run's artifacts are, as clients are told.
+/// URI of a run's artifacts, for clients.
 pub(super) fn uri(job: &Job) -> String {
     format!("mlflow-artifacts:/{}", job.id)
 }
 
-/// A run and the path of a file or folder in it, which is empty for all of its files.
+/// Splits an address into a run's id and the path of a file or folder. The path is empty for all files of the run.
 fn parts(address: &str) -> (&str, &str) {
     let (run, path) = address.trim_matches('/').split_once('/').unwrap_or((address.trim_matches('/'), ""));
-    // As clients write the run's own folder.
+    // Clients write `.` for the run's own folder.
     (run, if path == "." { "" } else { path.trim_start_matches("./") })
 }
 
-/// What is directly in a folder, with paths that begin with `prefix`. A file is no folder, so nothing is in it.
+/// Lists the files and folders directly in a folder, with paths that begin with `prefix`. The list is empty for a file.
 fn in_folder(all: &[RunFile], folder: &str, prefix: &str) -> Value {
     let mut found = BTreeMap::new();
     for file in all {
@@ -54,7 +54,7 @@ fn in_folder(all: &[RunFile], folder: &str, prefix: &str) -> Value {
     found.into_values().collect()
 }
 
-/// The artifacts in a folder of a run, for `artifacts/list`, with their paths in the run.
+/// Lists the artifacts in a folder of a run, with their paths in the run, for `artifacts/list`.
 pub(super) async fn of_run(config: &ServeConfig, job: &Job, path: &str) -> Result<Value> {
     let files = files::of(config, &job.id);
     check_path(&files, path)?;
@@ -63,7 +63,7 @@ pub(super) async fn of_run(config: &ServeConfig, job: &Job, path: &str) -> Resul
     Ok(json!({"root_uri": uri(job), "files": in_folder(&all, path, &prefix)}))
 }
 
-/// Refuses what leads out of the run, in MLflow's words.
+/// Refuses a path outside the run's folder, with MLflow's text.
 fn check_path(files: &RunFiles, path: &str) -> Result<()> {
     match path.is_empty() || files.place(path).is_ok() {
         true => Ok(()),
@@ -71,7 +71,7 @@ fn check_path(files: &RunFiles, path: &str) -> Result<()> {
     }
 }
 
-/// `GET /api/2.0/mlflow-artifacts/artifacts?path=RUN/FOLDER`: what is directly in a folder, by its name.
+/// `GET /api/2.0/mlflow-artifacts/artifacts?path=RUN/FOLDER`: lists the files and folders directly in a folder, by name.
 pub(crate) async fn list(
     State(config): State<Arc<ServeConfig>>,
     State(scheduler): State<Arc<Scheduler>>,
@@ -137,7 +137,7 @@ async fn of_file(
             let body = runs.noted(&job.id, request.into_body());
             files::stored(files, path.to_owned(), None, body).await?;
         }
-        // All of them.
+        // An empty path means all files of the run.
         Method::DELETE if path.is_empty() => {
             for file in files::listed(files.clone()).await? {
                 files::removed(files.clone(), file.path).await?;

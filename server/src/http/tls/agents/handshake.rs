@@ -26,7 +26,7 @@ pub(in crate::http::tls) async fn handshake<T>(work: impl Future<Output = T>) ->
 
 impl ClientCertVerifier for AgentTrust {
     fn client_auth_mandatory(&self) -> bool {
-        // Browsers come without one.
+        // Browsers present no certificate.
         false
     }
 
@@ -44,7 +44,7 @@ impl ClientCertVerifier for AgentTrust {
             let facts = Facts::read(end_entity);
             let who = facts.as_ref().map_or_else(|| "(unreadable)".to_owned(), who);
             let refused = Refused { who, why: self.in_words(error, facts.as_ref()) };
-            // Outside of a handshake of ours nobody asks.
+            // Outside of `handshake`, the reason is not needed.
             let _ = REFUSED.try_with(|place| *place.borrow_mut() = Some(refused));
         })
     }

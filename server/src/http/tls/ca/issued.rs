@@ -16,13 +16,13 @@ use std::{
 use time::{Duration, OffsetDateTime};
 
 /// Maximum number of recorded certificates, including expired ones.
-const MOST: usize = 10_000;
+const MAX_RECORDS: usize = 10_000;
 /// Minimum length, in hexadecimal digits, of an unknown serial number that is revoked. Shorter texts may be names.
-const LEAST_DIGITS: usize = 16;
+const MIN_DIGITS: usize = 16;
 /// Maximum length of a serial number in hexadecimal digits (RFC 5280: 20 bytes).
-const MOST_DIGITS: usize = 40;
-/// Certificates that expired this many days ago are removed from the records. Nobody accepts them, whether revoked or not.
-const FORGOTTEN_AFTER_DAYS: i64 = 365;
+const MAX_DIGITS: usize = 40;
+/// Number of days after their expiry after which certificates are removed from the records. No program accepts expired certificates.
+const KEPT_DAYS: i64 = 365;
 /// Validity of the revocation list. The list is signed again with each change, but some programs, such as openssl, require a date.
 const LIST_DAYS: i64 = 3650;
 
@@ -121,11 +121,11 @@ impl Authority {
     pub(super) fn note(&self, record: Record) -> Result<(), String> {
         let _one_at_a_time = self.lock()?;
         let mut records = self.issued()?;
-        let forgotten = crate::now().as_second() - FORGOTTEN_AFTER_DAYS * 86_400;
+        let forgotten = crate::now().as_second() - KEPT_DAYS * 86_400;
         records.retain(|record| record.not_after.as_second() > forgotten);
-        if records.len() >= MOST {
+        if records.len() >= MAX_RECORDS {
             return Err(format!(
-                "this authority has issued {MOST} certificates, which is the most it keeps a list of; make another with \
+                "this authority has issued {MAX_RECORDS} certificates, the limit of its list; make another authority with \
                  `lockstep ca init --data-dir DIR` and name its certificate with `serve --agent-ca`, too"
             ));
         }
@@ -158,11 +158,11 @@ impl Authority {
                     minute(when)
                 ));
             }
-            let is_serial = (LEAST_DIGITS..=MOST_DIGITS).contains(&serial.len())
+            let is_serial = (MIN_DIGITS..=MAX_DIGITS).contains(&serial.len())
                 && serial.bytes().all(|byte| byte.is_ascii_hexdigit());
             if !is_serial {
                 return Err(format!(
-                    "this authority has issued no certificate to {name_or_serial}; `lockstep ca list` has all. One that is not in \
+                    "this authority has issued no certificate to {name_or_serial}; `lockstep ca list` has all. A certificate that is not in \
                      the list is revoked by its serial number, as `openssl x509 -noout -serial` prints it"
                 ));
             }
@@ -276,7 +276,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let authority = authority(dir.path());
         for (digits, taken) in
-            [(LEAST_DIGITS - 1, false), (LEAST_DIGITS, true), (MOST_DIGITS, true), (MOST_DIGITS + 1, false)]
+            [(MIN_DIGITS - 1, false), (MIN_DIGITS, true), (MAX_DIGITS, true), (MAX_DIGITS + 1, false)]
         {
             assert_eq!(authority.revoke(&"a".repeat(digits)).is_ok(), taken, "{digits}");
         }
@@ -294,8 +294,8 @@ mod tests {
             not_after: crate::now(),
             revoked_at: None,
         };
-        authority.write_records(&(0..MOST - 1).map(record).collect::<Vec<_>>()).unwrap();
-        authority.note(record(MOST)).unwrap();
-        assert!(authority.note(record(MOST + 1)).unwrap_err().contains("10000"));
+        authority.write_records(&(0..MAX_RECORDS - 1).map(record).collect::<Vec<_>>()).unwrap();
+        authority.note(record(MAX_RECORDS)).unwrap();
+        assert!(authority.note(record(MAX_RECORDS + 1)).unwrap_err().contains("10000"));
     }
 }

@@ -1,12 +1,12 @@
 //! Statements of many rows. Each statement is a round trip to the database, during which the transaction occupies the writer. If a hundred
-//! attempts end together, they take a few statements, not hundreds.
+//! attempts end at once, the server executes a few statements, not hundreds.
 
-/// Numbers of rows in a statement, the largest first. The driver caches one statement for each number. Any number of rows takes few
-/// statements.
+/// Numbers of rows of a statement, the largest first. The driver caches one statement for each of these numbers, and any number of rows
+/// needs few statements.
 const SIZES: [usize; 7] = [64, 32, 16, 8, 4, 2, 1];
 
-/// Cuts rows into slices, one for each statement.
-pub(super) fn cut<T>(rows: &[T]) -> impl Iterator<Item = &[T]> {
+/// Splits rows into slices, one for each statement.
+pub(super) fn split<T>(rows: &[T]) -> impl Iterator<Item = &[T]> {
     let mut rest = rows;
     std::iter::from_fn(move || {
         let size = SIZES.into_iter().find(|size| *size <= rest.len())?;
@@ -32,9 +32,9 @@ mod tests {
     #[test]
     fn every_row_is_in_one_statement_in_order() {
         let rows: Vec<_> = (0..205).collect();
-        assert_eq!(cut(&rows).map(<[_]>::len).collect::<Vec<_>>(), [64, 64, 64, 8, 4, 1]);
-        assert_eq!(cut(&rows).collect::<Vec<_>>().concat(), rows);
-        assert_eq!(cut::<u8>(&[]).count(), 0);
+        assert_eq!(split(&rows).map(<[_]>::len).collect::<Vec<_>>(), [64, 64, 64, 8, 4, 1]);
+        assert_eq!(split(&rows).collect::<Vec<_>>().concat(), rows);
+        assert_eq!(split::<u8>(&[]).count(), 0);
         assert_eq!(values(2, 3), "($1, $2, $3), ($4, $5, $6)");
     }
 }

@@ -310,7 +310,7 @@ impl Run<'_> {
                 let mut batches = self.data.epoch(self.plan.rest_of_epoch(&self.data, self.step));
                 // The loop ends early if float16 overflows too often. The rest of the epoch is then prepared again
                 // for a bfloat16 engine.
-                while self.step < end && self.skipped.persist().is_none() {
+                while self.step < end && self.skipped.describe_if_persistent().is_none() {
                     let continues = self.step(batches.as_mut())?;
                     if !continues {
                         return self.stopped();
@@ -322,7 +322,7 @@ impl Run<'_> {
                 drop(batches);
                 self.drain()?;
                 self.report_decoder();
-                if let Some(steps) = self.skipped.persist() {
+                if let Some(steps) = self.skipped.describe_if_persistent() {
                     if !self.fall_back_to_bfloat16(&format!("the gradients of {steps}"))? {
                         return self.stopped();
                     }

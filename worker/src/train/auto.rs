@@ -20,7 +20,7 @@ pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choic
     let (group, is_first) = (training.group.as_ref(), training.is_first());
     let sample = planning::sample(spec, network, device, threads);
     let plans = is_first && (spec.parallel.is_auto() || spec.parallel.is_hybrid());
-    let kept = if plans { planning::kept(&sample, device, group.size()) } else { None };
+    let kept = if plans { planning::stored_figures(&sample, device, group.size()) } else { None };
     if !spec.parallel.is_auto() {
         let planned = kept.and_then(|machine| Planned::of(spec, network, &machine).ok());
         return Ok(Choice { spec: spec.clone(), planned });
@@ -31,7 +31,7 @@ pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choic
             training.log(["measuring operators and links, to choose a plan"]);
             let found = planning::measure(&sample, device, local_ranks, group, training.store.as_deref())?;
             if is_first {
-                planning::keep(&found, &sample, device, group.size());
+                planning::store_figures(&found, &sample, device, group.size());
             }
             is_first.then_some(found)
         }

@@ -29,6 +29,7 @@ const SYNC_BYTES: u64 = 1 << 30;
 /// The assumed allocation unit of a disk.
 const BLOCK_BYTES: u64 = 4096;
 /// The space that must stay free on the disk.
+const SPARE_BYTES: u64 = 64 << 20;
 
 /// Pulls the missing parts of a copy, and renames the copy to its final name. Returns whether anything was missing. The
 /// first request contains the reason why the copy starts again (`anew`).

@@ -138,8 +138,8 @@ async fn a_run_that_continues_says_what_has_changed() {
     let grown = format!("data.dataset={:?}", pictures::idx_dataset(bench.folder.path(), 500, 100));
     let longer = ["--resume", "latest", "--set", "train.epochs=3", "--set", &grown];
     let said = succeeded(&bench.train("grows", &longer).output().expect("it runs"));
-    let words = "an epoch has 15 steps now and had 12: step 24 counts as 30, the same place in epoch 2";
-    assert!(said.contains(words) && !said.contains("a step takes"), "{said}");
+    let words = "an epoch has 15 steps now and had 12: step 24 counts as 30, the same position in epoch 2";
+    assert!(said.contains(words) && !said.contains("a step uses"), "{said}");
     // The test split is the same.
     assert!(!said.contains("is validated with other pictures"), "{said}");
 }

@@ -202,7 +202,7 @@ fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, Ou
     let gpu = member.gpu.as_ref();
     command.envs(registry::device_of(gpu, Device::Auto).backend.environment(gpu)?);
     if let Some(interface) = &member.interface {
-        // Without `=`, NCCL takes a name as a prefix.
+        // Without `=`, NCCL treats the name as a prefix.
         command.env(NCCL_INTERFACE, format!("={interface}"));
     }
     // The members are in this process's group, so that Ctrl-C ends them too.

@@ -273,7 +273,7 @@ async fn a_job_whose_checkpoints_are_all_gone_fails_and_does_not_begin_anew() {
     agent.end(&start.attempt, killed(0)).await;
     let job = server.until(&id, lockstep_protocol::JobState::Failed).await;
     let why = job.reason.unwrap_or_default();
-    assert!(why.contains("no whole checkpoint is left to continue from"), "{why}");
+    assert!(why.contains("no valid checkpoint is left to continue from"), "{why}");
     assert_eq!(job.attempt, 1, "none was started");
     server.stop().await;
 }

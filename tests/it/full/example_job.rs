@@ -84,7 +84,7 @@ async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
     ]);
     let printed = String::from_utf8_lossy(&reported.stdout);
     assert!(reported.status.success(), "{printed}{}", String::from_utf8_lossy(&reported.stderr));
-    for said in ["8 ranks (CPU", "x batch 32 x accumulate 1 = 256 pictures a step"] {
+    for said in ["8 ranks (CPU", "x batch 32 x accumulate 1 = 256 pictures per step"] {
         assert!(printed.contains(said), "{said}: {printed}");
     }
     // 2,050 pictures are eight whole steps an epoch. Every rank has reported the loss of its own 32 pictures in each.
@@ -123,7 +123,7 @@ async fn those_for_cpu_ranks_train() {
         ("sharded", "2 (data) x 1 (height) x 2 (model)"),
     ] {
         let said = run(example, &["--set", "train.epochs=1"]);
-        for words in [words, "= 128 pictures a step", "validation accuracy is "] {
+        for words in [words, "= 128 pictures per step", "validation accuracy is "] {
             assert!(said.contains(words), "{example}: {words} in {said}");
         }
     }

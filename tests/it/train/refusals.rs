@@ -26,7 +26,7 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     };
     let (status, said) = fails(&["train.global_batch_size=4096"]);
     assert_eq!(status, Some(1), "{said}");
-    assert!(said.contains("400 training pictures are fewer than one step takes (4096"), "{said}");
+    assert!(said.contains("400 training pictures are fewer than one step uses (4096"), "{said}");
     // More memory than any machine has is refused before it is allocated.
     let (status, said) = fails(&["data.image_size=4096", "train.global_batch_size=400"]);
     assert_eq!(status, Some(1), "{said}");

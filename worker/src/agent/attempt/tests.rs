@@ -364,7 +364,7 @@ async fn a_program_that_does_not_start_is_named() {
     }
 }
 
-/// Covers what `a_rank_is_started_with_what_its_backend_wants` does not: where a rank's devices come from.
+/// Covers what `a_rank_gets_its_backend_s_environment` does not: where a rank's devices come from.
 #[tokio::test]
 async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() {
     use crate::toy;

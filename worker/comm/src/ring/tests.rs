@@ -1,6 +1,6 @@
 //! Rings whose ranks are threads, connected over loopback.
 
-use super::header::HEADER;
+use super::header::HEADER_BYTES;
 use super::*;
 use crate::{
     ProcessGroup, Reduction,
@@ -63,7 +63,7 @@ fn same_bits<T: Copy + PartialEq + std::fmt::Debug>(of_ranks: &[Vec<T>], bits: i
 #[test]
 fn sums_in_double_precision_are_right_and_bit_equal_at_any_size() {
     // The longest vector that is gathered whole, one value more, and a length with uneven parts.
-    let limit = SHORT / 8;
+    let limit = MAX_GATHERED_BYTES / 8;
     for world in 1..=5 {
         for length in [0, 1, 7, limit, limit + 1, 100_003] {
             let run = || {
@@ -123,7 +123,7 @@ fn a_long_sum_sends_less_than_twice_the_vector_whatever_the_number_of_ranks() {
         for (double, single) in sent {
             for (bytes, vector) in [(double, 8 * length as u64), (single, 4 * length as u64)] {
                 // The lengths of parts differ by at most one value.
-                let parts = 2 * (n - 1) * (vector / n + 8) + HEADER as u64;
+                let parts = 2 * (n - 1) * (vector / n + 8) + HEADER_BYTES as u64;
                 assert!(bytes <= parts && bytes < 2 * vector, "{world} ranks: {bytes} of {vector}");
             }
         }

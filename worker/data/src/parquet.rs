@@ -64,22 +64,22 @@ pub(super) struct UnusableFile {
     /// The reason, as a phrase to follow the file's name.
     pub(super) detail: String,
     /// Whether the file could not be read. A later attempt may succeed.
-    pub(super) passing: bool,
+    pub(super) is_transient: bool,
 }
 
 impl UnusableFile {
     fn lasting(detail: impl Into<String>) -> Self {
-        Self { detail: detail.into(), passing: false }
+        Self { detail: detail.into(), is_transient: false }
     }
 
-    fn passing(detail: String) -> Self {
-        Self { detail, passing: true }
+    fn is_transient(detail: String) -> Self {
+        Self { detail, is_transient: true }
     }
 }
 
 impl From<UnusableFile> for Members {
-    fn from(UnusableFile { detail, passing }: UnusableFile) -> Self {
-        Self { trouble: Some(detail), passing, ..Self::default() }
+    fn from(UnusableFile { detail, is_transient }: UnusableFile) -> Self {
+        Self { shard_error: Some(detail), is_transient, ..Self::default() }
     }
 }
 
@@ -89,7 +89,7 @@ impl From<ParquetError> for UnusableFile {
             && let Some(io) = inner.downcast_ref::<io::Error>()
         {
             if let Some(code) = io.raw_os_error() {
-                return Self::passing(files::cannot_be_read(io::Error::from_raw_os_error(code)));
+                return Self::is_transient(files::cannot_be_read(io::Error::from_raw_os_error(code)));
             }
             if let Some(page) = io.get_ref().and_then(|inner| inner.downcast_ref::<TooLarge>()) {
                 return Self::lasting(page.to_string());
@@ -111,7 +111,7 @@ fn guarded<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, Unusa
 impl ParquetFile {
     /// Reads the footer of the file at `path`.
     pub(super) fn open(path: &Path) -> Result<Self, UnusableFile> {
-        let (file, size) = files::open(path).map_err(UnusableFile::passing)?;
+        let (file, size) = files::open(path).map_err(UnusableFile::is_transient)?;
         Self::of(&Source::new(file, size))
     }
 
@@ -255,7 +255,7 @@ fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     let (mut head, mut tail) = ([0; 4], [0; TAIL as usize]);
     let at = |buffer: &mut [u8], offset: u64| match source.file().read_exact_at(buffer, offset) {
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(()),
-        read => read.map_err(|error| UnusableFile::passing(files::cannot_be_read(error))),
+        read => read.map_err(|error| UnusableFile::is_transient(files::cannot_be_read(error))),
     };
     at(&mut head, 0)?;
     at(&mut tail, source.size().saturating_sub(TAIL))?;

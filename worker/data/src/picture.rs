@@ -68,7 +68,7 @@ pub(super) fn format_of(head: &[u8]) -> Option<ImageFormat> {
 }
 
 /// Whether a file has the extension of a picture, supported or not.
-pub(super) fn is_named_like_one(path: &Path) -> bool {
+pub(super) fn has_picture_extension(path: &Path) -> bool {
     let extension = extension(path);
     READ.contains(&extension.as_str()) || NOT_READ.contains(&extension.as_str())
 }

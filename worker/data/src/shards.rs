@@ -142,7 +142,7 @@ fn read(
         Some(Ok(file)) => parquet::members(file, &root.join(shard)),
         Some(Err(error)) => error.clone().into(),
     };
-    let members = index::of_shards(dataset, &stamped, store, look);
+    let members = index::describe_shards(dataset, &stamped, store, look);
     let mut splits: BTreeMap<&str, Found> = BTreeMap::new();
     for ((split, shard, stamp), members) in there.iter().zip(members) {
         let found = splits.entry(*split).or_insert_with(|| Found::new(root));
@@ -217,7 +217,7 @@ impl Found {
 
     fn add(&mut self, root: &Path, shard: &Path, kind: ContainerKind, members: Members) {
         let path = root.join(shard);
-        self.broken.extend(members.trouble.map(|detail| named_broken(&path, detail)));
+        self.broken.extend(members.shard_error.map(|detail| named_broken(&path, detail)));
         self.listing.add_container(shard, kind);
         for entry in members.entries {
             match (&entry.broken, &entry.label) {

@@ -77,7 +77,7 @@ fn say(store: &IndexStore, dataset: &Path, containers: Vec<PathBuf>, alter: impl
         blocks.push((path.as_os_str().as_bytes(), block));
     }
     let refs =
-        blocks.iter().map(|(name, b)| (*name, block_of(b.stamp, b.trouble.as_deref(), b.entries.iter())));
+        blocks.iter().map(|(name, b)| (*name, block_of(b.stamp, b.shard_error.as_deref(), b.entries.iter())));
     builder.finish(refs).unwrap();
 }
 
@@ -240,7 +240,7 @@ fn shards_are_remembered_until_they_change() {
     let shard = data.path().join("train.tar");
     let bytes = fs::read(fixture).unwrap();
     fs::write(&shard, &bytes).unwrap();
-    let store = IndexStore::at(cache.path(), 0).of_few(0);
+    let store = IndexStore::at(cache.path(), 0).with_min_unknown(0);
     let open = || Catalog::open_with(data.path(), &store);
     assert_eq!(open().unwrap().splits[0].labels.len(), 6);
     say(&store, data.path(), vec!["train.tar".into()], |entry| entry.label = Some("cat".into()));
@@ -318,7 +318,8 @@ fn what_another_version_found_broken_is_looked_at_again() {
 #[test]
 fn a_few_pictures_are_looked_at_without_the_lock() {
     let place = Fixture::new(1, 8);
-    let open = |few: usize| Catalog::open_with(place.data.path(), &place.store().of_few(few)).unwrap();
+    let open =
+        |few: usize| Catalog::open_with(place.data.path(), &place.store().with_min_unknown(few)).unwrap();
     assert_eq!(counts(&open(9)).0, 8);
     assert!(place.kept("index").is_none() && place.kept("lock").is_none());
     assert_eq!(counts(&open(8)).0, 8);
@@ -355,9 +356,9 @@ fn where_sizes_are_not_told_pictures_are_read_all_the_same() {
     let path = dir.path().join("train/class-0000/000000.png");
     let bytes = fs::read(&path).unwrap();
     let (_, modified_ns) = lockstep_host::files::stat_with_time(&path).unwrap();
-    let found = FoundFile { name: "000000.png".into(), size: 0, modified_ns, unsure: false };
+    let found = FoundFile { name: "000000.png".into(), size: 0, modified_ns, needs_check: false };
     let entry = examine(&path, &found);
-    assert!(entry.passing, "it may be one that is being written");
+    assert!(entry.is_transient, "it may be one that is being written");
     let mut listing = crate::Listing::new(dir.path());
     listing.add_container(Path::new("train/class-0000"), crate::listing::ContainerKind::Folder);
     listing.push(&entry);

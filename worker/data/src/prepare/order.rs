@@ -17,7 +17,7 @@ pub(super) const WINDOW: usize = 1024;
 /// Places in the listing, in the order of the copy, which is the same in every copy. A shard takes `per_shard` of
 /// them.
 pub(super) fn of(split: usize, listing: &Listing, per_shard: u32) -> Vec<u32> {
-    if listing.is_of_rows() {
+    if listing.has_parquet_rows() {
         in_runs(split, listing.len(), per_shard.max(1) as usize)
     } else {
         Random::new(&[ORDER_SEED, split as u64]).permutation(listing.len())

@@ -76,7 +76,8 @@ impl Task<'_> {
         let mut tar = tar::Builder::new(BufWriter::with_capacity(1 << 20, file));
         let mut finished = Finished::default();
         let (mut waiting, mut done) = (Vec::new(), 0);
-        let at_once = if self.listing.is_of_rows() { WINDOW } else { EACH * rayon::current_num_threads() };
+        let at_once =
+            if self.listing.has_parquet_rows() { WINDOW } else { EACH * rayon::current_num_threads() };
         for chunk in self.order.chunks(at_once) {
             let first = self.first + done;
             let (made, written) = rayon::join(

@@ -1,7 +1,7 @@
 //! The samples in a tar shard, with the offset of each picture.
 
 use crate::{
-    index::{Entry, Members, described},
+    index::{Entry, Members, describe},
     label::{LABEL_BYTES, class_name},
     picture,
 };
@@ -35,18 +35,20 @@ pub(super) const NO_LABEL: &str = "has no class: put a member of the same name w
 pub(super) fn of(path: &Path) -> Members {
     let (file, size) = match files::open(path) {
         Ok(found) => found,
-        Err(detail) => return Members { trouble: Some(detail), passing: true, ..Members::default() },
+        Err(detail) => {
+            return Members { shard_error: Some(detail), is_transient: true, ..Members::default() };
+        }
     };
     let (mut samples, end) = samples(&file, size);
     name_scattered(&mut samples);
-    let (trouble, passing) = match end {
+    let (shard_error, is_transient) = match end {
         End::Whole => (None, false),
         End::Damaged(detail) => (Some(detail), false),
         End::Unread(error) => (Some(files::cannot_be_read(error)), true),
     };
     let entries: Vec<Entry> = samples.into_par_iter().filter_map(|sample| sample.entry(&file)).collect();
-    let passing = passing || entries.iter().any(|entry| entry.passing);
-    Members { entries, trouble, passing }
+    let is_transient = is_transient || entries.iter().any(|entry| entry.is_transient);
+    Members { entries, shard_error, is_transient }
 }
 
 /// How reading a shard ended.
@@ -273,7 +275,7 @@ impl Sample {
                     }
                 }
             }
-            _ if !picture::is_named_like_one(Path::new(&file_name)) => {}
+            _ if !picture::has_picture_extension(Path::new(&file_name)) => {}
             (_, Some(unfit)) => broken(format!("has a picture {file_name}, which {unfit}")),
             _ => match &self.picture {
                 Some(_) if self.is_plain && !is_plain => {}
@@ -319,10 +321,10 @@ impl Sample {
         }
         let mut bytes = vec![0; size as usize];
         if let Err(error) = shard.read_exact_at(&mut bytes, offset) {
-            return Some(Entry { broken: Some(files::cannot_be_read(error)), passing: true, ..entry });
+            return Some(Entry { broken: Some(files::cannot_be_read(error)), is_transient: true, ..entry });
         }
         let name = String::from_utf8_lossy(&entry.name).into_owned();
-        Some(described(Path::new(&name), &bytes, entry))
+        Some(describe(Path::new(&name), &bytes, entry))
     }
 }
 

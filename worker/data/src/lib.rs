@@ -173,7 +173,7 @@ impl Catalog {
                 Some(wrong) => Err(DataError::Invalid(format!("{} {wrong}", path.display()))),
             }
         };
-        if let Some(found) = shards::named(path, store) {
+        if let Some(found) = shards::open_named(path, store) {
             return found.and_then(usable);
         }
         if !path.is_dir() {

@@ -242,7 +242,7 @@ fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result
         known.read(file, found.size, row.offset)?
     } else {
         // The file has changed, so its pages may be at other offsets.
-        let now = known.again(path, found);
+        let now = known.reopened(path, found);
         let now = now.map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
         now.read(file, found.size, row.offset)?
     };

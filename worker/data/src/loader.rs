@@ -226,7 +226,7 @@ impl DataSource {
                 part.labels.len()
             )));
         };
-        let (transform, workers) = (self.transform(epoch), &Workers::alone(1));
+        let (transform, workers) = (self.transform(epoch), &Workers::without_threads(1));
         let builder =
             BatchBuilder { part, transform, format: BatchFormat::Normalised, workers, device: None };
         let batch = builder.make(&[chosen], epoch)?;

@@ -148,7 +148,7 @@ impl DataSource {
     fn preparation(&self, threads: usize) -> Result<Preparation, DataError> {
         const AHEAD: usize = 2;
         if threads <= 1 || !self.is_prepared_each_step() {
-            let workers = Arc::new(Workers::alone(threads));
+            let workers = Arc::new(Workers::without_threads(threads));
             return Ok(Preparation { lanes: threads, ahead: AHEAD, workers });
         }
         let mut kept = self.workers.lock().unwrap_or_else(PoisonError::into_inner);

@@ -235,7 +235,7 @@ async fn parquet_files_and_a_prepared_copy_of_them_are_registered_and_trained_on
     assert!(again.ok().contains("2 of them from an earlier run"), "{}", again.stdout);
     server
         .cli(&["dataset", "prepare", hub, "--to", copy, "--quality", "90"])
-        .wrong(&["holds a copy with a quality of 95, not 90"]);
+        .wrong(&["contains a copy with a quality of 95, not 90"]);
     server.cli(&["dataset", "prepare", hub, "--to", copy, "--short-side", "15"]).wrong(&["15"]);
     for (name, path, format) in [("hub", hub, "parquet"), ("copy", copy, "webdataset")] {
         let added = server.cli(&["dataset", "add", name, path]);

@@ -317,7 +317,10 @@ fn a_disk_that_goes_away_is_not_a_few_broken_pictures() {
     };
     let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..settings(16) };
     let words = prepare_with(from.path(), to.path(), &skip, gone, &nowhere()).unwrap_err().to_string();
-    assert!(words.contains("cannot be read: No such file") && words.contains("disk still there?"), "{words}");
+    assert!(
+        words.contains("cannot be read: No such file") && words.contains("Check the dataset's disk"),
+        "{words}"
+    );
     let names: Vec<_> = files_of(to.path()).into_keys().collect();
     assert_eq!(names, ["classes.txt", "train-000000.tar", "unfinished.json"]);
 }
@@ -355,13 +358,16 @@ fn what_cannot_be_copied_is_refused_before_anything_is_written() {
     }
     fs::rename(from.path().join("val"), from.path().join("holdout")).unwrap();
     let words = refused(from.path(), &to, &settings(16));
-    assert!(words.contains("has a split \"holdout\", which names of shards cannot express"), "{words}");
+    assert!(
+        words.contains("has a split \"holdout\", which cannot be the prefix of a shard's name"),
+        "{words}"
+    );
     fs::remove_dir_all(from.path().join("holdout")).unwrap();
     fs::rename(from.path().join("train/cat"), from.path().join("train/cat ")).unwrap();
     let words = refused(from.path(), &to, &settings(16));
     assert!(words.contains("class \"cat \" cannot be a line of classes.txt"), "{words}");
     let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/fashion-mnist");
-    assert!(refused(&bundled, &to, &settings(16)).contains("train on it as it is"));
+    assert!(refused(&bundled, &to, &settings(16)).contains("train on it directly"));
     assert!(!to.exists());
     // The longest side that JPEG supports, and one pixel more.
     for (length, works) in [(65_535, true), (65_536, false)] {

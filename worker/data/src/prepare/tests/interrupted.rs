@@ -94,19 +94,19 @@ fn other_settings_or_sources_or_files_are_refused_with_what_differs() {
     run(from.path(), to.path(), &settings(16)).unwrap();
     let before = files_of(to.path());
     let words = refused(from.path(), to.path(), &settings(17));
-    assert!(words.contains("holds a copy with a short side of 16, not 17"), "{words}");
+    assert!(words.contains("contains a copy with a short side of 16, not 17"), "{words}");
     let other = PrepareSettings { quality: 80, ..settings(16) };
     assert!(refused(from.path(), to.path(), &other).contains("with a quality of 90, not 80"));
     fs::write(from.path().join("train/cat/new.png"), encoded(&picture(9, 9, 1), ImageFormat::Png)).unwrap();
-    assert!(refused(from.path(), to.path(), &settings(16)).contains("holds a copy of another dataset"));
+    assert!(refused(from.path(), to.path(), &settings(16)).contains("contains a copy of another dataset"));
     assert!(files_of(to.path()) == before, "nothing is touched");
     let inside = from.path().join("copy");
-    assert!(refused(from.path(), &inside, &settings(16)).contains("lies in the dataset"));
+    assert!(refused(from.path(), &inside, &settings(16)).contains("is inside the dataset"));
     assert!(!inside.exists());
     let mine = tempfile::tempdir().unwrap();
     fs::write(mine.path().join("letter.txt"), "dear").unwrap();
     let words = refused(from.path(), mine.path(), &settings(16));
-    assert!(words.contains("holds other files (letter.txt)"), "{words}");
+    assert!(words.contains("contains other files (letter.txt)"), "{words}");
     assert_eq!(files_of(mine.path()).len(), 1);
     // Two copies to one folder at the same time.
     let _first = Destination::open(from.path(), to.path()).unwrap();

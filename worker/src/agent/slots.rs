@@ -36,16 +36,16 @@ pub(super) fn nvlink_groups(slots: &[Slot]) -> Vec<Vec<u32>> {
         return Vec::new();
     }
     match Reader::open() {
-        Ok(nvml) => fully_connected_groups(&gpus, |one, other| nvml.are_joined(one, other)),
+        Ok(nvml) => fully_connected_groups(&gpus, |one, other| nvml.have_nvlink(one, other)),
         Err(_) => Vec::new(),
     }
 }
 
 /// Groups of at least two GPUs that are all connected to each other.
-fn fully_connected_groups(gpus: &[(u32, &str)], are_joined: impl Fn(&str, &str) -> bool) -> Vec<Vec<u32>> {
+fn fully_connected_groups(gpus: &[(u32, &str)], have_nvlink: impl Fn(&str, &str) -> bool) -> Vec<Vec<u32>> {
     let mut groups: Vec<Vec<(u32, &str)>> = Vec::new();
     for gpu in gpus {
-        let fits = |group: &&mut Vec<(u32, &str)>| group.iter().all(|other| are_joined(gpu.1, other.1));
+        let fits = |group: &&mut Vec<(u32, &str)>| group.iter().all(|other| have_nvlink(gpu.1, other.1));
         match groups.iter_mut().find(fits) {
             Some(group) => group.push(*gpu),
             None => groups.push(vec![*gpu]),

@@ -118,7 +118,8 @@ mod tests {
         let other_head =
             |difference: &str| format!("its {difference}: the last layer (fc) keeps its initial values");
         let begin = |prefix: &str| format!("its names begin with {prefix}, which this network's do not");
-        let left_out = |names: &str| format!("left out, as they lie in no layer of this network: {names}");
+        let left_out =
+            |names: &str| format!("left out because they belong to no layer of this network: {names}");
         let lightning = with(under("model.", small(10, 1)), "criterion.weight", &[10]);
         let bare = without_head(small(10, 1));
         for (given, takes_head, notes) in [
@@ -193,7 +194,7 @@ mod tests {
             ),
             (
                 problems(&|given| given.extend(under("ema.", small(10, 1)))),
-                "it holds several networks, under \"\" and \"ema.\": keep the tensors of one",
+                "it contains several networks, under \"\" and \"ema.\": keep the tensors of one",
             ),
         ] {
             assert!(said.ends_with(wanted), "{said}");

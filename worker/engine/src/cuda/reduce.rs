@@ -50,14 +50,14 @@ enum Memory {
 }
 
 pub(super) struct Reducer {
-    /// All ranks, or those of this rank's stage; `None` if it is the only one.
+    /// The group of all ranks, or of the ranks of this rank's stage. `None` if this rank is the only one.
     nccl: Option<Arc<Nccl>>,
     /// If ranks share the network: the ranks of this copy, and, if there are several copies, the ranks with the same part.
     model: Option<Arc<Nccl>>,
     data: Option<Arc<Nccl>>,
-    /// Where ranks share the rows of pictures.
+    /// The group of ranks that share the rows of this rank's pictures.
     height: Option<Arc<Nccl>>,
-    /// Where the network has stages.
+    /// The group of ranks with the same coordinates in the other stages.
     stage: Option<Arc<Nccl>>,
     pub(super) statistics: Statistics,
     memory: Memory,
@@ -82,7 +82,7 @@ impl Reducer {
         gradients: &str,
         sync: Option<&[usize]>,
     ) -> Result<Self, EngineError> {
-        // If `comm` is a subgroup of the job's ranks, only its ranks meet.
+        // If `comm` is a subgroup of the job's ranks, only its ranks take part in the rendezvous.
         let place = Exchange::of(comm, gpu.store.as_deref());
         let name = |what: &str| format!("{what}/{}", gpu.generation);
         let connect = || Nccl::connect(place, &name("gradients"), gpu.ordinal, comm.timeout());
@@ -109,10 +109,10 @@ impl Reducer {
             Some(channels) => {
                 let (exchanged, all, sequences) = Statistics::exchanged(channels, world);
                 let wanted = match std::env::var_os("LOCKSTEP_NO_PEER_MEMORY") {
-                    _ if meets_between_kernels => {
-                        Err("GPUs that share rows of pictures or have stages meet between kernels anyway"
-                            .into())
-                    }
+                    _ if meets_between_kernels => Err(
+                        "GPUs that share rows of pictures or have stages synchronise between kernels anyway"
+                            .into(),
+                    ),
                     None => Ok(()),
                     Some(_) => Err("LOCKSTEP_NO_PEER_MEMORY is set".into()),
                 };
@@ -181,7 +181,8 @@ impl Reducer {
         dtype: DataType,
     ) -> Result<(), EngineError> {
         let (nccl, stream) = (self.of(group)?, stream.0);
-        // SAFETY: ranges of buffers of this engine, which outlive the stream's work; as long as the command says, which is checked.
+        // SAFETY: ranges of buffers of this engine, which outlive the stream's work. `command::verify` has checked
+        // their lengths.
         Ok(unsafe {
             match kind {
                 Collective::AllReduce => nccl.all_reduce(to, count, dtype, Reduction::Sum, stream),
@@ -213,7 +214,7 @@ impl Reducer {
             Group::Data => self.data.as_ref(),
             Group::Stage => self.stage.as_ref(),
         };
-        let absent = || format!("a step with a collective{group}, which this engine does not have");
+        let absent = || format!("this engine has no communicator for a collective{group}");
         nccl.ok_or_else(|| EngineError::Device(absent()))
     }
 

@@ -285,9 +285,9 @@ async fn weights_that_diverged_are_refused_by_file_and_tensor() {
     let bench = Bench::new();
     succeeded(&bench.train("out", &[]).output().expect("it runs"));
     for (tensor, value, said) in [
-        ("layer1.0.conv1.weight", f32::NAN, "layer1.0.conv1.weight holds NaN at place 0"),
-        ("layer2.0.bn2.running_var", -1.0, "layer2.0.bn2.running_var holds -1 at place 0"),
-        ("fc.bias", f32::INFINITY, "fc.bias holds inf at place 0"),
+        ("layer1.0.conv1.weight", f32::NAN, "layer1.0.conv1.weight contains NaN at index 0"),
+        ("layer2.0.bn2.running_var", -1.0, "layer2.0.bn2.running_var contains -1 at index 0"),
+        ("fc.bias", f32::INFINITY, "fc.bias contains inf at index 0"),
     ] {
         let file = bench.folder.path().join(format!("{tensor}.safetensors"));
         fs::write(&file, bench.model("out", "2-24")).expect("a copy");

@@ -139,7 +139,7 @@ fn averaged_weights_lie_beside_the_others_and_are_checked_too() {
     let mut average = saved.parameters.clone();
     average.get_mut("fc.weight").unwrap().values[1] = f32::NAN;
     saved.average = Some(average);
-    assert!(saved.first_not_finite().unwrap().starts_with("of the average fc.weight holds NaN"));
+    assert!(saved.first_not_finite().unwrap().starts_with("of the average fc.weight contains NaN"));
     write(dir.path(), &saved, None).unwrap();
     let error = load_average(&dir.path().join("1-5")).unwrap_err();
     assert!(matches!(&error, CheckpointError::NotFinite { .. }), "{error}");

@@ -393,13 +393,13 @@ mod tests {
         assert!(matches!(error, CheckpointError::NotFinite { .. }));
         let words = error.to_string();
         assert!(
-            words.contains("checkpoint 1-2") && words.contains("fc.weight holds NaN at place 7"),
+            words.contains("checkpoint 1-2") && words.contains("fc.weight contains NaN at index 7"),
             "{words}"
         );
         let mut spoilt = snapshot(1, 2, None);
         spoilt.optimizer.get_mut("conv1.weight.exp_avg").unwrap().values[0] = f32::INFINITY;
         let words = writer.save(spoilt, LONG).unwrap_err().to_string();
-        assert!(words.contains("optimizer's state conv1.weight.exp_avg holds inf"), "{words}");
+        assert!(words.contains("optimizer's state conv1.weight.exp_avg contains inf"), "{words}");
         finish_and_collect_events(writer);
         assert_eq!(list(dir.path()).unwrap(), [(1, 1)]);
     }

@@ -97,7 +97,7 @@ fn dgrad_in_norm(network: &Network, ops: &mut [FusedOp], at: usize) {
     let Some(&Conv { input, .. }) = conv_at(ops, at) else { return };
     let block_end =
         norm_of(ops, input).is_some_and(|norm| norm.relu && !norm.pooled && norm.shortcut.is_some());
-    // Of two such gradients, one would have to be stored.
+    // If two convolutions read the tensor, one of the two gradients would have to be stored.
     let pointwise = ops
         .iter()
         .filter(|op| matches!(op, FusedOp::Conv(conv) if conv.input == input && conv.is_pointwise()))

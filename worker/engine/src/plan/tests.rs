@@ -257,7 +257,7 @@ fn strategies_that_fit_no_network_are_named_once_and_shortly() {
     let wrong = check(&spec(vec![out("layer9.*"), out("head")])).unwrap_err();
     assert_eq!(
         wrong,
-        "no operator of resnet50 is called \"layer9.*\" or \"head\"; there are conv1, layer1.0.conv1, layer1.0.conv2, \
+        "resnet50 has no operator named \"layer9.*\" or \"head\"; its operators are conv1, layer1.0.conv1, layer1.0.conv2, \
          layer1.0.conv3, layer1.0.downsample.0, layer1.1.conv1, layer1.1.conv2, layer1.1.conv3, layer1.2.conv1, layer1.2.conv2 \
          and 44 more (lockstep plan lists them)"
     );

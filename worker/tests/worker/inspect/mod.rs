@@ -238,9 +238,9 @@ fn a_model_that_diverged_has_no_answers_and_says_which_tensor_of_which_file() {
     write_dataset(dir.path(), &of);
     // The CPU's ReLU makes 0 of NaN, so that the network would answer.
     for (tensor, value, said) in [
-        ("conv1.weight", f32::NAN, "conv1.weight holds NaN at place 3"),
-        ("layer2.0.bn1.running_mean", f32::INFINITY, "layer2.0.bn1.running_mean holds inf at place 3"),
-        ("bn1.running_var", -0.5, "bn1.running_var holds -0.5 at place 3: a variance is never below zero"),
+        ("conv1.weight", f32::NAN, "conv1.weight contains NaN at index 3"),
+        ("layer2.0.bn1.running_mean", f32::INFINITY, "layer2.0.bn1.running_mean contains inf at index 3"),
+        ("bn1.running_var", -0.5, "bn1.running_var contains -0.5 at index 3: a variance is never below zero"),
     ] {
         write_changed(
             dir.path(),

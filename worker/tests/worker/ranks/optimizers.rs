@@ -128,7 +128,7 @@ fn optimizer_state_that_is_not_of_this_optimizer_or_not_finite_is_named() {
     state.slots.insert("fc.bias.exp_avg_sq".into(), spoilt);
     engine.set_optimizer_state(&state).unwrap();
     let found = engine.first_not_finite().unwrap().unwrap();
-    assert!(found.starts_with("fc.bias.exp_avg_sq holds inf"), "{found}");
+    assert!(found.starts_with("fc.bias.exp_avg_sq contains inf"), "{found}");
 }
 
 #[test]

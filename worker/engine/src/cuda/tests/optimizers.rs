@@ -295,5 +295,5 @@ fn gpu_a_second_moment_that_is_not_finite_is_found() {
     state.slots.get_mut("fc.bias.exp_avg_sq").unwrap().values[9] = f32::INFINITY;
     engine.set_optimizer_state(&state).unwrap();
     let found = engine.first_not_finite().unwrap().unwrap();
-    assert!(found.starts_with("fc.bias.exp_avg_sq holds inf at place 9"), "{found}");
+    assert!(found.starts_with("fc.bias.exp_avg_sq contains inf at index 9"), "{found}");
 }

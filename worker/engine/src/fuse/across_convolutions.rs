@@ -1,8 +1,8 @@
 //! Fusion across 1x1 convolutions, with kernels that have their own matrix multiplication. It saves writes and reads of
 //! the largest tensors of a bottleneck network.
 //!
-//! Which convolutions are fused depends only on the network and the number format, never on measurements: ranks that
-//! synchronise statistics must reach the same batch norms in the same order.
+//! Which convolutions are fused depends only on the network and the floating-point format, never on measurements: ranks
+//! that synchronise statistics must reach the same batch norms in the same order.
 
 use super::{Conv, ConvBackward, ConvForward, FusedOp, Norm, NormForward, StatisticsIn, norm_mut, reads};
 use crate::net::{Network, TensorId};

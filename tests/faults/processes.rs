@@ -21,7 +21,7 @@ async fn server() -> Server {
 }
 
 #[tokio::test]
-async fn ranks_that_are_killed_or_crash() {
+async fn ranks_may_be_killed_or_crash() {
     let _turn = turn().await;
     let server = server().await;
     let model = undisturbed(STEPS).await;
@@ -104,7 +104,7 @@ async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_killed_and_started_again() {
+async fn a_server_may_be_killed_and_restarted() {
     let _turn = turn().await;
     let mut server = server().await;
     let model = undisturbed(STEPS).await;
@@ -121,7 +121,7 @@ async fn a_server_that_is_killed_and_started_again() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_stopped_in_order_keeps_a_checkpoint_and_continues() {
+async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
     let _turn = turn().await;
     let mut server = server().await;
     let model = undisturbed(STEPS).await;
@@ -155,7 +155,7 @@ async fn a_server_that_is_stopped_in_order_keeps_a_checkpoint_and_continues() {
 }
 
 #[tokio::test]
-async fn the_newest_checkpoint_is_torn() {
+async fn the_newest_checkpoint_may_be_truncated() {
     let _turn = turn().await;
     let server = server().await;
     // Long enough that it is not over when the pause comes.
@@ -200,7 +200,7 @@ async fn the_newest_checkpoint_is_torn() {
 }
 
 #[tokio::test]
-async fn a_dataset_that_vanished_or_changed_is_a_reason_not_a_hang() {
+async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
     let _turn = turn().await;
     let server = server().await;
     let model = undisturbed(STEPS).await;
@@ -242,7 +242,7 @@ async fn a_dataset_that_vanished_or_changed_is_a_reason_not_a_hang() {
 
 #[tokio::test]
 #[ignore = "slow: leases run out"]
-async fn slow_an_agent_that_does_not_come_back_in_time_is_fenced() {
+async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
     let _turn = turn().await;
     let steps = 2 * STEPS;
     let environment = variables([SHORT_LEASE, SLOW_STEPS]);
@@ -296,7 +296,7 @@ async fn slow_an_agent_that_does_not_come_back_in_time_is_fenced() {
 
 #[tokio::test]
 #[ignore = "slow: the server is away for 20 s"]
-async fn slow_a_server_that_is_away_for_longer() {
+async fn slow_a_server_may_be_away_for_longer() {
     let _turn = turn().await;
     let away = Duration::from_secs(20);
     let steps = 4 * STEPS;
@@ -326,7 +326,7 @@ async fn slow_a_server_that_is_away_for_longer() {
 }
 
 #[tokio::test]
-async fn submitting_twice_with_a_key_makes_one_job() {
+async fn submitting_twice_with_a_key_creates_one_job() {
     let _turn = turn().await;
     let server = server().await;
     let send = || {

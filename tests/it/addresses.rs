@@ -9,7 +9,7 @@ use std::{
 };
 
 #[tokio::test]
-async fn an_address_in_place_of_a_path_is_refused_and_never_asked() {
+async fn an_address_instead_of_a_path_is_refused_without_a_connection() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");

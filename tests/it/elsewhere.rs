@@ -193,7 +193,7 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
 }
 
 #[tokio::test]
-async fn every_machine_has_its_own_path_of_the_same_dataset() {
+async fn machines_may_have_different_paths_for_the_same_dataset() {
     let _turn = turn().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     let here = server.folder().path().join("here");

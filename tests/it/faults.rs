@@ -149,7 +149,7 @@ async fn without_restarts_a_killed_rank_fails_its_job() {
 }
 
 #[tokio::test]
-async fn a_killed_server_comes_back_to_a_job_that_went_on() {
+async fn a_restarted_server_finds_its_job_still_running() {
     let _turn = turn().await;
     let mut server = server().await;
     let id = server.submit(&spec("orphaned", 3)).await;
@@ -184,7 +184,7 @@ async fn a_killed_server_comes_back_to_a_job_that_went_on() {
 }
 
 #[tokio::test]
-async fn a_killed_agent_comes_back_to_its_ranks() {
+async fn a_restarted_agent_finds_its_ranks() {
     let _turn = turn().await;
     let server = server().await;
     let id = server.submit(&spec("agentless", 3)).await;

@@ -33,7 +33,7 @@ fn interrupted(command: &mut Command, folder: &Path) -> (Child, String) {
 }
 
 #[tokio::test]
-async fn ctrl_c_ends_the_display_and_not_the_job() {
+async fn ctrl_c_ends_only_the_display() {
     let _turn = turn().await;
     let server = Server::start().await;
     let folder = server.folder().path();

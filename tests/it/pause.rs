@@ -82,7 +82,7 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
 }
 
 #[tokio::test]
-async fn a_waiting_job_pauses_at_once() {
+async fn a_waiting_job_is_paused_immediately() {
     let _turn = turn().await;
     let server = server().await;
     let first = server.submit(&spec("first")).await;

@@ -49,7 +49,7 @@ fn plan(folder: &Path, arguments: &[&str]) -> Finished {
 const AUTO: &str = "ranks = 4\ndevice = \"cpu\"\nmode = \"auto\"";
 
 #[test]
-fn a_plan_is_chosen_by_classes_and_memory() {
+fn the_chosen_plan_depends_on_classes_and_memory() {
     let folder = tempfile::tempdir().expect("a folder");
     let folder = folder.path();
     job(folder, AUTO);
@@ -108,7 +108,7 @@ fn a_plan_is_chosen_by_classes_and_memory() {
 }
 
 #[test]
-fn what_cannot_be_planned_says_why() {
+fn jobs_that_cannot_be_planned_are_refused_with_a_reason() {
     let folder = tempfile::tempdir().expect("a folder");
     let folder = folder.path();
     let wrong = "[[parallel.shard]]\nmatch = \"layer9.*\"\nsplit = \"out\"";
@@ -138,7 +138,7 @@ fn what_cannot_be_planned_says_why() {
 
 /// The commands of docs/parallel.md: this machine is measured once, and its file is that of a machine.
 #[tokio::test]
-async fn this_machine_is_measured_once() {
+async fn the_machine_is_measured_only_once() {
     let _turn = turn().await;
     let folder = tempfile::tempdir().expect("a folder");
     for (name, text) in pages::files("docs/parallel.md") {

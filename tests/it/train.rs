@@ -76,7 +76,7 @@ pub(crate) fn succeeded(output: &Output) -> String {
 }
 
 #[tokio::test]
-async fn twice_the_same_bytes_and_the_same_after_continuing_in_mid_epoch() {
+async fn repeated_and_continued_runs_have_the_same_bytes() {
     let _turn = turn().await;
     let bench = Bench::new();
     let said = succeeded(&bench.train("one", &[]).output().expect("it runs"));
@@ -111,7 +111,7 @@ async fn twice_the_same_bytes_and_the_same_after_continuing_in_mid_epoch() {
 }
 
 #[tokio::test]
-async fn a_run_that_continues_says_what_has_changed() {
+async fn a_continued_run_reports_changes_of_the_dataset() {
     let _turn = turn().await;
     let bench = Bench::new();
     let held_out = ["--set", "data.validation=0.2", "--set", "train.schedule=\"one_cycle\""];
@@ -145,7 +145,7 @@ async fn a_run_that_continues_says_what_has_changed() {
 }
 
 #[tokio::test]
-async fn a_run_that_continues_normalises_as_it_began() {
+async fn a_continued_run_keeps_its_normalisation() {
     let _turn = turn().await;
     let bench = Bench::new();
     succeeded(&bench.train("before", &[]).output().expect("it runs"));
@@ -170,7 +170,7 @@ async fn a_run_that_continues_normalises_as_it_began() {
 }
 
 #[tokio::test]
-async fn adamw_and_lamb_continue_to_the_same_bytes_and_another_optimizer_begins_anew() {
+async fn adamw_and_lamb_continue_to_the_same_bytes_and_other_optimizers_restart() {
     let _turn = turn().await;
     let bench = Bench::new();
     let optimizer = |out: &str| {

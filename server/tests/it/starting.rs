@@ -60,7 +60,7 @@ async fn a_directory_that_cannot_be_used_is_named() {
 }
 
 #[tokio::test]
-async fn a_database_of_a_newer_version_is_left_alone() {
+async fn a_database_of_a_newer_version_is_not_changed() {
     let dir = TestServer::with(|c| c.database = None).await.stop().await;
     let path = dir.path().join("lockstep.db");
     let mut db = SqliteConnection::connect(&format!("sqlite://{}", path.display())).await.unwrap();

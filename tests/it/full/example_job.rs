@@ -43,7 +43,7 @@ fn as_cifar10(folder: &Path, pictures_a_file: usize) {
 }
 
 #[test]
-fn each_example_is_a_job_without_mistakes() {
+fn each_example_is_a_valid_job() {
     let files: Vec<_> = fs::read_dir(examples()).expect("examples/").flatten().map(|e| e.path()).collect();
     assert!(!files.is_empty());
     for file in files {
@@ -103,7 +103,7 @@ async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
 
 /// In their order; the last one continues on two ranks from what four have saved.
 #[tokio::test]
-async fn those_for_cpu_ranks_train() {
+async fn the_examples_for_cpu_ranks_train() {
     let _turn = turn().await;
     let folder = tempfile::tempdir().expect("a folder");
     let dataset = format!("data.dataset={}", idx_dataset(folder.path(), 256, 64).display());

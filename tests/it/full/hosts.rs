@@ -249,7 +249,7 @@ impl Drop for Site {
 }
 
 #[tokio::test]
-async fn one_job_over_four_hosts_has_one_host_s_weights_also_when_cables_are_pulled_out() {
+async fn a_job_over_four_hosts_has_one_host_s_weights_despite_pulled_cables() {
     let _turn = turn_alone().await;
     let (mut site, model) = Site::measured(5).await;
     for host in 1..=4 {

@@ -16,7 +16,7 @@ fn spec(name: &str, ranks: u32) -> Value {
 }
 
 #[tokio::test]
-async fn two_machines_over_ssh_share_a_job_s_ranks_to_the_same_weights() {
+async fn two_machines_over_ssh_train_a_job_to_the_same_weights() {
     let _turn = turn().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());

@@ -57,7 +57,7 @@ async fn loses(site: &Site, ranks: &[usize], how: Lost, model: &[u8]) -> Vec<u32
 }
 
 #[tokio::test]
-async fn a_job_continues_from_the_last_step_when_hosts_are_killed_or_cut_off_for_longer_than_their_lease() {
+async fn a_job_continues_from_the_last_step_after_losing_hosts() {
     let _turn = turn_alone().await;
     let (mut site, model) = Site::measured(7).await;
     let mut hosts: Vec<u32> = Vec::new();
@@ -95,7 +95,7 @@ async fn a_job_continues_from_the_last_step_when_hosts_are_killed_or_cut_off_for
 }
 
 #[tokio::test]
-async fn a_job_that_lost_a_host_for_good_ends_on_fewer_ranks_with_the_same_weights() {
+async fn after_losing_a_host_a_job_ends_on_fewer_ranks_with_the_same_weights() {
     let _turn = turn_alone().await;
     let (mut site, model) = Site::measured(2).await;
     site.join(1, "h1", 2);

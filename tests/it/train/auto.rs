@@ -5,7 +5,7 @@ use crate::{pictures, server::turn};
 use std::{path::Path, process::Command};
 
 #[tokio::test]
-async fn ranks_that_choose_a_plan_train_as_one_rank_and_record_it() {
+async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
     let _turn = turn().await;
     let bench = Bench::new();
     // 13 steps an epoch: times of 10 are compared.
@@ -54,7 +54,7 @@ async fn ranks_that_choose_a_plan_train_as_one_rank_and_record_it() {
 }
 
 #[tokio::test]
-async fn the_example_chooses_its_plan() {
+async fn the_automatic_example_trains() {
     let _turn = turn().await;
     let folder = tempfile::tempdir().expect("a folder");
     let dataset = format!("data.dataset={}", pictures::idx_dataset(folder.path(), 256, 64).display());

@@ -15,7 +15,7 @@ use std::{
 };
 
 #[tokio::test]
-async fn what_cannot_be_trained_is_said_with_what_to_change() {
+async fn impossible_training_is_refused_with_advice() {
     let _turn = turn().await;
     let bench = Bench::new();
     let fails = |sets: &[&str]| {
@@ -63,7 +63,7 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
 }
 
 #[tokio::test]
-async fn stages_that_there_cannot_be_are_refused() {
+async fn impossible_stages_are_refused() {
     let _turn = turn().await;
     let bench = Bench::new();
     let stages =
@@ -91,7 +91,7 @@ async fn stages_that_there_cannot_be_are_refused() {
 
 /// The last checkpoint is tried once a second.
 #[tokio::test]
-async fn a_full_disk_is_logged_once_with_a_count() {
+async fn a_full_disk_is_logged_only_once_with_a_count() {
     let _turn = turn().await;
     let bench = Bench::new();
     let only_last = ["train.epochs=1", "checkpoint.every_steps=", "checkpoint.every_epochs=0"];
@@ -144,7 +144,7 @@ async fn variables_of_a_rank_table_are_obeyed_or_refused() {
 }
 
 #[tokio::test]
-async fn a_folder_that_another_run_uses_is_refused_also_when_only_its_ranks_are_left() {
+async fn a_folder_in_use_is_refused_even_if_only_ranks_are_left() {
     let _turn = turn().await;
     let bench = Bench::new();
     // So long that its ranks are there for the whole test.
@@ -177,7 +177,7 @@ async fn a_folder_that_another_run_uses_is_refused_also_when_only_its_ranks_are_
 }
 
 #[tokio::test]
-async fn a_run_does_not_go_back_in_the_folder_that_has_its_later_steps() {
+async fn a_run_cannot_go_back_in_a_folder_with_later_steps() {
     let _turn = turn().await;
     let bench = Bench::new();
     let steps = |number: &'static str, seed: &'static str| {
@@ -205,7 +205,7 @@ async fn a_run_does_not_go_back_in_the_folder_that_has_its_later_steps() {
 /// A learning rate at which the weights of a ResNet-18 leave float32 while its loss continues: batch norm and ReLU must
 /// not turn what is not finite into zeros.
 #[tokio::test]
-async fn a_run_whose_numbers_leave_float32_fails_as_diverged_and_leaves_no_such_checkpoint() {
+async fn a_run_that_overflows_float32_fails_as_diverged_without_a_bad_checkpoint() {
     let _turn = turn().await;
     let bench = Bench::new();
     for ranks in ["1", "2"] {
@@ -240,7 +240,7 @@ async fn a_run_whose_numbers_leave_float32_fails_as_diverged_and_leaves_no_such_
 }
 
 #[tokio::test]
-async fn the_head_of_pretrained_weights_is_made_anew_when_classes_differ() {
+async fn the_head_of_pretrained_weights_is_replaced_for_other_classes() {
     let _turn = turn().await;
     let bench = Bench::new();
     let folder = pictures::image_folder(bench.folder.path(), 40);
@@ -280,7 +280,7 @@ fn spoil(model: &Path, tensor: &str, value: f32) {
 }
 
 #[tokio::test]
-async fn weights_that_diverged_are_refused_by_file_and_tensor() {
+async fn diverged_weights_are_refused_with_file_and_tensor() {
     let _turn = turn().await;
     let bench = Bench::new();
     succeeded(&bench.train("out", &[]).output().expect("it runs"));
@@ -312,7 +312,7 @@ async fn weights_that_diverged_are_refused_by_file_and_tensor() {
 }
 
 #[tokio::test]
-async fn a_checkpoint_of_another_network_or_other_classes_does_not_fit_and_is_not_called_damaged() {
+async fn a_checkpoint_of_another_network_or_other_classes_is_not_called_damaged() {
     let _turn = turn().await;
     let bench = Bench::new();
     succeeded(&bench.train("out", &[]).output().expect("it runs"));

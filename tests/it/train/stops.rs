@@ -80,7 +80,7 @@ fn state(bench: &Bench, out: &str, checkpoint: &str) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn a_stop_breaks_an_evaluation_off_and_the_next_run_makes_up_for_it() {
+async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
     let _turn = turn().await;
     let bench = Bench::new();
     // An evaluation that takes a while compared with an epoch of 12 steps.
@@ -151,7 +151,7 @@ async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
 }
 
 #[tokio::test]
-async fn seventeen_ranks_and_more_stop_before_their_run_is_over() {
+async fn seventeen_or_more_ranks_can_be_stopped() {
     // They have 30 s to meet, on two cores.
     let _turn = turn_alone().await;
     let bench = Bench::new();
@@ -167,7 +167,7 @@ async fn seventeen_ranks_and_more_stop_before_their_run_is_over() {
 }
 
 #[tokio::test]
-async fn a_stop_that_cannot_end_its_step_says_what_is_lost() {
+async fn a_stop_that_cannot_finish_its_step_reports_the_loss() {
     let _turn = turn().await;
     let bench = Bench::new();
     let mut child = bench

@@ -55,7 +55,7 @@ async fn a_batch_job_runs_the_job_and_ends_with_it() {
 }
 
 #[tokio::test]
-async fn a_cancelled_job_ends_its_batch_job_and_the_other_way_round() {
+async fn cancelling_a_job_or_its_batch_job_ends_both() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
@@ -102,7 +102,7 @@ async fn continues_and_is_cancelled(server: &Server, slurm: &Slurm, id: &str, ba
 }
 
 #[tokio::test]
-async fn before_its_time_limit_a_batch_job_keeps_a_checkpoint_and_queues_again() {
+async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
@@ -124,7 +124,7 @@ async fn before_its_time_limit_a_batch_job_keeps_a_checkpoint_and_queues_again()
 /// Slurm counts in minutes and looks at limits every half a minute, so it sends a signal that is due 30 s before the end up to half a minute
 /// early: between 60 and 90 s after the start, when training has begun long ago, and never later than 30 s before the end.
 #[tokio::test]
-async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
+async fn a_time_limit_enforced_by_slurm_loses_no_step() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
@@ -150,7 +150,7 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
 /// Slurm ends a job that is requeued as one that is preempted: it asks, and kills after KillWait. A checkpoint that is not done by then is
 /// all that is lost.
 #[tokio::test]
-async fn a_checkpoint_that_takes_longer_than_slurm_waits_costs_that_checkpoint_alone() {
+async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start_with(server.folder().path(), 1, 2, KILL_WAIT_SECS);
@@ -188,7 +188,7 @@ async fn a_checkpoint_that_takes_longer_than_slurm_waits_costs_that_checkpoint_a
 }
 
 #[tokio::test]
-async fn a_dead_node_s_job_continues_on_another() {
+async fn the_job_of_a_dead_node_continues_on_another() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
@@ -213,7 +213,7 @@ async fn a_dead_node_s_job_continues_on_another() {
 }
 
 #[tokio::test]
-async fn a_sweep_is_an_array_whose_tasks_run_a_job_each() {
+async fn a_sweep_is_an_array_with_one_job_per_task() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
@@ -266,7 +266,7 @@ async fn a_sweep_is_an_array_whose_tasks_run_a_job_each() {
 }
 
 #[tokio::test]
-async fn a_job_of_a_sweep_that_is_cancelled_takes_its_task_along_and_the_others_go_on() {
+async fn cancelling_a_job_of_a_sweep_ends_only_its_task() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
@@ -303,7 +303,7 @@ async fn a_job_of_a_sweep_that_is_cancelled_takes_its_task_along_and_the_others_
 }
 
 #[tokio::test]
-async fn a_task_that_does_not_end_with_its_job_is_cancelled() {
+async fn tasks_that_outlive_their_job_are_cancelled() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);

@@ -221,7 +221,7 @@ fn a_silent_rank_times_out_and_a_dead_one_does_not_take_that_long() {
 }
 
 #[test]
-fn a_rank_that_waits_for_something_else_sees_at_once_that_a_neighbour_is_gone() {
+fn waiting_ranks_detect_lost_neighbours_immediately() {
     let waiting = std::sync::Barrier::new(3);
     on_ranks(3, Duration::from_secs(600), |ring| {
         ring.check("a step").unwrap();

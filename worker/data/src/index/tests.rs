@@ -107,7 +107,7 @@ fn at_folders(place: &Fixture) -> Catalog {
 }
 
 #[test]
-fn what_is_known_is_not_read_again_and_what_changed_is() {
+fn only_changed_files_are_read_again() {
     let place = Fixture::new(2, 4);
     let first = place.open().unwrap();
     assert_eq!(counts(&first), (8, vec![]));
@@ -137,7 +137,7 @@ fn what_is_known_is_not_read_again_and_what_changed_is() {
 }
 
 #[test]
-fn small_datasets_and_those_without_a_place_have_no_index_and_open_all_the_same() {
+fn datasets_open_without_an_index_if_small_or_without_cache() {
     let place = Fixture::new(1, 3);
     assert_eq!(counts(&place.open().unwrap()).0, 3);
     assert!(place.kept("index").is_none(), "three are too few");
@@ -150,7 +150,7 @@ fn small_datasets_and_those_without_a_place_have_no_index_and_open_all_the_same(
 }
 
 #[test]
-fn what_an_interrupted_run_found_is_not_looked_for_again() {
+fn results_of_an_interrupted_run_are_reused() {
     let place = Fixture::new(2, 4);
     place.open().unwrap();
     place.say(|entry| entry.width = 77);
@@ -166,7 +166,7 @@ fn what_an_interrupted_run_found_is_not_looked_for_again() {
 }
 
 #[test]
-fn a_damaged_index_costs_time_and_nothing_else() {
+fn a_damaged_index_is_rebuilt() {
     let place = Fixture::new(2, 4);
     let identity = |catalog: &Catalog| catalog.fingerprint(place.data.path()).unwrap();
     let whole = identity(&place.open().unwrap());
@@ -185,7 +185,7 @@ fn a_damaged_index_costs_time_and_nothing_else() {
 }
 
 #[test]
-fn the_same_pictures_elsewhere_or_touched_are_the_same_dataset_and_others_are_not() {
+fn moved_or_touched_pictures_are_the_same_dataset() {
     let place = Fixture::new(2, 4);
     let first = place.open().unwrap().fingerprint(place.data.path()).unwrap();
     assert_eq!(first.pictures, 8);
@@ -218,7 +218,7 @@ fn the_same_pictures_elsewhere_or_touched_are_the_same_dataset_and_others_are_no
 }
 
 #[test]
-fn a_file_that_cannot_be_read_now_is_looked_at_again() {
+fn temporarily_unreadable_files_are_checked_again() {
     let place = Fixture::new(1, 4);
     // A regular file that no user can read, not even root.
     let odd = place.picture("class-0000/odd.png");
@@ -232,7 +232,7 @@ fn a_file_that_cannot_be_read_now_is_looked_at_again() {
 }
 
 #[test]
-fn shards_are_remembered_until_they_change() {
+fn shards_are_cached_until_they_change() {
     let data = tempfile::tempdir().unwrap();
     let cache = tempfile::tempdir().unwrap();
     let fixture =
@@ -253,7 +253,7 @@ fn shards_are_remembered_until_they_change() {
 }
 
 #[test]
-fn copies_of_machines_that_share_the_cache_have_an_index_each() {
+fn machines_that_share_a_cache_have_separate_indexes() {
     let place = Fixture::new(1, 4);
     if fs::metadata(place.data.path()).unwrap().created().is_err() {
         // The file system reports no birth times, so it does not distinguish the folders.
@@ -296,7 +296,7 @@ fn copies_of_machines_that_share_the_cache_have_an_index_each() {
 }
 
 #[test]
-fn what_another_version_found_broken_is_looked_at_again() {
+fn files_broken_for_another_version_are_checked_again() {
     let place = Fixture::new(1, 4);
     place.open().unwrap();
     place.say(|entry| {
@@ -316,7 +316,7 @@ fn what_another_version_found_broken_is_looked_at_again() {
 }
 
 #[test]
-fn a_few_pictures_are_looked_at_without_the_lock() {
+fn a_few_pictures_are_checked_without_the_lock() {
     let place = Fixture::new(1, 8);
     let open =
         |few: usize| Catalog::open_with(place.data.path(), &place.store().with_min_unknown(few)).unwrap();
@@ -327,7 +327,7 @@ fn a_few_pictures_are_looked_at_without_the_lock() {
 }
 
 #[test]
-fn progress_is_told_only_while_somebody_makes_an_index() {
+fn progress_is_reported_only_while_an_index_is_built() {
     let place = Fixture::new(1, 4);
     place.open().unwrap();
     let (store, dataset) = (place.store(), place.data.path());
@@ -351,7 +351,7 @@ fn progress_is_told_only_while_somebody_makes_an_index() {
 }
 
 #[test]
-fn where_sizes_are_not_told_pictures_are_read_all_the_same() {
+fn pictures_are_read_without_known_sizes() {
     let dir = folder(1, 1);
     let path = dir.path().join("train/class-0000/000000.png");
     let bytes = fs::read(&path).unwrap();

@@ -45,7 +45,7 @@ fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
 }
 
 #[test]
-fn a_finished_shard_is_looked_at_before_it_is_believed() {
+fn finished_shards_are_checked_before_reuse() {
     let (from, to) = (folder(25), tempfile::tempdir().unwrap());
     let made = run(from.path(), to.path(), &in_parts()).unwrap();
     let whole = files_of(to.path());
@@ -65,7 +65,7 @@ fn a_finished_shard_is_looked_at_before_it_is_believed() {
 }
 
 #[test]
-fn nobody_trains_unawares_on_a_copy_that_lost_something() {
+fn incomplete_copies_are_refused_for_training() {
     let (from, to) = (folder(25), tempfile::tempdir().unwrap());
     let made = run(from.path(), to.path(), &in_parts()).unwrap();
     let shard = to.path().join("train-000001.tar");
@@ -89,7 +89,7 @@ fn nobody_trains_unawares_on_a_copy_that_lost_something() {
 }
 
 #[test]
-fn other_settings_or_sources_or_files_are_refused_with_what_differs() {
+fn other_settings_sources_or_files_are_refused_with_the_difference() {
     let (from, to) = (folder(3), tempfile::tempdir().unwrap());
     run(from.path(), to.path(), &settings(16)).unwrap();
     let before = files_of(to.path());

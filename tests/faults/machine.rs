@@ -1,4 +1,4 @@
-//! What a machine does to a job: no memory, a full disk, a clock that jumps, a process that does not end.
+//! Faults of a machine: no memory, a full disk, a changed clock, a process that does not end.
 //!
 //! Some of these can only be had as root: a disk that is really full is a small tmpfs, a process that the kernel
 //! does not let go is one in a frozen control group, and the kernel's OOM killer is called by a control

@@ -1,4 +1,4 @@
-//! Tokens of the real program: found by commands on the same machine, and nowhere that others can look.
+//! Tokens of the real program: commands on the same machine find them, and other accounts cannot.
 
 use crate::{
     pictures,
@@ -36,7 +36,7 @@ async fn commands_find_the_token_of_a_server_on_the_same_machine() {
     list(&["--token-file", "none"], &[]).wrong(&["none", "No such file"]);
     let empty = server.folder().write("empty", "\n");
     list(&["--token-file", &empty.display().to_string()], &[]).wrong(&["empty"]);
-    // The default of `serve` is the default here.
+    // The default address of `serve`.
     symlink(server.data_dir(), server.folder().path().join("lockstep-data")).expect("a link");
     list(&[], &[]).ok();
     server.stop().await;

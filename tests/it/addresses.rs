@@ -1,5 +1,5 @@
-//! Nobody has the server, an agent or a rank fetch an address: where a dataset, weights or a folder is meant, an address is refused, and
-//! what listens there sees no connection.
+//! The server, agents and ranks fetch no addresses: an address instead of a path of a dataset, weights or a folder is
+//! refused without a connection.
 
 use crate::{pictures, server::Server, specs};
 use serde_json::json;

@@ -1,5 +1,5 @@
-//! Checkpoints in an object store (`serve --artifacts`): a directory, and a real S3 server. They get there while training continues, and
-//! come back from there when the server's own disk has them no more.
+//! Checkpoints in an object store (`serve --artifacts`): a directory, and a real S3 server. They are uploaded while
+//! training continues, and read back if the server's disk has lost them.
 
 pub(crate) mod bucket;
 mod restored;
@@ -93,7 +93,7 @@ async fn jobs_continue_on_a_new_machine_with_the_same_database_and_store() {
     }
     server.until("the agent of the new machine is online", async |s: &Server| s.slots().await == 2).await;
 
-    // The running one continues from what was stored, and not from its beginning.
+    // The running job continues from its stored checkpoint instead of its beginning.
     let job = server
         .job_when(&running, "it runs again", |job| number(&job["attempt"]) == 2 && job["state"] == "running")
         .await;
@@ -134,7 +134,7 @@ async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
     server.succeeded(&fork).await;
     all_stored(&server, &fork).await;
 
-    // The fork has objects of its own: they stay when the other job's go.
+    // The fork has its own objects, which stay when those of the other job are deleted.
     let directory = kept.path().join("artifacts/jobs");
     server.cli(&["delete", &id, "--yes"]).ok();
     server.until("its objects are gone", async |_: &Server| !directory.join(&id).exists()).await;
@@ -228,7 +228,7 @@ async fn jobs_run_while_the_store_is_unreachable() {
     server.succeeded(&id).await;
     let all = server.checkpoints(&id).await;
     assert!(all.iter().all(|checkpoint| checkpoint["stored"] == "uploading"), "{all:?}");
-    // What is there alone cannot be had now, and says so.
+    // Checkpoints that are only in the store are reported as unavailable.
     let checkpoint = newest(&server.checkpoints(&before).await);
     fs::remove_dir_all(server.job_dir(&before)).expect("the job's folder");
     let path = format!("/checkpoints/{checkpoint}/model.safetensors");

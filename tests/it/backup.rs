@@ -1,4 +1,4 @@
-//! A backup of a running server, restored into another one that is equal.
+//! A backup of a running server is restored to another server.
 
 use crate::{
     pictures,

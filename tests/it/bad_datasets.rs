@@ -1,4 +1,4 @@
-//! Datasets that are none, or broken: named down to the file, before or while a job trains.
+//! Missing and broken datasets: errors name the file, before or while a job trains.
 
 use crate::{
     pictures,

@@ -1,5 +1,4 @@
-//! Requests that cannot be done: each answered with what is wrong and what would be right, and
-//! nothing of it stored.
+//! Invalid requests: responses say what is wrong and what is valid, and nothing is stored.
 
 use crate::{
     pictures,

@@ -1,4 +1,4 @@
-//! Commands that cannot do what is asked: exit status 2 and a sentence that says what to change.
+//! Impossible commands: exit status 2 and a sentence that says what to change.
 
 use crate::{
     pictures,

@@ -1,5 +1,5 @@
-//! Where the program meets what others give it: the longest and the deepest, empty files, terminals, other people on
-//! the same machine, and few file descriptors.
+//! Extreme input and environments: very long and deeply nested values, empty files, terminals, other accounts of the
+//! machine, and few file descriptors.
 
 use crate::{
     pictures,

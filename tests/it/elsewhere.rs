@@ -22,7 +22,7 @@ pub(crate) struct Machine {
     name: &'static str,
     slots: u32,
     options: Vec<String>,
-    /// What it has not either.
+    /// Other folders that are hidden from it.
     hidden: Vec<PathBuf>,
     agent: Option<Child>,
     starts: u32,
@@ -33,7 +33,7 @@ impl Machine {
         Self::start_without(server, name, 2, &[], options)
     }
 
-    /// One with so many slots, to which these folders are empty, too.
+    /// Starts a machine with this number of slots, for which these folders are empty, too.
     pub(crate) fn start_without(
         server: &Server,
         name: &'static str,

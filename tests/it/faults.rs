@@ -1,4 +1,4 @@
-//! Processes that are killed: nothing is lost, nothing is reported twice, nothing is left behind.
+//! Killed processes: nothing is lost or reported twice, and no process is left.
 
 use crate::{
     pictures,
@@ -157,7 +157,7 @@ async fn a_restarted_server_finds_its_job_still_running() {
     let ranks = server.ranks(&id);
     server.kill_serve();
 
-    // The ranks train on without it: their logs grow.
+    // The ranks continue without the server: their logs grow.
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || std::fs::metadata(&log).map_or(0, |m| m.len());
     let at_death = length();

@@ -45,7 +45,7 @@ async fn ctrl_c_ends_only_the_display() {
     let mut submit = lockstep_that_can_be_interrupted();
     let (mut display, said) =
         interrupted(submit.args(["submit", "long.toml", "--watch"]).envs(server.for_clients()), folder);
-    // As every program that Ctrl-C ends: a shell shows 130, and scripts stop.
+    // As for every program that Ctrl-C ends, a shell shows 130 and scripts stop.
     let status = display.wait().expect("its status");
     assert_eq!((status.code(), status.signal()), (None, Some(2)), "{said}");
     let id = said.split_whitespace().find(|word| word.starts_with('j') && word.len() == 27);

@@ -1,4 +1,5 @@
-//! What the command line says and asks: the first job file, all mistakes at once, what Ctrl-C does, which job has answered.
+//! Messages and questions of the command line: the first job file, all errors together, Ctrl-C, and which job a
+//! response is from.
 
 use crate::{
     commands::on_a_terminal,

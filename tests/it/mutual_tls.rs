@@ -1,4 +1,5 @@
-//! Agents that show who they are by a certificate: the real server and agents, with certificates of `lockstep ca` and of openssl.
+//! Agents that authenticate by certificates: the real server and agents, with certificates of `lockstep ca` and of
+//! openssl.
 
 mod files;
 mod options;

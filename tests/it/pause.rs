@@ -1,4 +1,4 @@
-//! Pause, resume, fork: a job continues as if nothing had been.
+//! Pause, resume, fork: a job continues as if it had not been interrupted.
 
 use crate::{
     pictures,

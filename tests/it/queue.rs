@@ -1,4 +1,4 @@
-//! Who runs when: slots, gangs, priorities, and jobs that are cancelled.
+//! Scheduling: slots, gangs, priorities, and cancelled jobs.
 
 use crate::{
     pictures,

@@ -1,4 +1,4 @@
-//! The reference, help, completions and man pages: what the program says of itself.
+//! The program's own documentation: reference, help, completions and man pages.
 
 use crate::server::{Agents, Finished, Folder, Server, lockstep};
 use std::{fs, path::Path, process::Command};

@@ -1,4 +1,4 @@
-//! The real program where others reach it: its own certificates, agents and commands over https, and nginx before it.
+//! The real program over TLS: its own certificates, agents and commands over https, and a server behind nginx.
 
 mod nginx;
 pub(crate) mod serve;

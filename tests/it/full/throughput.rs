@@ -1,4 +1,4 @@
-//! One truth about speed: pictures over training time, the same number wherever it is said.
+//! The speed of a job is pictures per training time, and the same number everywhere.
 
 use crate::{
     pictures,

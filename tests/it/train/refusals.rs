@@ -1,4 +1,4 @@
-//! What cannot be trained, and weights and checkpoints that do not fit: refused with what to change.
+//! Impossible training, and weights and checkpoints that do not fit, are refused with advice.
 
 use super::{
     Bench,

@@ -1,4 +1,4 @@
-//! Runs that are stopped or whose ranks die: what is saved, what is said, and what continues from it.
+//! Runs that are stopped or whose ranks die: what is saved, what is reported, and how runs continue.
 
 use super::{Bench, succeeded};
 use crate::{
@@ -178,7 +178,7 @@ async fn a_stop_that_cannot_finish_its_step_reports_the_loss() {
         .expect("it starts");
     until_step(&mut child, 3);
     let attempt = bench.out("out").join("attempts/1");
-    // A suspended rank: the others wait for it for ever.
+    // A suspended rank: the others wait for it forever.
     signal(pid_of(&attempt, 1), rustix::process::Signal::STOP);
     let pid = child.id().cast_signed();
     let response = Instant::now();

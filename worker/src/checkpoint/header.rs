@@ -52,7 +52,7 @@ pub(super) struct Header {
 pub(super) enum NoHeader {
     /// The file was written by `torch.save`.
     Pickled,
-    /// Another reason, in a sentence.
+    /// A sentence with another reason.
     Other(String),
 }
 

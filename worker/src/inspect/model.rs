@@ -68,7 +68,7 @@ impl ModelFile {
     /// Reads a checkpoint's folder, or a `model.safetensors` file.
     ///
     /// # Errors
-    /// Why the file cannot be used, in a sentence.
+    /// A sentence that says why the file cannot be used.
     fn read(path: &Path, output: Output) -> Result<Self, String> {
         let files = checkpoint::model_files(path).map_err(|e| e.to_string())?;
         let Some(path) = files.first() else { return Err(format!("{} has no weights", path.display())) };
@@ -146,7 +146,7 @@ impl Model {
     /// Opens a checkpoint's folder, or a `model.safetensors` file.
     ///
     /// # Errors
-    /// Why the file cannot be used, in a sentence.
+    /// A sentence that says why the file cannot be used.
     pub(super) fn open(path: &Path, output: Output) -> Result<Self, String> {
         let ModelFile { network, weights, margin, classes, mean, std, whole_pictures, resize, .. } =
             ModelFile::read(path, output)?;

@@ -147,6 +147,6 @@ fn gpus_a_part_is_aborted_without_the_whole_and_ranks_that_disagree_get_an_error
             _ => count(&group).unwrap_err(),
         };
         assert!(matches!(error, CommError::Mismatch { .. } | CommError::Disconnected { .. }), "{error}");
-        assert!(began.elapsed() < Duration::from_secs(20), "NCCL alone would wait for ever");
+        assert!(began.elapsed() < Duration::from_secs(20), "NCCL alone would wait forever");
     });
 }

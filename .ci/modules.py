@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""No circles between the modules of a crate.
+"""Checks that the modules of a crate do not depend on each other in cycles.
 
-What a module is: its file with all that lies below it. At each level, the modules that one file declares (`mod a; mod b;`) are
-siblings. `a` refers to `b` when anything in or below `a` names anything in or below `b`, by `use`, by a path or through an
-import, whichever of its ancestors' re-exports (`pub use`) the name came by. Siblings must not refer to each other in a circle.
-A file and its children are one module, so they may refer to each other: it declares and re-exports them, they use its types.
-The modules of a crate that `ORDER` names may only use those before them, and those in `USERS` only serve the ones named there.
-Modules under `#[cfg(test)]`, and the `tests/` and `examples/` folders, are not looked at.
+A module is a file together with all modules below it. The modules that one file declares (`mod a; mod b;`) are siblings. `a`
+refers to `b` if any code in or below `a` names an item in or below `b`, by `use`, by a path or through an import, also if an
+ancestor re-exports the item (`pub use`). Siblings must not refer to each other in a cycle. A file and its children may refer to
+each other: the file declares and re-exports its children, and they use its types. A module of a crate in `ORDER` may only use
+modules before it, and a module in `USERS` may only be used by the modules given there. Modules under `#[cfg(test)]`, and the
+`tests/` and `examples/` folders, are not checked.
 
     modules.py               checks all crates of this tree
-    modules.py graph CRATE   prints who refers to whom, level by level
-    modules.py self-test     circles that are made up for it are refused
+    modules.py graph CRATE   prints the references between modules, level by level
+    modules.py self-test     checks that cycles in synthetic crates are refused
 """
 
 import re
@@ -32,18 +32,18 @@ CRATES = {
     "lockstep": "src/main.rs",
 }
 
-# The modules of a crate, from those that all others may use to the one that may use all others.
+# The modules of a crate in order: each may use only the modules before it.
 ORDER = {
     "server": (
         "util config lifecycle store events webhooks auth agents checkpoints datasets metrics scheduler sweeps ingest http app api boot"
     ).split(),
 }
 
-# Who may use a module; all others must not.
+# (crate, module): the modules that may use it.
 USERS = {("server", "app"): {("api", "router"), ("boot",), ("boot", "wire")}}
 
-# References that are part of a circle today: crate, from, to. The list only gets shorter: one that is no longer needed is
-# refused, too, so that nobody can bring the circle back.
+# Known references that are part of a cycle: crate, from, to. The list may only become shorter: an entry that is no longer needed is
+# refused, too, so that the cycle cannot come back.
 KNOWN = set()
 
 ITEMS = set("async const enum extern fn impl let macro_rules mod pub static struct trait type union unsafe use".split())
@@ -51,7 +51,7 @@ TOKEN = re.compile(r"[A-Za-z_]\w*|::|[{}()\[\]<>,;*#=!]|\S")
 
 
 def without_comments(text):
-    """The source with comments and what is in literals blanked, as long as before; newlines are kept."""
+    """The source with comments and literals replaced by blanks of the same length; newlines are kept."""
     out, i, n = [], 0, len(text)
 
     def blank(upto):
@@ -89,7 +89,7 @@ def without_comments(text):
 
 
 def end_of_item(tokens, at):
-    """The index after what begins at `at`: an item's `;` or the brace that closes its body, or another thing's comma."""
+    """The index after the item or element that begins at `at`: after an item's `;` or closing brace, or an element's comma."""
     depth, is_use = 0, False
     is_item = at < len(tokens) and tokens[at][0] in ITEMS
     while at < len(tokens):
@@ -142,9 +142,9 @@ class Module:
     def __init__(self, path, file):
         self.path, self.file = path, file
         self.children = {}  # name -> Module
-        self.imports = {}  # name in this file -> (path, is it re-exported)
+        self.imports = {}  # name in this file -> (path, whether it is re-exported)
         self.globs = []  # paths of `use path::*`
-        self.paths = []  # (path, line): what it refers to
+        self.paths = []  # (path, line) of each reference
         self.tokens = []
 
 
@@ -153,7 +153,7 @@ def is_name(word):
 
 
 def tree(tokens, at, prefix, found):
-    """Reads one tree of a `use` from `at`: (path, name or None, line) into `found`; the index after it."""
+    """Parses one tree of a `use` from `at`: appends (path, name or None, line) to `found`. Returns the index after it."""
     path = list(prefix)
     line = tokens[at][1]
     while at < len(tokens):
@@ -225,9 +225,9 @@ class Crate:
 
     @staticmethod
     def scan(module):
-        """Takes down what the file names: in a `use`, or in a path that begins with something of this crate."""
+        """Records the names that the file refers to: in a `use`, or in a path that begins with a name of this crate."""
         tokens, at = module.tokens, 0
-        # Paths in a module that is written inside the file are that module's.
+        # Paths in an inline module are relative to that module.
         inside, depth = [], 0
         while at < len(tokens):
             word, line = tokens[at]
@@ -260,13 +260,13 @@ class Crate:
 
     @staticmethod
     def outward(path, inside):
-        """A path as the file means it, of a module that is written `inside` others in the file."""
+        """Converts a path in an inline module, nested in `inside` inline modules, to a path relative to the file."""
         while inside and path[:1] == ("super",):
             path, inside = path[1:], inside - 1
         return path if path else ("self",)
 
     def resolve(self, start, path, through=0):
-        """The module that has what `path` names, as seen from module `start`; None for what is not of this crate."""
+        """The module of the item that `path` names, resolved from module `start`. None if the item is not in this crate."""
         at, rest = self.modules[start], list(path)
         if not rest or through > 20:
             return at.path
@@ -288,7 +288,7 @@ class Crate:
                 found = self.resolve(at.path, target, through + 1)
                 if found is None:
                     return None
-                # The name is a module itself, or lies in the one found.
+                # The name is a module itself, or an item of the module found.
                 at = self.modules[found]
                 if not at.path or at.path[-1] != target[-1]:
                     return at.path
@@ -320,7 +320,7 @@ class Crate:
                     yield module.path, target, module.file, line
 
     def levels(self):
-        """Of each module that has children: which of them refers to which, and where for the first time."""
+        """For each module with children: the references between its children, each with its first location."""
         levels = defaultdict(dict)
         for source, target, file, line in self.references():
             common = 0
@@ -332,8 +332,8 @@ class Crate:
         return levels
 
 
-def shortest_circle(edges):
-    """The shortest circle among `edges`, as a list of nodes; None where there is none."""
+def shortest_cycle(edges):
+    """The shortest cycle among `edges`, as a list of nodes. None if there is none."""
     after = defaultdict(list)
     for a, b in sorted(edges):
         after[a].append(b)
@@ -344,11 +344,11 @@ def shortest_circle(edges):
             node = queue.pop(0)
             for following in after[node]:
                 if following == start:
-                    circle = [node]
-                    while circle[0] != start:
-                        circle.insert(0, back[circle[0]])
-                    if best is None or len(circle) < len(best):
-                        best = circle
+                    cycle = [node]
+                    while cycle[0] != start:
+                        cycle.insert(0, back[cycle[0]])
+                    if best is None or len(cycle) < len(best):
+                        best = cycle
                     queue = []
                     break
                 if following not in seen:
@@ -363,7 +363,7 @@ def named(path):
 
 
 def problems(crate, known):
-    """A sentence for each circle beyond those that `known` references make, and for each of these that makes none."""
+    """A sentence for each cycle without `known` references, and for each known reference that is in no cycle."""
     said, unused = [], set(known)
     levels = crate.levels()
     for level, edges in sorted(levels.items()):
@@ -371,20 +371,20 @@ def problems(crate, known):
         allowed = dict((edge, place) for edge, place in edges.items() if edge not in here)
         for edge in here:
             others = {e: p for e, p in edges.items() if e == edge or e not in here}
-            if shortest_circle(others):
+            if shortest_cycle(others):
                 unused.discard((named(edge[0]), named(edge[1])))
-        while circle := shortest_circle(allowed):
-            ring = list(zip(circle, circle[1:] + circle[:1]))
+        while cycle := shortest_cycle(allowed):
+            ring = list(zip(cycle, cycle[1:] + cycle[:1]))
             places = "; ".join(
                 f"{named(a)} names {named(b)} at {allowed[(a, b)][0]}:{allowed[(a, b)][1]}" for a, b in ring
             )
-            said.append(f"{crate.name}: circle {' -> '.join(map(named, circle + circle[:1]))} ({places})")
-            # The others of this level: without the rarest step of this one.
+            said.append(f"{crate.name}: cycle {' -> '.join(map(named, cycle + cycle[:1]))} ({places})")
+            # Removes one reference of this cycle, to find other cycles of this level.
             del allowed[ring[-1]]
     if order := ORDER.get(crate.name):
         place = {name: n for n, name in enumerate(order)}
         for name in sorted(set(crate.root.children) ^ set(order)):
-            said.append(f"{crate.name}: {name} is not both a module and in ORDER of .ci/modules.py")
+            said.append(f"{crate.name}: {name} must be a module and in ORDER of .ci/modules.py")
         for ((a,), (b,)), (file, line) in sorted(levels[()].items()):
             if place.get(a, 0) < place.get(b, 0):
                 said.append(f"{crate.name}: {a} must not use {b}, which comes after it ({file}:{line})")
@@ -394,7 +394,7 @@ def problems(crate, known):
                 continue
             said.append(f"{crate.name}: {named(source)} must not use {named(target)} ({file}:{line})")
     for a, b in sorted(unused):
-        said.append(f"{crate.name}: {a} -> {b} makes no circle any more: take it off the list in .ci/modules.py")
+        said.append(f"{crate.name}: {a} -> {b} is not in a cycle any more: remove it from KNOWN in .ci/modules.py")
     return said
 
 
@@ -414,7 +414,7 @@ def self_test():
     def tree_of(**changed):
         return {"lib.rs": root} | plain | {name.replace("__", "/") + ".rs": text for name, text in changed.items()}
 
-    ring = ["made: circle a -> b -> a"]
+    ring = ["made: cycle a -> b -> a"]
     cases = [
         ("none", tree_of(a="use crate::b::B;", b="use crate::c;"), (), []),
         ("by use", tree_of(a="use crate::b::B;", b="use super::a::A;"), (), ring),
@@ -425,7 +425,7 @@ def self_test():
             "of three",
             tree_of(a="use crate::b::B;", b="use crate::c::C;", c="use crate::a::A;"),
             (),
-            ["made: circle a -> b -> c -> a"],
+            ["made: cycle a -> b -> c -> a"],
         ),
         (
             "through a re-export of the root",
@@ -444,7 +444,7 @@ def self_test():
             "between children",
             tree_of(a="mod x; mod y;") | {"a/x.rs": "use super::y;", "a/y.rs": "use crate::a::x::X;"},
             (),
-            ["made: circle a::x -> a::y -> a::x"],
+            ["made: cycle a::x -> a::y -> a::x"],
         ),
         ("with its parent", tree_of(a="mod x; pub use x::X; struct P;") | {"a/x.rs": "use super::P;"}, (), []),
         ("in a test", tree_of(a="use crate::b::B;", b="#[cfg(test)] mod tests { use crate::a::A; }"), (), []),
@@ -454,7 +454,7 @@ def self_test():
             (),
             [],
         ),
-        ("in what is not code", tree_of(a="use crate::b::B;", b='// crate::a\nconst X: &str = "crate::a::A"; /* use crate::a; */'), (), []),
+        ("in comments and literals", tree_of(a="use crate::b::B;", b='// crate::a\nconst X: &str = "crate::a::A"; /* use crate::a; */'), (), []),
         ("after a test", tree_of(a="use crate::b::B;", b="#[cfg(test)] use crate::c; use crate::a::A;"), (), ring),
         (
             "after a test's element",
@@ -467,18 +467,18 @@ def self_test():
             "that is gone",
             tree_of(a="use crate::b::B;"),
             [("b", "a")],
-            ["made: b -> a makes no circle any more: take it off the list in .ci/modules.py"],
+            ["made: b -> a is not in a cycle any more: remove it from KNOWN in .ci/modules.py"],
         ),
     ]
     for what, files, known, expected in cases:
         found = judge(files, known)
         if found != expected:
-            sys.exit(f"modules.py self-test: a circle {what}: expected {expected}, found {found}")
+            sys.exit(f"modules.py self-test: a cycle {what}: expected {expected}, found {found}")
     ORDER["made"] = ["c", "a", "b"]
     for files, expected in [
         (tree_of(a="use crate::c;", b="use crate::a::A;"), []),
         (tree_of(a="use crate::b::B;"), ["made: a must not use b, which comes after it"]),
-        (tree_of() | {"lib.rs": "mod a; mod b;"}, ["made: c is not both a module and in ORDER of .ci/modules.py"]),
+        (tree_of() | {"lib.rs": "mod a; mod b;"}, ["made: c must be a module and in ORDER of .ci/modules.py"]),
     ]:
         found = judge(files)
         if found != expected:
@@ -487,7 +487,7 @@ def self_test():
     found = judge(tree_of(b="use crate::a::A;"))
     if found != ["made: b must not use a"]:
         sys.exit(f"modules.py self-test: a user that is not allowed: found {found}")
-    print(f"modules: {len(cases) + 4} made-up crates judged as they should be")
+    print(f"modules: {len(cases) + 4} synthetic crates were judged correctly")
 
 
 def main(arguments):
@@ -509,7 +509,7 @@ def main(arguments):
         print(f"dependency rule: {line.replace(str(top) + '/', '')}", file=sys.stderr)
     if said:
         sys.exit(1)
-    print("modules: no circles")
+    print("modules: no cycles")
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> an
     let first = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.clone() });
     let device = registry::device_of(first.as_ref(), asked);
     let sample = planning::sample(spec, network, device, (cores() / ranks).max(1) as usize);
-    if let Some(kept) = planning::kept(&sample, device, ranks).filter(|_| !args.measure) {
+    if let Some(kept) = planning::stored_figures(&sample, device, ranks).filter(|_| !args.measure) {
         return Ok(kept);
     }
     output::warn(format_args!("measuring this machine with {}", plural(ranks.into(), "rank")));
@@ -323,7 +323,7 @@ fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> an
     let arguments = ["plan".into(), args.job.clone().into_os_string(), sampled.into()];
     let printed = local_group::run(&arguments, &members, MEASURE_TIMEOUT).map_err(|e| anyhow::anyhow!(e))?;
     let machine: Machine = serde_json::from_slice(&printed)?;
-    planning::keep(&machine, &sample, device, ranks);
+    planning::store_figures(&machine, &sample, device, ranks);
     Ok(machine)
 }
 

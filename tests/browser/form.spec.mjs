@@ -73,7 +73,7 @@ describe("the form", () => {
     await page.getByLabel("Global batch size", { exact: true }).fill("2");
     await page.getByLabel("Ranks", { exact: true }).fill("1");
     await until("it is measured by the split that there is", async () => /measured by validation/.test(await page.locator("#plan").textContent()));
-    assert.match(await warnings.textContent(), /1 file of pets could not be read.*is no Parquet file/s);
+    assert.match(await warnings.textContent(), /1 file of pets could not be read.*is not a Parquet file/s);
     await page.locator("details.more > summary").click();
     await page.getByLabel("Broken files", { exact: true }).selectOption("skip");
     await until("nothing to warn of", async () => !await warnings.isVisible());

@@ -30,7 +30,7 @@ fn with_slow_steps(mut environment: Vec<(String, String)>) -> Vec<(String, Strin
 }
 
 #[tokio::test]
-async fn a_rank_dies_at_every_step_of_writing_a_checkpoint() {
+async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed(STEPS).await;
@@ -60,7 +60,7 @@ async fn a_rank_dies_at_every_step_of_writing_a_checkpoint() {
 }
 
 #[tokio::test]
-async fn the_disk_is_full_at_every_step_of_writing_a_checkpoint() {
+async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
     let often = specs::with(spec("disturbed", STEPS), json!({"checkpoint": {"every_steps": EVERY / 2}}));
@@ -88,7 +88,7 @@ async fn the_disk_is_full_at_every_step_of_writing_a_checkpoint() {
 }
 
 #[tokio::test]
-async fn a_checkpoint_that_is_being_written_when_another_rank_dies_is_used() {
+async fn a_checkpoint_in_progress_when_another_rank_dies_is_used() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed(STEPS).await;
@@ -117,7 +117,7 @@ async fn a_checkpoint_that_is_being_written_when_another_rank_dies_is_used() {
 }
 
 #[tokio::test]
-async fn the_last_checkpoint_waits_for_room() {
+async fn the_last_checkpoint_waits_for_disk_space() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
     let environment = faults(marks.path(), &["checkpoint.model"], "error", 1);
@@ -193,18 +193,18 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
 }
 
 #[tokio::test]
-async fn the_server_dies_at_every_point_of_writing_to_sqlite() {
+async fn the_server_may_die_at_every_point_of_writing_to_sqlite() {
     server_dies_at_every_point(|| None, "SQLite").await;
 }
 
 #[tokio::test]
 #[ignore = "slow: the same once more"]
-async fn slow_the_server_dies_at_every_point_of_writing_to_postgres() {
+async fn slow_the_server_may_die_at_every_point_of_writing_to_postgres() {
     server_dies_at_every_point(|| Some(postgres::database()), "Postgres").await;
 }
 
 #[tokio::test]
-async fn the_database_s_disk_is_full_for_a_while() {
+async fn the_database_s_disk_may_be_full_for_a_while() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed(STEPS).await;
@@ -227,7 +227,7 @@ async fn the_database_s_disk_is_full_for_a_while() {
 }
 
 #[tokio::test]
-async fn a_claim_that_is_carried_out_and_reported_as_failed_starts_its_job_once() {
+async fn a_claim_committed_but_reported_as_failed_starts_its_job_once() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed(EVERY).await;

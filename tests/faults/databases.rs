@@ -15,7 +15,7 @@ const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
 
 #[tokio::test]
 #[ignore = "slow: 15 s away"]
-async fn slow_postgres_is_away_for_15_s() {
+async fn slow_postgres_may_be_away_for_15_s() {
     let _turn = turn().await;
     let (secs, steps) = (15, 6 * STEPS);
     let mut cluster = Cluster::new(true);
@@ -50,7 +50,7 @@ async fn slow_postgres_is_away_for_15_s() {
 
 /// A person with `sqlite3`, a program that copies files: somebody else is writing to the database and does not end.
 #[tokio::test]
-async fn sqlite_is_busy_for_longer_than_a_request_waits() {
+async fn sqlite_may_be_busy_for_longer_than_a_request_waits() {
     let _turn = turn().await;
     let server = with_pictures(Server::start_on(LOCAL, None, variables([SLOW_STEPS])).await).await;
     let model = undisturbed(STEPS).await;

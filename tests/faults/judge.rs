@@ -1,4 +1,4 @@
-//! What must hold after a fault, whichever it was.
+//! Checks that must pass after every fault.
 
 use crate::{
     pictures,
@@ -239,7 +239,7 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// The fault happens now.
+    /// Records the time of the fault.
     pub(crate) fn begin(fault: &str) -> Self {
         Self { fault: fault.into(), began: Instant::now(), noticed: None, mended: None }
     }

@@ -1,4 +1,4 @@
-//! What a machine does to a job: no memory, a full disk, a clock that jumps, a process that does not end.
+//! Faults of a machine: no memory, a full disk, a changed clock, a process that does not end.
 //!
 //! Some of these can only be had as root: a disk that is really full is a small tmpfs, a process that the kernel
 //! does not let go is one in a frozen control group, and the kernel's OOM killer is called by a control
@@ -46,7 +46,7 @@ async fn failed_for_memory(server: &Server, id: &str) {
 }
 
 #[tokio::test]
-async fn a_rank_that_is_refused_memory_fails_with_that_reason() {
+async fn a_rank_without_enough_memory_fails_with_that_reason() {
     let _turn = turn().await;
     // Address space for a server, its agent and small jobs.
     let limit = ["prlimit", "--as=3221225472"];
@@ -143,7 +143,7 @@ async fn slow_a_rank_that_cannot_be_killed_is_named() {
 
 #[tokio::test]
 #[ignore = "needs root and cgroup v1"]
-async fn root_a_rank_that_the_kernel_does_not_let_go_is_named() {
+async fn root_a_rank_frozen_by_the_kernel_is_named() {
     let _turn = turn().await;
     let server = with_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
     let group = Group::new("freezer");
@@ -174,7 +174,7 @@ fn faketime() -> PathBuf {
 }
 
 #[tokio::test]
-async fn the_clock_is_set_forward_and_back() {
+async fn the_clock_may_be_set_forward_and_back() {
     let _turn = turn().await;
     let steps = 2 * STEPS;
     let model = undisturbed(steps).await;
@@ -266,7 +266,7 @@ impl Drop for Disk {
 
 #[tokio::test]
 #[ignore = "needs root"]
-async fn root_the_disk_is_really_full_for_a_while() {
+async fn root_the_disk_may_be_full_for_a_while() {
     let _turn = turn().await;
     // Longer than the disk is full.
     let steps = 6 * STEPS;

@@ -1,4 +1,4 @@
-//! The fault matrix: what may break is broken, against the real program, and what must hold is checked.
+//! The fault matrix: injects faults into the real program and checks its guarantees.
 //!
 //! `processes.rs`, `crash_points.rs`, `databases.rs`, `machine.rs` and `network.rs` hold a test a row of the matrix; `judge.rs` is what every one of
 //! them must pass. The fast rows run with all other tests. The rows that take long, the soak and the repeated kills

@@ -72,7 +72,7 @@ impl Tunnel {
 
 #[tokio::test]
 #[ignore = "slow: leases run out"]
-async fn slow_the_network_between_agent_and_server_is_cut() {
+async fn slow_the_network_between_agent_and_server_may_be_cut() {
     let _turn = turn().await;
     let steps = 4 * STEPS;
     let model = undisturbed(steps).await;
@@ -122,7 +122,7 @@ async fn slow_the_network_between_agent_and_server_is_cut() {
 
 #[tokio::test]
 #[ignore = "slow: a spool fills"]
-async fn slow_the_spool_is_full() {
+async fn slow_the_spool_may_be_full() {
     let _turn = turn().await;
     let steps = 8 * STEPS;
     let model = undisturbed(steps).await;

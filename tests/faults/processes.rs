@@ -29,7 +29,7 @@ fn start_step(events: &[Value], attempt: u64) -> u64 {
 }
 
 #[tokio::test]
-async fn ranks_that_are_killed_or_crash() {
+async fn ranks_may_be_killed_or_crash() {
     let _turn = turn().await;
     let server = server().await;
     let model = undisturbed(STEPS).await;
@@ -126,7 +126,7 @@ async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_stopped_in_order_keeps_a_checkpoint_and_continues() {
+async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
     let _turn = turn().await;
     let mut server = server().await;
     let model = undisturbed(STEPS).await;
@@ -165,7 +165,7 @@ async fn a_server_that_is_stopped_in_order_keeps_a_checkpoint_and_continues() {
 }
 
 #[tokio::test]
-async fn the_newest_checkpoint_is_torn() {
+async fn the_newest_checkpoint_may_be_truncated() {
     let _turn = turn().await;
     let server = server().await;
     let model = undisturbed(STEPS).await;
@@ -210,7 +210,7 @@ async fn the_newest_checkpoint_is_torn() {
 }
 
 #[tokio::test]
-async fn a_dataset_that_vanished_or_changed_is_a_reason_not_a_hang() {
+async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
     let _turn = turn().await;
     let server = server().await;
     let model = undisturbed(STEPS).await;
@@ -252,7 +252,7 @@ async fn a_dataset_that_vanished_or_changed_is_a_reason_not_a_hang() {
 
 #[tokio::test]
 #[ignore = "slow: leases run out"]
-async fn slow_an_agent_that_does_not_come_back_in_time_is_fenced() {
+async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
     let _turn = turn().await;
     let steps = 4 * STEPS;
     let environment = variables([SHORT_LEASE, SLOW_STEPS]);
@@ -306,7 +306,7 @@ async fn slow_an_agent_that_does_not_come_back_in_time_is_fenced() {
 
 #[tokio::test]
 #[ignore = "slow: the server is away for 20 s"]
-async fn slow_a_server_that_is_away_for_longer() {
+async fn slow_a_server_may_be_away_for_longer() {
     let _turn = turn().await;
     let away = Duration::from_secs(20);
     let steps = 8 * STEPS;

@@ -124,7 +124,7 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
     let mut fenced = 0;
     for id in &ids {
         server.succeeded(id).await;
-        // An agent that is killed again before it has found its feet may be gone for longer than the lease.
+        // An agent that is killed again during its start may be away for longer than the lease.
         let events = stored(&server, id).await;
         let lost: Vec<_> =
             events.iter().filter(|e| e["state"] == "lost").map(|e| number(&e["attempt"])).collect();

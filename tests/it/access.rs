@@ -1,4 +1,4 @@
-//! Tokens of the real program: found by commands on the same machine, and nowhere that others can look.
+//! Tokens of the real program: commands on the same machine find them, and other accounts cannot.
 
 use crate::{
     pictures,
@@ -15,7 +15,7 @@ use std::{
 };
 
 #[tokio::test]
-async fn a_command_finds_the_token_of_a_server_on_its_machine() {
+async fn commands_find_the_token_of_a_server_on_the_same_machine() {
     let server = Server::start_with(Agents::None).await;
     assert_eq!(fs::symlink_metadata(server.token_file()).expect("a token").mode() & 0o7777, 0o600);
     let list = |args: &[&str], variables: &[(&str, &str)]| {
@@ -36,14 +36,14 @@ async fn a_command_finds_the_token_of_a_server_on_its_machine() {
     list(&["--token-file", "none"], &[]).wrong(&["none", "No such file"]);
     let empty = server.folder().write("empty", "\n");
     list(&["--token-file", &empty.display().to_string()], &[]).wrong(&["empty"]);
-    // The default of `serve` is the default here.
+    // The default address of `serve`.
     symlink(server.data_dir(), server.folder().path().join("lockstep-data")).expect("a link");
     list(&[], &[]).ok();
     server.stop().await;
 }
 
 #[tokio::test]
-async fn tokens_are_made_listed_and_revoked_by_command() {
+async fn tokens_are_created_listed_and_revoked_by_command() {
     let server = Server::start_with(Agents::None).await;
     let made = server.cli(&["token", "create", "--scope", "read", "--name", "board", "--expires", "30d"]);
     let token = made.ok().trim().to_owned();
@@ -79,7 +79,7 @@ fn words_of(pid: i32) -> String {
 }
 
 #[tokio::test]
-async fn no_token_is_in_arguments_or_in_the_environment_of_ranks() {
+async fn arguments_and_environments_of_ranks_contain_no_token() {
     let _turn = turn().await;
     let secret = "lockstep_a-token-of-the-person-who-started-this";
     // Of a server on Postgres the database's address is a secret as well.

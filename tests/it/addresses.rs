@@ -1,5 +1,5 @@
-//! Nobody has the server, an agent or a rank fetch an address: where a dataset, weights or a folder is meant, an address is refused, and
-//! what listens there sees no connection.
+//! The server, agents and ranks fetch no addresses: an address instead of a path of a dataset, weights or a folder is
+//! refused without a connection.
 
 use crate::{pictures, server::Server, specs};
 use serde_json::json;
@@ -9,7 +9,7 @@ use std::{
 };
 
 #[tokio::test]
-async fn an_address_in_place_of_a_path_is_refused_and_never_asked() {
+async fn an_address_instead_of_a_path_is_refused_without_a_connection() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");

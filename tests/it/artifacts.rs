@@ -1,5 +1,5 @@
-//! Checkpoints in an object store (`serve --artifacts`): a directory, and a real S3 server. They get there while training continues, and
-//! come back from there when the server's own disk has them no more.
+//! Checkpoints in an object store (`serve --artifacts`): a directory, and a real S3 server. They are uploaded while
+//! training continues, and read back if the server's disk has lost them.
 
 pub(crate) mod bucket;
 mod restored;
@@ -64,7 +64,7 @@ async fn lose_the_machine(server: &mut Server) {
 }
 
 #[tokio::test]
-async fn a_new_machine_with_the_same_database_and_store_continues() {
+async fn jobs_continue_on_a_new_machine_with_the_same_database_and_store() {
     let _turn = turn().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let mut server = start(bucket.environment(), &kept).await;
@@ -93,7 +93,7 @@ async fn a_new_machine_with_the_same_database_and_store_continues() {
     }
     server.until("the agent of the new machine is online", async |s: &Server| s.slots().await == 2).await;
 
-    // The running one continues from what was stored, and not from its beginning.
+    // The running job continues from its stored checkpoint instead of its beginning.
     let job = server
         .job_when(&running, "it runs again", |job| number(&job["attempt"]) == 2 && job["state"] == "running")
         .await;
@@ -107,7 +107,7 @@ async fn a_new_machine_with_the_same_database_and_store_continues() {
 }
 
 #[tokio::test]
-async fn what_is_in_the_store_alone_can_be_forked_evaluated_and_classified_with() {
+async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
     let _turn = turn().await;
     let kept = Folder::new();
     let server = with_directory(&kept).await;
@@ -134,7 +134,7 @@ async fn what_is_in_the_store_alone_can_be_forked_evaluated_and_classified_with(
     server.succeeded(&fork).await;
     all_stored(&server, &fork).await;
 
-    // The fork has objects of its own: they stay when the other job's go.
+    // The fork has its own objects, which stay when those of the other job are deleted.
     let directory = kept.path().join("artifacts/jobs");
     server.cli(&["delete", &id, "--yes"]).ok();
     server.until("its objects are gone", async |_: &Server| !directory.join(&id).exists()).await;
@@ -149,7 +149,7 @@ async fn what_is_in_the_store_alone_can_be_forked_evaluated_and_classified_with(
 const PART: u64 = 8 << 20;
 
 #[tokio::test]
-async fn an_upload_whose_connection_breaks_sends_the_parts_again_that_are_not_there() {
+async fn an_upload_after_a_broken_connection_sends_only_the_missing_parts() {
     let _turn = turn().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let server = start(bucket.environment(), &kept).await;
@@ -174,7 +174,7 @@ async fn an_upload_whose_connection_breaks_sends_the_parts_again_that_are_not_th
 }
 
 #[tokio::test]
-async fn an_upload_that_was_killed_is_continued() {
+async fn a_killed_upload_continues() {
     let _turn = turn().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let mut server = start(bucket.environment(), &kept).await;
@@ -213,7 +213,7 @@ async fn an_upload_that_was_killed_is_continued() {
 }
 
 #[tokio::test]
-async fn a_store_that_is_away_disturbs_no_job() {
+async fn jobs_run_while_the_store_is_unreachable() {
     let _turn = turn().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let mut server = start(bucket.environment(), &kept).await;
@@ -228,7 +228,7 @@ async fn a_store_that_is_away_disturbs_no_job() {
     server.succeeded(&id).await;
     let all = server.checkpoints(&id).await;
     assert!(all.iter().all(|checkpoint| checkpoint["stored"] == "uploading"), "{all:?}");
-    // What is there alone cannot be had now, and says so.
+    // Checkpoints that are only in the store are reported as unavailable.
     let checkpoint = newest(&server.checkpoints(&before).await);
     fs::remove_dir_all(server.job_dir(&before)).expect("the job's folder");
     let path = format!("/checkpoints/{checkpoint}/model.safetensors");
@@ -254,7 +254,7 @@ async fn a_store_that_is_away_disturbs_no_job() {
 }
 
 #[tokio::test]
-async fn a_damaged_object_is_refused_and_the_job_continues_from_the_one_before() {
+async fn after_a_damaged_object_the_job_continues_from_the_previous_checkpoint() {
     let _turn = turn().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let server = start(bucket.environment(), &kept).await;
@@ -299,7 +299,7 @@ async fn a_damaged_object_is_refused_and_the_job_continues_from_the_one_before()
 }
 
 #[tokio::test]
-async fn a_store_that_cannot_be_used_keeps_the_server_from_starting() {
+async fn an_unusable_store_prevents_the_server_s_start() {
     let folder = Folder::new();
     let (buckets, key, secret) = Buckets::strict("weights");
     let file = folder.write("file", "");

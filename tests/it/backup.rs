@@ -1,4 +1,4 @@
-//! A backup of a running server, restored into another one that is equal.
+//! A backup of a running server is restored to another server.
 
 use crate::{
     pictures,
@@ -9,7 +9,7 @@ use crate::{
 use serde_json::{Value, json};
 
 #[tokio::test]
-async fn a_backup_of_a_running_server_is_restored_for_another() {
+async fn a_backup_of_a_running_server_is_restored_to_another() {
     let _turn = turn().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
@@ -73,7 +73,7 @@ async fn a_backup_of_a_running_server_is_restored_for_another() {
 
 /// An older database gives numbers of attempts out again whose folders, records and checkpoints are still there.
 #[tokio::test]
-async fn an_attempt_whose_number_was_given_out_before_a_restore_is_new() {
+async fn after_a_restore_an_attempt_with_a_reused_number_is_new() {
     let _turn = turn().await;
     let mut server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;

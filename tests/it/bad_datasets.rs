@@ -1,4 +1,4 @@
-//! Datasets that are none, or broken: named down to the file, before or while a job trains.
+//! Missing and broken datasets: errors name the file, before or while a job trains.
 
 use crate::{
     pictures,
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::{fs, path::Path};
 
 #[tokio::test]
-async fn what_is_no_dataset_is_not_registered() {
+async fn folders_without_a_dataset_are_not_registered() {
     let server = Server::start().await;
     let folder = server.folder().path();
     let refused = async |path: &Path, words: &[&str]| {
@@ -56,7 +56,7 @@ async fn what_is_no_dataset_is_not_registered() {
 }
 
 #[tokio::test]
-async fn a_cut_off_cifar_file_is_named_and_fatal_or_skipped_as_the_job_says() {
+async fn a_truncated_cifar_file_is_named_and_fatal_or_skipped_as_configured() {
     let _turn = turn().await;
     let server = Server::start().await;
     let path = pictures::truncated_cifar10(server.folder().path());
@@ -83,7 +83,7 @@ async fn a_cut_off_cifar_file_is_named_and_fatal_or_skipped_as_the_job_says() {
 }
 
 #[tokio::test]
-async fn a_text_named_jpg_is_fatal_or_skipped_as_the_job_says() {
+async fn a_text_file_named_jpg_is_fatal_or_skipped_as_configured() {
     let _turn = turn().await;
     let server = Server::start().await;
     let images = pictures::image_folder(server.folder().path(), 20);
@@ -120,7 +120,7 @@ async fn a_text_named_jpg_is_fatal_or_skipped_as_the_job_says() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_read_is_named_when_registered_and_fatal_or_skipped_as_the_job_says() {
+async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_configured() {
     let _turn = turn().await;
     let server = Server::start().await;
     let images = pictures::image_folder(server.folder().path(), 20);
@@ -169,7 +169,7 @@ async fn what_cannot_be_read_is_named_when_registered_and_fatal_or_skipped_as_th
 }
 
 #[tokio::test]
-async fn shards_are_registered_shown_trained_on_and_told_from_others() {
+async fn shards_are_registered_shown_trained_on_and_identified() {
     let _turn = turn().await;
     let server = Server::start().await;
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/shards/numbers");
@@ -235,7 +235,7 @@ async fn parquet_files_and_a_prepared_copy_of_them_are_registered_and_trained_on
     assert!(again.ok().contains("2 of them from an earlier run"), "{}", again.stdout);
     server
         .cli(&["dataset", "prepare", hub, "--to", copy, "--quality", "90"])
-        .wrong(&["holds a copy with a quality of 95, not 90"]);
+        .wrong(&["contains a copy with a quality of 95, not 90"]);
     server.cli(&["dataset", "prepare", hub, "--to", copy, "--short-side", "15"]).wrong(&["15"]);
     for (name, path, format) in [("hub", hub, "parquet"), ("copy", copy, "webdataset")] {
         let added = server.cli(&["dataset", "add", name, path]);

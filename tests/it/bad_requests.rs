@@ -1,5 +1,4 @@
-//! Requests that cannot be done: each answered with what is wrong and what would be right, and
-//! nothing of it stored.
+//! Invalid requests: responses say what is wrong and what is valid, and nothing is stored.
 
 use crate::{
     pictures,
@@ -21,7 +20,7 @@ async fn nothing_is_stored(server: &Server) {
 }
 
 #[tokio::test]
-async fn every_mistake_of_a_specification_is_named_at_once() {
+async fn all_errors_of_a_specification_are_reported_together() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let good = specs::short("good", "fashion", 2, 10);
@@ -80,7 +79,7 @@ async fn every_mistake_of_a_specification_is_named_at_once() {
 }
 
 #[tokio::test]
-async fn what_is_no_specification_at_all_is_refused() {
+async fn bodies_that_are_no_specification_are_refused() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let send = async |kind: &str, body: Vec<u8>| {
@@ -130,7 +129,7 @@ async fn what_is_no_specification_at_all_is_refused() {
 }
 
 #[tokio::test]
-async fn a_job_is_made_once_and_its_state_forbids_what_makes_no_sense() {
+async fn a_job_is_created_once_and_invalid_transitions_are_refused() {
     let _turn = turn().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 16)).await;

@@ -1,4 +1,4 @@
-//! Commands that cannot do what is asked: exit status 2 and a sentence that says what to change.
+//! Impossible commands: exit status 2 and a sentence that says what to change.
 
 use crate::{
     pictures,
@@ -17,7 +17,7 @@ fn serve(listen: &str, data_dir: &Path) -> Finished {
 }
 
 #[test]
-fn a_server_that_cannot_start_says_why_and_leaves_nothing() {
+fn a_server_that_cannot_start_says_why_and_leaves_no_files() {
     let folder = Folder::new();
     let data = folder.path().join("data");
 
@@ -49,7 +49,7 @@ fn a_server_that_cannot_start_says_why_and_leaves_nothing() {
 }
 
 #[tokio::test]
-async fn a_database_of_a_newer_version_is_left_alone() {
+async fn a_database_of_a_newer_version_is_not_changed() {
     let server = Server::start_on(Agents::None, None, Vec::new()).await;
     let copy = Folder::new();
     let data = copy.path().join("data");
@@ -77,7 +77,7 @@ async fn a_database_of_a_newer_version_is_left_alone() {
 }
 
 #[tokio::test]
-async fn a_job_file_is_checked_without_a_job_with_a_server_and_without() {
+async fn a_job_file_is_checked_without_submission_with_and_without_a_server() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let file = |text: &str| server.folder().write("job.toml", text).to_str().expect("UTF-8").to_owned();
@@ -125,7 +125,7 @@ async fn a_job_file_is_checked_without_a_job_with_a_server_and_without() {
 }
 
 #[tokio::test]
-async fn commands_name_every_mistake_and_store_nothing() {
+async fn commands_report_all_errors_and_store_nothing() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let file = |text: &str| server.folder().write("job.toml", text).to_str().expect("UTF-8").to_owned();
@@ -163,7 +163,7 @@ async fn commands_name_every_mistake_and_store_nothing() {
 }
 
 #[tokio::test]
-async fn an_agent_whose_folder_is_full_takes_no_work_and_keeps_its_ranks() {
+async fn an_agent_with_a_full_folder_takes_no_jobs_and_keeps_its_ranks() {
     let _turn = turn().await;
     let server = Server::start_with(Agents::None).await;
     let token = server.cli(&["token", "create", "--scope", "agent", "--agent", "full"]);

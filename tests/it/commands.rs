@@ -32,7 +32,7 @@ every_steps = 1
 "#;
 
 #[tokio::test]
-async fn a_job_from_a_shell_from_dataset_to_download() {
+async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     let _turn = turn().await;
     let server = Server::start().await;
     let dataset = pictures::idx_dataset(server.folder().path(), 320, 40);
@@ -192,7 +192,7 @@ async fn doctor_gathers_from_real_ranks() {
 }
 
 #[tokio::test]
-async fn what_needs_a_gpu_says_so_where_there_is_none() {
+async fn commands_that_need_a_gpu_say_so_without_one() {
     let folder = Folder::new();
     let without = |args: &[&str]| {
         // Nor where there is one: it is hidden.

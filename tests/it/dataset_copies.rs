@@ -116,7 +116,7 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
 }
 
 #[tokio::test]
-async fn a_copy_continues_where_its_agent_and_then_its_server_were_killed() {
+async fn a_copy_continues_after_its_agent_and_its_server_were_killed() {
     let _turn = turn().await;
     let mut server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     let data = pictures::idx_dataset(server.folder().path(), 640, 64);
@@ -176,7 +176,7 @@ fn more_than(machine: &Machine, server: &Server, bytes: u64) -> PathBuf {
 }
 
 #[tokio::test]
-async fn a_dataset_is_copied_up_to_the_limit_and_nothing_from_outside_its_folder() {
+async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     let _turn = turn().await;
     let server = server().await;
     let data = dataset(&server);

@@ -19,7 +19,7 @@ fn hub_in(folder: &Path) -> String {
 }
 
 #[tokio::test]
-async fn a_dataset_is_prepared_as_it_is_registered() {
+async fn a_dataset_is_prepared_and_registered_by_one_command() {
     let _turn = turn().await;
     let server = Server::start().await;
     let hub = hub_in(server.folder().path());
@@ -50,7 +50,7 @@ async fn a_dataset_is_prepared_as_it_is_registered() {
 }
 
 #[tokio::test]
-async fn training_without_a_server_is_measured_by_the_split_that_there_is() {
+async fn training_without_a_server_uses_the_available_validation_split() {
     let _turn = turn().await;
     let folder = Folder::new();
     let hub = hub_in(folder.path());

@@ -20,7 +20,7 @@ fn damage(dataset: &Path) {
 }
 
 #[tokio::test]
-async fn of_three_machines_the_one_with_a_damaged_copy_is_named_at_the_first_start() {
+async fn the_machine_with_a_damaged_copy_is_named_at_the_first_start() {
     let _turn = turn().await;
     let (mut site, _) = Site::measured(3).await;
     let damaged = Folder::new();
@@ -60,7 +60,7 @@ async fn of_three_machines_the_one_with_a_damaged_copy_is_named_at_the_first_sta
 
 /// The server's own files may change after they were registered. Then nobody knows which of two machines is right.
 #[tokio::test]
-async fn where_it_is_not_known_which_copy_is_right_both_machines_are_named() {
+async fn both_machines_are_named_if_the_right_copy_is_unknown() {
     let _turn = turn().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     let here = server.folder().path().join("here");

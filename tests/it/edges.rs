@@ -1,5 +1,5 @@
-//! Where the program meets what others give it: the longest and the deepest, empty files, terminals, other people on
-//! the same machine, and few file descriptors.
+//! Extreme input and environments: very long and deeply nested values, empty files, terminals, other accounts of the
+//! machine, and few file descriptors.
 
 use crate::{
     pictures,
@@ -17,7 +17,7 @@ use std::{
 };
 
 #[test]
-fn a_key_on_the_command_line_has_a_depth() {
+fn keys_on_the_command_line_have_a_maximum_depth() {
     let folder = Folder::new();
     let job = folder.write("job.toml", "[data]\ndataset = \"d\"\n");
     let job = job.to_str().expect("UTF-8");
@@ -46,7 +46,7 @@ fn padded(picture: &[u8], bytes: usize) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn averaged_weights_are_evaluated_asked_and_downloaded_by_their_name() {
+async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
     let _turn = turn().await;
     let server = Server::start().await;
     let folder = server.folder().path();
@@ -79,7 +79,7 @@ async fn averaged_weights_are_evaluated_asked_and_downloaded_by_their_name() {
 }
 
 #[tokio::test]
-async fn pictures_are_classified_up_to_24_mib_and_files_are_nobody_else_s() {
+async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     const LIMIT: usize = 24 << 20;
     let _turn = turn().await;
     let server = Server::start().await;
@@ -195,7 +195,7 @@ fn on_a_terminal(command: &str, folder: &Path) -> String {
 }
 
 #[test]
-fn what_a_file_is_called_does_nothing_to_a_terminal() {
+fn names_of_files_cannot_control_a_terminal() {
     let folder = Folder::new();
     let data = pictures::image_folder(folder.path(), 2);
     let evil = "boot\u{1b}]0;owned\u{7}\u{9b}31m\n   9  cat";
@@ -218,7 +218,7 @@ fn what_a_file_is_called_does_nothing_to_a_terminal() {
 }
 
 #[tokio::test]
-async fn with_few_file_descriptors_there_still_is_an_answer() {
+async fn the_server_responds_with_few_file_descriptors() {
     let by = ["prlimit", "--nofile=64:64"];
     let server = Server::start_by(Agents::None, None, Vec::new(), &by, |_| {}).await;
     let address = server.url.trim_start_matches("http://").to_owned();

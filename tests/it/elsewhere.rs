@@ -22,7 +22,7 @@ pub(crate) struct Machine {
     name: &'static str,
     slots: u32,
     options: Vec<String>,
-    /// What it has not either.
+    /// Other folders that are hidden from it.
     hidden: Vec<PathBuf>,
     /// `LOCKSTEP_FAULT` of its ranks.
     fault: &'static str,
@@ -36,7 +36,7 @@ impl Machine {
         Self::start_with(server, name, 2, &[], options, "step:slow")
     }
 
-    /// One with so many slots, to which these folders are empty, too.
+    /// Starts a machine with this number of slots, for which these folders are empty, too.
     pub(crate) fn start_without(
         server: &Server,
         name: &'static str,
@@ -207,7 +207,7 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
 }
 
 #[tokio::test]
-async fn every_machine_has_its_own_path_of_the_same_dataset() {
+async fn machines_may_have_different_paths_for_the_same_dataset() {
     let _turn = turn().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     let here = server.folder().path().join("here");

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::fs;
 
 #[tokio::test]
-async fn embeddings_and_their_neighbours_are_those_of_a_checkpoint() {
+async fn embeddings_and_nearest_neighbours_are_computed_from_a_checkpoint() {
     let _turn = turn().await;
     let server = Server::start().await;
     let folder = server.folder().path();

@@ -36,7 +36,7 @@ pub(crate) fn printed(mut command: Command) -> String {
 }
 
 #[tokio::test]
-async fn onnxruntime_predicts_as_lockstep_does() {
+async fn onnxruntime_s_predictions_match_lockstep_s() {
     let _turn = turn().await;
     let server = Server::start().await;
     let folder = server.folder().path();
@@ -147,7 +147,7 @@ fn event_file(run: &Path) -> PathBuf {
 }
 
 #[tokio::test]
-async fn every_point_of_every_rank_reaches_event_files_and_parquet() {
+async fn event_files_and_parquet_contain_every_point_of_every_rank() {
     let _turn = turn().await;
     let server = Server::start().await;
     let (id, run) = exported_to_tensorboard(&server).await;

@@ -1,4 +1,4 @@
-//! Processes that are killed: nothing is lost, nothing is reported twice, nothing is left behind.
+//! Killed processes: nothing is lost or reported twice, and no process is left.
 
 use crate::{
     pictures,
@@ -140,7 +140,7 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
 }
 
 #[tokio::test]
-async fn a_killed_server_comes_back_to_a_job_that_went_on() {
+async fn a_restarted_server_finds_its_job_still_running() {
     let _turn = turn().await;
     let mut server = server().await;
     let id = server.submit(&spec("orphaned", 3)).await;
@@ -148,7 +148,7 @@ async fn a_killed_server_comes_back_to_a_job_that_went_on() {
     let ranks = server.ranks(&id);
     server.kill_serve();
 
-    // The ranks train on without it: their logs grow.
+    // The ranks continue without the server: their logs grow.
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || std::fs::metadata(&log).map_or(0, |m| m.len());
     let at_death = length();

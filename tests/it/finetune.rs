@@ -70,7 +70,7 @@ fn values(file: &[u8], tensor: &str) -> Vec<f32> {
 }
 
 #[tokio::test]
-async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
+async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     let _turn = turn().await;
     let server = Server::start().await;
     let here = server.folder().path();

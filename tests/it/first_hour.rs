@@ -42,7 +42,7 @@ impl Drop for Serve {
 }
 
 #[tokio::test]
-async fn eight_commands_lead_from_an_empty_machine_to_a_classified_picture() {
+async fn the_readme_s_eight_commands_classify_a_picture_on_an_empty_machine() {
     let _turn = turn().await;
     let blocks = pages::blocks("README.md", "sh");
     let block = blocks.iter().find(|block| block.contains("lockstep init ~/photos")).expect("the commands");

@@ -125,7 +125,7 @@ fn job(ranks: u32, steps: u64) -> Value {
 }
 
 #[tokio::test]
-async fn a_job_over_two_agents_has_the_weights_of_one_on_a_single_agent() {
+async fn a_job_over_two_agents_has_the_weights_of_a_single_agent() {
     let _turn = turn().await;
     let mut machines = Machines::start(&[("whole", 4)]).await;
     let mut models = Vec::new();
@@ -156,7 +156,7 @@ async fn a_job_over_two_agents_has_the_weights_of_one_on_a_single_agent() {
 }
 
 #[tokio::test]
-async fn a_rank_killed_on_the_second_agent_costs_a_restart_and_no_bit() {
+async fn a_rank_killed_on_the_second_agent_restarts_the_job_to_the_same_bits() {
     let _turn = turn().await;
     let slow_steps = [("LOCKSTEP_FAULT", "step:slow")];
     let machines = Machines::start_with(&[("a", 1), ("b", 1)], &slow_steps).await;
@@ -221,7 +221,7 @@ async fn an_agent_silent_beyond_its_lease_is_named_and_the_job_continues_when_it
 }
 
 #[tokio::test]
-async fn cancel_and_pause_and_an_orderly_end_reach_all_machines() {
+async fn cancel_pause_and_shutdown_reach_all_machines() {
     let _turn = turn().await;
     let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
     let id = machines.server.submit(&job(2, 1_000_000)).await;
@@ -254,7 +254,7 @@ async fn cancel_and_pause_and_an_orderly_end_reach_all_machines() {
 }
 
 #[tokio::test]
-async fn servers_and_agents_that_are_killed_find_their_part_of_a_job_again() {
+async fn restarted_servers_and_agents_find_their_parts_of_a_job() {
     let _turn = turn().await;
     let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
     let id = machines.server.submit(&job(2, 1_000_000)).await;
@@ -279,7 +279,7 @@ async fn servers_and_agents_that_are_killed_find_their_part_of_a_job_again() {
 }
 
 #[tokio::test]
-async fn two_large_jobs_wait_for_all_their_slots_in_order_and_are_not_overtaken() {
+async fn large_jobs_wait_for_all_slots_in_order_and_are_not_overtaken() {
     let _turn = turn().await;
     let machines = Machines::start(&[("a", 2), ("b", 2)]).await;
     let server = &machines.server;
@@ -326,7 +326,7 @@ async fn two_large_jobs_wait_for_all_their_slots_in_order_and_are_not_overtaken(
 }
 
 #[test]
-fn an_address_that_is_none_and_an_interface_that_is_not_there_are_refused() {
+fn invalid_addresses_and_unknown_interfaces_are_refused() {
     assert!(Path::new(LOCKSTEP).exists());
     for (options, words) in [
         (["--advertise", "10.0.0.7:9000/x"], "--advertise 10.0.0.7:9000/x: give an address or a name"),

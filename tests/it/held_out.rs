@@ -20,7 +20,7 @@ fn move_pictures(from: &Path, to: &Path) {
 }
 
 #[tokio::test]
-async fn an_evaluation_says_which_pictures_it_is_of_and_how_many_were_trained_on() {
+async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     let _turn = turn().await;
     let server = Server::start().await;
     let images = pictures::image_folder(server.folder().path(), 60);

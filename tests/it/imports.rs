@@ -37,7 +37,7 @@ fn text<'a>(run: &'a Value, key: &str) -> &'a str {
 }
 
 #[tokio::test]
-async fn what_was_exported_comes_back_with_every_value() {
+async fn exported_jobs_are_imported_with_every_value() {
     let server = Server::start_with(Agents::None).await;
     let run =
         json!({"id": "first", "name": "a first run", "config": {"lr": 0.1, "net": "resnet18", "fast": true}});
@@ -143,7 +143,7 @@ except ZeroDivisionError:
 "#;
 
 #[tokio::test]
-async fn runs_of_mlflow_s_files_are_imported() {
+async fn mlflow_s_runs_are_imported() {
     let server = Server::start_with(Agents::None).await;
     let mut writes = python("mlflow");
     writes.current_dir(server.folder().path()).env("MLFLOW_ALLOW_FILE_STORE", "true").args(["-c", MLFLOW]);
@@ -234,7 +234,7 @@ fn wandb_log(records: &[Vec<u8>]) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn runs_of_w_and_b_s_folders_are_imported_as_far_as_they_are_whole() {
+async fn w_and_b_s_runs_are_imported_up_to_the_last_complete_record() {
     let server = Server::start_with(Agents::None).await;
     let start = [&[8, 0x80, 0xe2, 0xcf, 0xaa, 6][..]].concat();
     let config = message(&[
@@ -347,7 +347,7 @@ run.finish()
     }
 
     #[tokio::test]
-    async fn files_that_tensorboard_and_w_and_b_have_written_are_imported() {
+    async fn files_written_by_tensorboard_and_w_and_b_are_imported() {
         let server = Server::start_with(Agents::None).await;
         written(&server, "tensorboard", TENSORBOARD);
         let runs = imported(&server, &["tensorboard", "logs"]);

@@ -33,7 +33,7 @@ fn interrupted(command: &mut Command, folder: &Path) -> (Child, String) {
 }
 
 #[tokio::test]
-async fn ctrl_c_ends_the_display_and_not_the_job() {
+async fn ctrl_c_ends_only_the_display() {
     let _turn = turn().await;
     let server = Server::start().await;
     let folder = server.folder().path();
@@ -45,7 +45,7 @@ async fn ctrl_c_ends_the_display_and_not_the_job() {
     let mut submit = lockstep_that_can_be_interrupted();
     let (mut display, said) =
         interrupted(submit.args(["submit", "long.toml", "--watch"]).envs(server.for_clients()), folder);
-    // As every program that Ctrl-C ends: a shell shows 130, and scripts stop.
+    // As for every program that Ctrl-C ends, a shell shows 130 and scripts stop.
     let status = display.wait().expect("its status");
     assert_eq!((status.code(), status.signal()), (None, Some(2)), "{said}");
     let id = said.split_whitespace().find(|word| word.starts_with('j') && word.len() == 27);

@@ -52,7 +52,7 @@ async fn text(client: &reqwest::Client, url: &str) -> String {
 }
 
 #[tokio::test]
-async fn the_page_s_commands_join_a_machine_over_tls_with_a_token() {
+async fn the_page_s_commands_add_a_machine_over_tls_with_a_token() {
     let (here, there, port) = (Folder::new(), Folder::new(), free_port());
     let mut serve = lockstep();
     let listen = format!("0.0.0.0:{port}");

@@ -18,7 +18,7 @@ const STEPS: u64 = 32;
 const VALIDATED: u64 = 100;
 
 #[tokio::test]
-async fn a_job_trains_and_leaves_all_that_the_contract_says() {
+async fn a_job_trains_and_leaves_all_documented_results() {
     let _turn = turn().await;
     let server = Server::start().await;
     // 260 pictures: 16 steps of 16 an epoch, and 4 that `drop_remainder` leaves out.

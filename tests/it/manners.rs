@@ -1,4 +1,5 @@
-//! What the command line says and asks: the first job file, all mistakes at once, what Ctrl-C does, which job has answered.
+//! Messages and questions of the command line: the first job file, all errors together, Ctrl-C, and which job a
+//! response is from.
 
 use crate::{
     commands::on_a_terminal,
@@ -14,7 +15,7 @@ const QUICK: [&str; 6] =
     ["--set", "train.epochs=", "--set", "train.steps=3", "--set", "train.global_batch_size=4"];
 
 #[tokio::test]
-async fn init_writes_a_file_that_train_and_submit_take() {
+async fn init_writes_a_file_for_train_and_submit() {
     let _turn = turn().await;
     let server = Server::start().await;
     let root = pictures::image_folder(server.folder().path(), 8);
@@ -124,7 +125,7 @@ async fn init_writes_a_file_that_train_and_submit_take() {
 }
 
 #[tokio::test]
-async fn a_submission_names_all_that_is_wrong_at_once() {
+async fn a_submission_reports_all_errors_together() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let wrong = specs::with(
@@ -195,7 +196,7 @@ fn mirror(body: &'static [u8]) -> String {
 }
 
 #[tokio::test]
-async fn a_public_dataset_that_cannot_be_had_is_explained() {
+async fn an_unavailable_public_dataset_is_explained() {
     let folder = Folder::new();
     let get = |args: &[&str]| {
         let mut command = lockstep();
@@ -220,7 +221,7 @@ async fn a_public_dataset_that_cannot_be_had_is_explained() {
 }
 
 #[tokio::test]
-async fn trained_weights_are_named_by_a_job_once_they_are_there() {
+async fn downloaded_weights_can_be_named_in_a_job() {
     let folder = Folder::new();
     let data = pictures::image_folder(folder.path(), 1);
     let job = format!(
@@ -257,7 +258,7 @@ async fn trained_weights_are_named_by_a_job_once_they_are_there() {
 }
 
 #[tokio::test]
-async fn a_public_dataset_that_is_there_is_registered() {
+async fn an_available_public_dataset_is_registered() {
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     // The publisher's files, of which the bundled ones are a subset, put there by hand.
     let folder = server.folder().path().join("datasets/fashion-mnist");
@@ -275,7 +276,7 @@ async fn a_public_dataset_that_is_there_is_registered() {
 }
 
 #[test]
-fn a_command_of_another_tool_leads_to_ours_and_its_usage_asks_for_no_option() {
+fn commands_of_other_tools_are_answered_with_ours() {
     let said = |args: &[&str]| {
         let mut command = lockstep();
         command.args(args).env("LOCKSTEP_SERVER", "http://127.0.0.1:1").env("LOCKSTEP_TOKEN_FILE", "token");

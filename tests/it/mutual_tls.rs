@@ -1,4 +1,5 @@
-//! Agents that show who they are by a certificate: the real server and agents, with certificates of `lockstep ca` and of openssl.
+//! Agents that authenticate by certificates: the real server and agents, with certificates of `lockstep ca` and of
+//! openssl.
 
 mod files;
 mod options;
@@ -122,7 +123,7 @@ fn files(name: &str) -> [String; 4] {
 }
 
 #[tokio::test]
-async fn an_agent_with_a_certificate_joins_and_trains_until_it_is_revoked() {
+async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     let _turn = turn().await;
     let serve =
         Serve::start(&["--tls-own-ca", "--no-local-agent", "--agent-auth", "certificate"], listens).await;
@@ -195,7 +196,7 @@ async fn an_agent_with_a_certificate_joins_and_trains_until_it_is_revoked() {
 }
 
 #[tokio::test]
-async fn a_certificate_that_ends_soon_is_told_to_everybody_who_should_know() {
+async fn expiring_certificates_are_reported_to_agents_admins_and_logs() {
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
     // An hour less than 89 days is left of 400: the clock of the one who issues it is set. (311 days and an hour.)
     issue_at(&serve, "node-a", "-7465h", "400");
@@ -235,7 +236,7 @@ fn by_clock<'a>(command: &'a mut Command, clock: &str) -> &'a mut Command {
 }
 
 #[tokio::test]
-async fn expired_foreign_and_missing_certificates_are_refused_with_a_line_that_says_why() {
+async fn expired_foreign_and_missing_certificates_are_refused_with_a_reason() {
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
     issue_at(&serve, "node-old", "-31d", "30");
     let foreign = Folder::new();
@@ -284,7 +285,7 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_line_that_s
 }
 
 #[tokio::test]
-async fn a_pkcs12_file_and_an_authority_of_somebody_elses_are_taken() {
+async fn pkcs12_files_and_other_authorities_are_accepted() {
     // Made by openssl alone, as another authority would.
     let folder = Folder::new();
     let openssl = |line: &str| {
@@ -358,7 +359,7 @@ async fn a_pkcs12_file_and_an_authority_of_somebody_elses_are_taken() {
 }
 
 #[tokio::test]
-async fn a_revocation_list_by_file_is_read_again_and_a_torn_one_is_not_used() {
+async fn a_revocation_list_is_reloaded_and_a_truncated_one_is_ignored() {
     let folder = Folder::new();
     let authority = |args: &[&str]| ca(folder.path(), &[args, &["--data-dir", "lab"]].concat());
     authority(&["init"]).ok();

@@ -122,7 +122,7 @@ impl Started {
 }
 
 #[tokio::test]
-async fn a_browser_is_opened_by_a_file_that_signs_it_in_once() {
+async fn the_opened_file_signs_a_browser_in_once() {
     let mut serve = Started::serve(true, Some("DISPLAY"), &[]);
     let link = serve.opened();
     // What it prints comes by way of the terminal.
@@ -146,7 +146,7 @@ async fn a_browser_is_opened_by_a_file_that_signs_it_in_once() {
 }
 
 #[tokio::test]
-async fn a_file_that_was_not_used_goes_with_the_server_and_what_was_left_at_the_next_start() {
+async fn unused_sign_in_files_are_removed_at_the_end_or_the_next_start() {
     let mut serve = Started::serve(true, Some("WAYLAND_DISPLAY"), &[]);
     serve.opened();
     assert!(serve.page().exists());
@@ -166,7 +166,7 @@ async fn a_file_that_was_not_used_goes_with_the_server_and_what_was_left_at_the_
 }
 
 #[tokio::test]
-async fn without_a_terminal_without_a_screen_or_with_no_open_nothing_is_opened() {
+async fn no_browser_is_opened_without_a_terminal_without_a_screen_or_with_no_open() {
     let cases: [(bool, Option<&str>, &[&str]); 3] =
         [(false, Some("DISPLAY"), &[]), (true, None, &[]), (true, Some("DISPLAY"), &["--no-open"])];
     for (terminal, screen, more) in cases {
@@ -179,7 +179,7 @@ async fn without_a_terminal_without_a_screen_or_with_no_open_nothing_is_opened()
 }
 
 #[tokio::test]
-async fn a_server_serves_when_no_browser_can_be_opened() {
+async fn a_server_runs_if_no_browser_can_be_opened() {
     for script in [None, Some("#!/bin/sh\nexit 3\n")] {
         let folder = Folder::new();
         if let Some(script) = script {
@@ -196,7 +196,7 @@ async fn a_server_serves_when_no_browser_can_be_opened() {
 }
 
 #[tokio::test]
-async fn the_demo_opens_one_too() {
+async fn the_demo_opens_a_browser() {
     let _turn = turn().await;
     let mut demo = Started::new(true, Some("DISPLAY"), &["demo", "--ranks", "1"]);
     let link = demo.opened();

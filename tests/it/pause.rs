@@ -1,4 +1,4 @@
-//! Pause, resume, fork: a job continues as if nothing had been.
+//! Pause, resume, fork: a job continues as if it had not been interrupted.
 
 use crate::{
     pictures,
@@ -82,7 +82,7 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
 }
 
 #[tokio::test]
-async fn a_waiting_job_pauses_at_once() {
+async fn a_waiting_job_is_paused_immediately() {
     let _turn = turn().await;
     let server = server().await;
     let first = server.submit(&specs::short("first", "fashion", 2, 1_000_000)).await;

@@ -12,7 +12,7 @@ fn with_password(server: &Server, args: &[&str], input: &str) -> Finished {
 }
 
 #[tokio::test]
-async fn people_are_managed_by_command_and_passwords_come_from_standard_input() {
+async fn users_are_managed_by_command_with_passwords_from_standard_input() {
     let server = Server::start_with(Agents::None).await;
     let added = with_password(&server, &["user", "add", "ada", "--role", "admin"], "correct horse\n");
     assert!(added.ok().starts_with("ada") && added.stdout.contains("admin"), "{}", added.stdout);

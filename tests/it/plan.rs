@@ -49,7 +49,7 @@ fn plan(folder: &Path, arguments: &[&str]) -> Finished {
 const AUTO: &str = "ranks = 4\ndevice = \"cpu\"\nmode = \"auto\"";
 
 #[test]
-fn a_plan_is_chosen_by_classes_and_memory() {
+fn the_chosen_plan_depends_on_classes_and_memory() {
     let folder = tempfile::tempdir().expect("a folder");
     let folder = folder.path();
     job(folder, AUTO);
@@ -63,7 +63,7 @@ fn a_plan_is_chosen_by_classes_and_memory() {
     assert_eq!(ordinary["words"], "data parallel on 4 ranks");
     let why = ordinary["why"].as_str().expect("why");
     assert!(
-        why.starts_with("no other plan is 2 % faster; the next best is ") && why.contains("ms a step"),
+        why.starts_with("no other plan is 2 % faster; the next best is ") && why.contains("ms per step"),
         "{why}"
     );
     let layers = found["plans"][0]["layers"].as_array().expect("layers");
@@ -108,7 +108,7 @@ fn a_plan_is_chosen_by_classes_and_memory() {
 }
 
 #[test]
-fn what_cannot_be_planned_says_why() {
+fn jobs_that_cannot_be_planned_are_refused_with_a_reason() {
     let folder = tempfile::tempdir().expect("a folder");
     let folder = folder.path();
     let wrong = "[[parallel.shard]]\nmatch = \"layer9.*\"\nsplit = \"out\"";
@@ -129,7 +129,7 @@ fn what_cannot_be_planned_says_why() {
     alone.as_object_mut().expect("a table").remove("within");
     fs::write(folder.join("machine.json"), alone.to_string()).expect("figures");
     let said = told(&["--classes", "9", "--machine", "machine.json"]);
-    assert!(said.contains("how 4 ranks reach each other is not known"), "{said}");
+    assert!(said.contains("the links of 4 ranks are not known"), "{said}");
     alone["rates"]["memory_bytes_per_second"] = json!(0);
     fs::write(folder.join("machine.json"), alone.to_string()).expect("figures");
     let said = told(&["--classes", "9", "--machine", "machine.json"]);

@@ -81,7 +81,7 @@ async fn sizes_change_with_epochs_at_any_number_of_ranks_and_after_any_restart()
 }
 
 #[tokio::test]
-async fn a_model_of_several_sizes_is_measured_and_asked_at_the_one_that_it_was_measured_at() {
+async fn a_model_of_several_sizes_is_used_at_its_evaluation_size() {
     let _turn = turn().await;
     let server = Server::start().await;
     let dataset = pictures::idx_dataset(server.folder().path(), 128, 64);

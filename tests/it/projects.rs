@@ -12,7 +12,7 @@ fn names(list: &Value) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn jobs_of_a_shell_have_projects_and_are_listed_by_them() {
+async fn jobs_have_projects_and_are_listed_by_project() {
     let _turn = turn().await;
     // One job has the only slot, so that the others wait.
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;

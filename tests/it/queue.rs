@@ -1,4 +1,4 @@
-//! Who runs when: slots, gangs, priorities, and jobs that are cancelled.
+//! Scheduling: slots, gangs, priorities, and cancelled jobs.
 
 use crate::{
     pictures,
@@ -30,7 +30,7 @@ fn started_at(job: &Value) -> jiff::Timestamp {
 }
 
 #[tokio::test]
-async fn gangs_wait_for_all_their_slots_and_higher_priority_goes_first() {
+async fn gangs_wait_for_all_their_slots_and_higher_priorities_run_first() {
     let _turn = turn().await;
     let server = server().await;
     let holder = server.submit(&endless("holder", 1)).await;
@@ -88,7 +88,7 @@ async fn is_taken_by_nobody(server: &Server, id: &str) {
 }
 
 #[tokio::test]
-async fn a_drained_agent_ends_what_it_has_and_begins_nothing_until_it_is_undrained() {
+async fn a_drained_agent_finishes_its_jobs_and_starts_none() {
     let _turn = turn().await;
     let server = server().await;
     let agent = server.get("/agents").await["agents"][0].clone();
@@ -130,7 +130,7 @@ async fn a_drained_agent_ends_what_it_has_and_begins_nothing_until_it_is_undrain
 }
 
 #[tokio::test]
-async fn a_waiting_job_gets_another_priority_from_the_shell() {
+async fn the_priority_of_a_waiting_job_is_changed_by_command() {
     let _turn = turn().await;
     let server = server().await;
     let holder = server.submit(&endless("holder", 2)).await;
@@ -164,7 +164,7 @@ async fn a_waiting_job_gets_another_priority_from_the_shell() {
 }
 
 #[tokio::test]
-async fn two_jobs_train_at_once_when_there_is_room() {
+async fn two_jobs_train_concurrently_if_slots_are_free() {
     let _turn = turn().await;
     let server = server().await;
     let (a, b) = (server.submit(&endless("a", 1)).await, server.submit(&endless("b", 1)).await);
@@ -186,7 +186,7 @@ async fn two_jobs_train_at_once_when_there_is_room() {
 }
 
 #[tokio::test]
-async fn cancelling_ends_a_job_wherever_it_stands() {
+async fn a_job_can_be_cancelled_in_any_state() {
     let _turn = turn().await;
     let server = server().await;
     let running = server.submit(&endless("running", 2)).await;
@@ -228,7 +228,7 @@ async fn cancelling_ends_a_job_wherever_it_stands() {
 }
 
 #[tokio::test]
-async fn a_preempted_job_continues_to_the_weights_of_an_undisturbed_one() {
+async fn a_preempted_job_has_the_weights_of_an_undisturbed_one() {
     let _turn = turn().await;
     let server = Server::start_slow(Agents::Local { cpu_slots: 2 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;

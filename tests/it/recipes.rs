@@ -23,7 +23,7 @@ device = "cpu"
 "#;
 
 #[tokio::test]
-async fn a_recipe_is_resolved_the_same_for_rest_forms_shells_and_training_without_a_server() {
+async fn recipes_are_resolved_equally_for_rest_forms_shells_and_train() {
     let _turn = turn().await;
     let server = Server::start().await;
     let dataset = pictures::idx_dataset(server.folder().path(), 64, 16);

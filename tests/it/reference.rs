@@ -1,4 +1,4 @@
-//! The reference, help, completions and man pages: what the program says of itself.
+//! The program's own documentation: reference, help, completions and man pages.
 
 use crate::server::{Agents, Finished, Folder, Server, lockstep};
 use std::{fs, path::Path, process::Command};
@@ -21,7 +21,7 @@ fn commands() -> Vec<String> {
 }
 
 #[test]
-fn the_reference_in_the_tree_is_what_the_program_makes() {
+fn the_reference_in_the_repository_is_up_to_date() {
     let folder = Folder::new();
     program(&["reference", "--out", folder.path().to_str().expect("UTF-8")]).ok();
     let tree = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference");
@@ -39,7 +39,7 @@ fn the_reference_in_the_tree_is_what_the_program_makes() {
 }
 
 #[test]
-fn the_reference_has_every_command_and_no_hidden_one() {
+fn the_reference_has_all_commands_except_hidden_ones() {
     let tree = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference");
     let page = fs::read_to_string(tree.join("command-line.md")).expect("a page");
     for command in commands() {
@@ -57,7 +57,7 @@ fn the_reference_has_every_command_and_no_hidden_one() {
 }
 
 #[test]
-fn help_is_for_commands_and_for_the_job_file() {
+fn help_explains_commands_and_the_job_file() {
     assert_eq!(program(&["help"]).ok(), program(&["--help"]).ok());
     assert_eq!(program(&["help", "dataset", "add"]).ok(), program(&["dataset", "add", "--help"]).ok());
     let job = program(&["help", "job"]);

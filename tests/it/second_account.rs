@@ -66,7 +66,7 @@ fn texts(path: &Path, wanted: &dyn Fn(&Path) -> bool, found: &mut Vec<PathBuf>) 
 }
 
 #[tokio::test]
-async fn another_account_reads_nothing_and_is_no_agent() {
+async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
     let _turn = turn().await;
     let server = Server::start().await;
     // Nothing above the data directory keeps anybody out, so that its own permissions are what is tested.
@@ -232,7 +232,7 @@ while time.time() < end:
 "#;
 
 #[tokio::test]
-async fn a_program_of_another_account_on_the_server_s_port_is_sent_no_token() {
+async fn no_token_is_sent_to_another_account_on_the_server_s_port() {
     let mut server = Server::start_with(Agents::Separate { cpu_slots: 1 }).await;
     let port: u16 = server.url.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
     server.kill_serve();
@@ -266,7 +266,7 @@ async fn a_program_of_another_account_on_the_server_s_port_is_sent_no_token() {
 }
 
 #[tokio::test]
-async fn another_account_cannot_fill_the_disk() {
+async fn other_accounts_cannot_fill_the_disk() {
     let server = Server::start_with(Agents::None).await;
     let size = |server: &Server| -> u64 {
         let mut files = Vec::new();

@@ -35,7 +35,7 @@ async fn files(server: &Server, checkpoint: &Value) -> BTreeSet<String> {
 }
 
 #[tokio::test]
-async fn a_sharded_job_is_paused_continued_forked_and_measured_as_any_other() {
+async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
     let _turn = turn().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
@@ -96,7 +96,7 @@ async fn a_sharded_job_is_paused_continued_forked_and_measured_as_any_other() {
 }
 
 #[tokio::test]
-async fn parts_reach_the_server_and_the_object_store_from_another_machine_and_come_back() {
+async fn sharded_checkpoints_of_another_machine_reach_the_server_and_the_store() {
     let _turn = turn().await;
     let kept = Folder::new();
     let store = vec![("LOCKSTEP_ARTIFACTS".into(), kept.path().join("artifacts").display().to_string())];

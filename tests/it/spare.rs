@@ -34,7 +34,7 @@ fn spare(gpu: &RankGpu) -> Child {
 }
 
 #[tokio::test]
-async fn it_becomes_the_rank_that_it_is_told_and_ends_with_its_agent() {
+async fn a_spare_becomes_the_requested_rank_and_ends_with_its_agent() {
     let _turn = turn().await;
     let folder = tempfile::tempdir().expect("a folder");
     let gpu = RankGpu { ordinal: 0, visible: vec!["GPU-none".into()] };

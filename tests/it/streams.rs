@@ -11,7 +11,7 @@ use serde_json::Value;
 use tokio_tungstenite::tungstenite;
 
 #[tokio::test]
-async fn a_client_that_comes_at_any_moment_reads_every_event_once() {
+async fn clients_that_connect_at_any_time_read_every_event_once() {
     let _turn = turn().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
@@ -118,7 +118,7 @@ async fn the_stream_and_the_store_agree(server: &Server, id: &str, events: &[Val
 }
 
 #[tokio::test]
-async fn two_clients_stay_in_step_and_the_list_follows() {
+async fn two_clients_and_the_list_receive_the_same_events() {
     let _turn = turn().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 320, 64)).await;
@@ -141,7 +141,7 @@ async fn two_clients_stay_in_step_and_the_list_follows() {
 }
 
 #[tokio::test]
-async fn a_page_of_another_site_is_refused() {
+async fn streams_refuse_pages_of_other_sites() {
     let server = Server::start_with(crate::server::Agents::None).await;
     let refused = |result: Result<_, tungstenite::Error>, status: StatusCode| match result {
         Err(tungstenite::Error::Http(answer)) => assert_eq!(answer.status().as_u16(), status.as_u16()),

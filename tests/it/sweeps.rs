@@ -177,7 +177,7 @@ fn trials(sweep: &Value) -> &Vec<Value> {
 }
 
 #[tokio::test]
-async fn a_sweep_ends_the_same_when_its_server_is_killed_in_the_middle() {
+async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
     let _turn = turn().await;
     let mut server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 64)).await;
@@ -229,7 +229,7 @@ async fn a_sweep_ends_the_same_when_its_server_is_killed_in_the_middle() {
 }
 
 #[tokio::test]
-async fn a_sweep_pauses_and_is_cancelled_with_its_trials() {
+async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
     let _turn = turn().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 64)).await;

@@ -1,4 +1,4 @@
-//! The real program where others reach it: its own certificates, agents and commands over https, and nginx before it.
+//! The real program over TLS: its own certificates, agents and commands over https, and a server behind nginx.
 
 mod nginx;
 pub(crate) mod serve;
@@ -196,7 +196,7 @@ async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
 }
 
 #[tokio::test]
-async fn what_keeps_a_client_from_speaking_tls_is_told_in_words() {
+async fn tls_errors_of_clients_are_explained() {
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
     let plain = Serve::start(&["--no-local-agent"], listens).await;
     let at = |scheme: &str, host: &str, port: u16| format!("{scheme}://{host}:{port}");
@@ -278,7 +278,7 @@ async fn old_versions_of_tls_are_refused_by_the_server() {
 }
 
 #[test]
-fn certificates_are_issued_for_others() {
+fn certificates_are_issued_for_other_servers() {
     let folder = Folder::new();
     let ca = |args: &[&str]| {
         let mut command = lockstep();
@@ -310,7 +310,7 @@ fn certificates_are_issued_for_others() {
 }
 
 #[tokio::test]
-async fn nginx_terminates_tls_before_it() {
+async fn the_server_works_behind_nginx_with_tls() {
     let port = free_port();
     let public = format!("https://lockstep.example.org:{port}");
     let serve = Serve::start(

@@ -76,7 +76,7 @@ pub(crate) fn succeeded(output: &Output) -> String {
 }
 
 #[tokio::test]
-async fn twice_the_same_bytes_and_the_same_after_continuing_in_mid_epoch() {
+async fn repeated_and_continued_runs_have_the_same_bytes() {
     let _turn = turn().await;
     let bench = Bench::new();
     let said = succeeded(&bench.train("one", &[]).output().expect("it runs"));
@@ -111,7 +111,7 @@ async fn twice_the_same_bytes_and_the_same_after_continuing_in_mid_epoch() {
 }
 
 #[tokio::test]
-async fn a_run_that_continues_says_what_has_changed() {
+async fn a_continued_run_reports_changes_of_the_dataset() {
     let _turn = turn().await;
     let bench = Bench::new();
     let held_out = ["--set", "data.validation=0.2", "--set", "train.schedule=\"one_cycle\""];
@@ -138,14 +138,14 @@ async fn a_run_that_continues_says_what_has_changed() {
     let grown = format!("data.dataset={:?}", pictures::idx_dataset(bench.folder.path(), 500, 100));
     let longer = ["--resume", "latest", "--set", "train.epochs=3", "--set", &grown];
     let said = succeeded(&bench.train("grows", &longer).output().expect("it runs"));
-    let words = "an epoch has 15 steps now and had 12: step 24 counts as 30, the same place in epoch 2";
-    assert!(said.contains(words) && !said.contains("a step takes"), "{said}");
+    let words = "an epoch has 15 steps now and had 12: step 24 counts as 30, the same position in epoch 2";
+    assert!(said.contains(words) && !said.contains("a step uses"), "{said}");
     // The test split is the same.
     assert!(!said.contains("is validated with other pictures"), "{said}");
 }
 
 #[tokio::test]
-async fn a_run_that_continues_normalises_as_it_began() {
+async fn a_continued_run_keeps_its_normalisation() {
     let _turn = turn().await;
     let bench = Bench::new();
     succeeded(&bench.train("before", &[]).output().expect("it runs"));
@@ -170,7 +170,7 @@ async fn a_run_that_continues_normalises_as_it_began() {
 }
 
 #[tokio::test]
-async fn adamw_and_lamb_continue_to_the_same_bytes_and_another_optimizer_begins_anew() {
+async fn adamw_and_lamb_continue_to_the_same_bytes_and_other_optimizers_restart() {
     let _turn = turn().await;
     let bench = Bench::new();
     let optimizer = |out: &str| {

@@ -44,7 +44,7 @@ async fn printed(file: &Path, words: &[&str]) -> String {
 }
 
 #[tokio::test]
-async fn a_job_that_waits_says_where_it_stands_and_why_again_when_that_changes() {
+async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
     let _turn = turn().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
@@ -94,7 +94,7 @@ async fn a_job_that_waits_says_where_it_stands_and_why_again_when_that_changes()
 }
 
 #[tokio::test]
-async fn the_queue_fits_the_terminal_by_cutting_names_and_a_pipe_gets_them_whole() {
+async fn the_queue_shortens_names_on_a_terminal_and_not_in_a_pipe() {
     let _turn = turn().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
@@ -133,7 +133,7 @@ async fn the_queue_fits_the_terminal_by_cutting_names_and_a_pipe_gets_them_whole
 }
 
 #[tokio::test]
-async fn a_server_that_is_away_is_said_once_and_so_is_that_it_is_back() {
+async fn an_unreachable_server_and_its_return_are_reported_once() {
     let _turn = turn().await;
     let mut server = Server::start_with(Agents::Separate { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;

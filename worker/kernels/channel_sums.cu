@@ -24,7 +24,7 @@ __device__ __forceinline__ GridStride rows_of_thread(u32 channels, u32 part, u32
 
 __device__ __forceinline__ u32 thread_in_block() { return threadIdx.y * blockDim.x + threadIdx.x; }
 
-// Sums 16 values per thread over the block. `scratch` holds 16 * bx values for each warp. Thread t < 16 * bx gets
+// Sums 16 values per thread over the block. `scratch` has 16 * bx values for each warp. Thread t < 16 * bx gets
 // the sum of value t / bx over the threads with x = t % bx.
 __device__ __forceinline__ float block_sums(float (&v)[16], float* scratch) {
     u32 bx = blockDim.x, t = thread_in_block(), lane = t % 32, warp = t / 32;
@@ -119,7 +119,7 @@ __device__ __forceinline__ bool column_sums(float sum, const Value& value, float
     return true;
 }
 
-// Adds the sums of all blocks of a cluster; every block gets the totals. `slots` holds (cluster_size() + 1) * 16 * bx
+// Adds the sums of all blocks of a cluster; every block gets the totals. `slots` has (cluster_size() + 1) * 16 * bx
 // values. The kernel must call cluster_arrive() at its start.
 __device__ __forceinline__ double cluster_sums(float sum, const Value& value, float* slots) {
     u32 values = 16 * blockDim.x, t = thread_in_block(), size = cluster_size(), rank = cluster_rank();

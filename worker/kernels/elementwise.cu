@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(256) relu_backward(const T* y, cons
     }
 }
 
-// The standard normal distribution function at x.
+// The cumulative distribution function of the standard normal distribution.
 __device__ __forceinline__ float normal_below(float x) { return 0.5f * (1.0f + erff(x * 0.70710678f)); }
 
 // y = gelu(x) = x P(x), where P is the standard normal distribution function.
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(256) gelu_backward(const T* x, cons
     }
 }
 
-// Zeros: the gradient of a parameter that is not trained.
+// Zeros the gradient of a parameter that is not trained.
 extern "C" __global__ void __launch_bounds__(256) zero_gradient(T* gradient, u64 length) {
     pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
@@ -196,7 +196,7 @@ struct PlainPool {
 #define PLAIN_POOL \
     PlainPool { pictures, height, width, out_height, out_width, kernel, stride, padding, row_padding }
 
-// y and, unless null, argmax: the window position a * kernel + b of each maximum, the first of equals. A NaN wins.
+// y and, unless null, argmax: the window position a * kernel + b of each maximum, the first of equal ones. A NaN wins.
 extern "C" __global__ void __launch_bounds__(256)
     plain_max_pool(const T* x, T* y, u8* argmax, PLAIN_POOL_PARAMETERS) {
     pdl_wait();

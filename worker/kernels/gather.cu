@@ -3,16 +3,16 @@
 // lookup from byte to normalised value. Channels are padded with zeros to `padded` (4 or 8).
 //
 // Folding (space-to-depth), for a 7x7 convolution with stride 2 and padding 3: 2x2 pixels of 4 channels become one pixel
-// of 16 channels, with a zero border of two such pixels before and one behind. The convolution becomes a 4x4 one with
-// stride 1 and without padding, which tensor cores compute faster.
+// of 16 channels, with a zero border of two such pixels at the top and left, and one at the bottom and right. The
+// convolution becomes a 4x4 one with stride 1 and without padding, which tensor cores compute faster.
 
 struct Source {
     const u8* pictures; // [count, height, width, channels]
     u32 height, width, channels;
     u32 side;
     u32 crop_padding;
-    // 0: the control block's indices and augmentation; 1: its indices, and a view if it names one; 2: in order, no augmentation.
-    // REFLECTS: beyond its border a picture is mirrored, instead of black.
+    // 0: the control block's indices and augmentation; 1: its indices, and a view if it names one; 2: pictures in order, no augmentation.
+    // With REFLECTS, a picture is mirrored at its border instead of continued in black.
     u32 mode;
 };
 #define REFLECTS 4u

@@ -14,8 +14,8 @@ struct Totals {
 
 // The logit of a row's label, if the loss has a margin (margin.cu).
 struct LabelLogit {
-    u64 at;        // where it is among all logits; ~0 if this rank does not have it
-    float without; // the logit without the margin; 0 if this rank does not have it
+    u64 at;        // index among all logits; ~0 if this rank does not have the label
+    float without; // the logit without margin; 0 if this rank does not have the label
     float slope;   // derivative of the logit with the margin by the logit without it
 };
 
@@ -46,12 +46,12 @@ __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4])
 #endif
 }
 
-// A row has `padded` classes, a multiple of 8. If `bias` is null, there is none, and its gradient is 0. If `dlogits` is null, no gradients
-// are computed. `with_margin`: the labels' logits, if the loss has a margin, which does not count for the accuracy. A row with a non-finite
-// loss gets NaN gradients, so that every rank sees them after the all-reduce. With `accumulate`, totals and the bias's
+// A row has `padded` classes, a multiple of 8. `bias` may be null; its gradient is 0 then. If `dlogits` is null, no gradients are computed.
+// `with_margin`: the labels' logits, if the loss has a margin; the accuracy is computed without the margin. A row with a non-finite
+// loss has NaN gradients, so that every rank sees them after the all-reduce. With `accumulate`, totals and the bias's
 // gradient are added to. Gradients are multiplied by grad_scale of `control` and by *loss_scale. `partials`: a loss
 // (double) and a count (double) per block, then `padded` floats per block. `class_weights`: factors of the terms of each class,
-// as PyTorch's `weight`; null: all 1. The caller has divided grad_scale by the sum of the labels' weights.
+// as PyTorch's `weight`; if null, all are 1. The caller has divided grad_scale by the sum of the labels' weights.
 extern "C" __global__ void __launch_bounds__(256)
     cross_entropy(const T* logits, const float* bias, const Control* control, u32 pictures, u32 classes, u32 padded,
                   float smoothing, const float* class_weights, const float* loss_scale, T* dlogits, float* dbias,
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(256)
                     where = c + k;
                 }
         }
-        for (u32 o = 16; o > 0; o /= 2) { // the first of equals
+        for (u32 o = 16; o > 0; o /= 2) { // the first of equal ones
             float other = shfl_xor(best, o);
             u32 place = shfl_xor(where, o);
             if (other > best || other == best && place < where) {
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(256)
                 class_weights ? (1.0 - smoothing) * own_weight + (double)smoothing_share * weight_sum : 1.0;
             loss_of_row[warp] = (1.0 - smoothing) * (own_weight * ((double)log_sum + best) - own) +
                                 (double)smoothing_share * ((double)weight_sum * log_sum + gap_sum);
-            // With a NaN among the logits, best need not be the maximum: exp_sum is NaN then.
+            // If a logit is NaN, best may not be the maximum, but exp_sum is NaN.
             bool right = where == label;
             if (with_margin) {
                 float without = with_margin[row].without;

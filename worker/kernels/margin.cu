@@ -1,15 +1,16 @@
 // Losses with a margin (ArcFace, CosFace): logits are scaled cosines between features and the weights of each class, and in training the
-// label's has a margin. Convolutions multiply features and weights as these are; the logits then get a factor for their row and one
-// for their class. A logit does not depend on the lengths of both, so their gradients are orthogonal to them.
+// label's logit has a margin. Convolutions multiply features and weights without normalisation; each product is then multiplied by a
+// factor of its row and a factor of its class. A logit does not depend on the lengths of the features and of the weights, so their
+// gradients are orthogonal to them.
 
-#define SHORTEST 1e-12f // minimum divisor of a row's length, as on CPU cores
+#define MIN_LENGTH 1e-12f // minimum divisor of a row, as in the CPU engine
 
 __device__ __forceinline__ float warp_sum(float v) {
     for (u32 o = 16; o > 0; o /= 2) v += shfl_xor(v, o);
     return v;
 }
 
-// factors [count]: `scale` divided by the length of each row of `width` values, a multiple of 8. A warp a row.
+// factors [count]: `scale` divided by the length of each row of `width` values, a multiple of 8. One warp per row.
 extern "C" __global__ void __launch_bounds__(256) row_factors(const T* rows, float* factors, u32 count, u32 width, float scale) {
     pdl_wait();
     u32 lane = threadIdx.x % 32, groups = width / 8, step = gridDim.x * blockDim.x / 32;
@@ -22,12 +23,12 @@ extern "C" __global__ void __launch_bounds__(256) row_factors(const T* rows, flo
             for (int k = 0; k < 8; k++) square = fmaf(v[k], v[k], square);
         }
         square = warp_sum(square);
-        if (lane == 0) factors[row] = scale / max_nan(sqrtf(square), SHORTEST);
+        if (lane == 0) factors[row] = scale / max_nan(sqrtf(square), MIN_LENGTH);
     }
 }
 
-// Values in chunks of classes, each [rows, chunk], times the factors of their row and of their class; with `labels`, also times the
-// slope of the label's logit. `groups` of 8 values.
+// Multiplies values, in chunks of classes, each [rows, chunk], by the factors of their row and of their class. With `labels`, also
+// multiplies the value of each row's label by the slope of its logit. `groups` is the number of groups of 8 values.
 extern "C" __global__ void __launch_bounds__(256)
     scale_cosines(T* values, const float* of_rows, const float* of_classes, u32 rows, u32 chunk, u64 groups, const LabelLogit* labels) {
     pdl_wait();
@@ -36,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         u32 line = (u32)i / of_line, row = line % rows, class_ = line / rows * chunk + (u32)i % of_line * 8;
         float v[8], factors[8], factor = of_rows[row], slope = 1;
-        u64 label = 8; // position among these values; 8 and more: elsewhere
+        u64 label = 8; // position among these 8 values; 8 or more if the label is elsewhere
         if (labels) {
             label = labels[row].at - 8 * i;
             slope = labels[row].slope;
@@ -49,8 +50,8 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// Applies the margin to the logit of each row's label, and keeps what it was. A thread a row. Arguments are those of class_records.
-// A cosine above `limit` becomes the cosine of its angle plus the margin, any other is reduced by `shift`.
+// Applies the margin to the logit of each row's label, and stores the original logit. One thread per row. Arguments are as in
+// class_records. A cosine above `limit` becomes the cosine of its angle plus the margin; any other cosine is reduced by `shift`.
 extern "C" __global__ void __launch_bounds__(256)
     put_margin(T* logits, const u32* controls, u32 words, u32 batch, u32 rows, u32 chunk, u32 classes, u32 first, const Sample* sample,
                const u32* places, float scale, double limit, double cos_margin, double sin_margin, double shift, LabelLogit* labels) {
@@ -70,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(256)
         if (cosine < -1) cosine = -1;
         double with = cosine - shift;
         if (cosine > limit) {
-            // The slope has no limit at a cosine of 1.
+            // The slope is unbounded near a cosine of 1.
             double square = 1 - cosine * cosine, sine = sqrt(square > 1.1920928955078125e-7 ? square : 1.1920928955078125e-7);
             with = cosine * cos_margin - sine * sin_margin;
             to.slope = (float)(cos_margin + sin_margin * cosine / sine);
@@ -80,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(256)
     labels[row] = to;
 }
 
-// Removes from each row of gradients what it has along the row of `rows`: g - r (r . g) / (r . r). A warp a row.
+// Removes from each row of gradients its component along the same row of `rows`: g - r (r . g) / (r . r). One warp per row.
 extern "C" __global__ void __launch_bounds__(256) remove_along(const T* rows, T* gradients, u32 count, u32 width) {
     pdl_wait();
     u32 lane = threadIdx.x % 32, groups = width / 8, step = gridDim.x * blockDim.x / 32;
@@ -96,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(256) remove_along(const T* rows, T*
                 along = fmaf(r[k], g[k], along);
             }
         }
-        float share = warp_sum(along) / max_nan(warp_sum(square), SHORTEST * SHORTEST);
+        float share = warp_sum(along) / max_nan(warp_sum(square), MIN_LENGTH * MIN_LENGTH);
         for (u32 i = lane; i < groups; i += 32) {
             unpack(load(rows, first + i), r);
             unpack(load(gradients, first + i), g);

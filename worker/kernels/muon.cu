@@ -11,7 +11,7 @@ struct Filter {
     __device__ __forceinline__ u32 side() const { return min(rows, columns); }
     __device__ __forceinline__ bool is_wide() const { return rows <= columns; }
 };
-// How a parameter is updated: multiples of the step's learning rate, weight decay, and its filter's number or NO_FILTER.
+// How a parameter is updated: learning rate as a multiple of the step's, weight decay, and the number of its filter or NO_FILTER.
 struct Policy {
     float rate, decay;
     u32 filter, pad;
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(128)
     norms[i].scale = weight > 0 ? (float)(sqrt((double)filters[i].rows) / sqrt(weight)) : 1.0f;
 }
 
-// c (16 x 8) += a (16 x 16) b (16 x 8), all bfloat16 but c; fragments as the PTX manual has them for mma.m16n8k16.
+// c (16 x 8) += a (16 x 16) b (16 x 8), a and b in bfloat16, c in float32; fragments as in the PTX manual for mma.m16n8k16.
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(256)
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         u32 number = segment_of(segments, count, i);
-        // Between two parameters are zeros, for which there is no update.
+        // Padding between two parameters is not updated.
         if (i * 8 >= segments[number].offset + segments[number].length) continue;
         Policy policy = policies[number];
         float w[8];

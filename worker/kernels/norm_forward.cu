@@ -38,7 +38,7 @@ __device__ __forceinline__ void finish_forward(const Norm& n, u32 c, double sum,
     }
 }
 
-// finish_forward() for the block's channels. `pairs` holds one total per thread (at least 16 * bx).
+// finish_forward() for the block's channels. `pairs` has one total per thread (at least 16 * bx).
 __device__ __forceinline__ void finish_forward_in_block(const Norm& n, double total, const Value& value, double count,
                                                         bool write, double* pairs, float* coefficients) {
     u32 t = thread_in_block(), half = 8 * blockDim.x;

@@ -1,4 +1,4 @@
-// The activations' number format T (all kernels are compiled once per format), and accesses to groups of eight channels.
+// The activations' floating-point format T (all kernels are compiled once per format), and accesses to groups of eight channels.
 
 #if DTYPE == 0 // float32
 typedef float T;

@@ -1,5 +1,5 @@
-// Optimizer updates over flat buffers. The first part of a buffer holds the weights of convolutions and linear layers,
-// whose gradients are in the activations' format (or float32); the second part holds all other parameters, whose
+// Optimizer updates over flat buffers. The first part of a buffer contains the weights of convolutions and linear layers,
+// whose gradients are in the activations' format (or float32); the second part contains all other parameters, whose
 // gradients are float32. All gradients are multiplied by the loss scale.
 
 // Loss scale, and the state of the latest step's gradients and update.
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(512)
     norm_of(GRADIENTS, nullptr, 0, scaler, dynamic, partials, counter);
 }
 
-// gradient_norm where ranks hold parts of some parameters: `others` has the sum of squares of each rank's parts.
+// gradient_norm where ranks have parts of some parameters: `others` has the sum of squares of each rank's parts.
 extern "C" __global__ void __launch_bounds__(512)
     gradient_norm_of_parts(GRADIENT_PARAMETERS, const double* others, u32 count, Scaler* scaler, u32 dynamic, double* partials,
                            u32* counter) {
@@ -390,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(256) add(T* to, const T* more, u64 
 }
 
 // average = (1 - rest) average + rest values, as in the CPU engine's `sums::average`. Does nothing unless exactly `steps` steps have
-// finished: the newest step's update was refused.
+// finished, so that a refused update is not averaged.
 extern "C" __global__ void __launch_bounds__(256)
     average_values(float* average, const float* values, u64 length, float rest, const u32* finished, u32 steps) {
     pdl_wait();

@@ -1,5 +1,5 @@
-// Rows of activations that ranks share: a rank has some rows of each picture, and gets from other ranks those that its windows
-// reach. A line is one row of one picture: `quads` times four values.
+// Rows of activations of ranks that share pictures: a rank has some rows of each picture, and receives the other rows that its windows
+// reach from other ranks. A line is one row of one picture: `quads` groups of four values.
 
 #if DTYPE == 0
 typedef uint4 Quad;
@@ -21,15 +21,15 @@ __device__ __forceinline__ Quad sum_of(const Quad& a, const Quad& b) {
 }
 #endif
 
-// to [pictures, to_rows] = from [pictures, from_rows], of whose rows it begins with number `offset`, which may be below 0. Rows that
-// `from` does not have are `fill`. A block has every gridDim.x-th line.
+// to [pictures, to_rows] = rows of from [pictures, from_rows], from row `offset` on, which may be negative. Rows that `from` does not have
+// are filled with `fill`. Blocks loop over lines in a grid stride.
 extern "C" __global__ void __launch_bounds__(256)
     take_rows(const T* from, T* to, u32 pictures, u32 quads, u32 from_rows, u32 to_rows, u32 offset, float fill) {
     pdl_wait();
     u32 lines = pictures * to_rows;
     Quad nothing = quad_of(fill);
     for (u32 line = blockIdx.x; line < lines; line += gridDim.x) {
-        u32 row = line % to_rows + offset; // below 0 wraps to above all rows
+        u32 row = line % to_rows + offset; // a negative row wraps to a large number
         bool there = row < from_rows;
         const Quad* source = (const Quad*)from + ((u64)(line / to_rows) * from_rows + (there ? row : 0)) * quads;
         Quad* target = (Quad*)to + (u64)line * quads;
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// to [pictures, to_rows] += part [pictures, rows], from row `first` on. A block has every gridDim.x-th line of the part.
+// to [pictures, to_rows] += part [pictures, rows], from row `first` on. Blocks loop over the lines of the part in a grid stride.
 extern "C" __global__ void __launch_bounds__(256)
     add_rows(const T* part, T* to, u32 pictures, u32 quads, u32 rows, u32 to_rows, u32 first) {
     pdl_wait();

@@ -1,8 +1,8 @@
-// Partial FC: the classes of a rank that a step samples (`worker/engine/src/loss.rs` says how), and their rows of parameters.
+// Partial FC: samples classes of a rank for a step (as documented in `worker/engine/src/loss.rs`), and copies their rows of parameters.
 
 #define NO_CLASS 0xffffffffu
 
-// `count` classes, counted from the first one of this rank, follow.
+// Followed by `count` classes, relative to this rank's first class.
 struct Sample {
     u32 count, pad[3];
 };
@@ -18,7 +18,7 @@ __device__ __forceinline__ u64 mix64(u64 z) {
     return z ^ z >> 31;
 }
 
-// A random order of a rank's classes, as the CPU engine's `Order`.
+// A random permutation of a rank's classes; the same as the CPU engine's `Order`.
 struct Order {
     u32 classes, half, mask, keys[ORDER_ROUNDS];
 
@@ -35,7 +35,7 @@ struct Order {
         h = (h ^ h >> 15) * 0x846ca68bu;
         return (h ^ h >> 16) & mask;
     }
-    // The class at a place, and the place of a class.
+    // class_at() returns the class at a position, place_of() the position of a class.
     __device__ u32 class_at(u32 number) const {
         do {
             u32 left = number >> half, right = number & mask;
@@ -64,9 +64,10 @@ struct Order {
     }
 };
 
-// Samples `drawn` of this rank's `classes` from number `first` on, and the classes of the labels of all pictures of the group, `batch`
-// a rank. `places` has two words a picture: where its label and the label of the other picture are in the sample, or NO_CLASS.
-// `found` has four words a picture, for this kernel alone. The first block has the labels, the others the random classes.
+// Samples `drawn` random classes of this rank's `classes`, which begin at number `first`, and the classes of the labels of all pictures of
+// the group, `batch` per rank. `places` has two words per picture: the positions in the sample of its label and of the label of the
+// picture that is mixed in, or NO_CLASS. `found`, four words per picture, is scratch memory. The first block processes the labels, the
+// other blocks draw the random classes.
 extern "C" __global__ void __launch_bounds__(1024)
     sample_classes(const u32* controls, u32 words, u32 batch, u32 ranks, u32 first, u32 classes, u32 drawn, u64 seed,
                    const Scaler* scaler, Sample* sample, u32* places, u32* found) {
@@ -91,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(1024)
         found[i] = own < classes && place >= drawn ? own : NO_CLASS;
     }
     __syncthreads();
-    // Those that are not drawn come behind those that are, each once and in ascending order.
+    // Labels that were not drawn follow the drawn classes, each once and in ascending order.
     for (u32 i = threadIdx.x; i < all; i += blockDim.x) {
         u32 own = found[i];
         bool is_first = own != NO_CLASS;
@@ -110,7 +111,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     if (threadIdx.x == 0) sample->count = drawn + added[0];
 }
 
-// Rows of `width` elements each: those of a sample out of all, with zeros behind the last one, or back. `length`: elements of `some`.
+// gather_elements() copies the rows of a sample, each of `width` elements, from `all` to `some`, followed by zeros up to `length` elements.
+// scatter_elements() copies them back.
 template <class V>
 __device__ __forceinline__ void gather_elements(const V* all, V* some, const Sample* sample, u32 width, u64 length) {
     u64 step = (u64)gridDim.x * blockDim.x;

@@ -1,40 +1,40 @@
-// Softmax cross-entropy with label smoothing where the ranks of a model group have some of the classes each; loss.cu has that
-// of all classes.
+// Softmax cross-entropy with label smoothing whose classes are split over the ranks of a model group. See loss.cu for a loss
+// whose classes are all on one rank.
 //
-// Every rank has the logits of the whole group's pictures: `batch` rows for each rank, in the order of ranks, of which the
-// last ones of a rank may be padding. Its classes are `classes` from `first` on. Logits lie in chunks of `chunk` classes, a
-// multiple of 8, each [rows, chunk]; what is behind the last class is padding. `controls` are the control blocks of all ranks
-// of the group, `words` u32 apart. Ranks tell each other a ClassRecord for each row and never logits.
+// Every rank has the logits of all pictures of the group for its own classes: `batch` rows per rank, in the order of ranks. The last rows
+// of a rank may be padding. A rank's classes are `classes` classes from `first` on. Logits are stored in chunks of `chunk`
+// classes (a multiple of 8), each [rows, chunk], with padding after the last class. `controls` are the control blocks of all
+// ranks of the group, `words` u32 apart. Ranks exchange a ClassRecord per row, never logits.
 //
-// With a `sample`, the rank's classes are those of the sample, in its order, and `places` [2, rows] says where the labels are in it.
-// If `bias` is null, there is none, and its gradient is 0.
+// With a `sample`, the rank's classes are those of the sample, in its order, and `places` [2, rows] are the positions of the labels in
+// the sample. `bias` may be null; its gradient is 0 then.
 
-// What a range of a row's classes comes to.
+// Partial result of the softmax over a range of one row's classes.
 struct ClassPart {
     float best; // the largest logit
-    u32 where;  // its class, the first of equals; 0xffffffff where none is larger than minus infinity
+    u32 where;  // its class, the first of equal ones; 0xffffffff if no logit is larger than minus infinity
     float exps; // sum of exp(v - best)
     u32 pad;
     double sum; // of all logits
 };
 
-// What a rank's classes come to for a row.
+// Result of the softmax over one rank's classes of a row.
 struct ClassRecord {
     double best, where, exps, sum; // `where` among all classes; -1 for none
-    double own, other;             // logits of the row's labels; 0 of those that another rank has
-    // `other` of pictures that are not mixed: the logit of the label without a margin.
+    double own, other;             // logits of the row's labels; 0 if another rank has the label
+    // If pictures are not mixed, `other` is the label's logit without margin.
 };
 
-// What the gradient of a row follows from.
+// The values from which a row's gradient is computed.
 struct ClassRow {
     float best, log_sum; // of all classes: the largest logit, log of the sum of exp(v - best)
-    float scale;         // of the row's gradient: 0 of padding, NaN where the loss is not finite
-    u32 label, other;    // 0xffffffff: pictures are not mixed
+    float scale;         // factor of the row's gradient: 0 for padding, NaN if the loss is not finite
+    u32 label, other;    // `other` is 0xffffffff if pictures are not mixed
     float own_share, other_share;
     u32 pad;
 };
 
-// A sum of exp(v - from) as one of exp(v - to). Nothing stays nothing: `from` is minus infinity then.
+// Converts a sum of exp(v - from) to a sum of exp(v - to). An empty sum, for which `from` is minus infinity, stays 0.
 __device__ __forceinline__ float rebased(float exps, float from, float to) { return exps == 0 ? 0.0f : exps * expf(from - to); }
 
 __device__ __forceinline__ ClassPart no_classes() { return {__uint_as_float(0xff800000u), 0xffffffffu, 0.0f, 0, 0.0}; }
@@ -48,7 +48,7 @@ __device__ __forceinline__ void join(ClassPart& a, const ClassPart& b) {
     a.sum += b.sum;
 }
 
-// Joins those of a warp's lanes.
+// Joins the partial results of a warp's lanes.
 __device__ __forceinline__ ClassPart joined_lanes(ClassPart p) {
     for (u32 o = 16; o > 0; o /= 2) {
         ClassPart q = {shfl_xor(p.best, o), shfl_xor(p.where, o), shfl_xor(p.exps, o), 0, shfl_xor(p.sum, o)};
@@ -57,7 +57,7 @@ __device__ __forceinline__ ClassPart joined_lanes(ClassPart p) {
     return p;
 }
 
-// Each chunk's classes of a row (blockIdx.y) in `pieces` pieces, a block a piece: parts [rows, gridDim.x].
+// parts [rows, gridDim.x]: the classes of each chunk of a row (blockIdx.y) are divided into `pieces` pieces, one per block.
 extern "C" __global__ void __launch_bounds__(256)
     class_parts(const T* logits, const float* bias, ClassPart* parts, u32 chunk, u32 pieces, u32 classes, const Sample* sample) {
     pdl_wait();
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (lane == 0) parts[(u64)row * gridDim.x + blockIdx.x] = p;
 }
 
-// The record of each row (blockIdx.x) from its `count` parts. A warp a row.
+// The record of each row (blockIdx.x) from its `count` parts. One warp per row.
 extern "C" __global__ void __launch_bounds__(32)
     class_records(const ClassPart* parts, u32 count, const T* logits, const float* bias, const u32* controls, u32 words,
                   u32 batch, u32 chunk, u32 classes, u32 first, const Sample* sample, const u32* places, ClassRecord* records,
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(32)
     if (picture < control->valid) {
         auto logit = [&](u32 which) {
             u32 label = labels[which * batch + picture];
-            u32 own = sample ? places[which * rows + row] : label - first; // below the first class it is a large number
+            u32 own = sample ? places[which * rows + row] : label - first; // a label below the first class wraps to a large number
             if (own >= classes) return 0.0;
             return (double)(to_float(logits[((u64)(own / chunk) * rows + row) * chunk + own % chunk]) + (bias ? bias[own] : 0.0f));
         };
@@ -131,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(32)
     records[row] = r;
 }
 
-// The loss of this rank's own rows from the records [ranks, rows] of all, and what the gradient of every row follows from, into
-// `rows` if there is one. `classes` are those of all ranks. With `accumulate`, totals are added to. One block.
+// The loss of this rank's own rows from the records [ranks, rows] of all ranks. Unless `rows` is null, also writes the ClassRow of
+// every row. `classes` counts the classes of all ranks. With `accumulate`, totals are added to. One block.
 extern "C" __global__ void __launch_bounds__(256)
     class_loss(const ClassRecord* records, const u32* controls, u32 words, u32 batch, u32 ranks, u32 rank, u32 classes,
                float smoothing, const float* loss_scale, ClassRow* rows, Totals* totals, u32 accumulate) {
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(256)
         ClassRow to = {0.0f, 0.0f, 0.0f, 0xffffffffu, 0xffffffffu, 0.0f, 0.0f, 0};
         if (picture < control->valid) {
             double best = records[row].best, where = records[row].where, exps = 0, sum = 0, own = 0, other = 0;
-            for (u32 r = 1; r < ranks; r++) { // the first of equals
+            for (u32 r = 1; r < ranks; r++) { // the first of equal ones
                 const ClassRecord& of = records[(u64)r * count + row];
                 if (of.best > best) {
                     best = of.best;
@@ -193,8 +193,8 @@ extern "C" __global__ void __launch_bounds__(256)
     totals->samples = (accumulate ? totals->samples : 0) + min(control_of(controls, words, rank)->valid, batch);
 }
 
-// The gradient of the logits in their place, and the bias's, float32 [classes]. Block (x, y) has 256 classes of chunk y: a lane
-// has 8 of them, each warp every eighth row. With `accumulate`, the bias's is added to.
+// Replaces the logits by their gradient, and computes the gradient of the bias, float32 [classes]. Block (x, y) computes 256 classes
+// of chunk y: a lane owns 8 of them, and a warp every eighth row. With `accumulate`, the gradient of the bias is added to.
 extern "C" __global__ void __launch_bounds__(256)
     class_gradient(T* logits, const float* bias, const ClassRow* rows, u32 count, u32 chunk, u32 classes, u32 first, float even,
                    const Sample* sample, const u32* places, float* dbias, u32 accumulate) {
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(256)
     dbias[class_] = accumulate ? dbias[class_] + sum : sum; // 0 behind the last class
 }
 
-// to = the sum of `count` parts, `length` values each, a multiple of 8.
+// to = the sum of `count` parts of `length` values each; `length` is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(256) sum_parts(const T* parts, T* to, u64 length, u32 count) {
     pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;

@@ -1,8 +1,8 @@
-// Start and end of a step. Inputs are read from a ring in pinned host memory, and results are written to another one, so
+// Start and end of a step. Inputs are read from a ring in page-locked host memory, and results are written to another one, so
 // the host only has to launch the replayed graph.
 
-// Copies the running statistics, which the forward pass will change, as of the newest finished step; after a refused step
-// `kept` is up to date already. For all blocks but the first. Each block stores in `kept_of` the step that it has copied.
+// Copies the running statistics of the newest finished step, because the forward pass will change them. After a refused step
+// `kept` is already up to date. Called by all blocks except the first. Each block stores in `kept_of` the step that it has copied.
 __device__ __forceinline__ void copy_running(const float4* running, float4* kept, u32* kept_of, const u32* finished, u32 length) {
     u32 block = blockIdx.x - 1, step = *finished;
     bool is_kept = kept_of[block] == step;
@@ -14,7 +14,7 @@ __device__ __forceinline__ void copy_running(const float4* running, float4* kept
     if (threadIdx.x == 0) kept_of[block] = step; // the host reads `kept` only after it has read this
 }
 
-// Copies the ring's next slot of `words` u32 (a multiple of 4) to the control block, and reports in `taken`, in pinned host
+// Copies the ring's next slot of `words` u32 (a multiple of 4) to the control block, and reports in `taken`, in page-locked host
 // memory, how many slots the host may overwrite. The first block does this; at the start of a step, other blocks copy
 // `length` float4 of running statistics meanwhile.
 extern "C" __global__ void __launch_bounds__(1024)

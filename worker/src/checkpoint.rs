@@ -1,8 +1,7 @@
 //! Checkpoints. Each is a folder `<epoch>-<step>` in the job's `checkpoints`, which appears atomically.
-//!
-//! All files are written to `.tmp-<epoch>-<step>.<writer>` and synced (fsync), with `MANIFEST.json`, which has sizes
-//! and checksums, last. Then the folder is renamed to its final name, and the rename is synced as well. Equal jobs
-//! write identical bytes to `model.safetensors`: nothing in it depends on the time, a name or an id.
+//! All files are written to `.tmp-<epoch>-<step>.<writer>` and synced (fsync); the last file is `MANIFEST.json` with
+//! sizes and checksums. Then the folder is renamed to its final name, and the rename is synced. Equal jobs write
+//! identical bytes to `model.safetensors`: its content does not depend on the time, a name or an id.
 
 mod files;
 mod folders;
@@ -38,7 +37,7 @@ use std::{
 /// The prefix of the names of incomplete folders. Rank 0 removes them when it starts.
 pub(crate) const TEMPORARY: &str = ".tmp-";
 
-/// Why a checkpoint cannot be written or read. The sentence names the file.
+/// Why a checkpoint cannot be written or read. The message names the file or the checkpoint.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     #[error("{}: {error}", path.display())]

@@ -1,5 +1,4 @@
-//! Checks a machine for training: its hardware and software, how to fix what is missing, and whether ranks reach each
-//! other.
+//! Checks whether a machine is ready to train: its hardware and software, and whether ranks can reach each other.
 
 mod facts;
 mod gpus;
@@ -28,15 +27,15 @@ use std::{
 };
 
 const GIB: u64 = 1 << 30;
-/// With less free space, a job's checkpoints and logs soon fill the disk.
-const LITTLE_DISK: u64 = 5 * GIB;
-/// Approximate memory of a rank of ResNet-50 with a batch size of 32.
-const LITTLE_MEMORY: u64 = 2 * GIB;
+/// The minimum free disk space. With less, a job's checkpoints and logs soon fill the disk.
+const MIN_FREE_DISK: u64 = 5 * GIB;
+/// The minimum free memory: about that of a rank of ResNet-50 with a batch size of 32.
+const MIN_FREE_MEMORY: u64 = 2 * GIB;
 /// The size of `/dev/shm` that NCCL recommends.
-const LITTLE_SHM: u64 = GIB;
-/// A server with many open pages needs more open files.
-const FEW_FILES: u64 = 1024;
-const PATIENCE: Duration = Duration::from_secs(20);
+const MIN_SHM: u64 = GIB;
+/// The minimum limit of open files. A server with many open pages needs more.
+const MIN_OPEN_FILES: u64 = 1024;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The grade of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,7 +45,7 @@ pub enum Grade {
     Ok,
     /// Training works, with a limitation.
     Note,
-    /// Training will fail or be very slow.
+    /// Training will probably fail or be very slow.
     Problem,
 }
 
@@ -68,7 +67,8 @@ fn finding(what: &str, grade: Grade, found: String, advice: &str) -> Finding {
     Finding { what: what.into(), grade, found, advice }
 }
 
-/// Runs all checks. `dir` is the folder for data. `quick`: uses no memory of GPUs, because ranks may need all of it.
+/// Runs all checks. `dir` is the folder for data. `quick`: skips checks that allocate GPU memory, because ranks may
+/// need all of it.
 pub fn examine(dir: &Path, quick: bool) -> Vec<Finding> {
     let mut findings = vec![cpu(), simd(), memory(), disk(dir), shared_memory(), open_files(), loopback()];
     findings.extend(gpus::findings(quick));
@@ -110,8 +110,8 @@ fn simd() -> Finding {
 fn memory() -> Finding {
     let (free, total) = memory_free();
     let found = format!("{} free of {}", gib(free), gib(total));
-    let grade = if free < LITTLE_MEMORY { Grade::Problem } else { Grade::Ok };
-    let advice = if free < LITTLE_MEMORY {
+    let grade = if free < MIN_FREE_MEMORY { Grade::Problem } else { Grade::Ok };
+    let advice = if free < MIN_FREE_MEMORY {
         "A rank of ResNet-50 at batch 32 needs about 2 GiB: stop other programs, or train a smaller network."
     } else {
         ""
@@ -131,12 +131,12 @@ fn disk(dir: &Path) -> Finding {
     let shown = dir.display();
     let writable = tempfile::tempfile_in(dir);
     if let Err(error) = writable {
-        let advice = "Choose another folder (--data-dir, --out), or give yourself the right to write here.";
+        let advice = "Choose another folder (--data-dir, --out), or make this folder writable.";
         return finding("disk", Grade::Problem, format!("{shown} cannot be written: {error}"), advice);
     }
     let free = free_space(dir).unwrap_or(0);
     let found = format!("{} free in {shown}", gib(free));
-    if free < LITTLE_DISK {
+    if free < MIN_FREE_DISK {
         return finding("disk", Grade::Note, found, "Free some space, or lower checkpoint.keep.");
     }
     finding("disk", Grade::Ok, found, "")
@@ -144,7 +144,7 @@ fn disk(dir: &Path) -> Finding {
 
 fn shared_memory() -> Finding {
     match rustix::fs::statvfs("/dev/shm") {
-        Ok(s) if s.f_blocks * s.f_frsize < LITTLE_SHM => {
+        Ok(s) if s.f_blocks * s.f_frsize < MIN_SHM => {
             let advice = "CPU ranks do not use it; GPUs of one machine do: docker run --shm-size=1g.";
             finding("/dev/shm", Grade::Note, gib(s.f_blocks * s.f_frsize), advice)
         }
@@ -159,21 +159,21 @@ fn shared_memory() -> Finding {
 fn open_files() -> Finding {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     let found = limit.map_or("no limit".into(), |n| format!("{n} at once"));
-    if limit.is_some_and(|n| n < FEW_FILES) {
+    if limit.is_some_and(|n| n < MIN_OPEN_FILES) {
         return finding("open files", Grade::Note, found, "Raise it before serving: ulimit -n 4096.");
     }
     finding("open files", Grade::Ok, found, "")
 }
 
 fn loopback() -> Finding {
-    let try_it = || -> std::io::Result<Duration> {
+    let connect = || -> std::io::Result<Duration> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let began = Instant::now();
-        let _caller = TcpStream::connect_timeout(&listener.local_addr()?, PATIENCE)?;
+        let _caller = TcpStream::connect_timeout(&listener.local_addr()?, CONNECT_TIMEOUT)?;
         listener.accept()?;
         Ok(began.elapsed())
     };
-    match try_it() {
+    match connect() {
         Ok(_) => finding("loopback", Grade::Ok, "programs here can connect to each other".into(), ""),
         Err(error) => {
             let advice = "Ranks meet on 127.0.0.1: bring the loopback interface up (ip link set lo up) and \
@@ -183,7 +183,7 @@ fn loopback() -> Finding {
     }
 }
 
-/// Why ranks of this machine cannot reach each other.
+/// Why the ranks of a group cannot reach each other.
 #[derive(Debug, thiserror::Error)]
 pub enum GatherError {
     #[error(transparent)]
@@ -202,7 +202,7 @@ pub fn gather(member: &Member) -> Result<Gathered, GatherError> {
     if member.gpu.is_some() {
         libraries::ready(&[Library::Driver, Library::Nccl]).map_err(GatherError::Libraries)?;
     }
-    let JoinedGroup { comm, store } = member.meet(PATIENCE)?;
+    let JoinedGroup { comm, store } = member.meet(CONNECT_TIMEOUT)?;
     Ok(links::measure(comm.as_ref(), store.as_deref(), member.gpu.as_ref().map(|gpu| gpu.ordinal))?)
 }
 
@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whatever_is_not_in_order_says_what_to_do() {
+    fn every_note_and_problem_has_advice() {
         let dir = tempfile::tempdir().unwrap();
         let findings = examine(dir.path(), false);
         for finding in &findings {

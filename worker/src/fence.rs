@@ -1,9 +1,8 @@
-//! The deadline of the agent's lease, until which ranks may continue: a file in the agent's folder with the time in
-//! hundredths of a second since boot. Setting the clock does not affect it.
+//! The deadline until which ranks may continue: a file in the agent's folder with the time in hundredths of a second
+//! since boot. Changes of the time of day do not affect it.
 //!
 //! The agent updates the deadline while it is in contact with the server. If the agent has ended, is suspended or has
-//! lost the connection, the deadline expires, and its ranks end themselves. By then the server has given the job to
-//! others.
+//! lost the connection, the deadline passes, and its ranks end themselves before the server gives the job to others.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::{
@@ -14,8 +13,8 @@ use std::{
     time::Duration,
 };
 
-/// The length of the file: digits and a newline.
-const DIGITS: usize = 20;
+/// The length of the file: the padded number and a newline.
+const FILE_BYTES: usize = 20;
 
 /// The time since boot, in hundredths of a second.
 fn uptime() -> u64 {
@@ -53,11 +52,11 @@ impl Fence {
     /// The file cannot be written.
     pub(crate) fn set(&self, left: Duration) -> io::Result<()> {
         let deadline = uptime() + u64::try_from(left.as_millis() / 10).unwrap_or(u64::MAX / 2);
-        self.file.write_all_at(format!("{deadline:>width$}\n", width = DIGITS - 1).as_bytes(), 0)
+        self.file.write_all_at(format!("{deadline:>width$}\n", width = FILE_BYTES - 1).as_bytes(), 0)
     }
 }
 
-/// The ranks' side: by how much the deadline has passed, if it has. An unreadable file does not end ranks: a removed
+/// The ranks' side: the time since the deadline, if it has passed. An unreadable file does not end ranks: a removed
 /// folder does not mean that others have the job.
 pub(crate) fn overdue(path: &Path) -> Option<Duration> {
     let deadline: u64 = fs::read_to_string(path).ok()?.trim().parse().ok()?;
@@ -70,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_deadline_is_kept_moved_and_passed() {
+    fn a_deadline_can_be_set_extended_and_missed() {
         let dir = tempfile::tempdir().unwrap();
         let fence = Fence::open(dir.path()).unwrap();
         assert_eq!(overdue(fence.path()), None, "no word yet");

@@ -1,4 +1,4 @@
-//! How ranks of a group reach each other: runs an all-gather and timed all-reduces.
+//! Tests how ranks of a group reach each other, by an all-gather and timed all-reduces.
 
 use lockstep_comm::{CommError, ProcessGroup, Reduction, rendezvous::Store};
 use serde::{Deserialize, Serialize};
@@ -61,8 +61,7 @@ fn over_tcp(comm: &dyn ProcessGroup) -> Result<Gathered, CommError> {
         Ok((best, sum / f64::from(rounds)))
     };
     all_reduces(256, 5)?;
-    // If other ranks are ahead, a call finds their data and returns early; the next call then waits longer. So the
-    // mean is used.
+    // The mean, not the minimum: a call whose data has already arrived returns early, and the next call waits longer.
     let short_us = all_reduces(256, 200)?.1 * 1e6;
     let bytes_per_second = f64::from(16u32 << 20) / all_reduces(4 << 20, 5)?.0.max(1e-9);
     Ok(Gathered { device: "CPU".into(), values, short_us, bytes_per_second, no_peer_memory: None })

@@ -1,5 +1,4 @@
-//! Short-lived rank processes on this machine, which measure something together and then end. They are used by
-//! `doctor` and `bench`.
+//! Short-lived rank processes on this machine, which measure something together. Used by `doctor` and `bench`.
 
 use crate::supervisor::{Exit, Orphans, Policy, Rank, RankGroup, RankProcess, UnixProcessGroup, supervise};
 use lockstep_comm::{
@@ -27,7 +26,7 @@ use std::{
 
 /// The environment variable with a member's description for its process. It is not an argument, because other users
 /// can read arguments.
-const VARIABLE: &str = "LOCKSTEP_LOCAL_GROUP";
+const MEMBER_VARIABLE: &str = "LOCKSTEP_LOCAL_GROUP";
 
 /// One rank of the group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,7 +49,7 @@ fn loopback() -> String {
     "127.0.0.1".into()
 }
 
-/// A member that is connected to the others.
+/// A member's connections to the other members.
 pub struct JoinedGroup {
     pub comm: Arc<dyn ProcessGroup>,
     /// `None` in a group of one.
@@ -63,8 +62,8 @@ impl Member {
     /// # Errors
     /// The environment variable is invalid.
     pub fn of_this_process() -> Result<Option<Self>, String> {
-        let Ok(part) = std::env::var(VARIABLE) else { return Ok(None) };
-        serde_json::from_str(&part).map(Some).map_err(|e| format!("{VARIABLE}: {e}"))
+        let Ok(part) = std::env::var(MEMBER_VARIABLE) else { return Ok(None) };
+        serde_json::from_str(&part).map(Some).map_err(|e| format!("{MEMBER_VARIABLE}: {e}"))
     }
 
     /// Connects to the other members.
@@ -119,12 +118,12 @@ pub fn members_on(world_size: u32, devices: &[String]) -> io::Result<Vec<Member>
     Ok((0..world_size).map(member).collect())
 }
 
-/// Runs this program with `arguments`, one process per member, and returns the output of rank 0.
+/// Runs this executable with `arguments`, one process per member, and returns the output of rank 0.
 ///
 /// # Errors
-/// The error message of the first member that fails; the others are ended. Or `limit` has passed.
+/// The error message of the first member that fails, or `limit` has passed. The other members are ended.
 pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Result<Vec<u8>, String> {
-    // However this call ends, its processes end with it.
+    // Dropping `ranks` kills its processes, so they end with this call.
     let mut ranks = RankGroup::new(Orphans::Kill);
     let mut measuring = Measuring { outputs: Vec::new(), began: Instant::now(), limit };
     for member in members {
@@ -137,7 +136,7 @@ pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Resul
     measuring.began = Instant::now();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
     runtime.map_err(|e| e.to_string())?.block_on(supervise(&mut measuring, &mut ranks))?;
-    let first = measuring.outputs.first_mut().and_then(|output| output.printed.take());
+    let first = measuring.outputs.first_mut().and_then(|output| output.stdout.take());
     Ok(first.map_or_else(Vec::new, joined))
 }
 
@@ -166,7 +165,7 @@ impl Policy for Measuring {
     fn observe(&mut self, ranks: &mut RankGroup<()>) -> Result<(), String> {
         for (end, output) in ranks.ends().zip(&mut self.outputs) {
             if let Some(exit) = end.exit.filter(|exit| *exit != Exit::Status(0)) {
-                let words = output.errors.take().map_or_else(Vec::new, joined);
+                let words = output.stderr.take().map_or_else(Vec::new, joined);
                 let words = String::from_utf8_lossy(&words).trim().to_owned();
                 let words = if words.is_empty() { exit.to_string() } else { words };
                 return Err(format!("rank {}: {words}", end.rank));
@@ -178,7 +177,7 @@ impl Policy for Measuring {
         Ok(())
     }
 
-    /// A failure ends all of them at once, because none of their results is used.
+    /// `observe` returns an error for a failed member, which ends all members.
     fn decide(&mut self, _ranks: &mut RankGroup<()>) {}
 
     fn grace(&self, _ranks: &RankGroup<()>) -> Duration {
@@ -188,28 +187,28 @@ impl Policy for Measuring {
 
 /// The output of a member.
 struct Output {
-    printed: Option<JoinHandle<Vec<u8>>>,
-    errors: Option<JoinHandle<Vec<u8>>>,
+    stdout: Option<JoinHandle<Vec<u8>>>,
+    stderr: Option<JoinHandle<Vec<u8>>>,
 }
 
 fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, Output)> {
     let mut command = Command::new(own_program()?);
     command
         .args(arguments)
-        .env(VARIABLE, serde_json::to_string(member)?)
+        .env(MEMBER_VARIABLE, serde_json::to_string(member)?)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let gpu = member.gpu.as_ref();
     command.envs(registry::device_of(gpu, Device::Auto).backend.environment(gpu)?);
     if let Some(interface) = &member.interface {
-        // Without `=`, NCCL takes a name as a prefix.
+        // Without `=`, NCCL treats the name as a prefix.
         command.env(NCCL_INTERFACE, format!("={interface}"));
     }
-    // Ctrl-C ends them together with this process.
+    // The members are in this process's group, so that Ctrl-C ends them too.
     let mut process = RankProcess::spawn(member.rank, &mut command, UnixProcessGroup::Inherited)?;
-    let (printed, errors) = process.take_output();
-    let output = Output { printed: printed.map(read).transpose()?, errors: errors.map(read).transpose()? };
+    let (stdout, stderr) = process.take_output();
+    let output = Output { stdout: stdout.map(read).transpose()?, stderr: stderr.map(read).transpose()? };
     Ok((process, output))
 }
 

@@ -1,4 +1,4 @@
-//! The plan of a job: how its network is distributed over its ranks, what that costs, and why the plan was chosen.
+//! The plan of a job: how its network is distributed over its ranks, the predicted cost, and why the plan was chosen.
 //! Used by `lockstep plan`, and by the ranks of a job with `parallel.mode = "auto"`. A machine is measured once, and
 //! the figures are stored in the cache.
 
@@ -18,9 +18,9 @@ use lockstep_protocol::{
 use sha2::{Digest, Sha256};
 use std::{fs, path::PathBuf};
 
-/// Maximum number of pictures of a measured step: on CPU cores, and on a device with its own memory. The speed hardly
-/// depends on a larger number.
-const PICTURES: [u32; 2] = [8, 256];
+/// Maximum number of pictures in a measured step: on CPU cores, and on a device with its own memory. Larger steps
+/// hardly change the speed.
+const MAX_PICTURES: [u32; 2] = [8, 256];
 
 /// The network of a job for pictures of `side` pixels. The evaluation side determines the stem.
 ///
@@ -38,7 +38,7 @@ pub fn network(
 
 /// The sample to measure for a job with `network`.
 pub fn sample(spec: &JobSpec, network: &Network, device: DeviceChoice, threads: usize) -> Sample {
-    let most = PICTURES[usize::from(!device.backend.needs().host_memory)];
+    let max_pictures = MAX_PICTURES[usize::from(!device.backend.needs().host_memory)];
     Sample {
         model: ModelSpec {
             stem: spec.model.stem_for(network.image_size),
@@ -46,15 +46,15 @@ pub fn sample(spec: &JobSpec, network: &Network, device: DeviceChoice, threads: 
             ..spec.model.clone()
         },
         image_size: network.image_size,
-        pictures: spec.micro_batch_size().clamp(1, most) as usize,
+        pictures: spec.micro_batch_size().clamp(1, max_pictures) as usize,
         precision: spec.train.precision,
         threads,
         heads: heads(network.classes),
     }
 }
 
-/// Collective: measures how fast ranks compute at the same time, and how they reach each other. `local_ranks` are on
-/// this machine.
+/// Collective: measures how fast ranks compute concurrently, and the links between them. `local_ranks` is the number of
+/// ranks on this machine.
 ///
 /// # Errors
 /// As [`lockstep_engine::measure`], or a rank does not respond.
@@ -109,7 +109,7 @@ fn file(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<PathBuf> {
 }
 
 /// The stored figures that include the sample's heads, if there are any.
-pub fn kept(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Machine> {
+pub fn stored_figures(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Machine> {
     let with = |heads: usize| -> Option<Machine> {
         let sample = Sample { heads: WIDE[..heads].to_vec(), ..sample.clone() };
         let machine: Machine = serde_json::from_slice(&fs::read(file(&sample, device, ranks)?).ok()?).ok()?;
@@ -119,7 +119,7 @@ pub fn kept(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Machine
 }
 
 /// Stores figures. Without a cache directory they are measured again each time.
-pub fn keep(machine: &Machine, sample: &Sample, device: DeviceChoice, ranks: u32) {
+pub fn store_figures(machine: &Machine, sample: &Sample, device: DeviceChoice, ranks: u32) {
     let Some(file) = file(sample, device, ranks) else { return };
     let write = || -> std::io::Result<()> {
         fs::create_dir_all(file.parent().unwrap_or(&file))?;
@@ -147,13 +147,13 @@ impl Planned {
     /// "auto"`, the best plan.
     ///
     /// # Errors
-    /// No plan that the job allows can run; a sentence.
+    /// Why no plan that the job allows can run.
     pub fn of(spec: &JobSpec, network: &Network, machine: &Machine) -> Result<Self, String> {
         let parallel = &spec.parallel;
         let ranks = parallel.ranks as usize;
         if ranks > 1 && machine.within.is_none() {
             return Err(format!(
-                "how {ranks} ranks reach each other is not known: one rank was measured, because this machine has one device. Give the \
+                "the links of {ranks} ranks are not known: one rank was measured, because this machine has one device. Give the \
                  figures of another machine (--machine FILE)"
             ));
         }
@@ -163,7 +163,7 @@ impl Planned {
             state: slots(spec.train.optimizer).len() as u64 + u64::from(spec.train.ema_decay > 0.0),
             sync_batch_norm: parallel.sync_batch_norm,
         };
-        let runs = |plan: &Plan| {
+        let check_plan_runs = |plan: &Plan| {
             can_run(&with_plan(spec, plan, machine), machine)?;
             if spec.loss.class_weights.is_some() && plan.mesh.model > 1 {
                 return Err("loss.class_weights needs all classes on each rank".into());
@@ -173,15 +173,16 @@ impl Planned {
             }
             registry::named(&machine.backend).map_or(Ok(()), |backend| backend.check_plan(network, plan))
         };
-        // Plans must not change results that depend on how pictures are distributed over ranks.
+        // Some settings make results depend on how pictures are distributed over ranks. Only data parallelism is used
+        // then.
         let is_free = parallel.gradients_mean && (parallel.sync_batch_norm || spec.model.freeze_norm);
-        let may_run = |plan: &Plan| (is_free || plan.is_data()) && runs(plan).is_ok();
+        let may_run = |plan: &Plan| (is_free || plan.is_data()) && check_plan_runs(plan).is_ok();
         let free = ParallelSpec::default();
         let pinned = if parallel.is_auto() { parallel } else { &free };
         let considered = search(network, ranks, (machine, &work), pinned, may_run);
         let chosen = match parallel.is_auto() {
             true => considered.first().cloned().ok_or_else(|| {
-                let why = runs(&Plan::data(parallel.ranks)).err();
+                let why = check_plan_runs(&Plan::data(parallel.ranks)).err();
                 let why = why.unwrap_or_else(|| "leave out parallel.model, height, pipeline or shard".into());
                 format!("no plan for {ranks} ranks can be run: {why}")
             })?,
@@ -201,11 +202,11 @@ impl Planned {
         with_plan(spec, &self.chosen.plan, machine)
     }
 
-    /// Why the memory of a rank of `machine` does not suffice for the plan. `None` if it does.
+    /// Why the memory of a rank of `machine` does not suffice for the plan. `None` if the memory suffices.
     pub fn lacks_memory(&self, machine: &Machine) -> Option<String> {
         (!self.chosen.fits(machine)).then(|| {
             format!(
-                "no plan fits: {} needs {} a rank, which has {}. Use more ranks, smaller pictures, or take the batch in parts \
+                "no plan fits: {} needs {} per rank, which has {}. Use more ranks, smaller pictures, or split the batch \
                  (train.accumulate)",
                 self.chosen.plan,
                 gigabytes(self.chosen.cost.memory_bytes),
@@ -246,12 +247,12 @@ impl Planned {
         description
     }
 
-    /// A summary for the log, such as `2 (data) x 1 (height) x 2 (model) ranks, fc split by out: 12.3 ms a step and
-    /// ... as predicted`.
+    /// A summary for the log, such as `plan: 2 (data) x 1 (height) x 2 (model) ranks, fc split by out; predicted are
+    /// 12.3 ms per step, ...`.
     pub fn in_words(&self) -> String {
         let Candidate { plan, cost } = &self.chosen;
         format!(
-            "plan: {plan}; predicted are {:.1} ms a step, {:.0} images/s and {} a rank, limited by {}; {}",
+            "plan: {plan}; predicted are {:.1} ms per step, {:.0} images/s and {} per rank, limited by {}; {}",
             cost.step_ms,
             cost.images_per_second,
             gigabytes(cost.memory_bytes),
@@ -291,7 +292,7 @@ fn can_run(spec: &JobSpec, machine: &Machine) -> Result<(), String> {
 }
 
 fn why(chosen: &Candidate, considered: &[Candidate], parallel: &ParallelSpec, machine: &Machine) -> String {
-    let timed = |of: &Candidate| format!("{} ({:.1} ms a step)", of.plan, of.cost.step_ms);
+    let timed = |of: &Candidate| format!("{} ({:.1} ms per step)", of.plan, of.cost.step_ms);
     if parallel.ranks == 1 {
         return "there is one rank".into();
     }
@@ -301,22 +302,22 @@ fn why(chosen: &Candidate, considered: &[Candidate], parallel: &ParallelSpec, ma
         return format!("the job asks for it; parallel.mode = \"auto\" would choose {}", timed(best));
     }
     if chosen.plan.optimizer_sharding && !parallel.optimizer_sharding {
-        return "memory does not suffice for all of the optimizer's state on every rank".into();
+        return "the memory of a rank does not suffice for the whole optimizer state".into();
     }
     if !parallel.is_auto() || chosen.plan.is_data() {
         let next = considered.iter().find(|of| of.plan.mesh != chosen.plan.mesh);
-        return next.map_or("these ranks can run no other".into(), |next| {
+        return next.map_or("these ranks can run no other plan".into(), |next| {
             format!("no other plan is 2 % faster; the next best is {}", timed(next))
         });
     }
     match considered.iter().find(|of| of.plan.is_data()) {
         Some(data) if !data.fits(machine) => format!(
-            "data parallel needs {} a rank, which has {}",
+            "data parallel needs {} per rank, which has {}",
             gigabytes(data.cost.memory_bytes),
             gigabytes(machine.memory_bytes as f64)
         ),
-        Some(data) => format!("data parallel takes {:.1} ms a step", data.cost.step_ms),
-        None => "a part of it is pinned, or ranks have too few pictures for data parallel".into(),
+        Some(data) => format!("data parallel takes {:.1} ms per step", data.cost.step_ms),
+        None => "the job sets a part of the plan, or has too few pictures per rank for data parallel".into(),
     }
 }
 
@@ -402,9 +403,9 @@ mod tests {
         assert_eq!((resolved.parallel.mode.as_str(), resolved.train), ("data", spec.train));
     }
 
-    /// They split no other layer than the last one, and each has a row of every activation.
+    /// They split no layer but the last, and each rank has a row of every activation.
     #[test]
-    fn gpus_choose_among_the_plans_that_they_compute() {
+    fn gpus_are_offered_only_plans_that_they_support() {
         let (spec, network) = job();
         let rows_of_two = super::network(&spec.model, (8, 8), 3, 10).unwrap();
         for (network, meshes) in [(&network, 8), (&rows_of_two, 7)] {
@@ -418,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_that_train_something_else_or_do_not_run_are_not_considered() {
+    fn plans_that_change_results_or_cannot_run_are_skipped() {
         let (mut spec, network) = job();
         let planned = Planned::of(&spec, &network, &machine("cpu")).unwrap();
         assert!(planned.chosen.plan.is_data() && planned.considered.len() == 9, "{}", planned.why);

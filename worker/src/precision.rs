@@ -1,11 +1,11 @@
-//! Steps whose gradients overflow float16. Each is skipped and the loss scale is halved, as by PyTorch's
-//! `GradScaler`. If overflows persist, the run needs another format.
+//! Steps whose gradients overflow float16. Each such step is skipped and the loss scale is halved, as by PyTorch's
+//! `GradScaler`. If overflows persist, the run needs another floating-point format.
 
 use serde::{Deserialize, Serialize};
 
-/// Number of consecutive skipped steps that is too high: by then the scale has been divided by thirty-two without
+/// The number of consecutive skipped steps that is too high: the scale has then been divided by thirty-two without
 /// effect.
-const IN_A_ROW: u64 = 5;
+const MAX_IN_A_ROW: u64 = 5;
 /// Maximum number of skipped steps among the last [`WINDOW`] steps: one in a hundred.
 const MAX_IN_WINDOW: usize = (WINDOW / 100) as usize;
 const WINDOW: u64 = 500;
@@ -30,14 +30,14 @@ impl SkippedSteps {
         self.recent.retain(|old| old + WINDOW > step);
     }
 
-    /// Why float16 is unsuitable, if too many recent steps were skipped.
-    pub fn persist(&self) -> Option<String> {
+    /// A description of the skipped steps, if there were too many recently and float16 is therefore unsuitable.
+    pub fn describe_if_persistent(&self) -> Option<String> {
         let in_a_row = match *self.recent.as_slice() {
-            [.., first, _, _, _, last] => last.checked_sub(first) == Some(IN_A_ROW - 1),
+            [.., first, _, _, _, last] => last.checked_sub(first) == Some(MAX_IN_A_ROW - 1),
             _ => false,
         };
         if in_a_row {
-            return Some(format!("{IN_A_ROW} steps in a row"));
+            return Some(format!("{MAX_IN_A_ROW} steps in a row"));
         }
         let count = self.recent.len();
         (count > MAX_IN_WINDOW).then(|| format!("{count} of the last {WINDOW} steps"))
@@ -56,21 +56,21 @@ mod tests {
     }
 
     #[test]
-    fn four_in_a_row_are_borne_and_five_are_not() {
-        assert_eq!(after(10, &[3, 4, 5, 6]).persist(), None);
-        assert_eq!(after(10, &[3, 4, 5, 6, 8]).persist(), None);
-        assert_eq!(after(7, &[3, 4, 5, 6, 7]).persist().as_deref(), Some("5 steps in a row"));
+    fn four_skipped_steps_in_a_row_are_tolerated_and_five_not() {
+        assert_eq!(after(10, &[3, 4, 5, 6]).describe_if_persistent(), None);
+        assert_eq!(after(10, &[3, 4, 5, 6, 8]).describe_if_persistent(), None);
+        assert_eq!(after(7, &[3, 4, 5, 6, 7]).describe_if_persistent().as_deref(), Some("5 steps in a row"));
     }
 
     #[test]
-    fn five_of_five_hundred_are_borne_and_six_are_not() {
+    fn five_skipped_of_500_steps_are_tolerated_and_six_not() {
         let every_hundredth: Vec<u64> = (1..=30).map(|n| 100 * n).collect();
         for steps in [499, 500, 501, 3000] {
-            assert_eq!(after(steps, &every_hundredth).persist(), None, "{steps}");
+            assert_eq!(after(steps, &every_hundredth).describe_if_persistent(), None, "{steps}");
         }
         let six = [100, 200, 300, 400, 500, 599];
-        assert_eq!(after(599, &six).persist().as_deref(), Some("6 of the last 500 steps"));
-        assert_eq!(after(600, &six).persist(), None, "the first is too old to count");
+        assert_eq!(after(599, &six).describe_if_persistent().as_deref(), Some("6 of the last 500 steps"));
+        assert_eq!(after(600, &six).describe_if_persistent(), None, "the first is too old to count");
         assert_eq!(after(600, &six).total, 6);
     }
 }

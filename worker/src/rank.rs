@@ -1,14 +1,13 @@
-//! One rank of an attempt: rendezvous, engine, training, and the end.
-//!
-//! A rank always reports why it ends: finished, stopped, or failed with a reason, in its last record. It ends in
-//! order on SIGTERM and SIGINT. It continues if its terminal or its agent disappears.
+//! One rank of an attempt: rendezvous, engine, training and exit.
+//! The last record of a rank reports why it ends: finished, stopped, or failed with a reason. On SIGTERM and SIGINT, a
+//! rank first finishes its step and writes a checkpoint. It continues if its terminal or its agent disappears.
 
 mod config;
 mod error;
 mod machine_metrics;
 mod signals;
 mod spare;
-/// Resolves a name to an address that other machines can reach, which excludes loopback.
+/// Parses an address, or resolves a name to an address that is not a loopback address.
 fn outside_address(address: &str) -> Option<std::net::IpAddr> {
     use std::net::ToSocketAddrs;
     if let Ok(ip) = address.parse() {
@@ -59,19 +58,20 @@ pub const EXIT_STOPPED: i32 = 3;
 /// The exit status of a rank that has reached the epoch after which its job pauses.
 pub const EXIT_PAUSED: i32 = 4;
 
-/// Time limit for ranks to meet at the rendezvous.
-const MEET_WITHIN: Duration = Duration::from_secs(30);
-/// Added to the time after which a silent rank counts as dead, so that the agent, which knows more, reports it first.
+/// Time limit for all ranks to join the rendezvous.
+const RENDEZVOUS_TIMEOUT: Duration = Duration::from_secs(30);
+/// Added to the time after which other ranks consider a silent rank dead, so that the agent, which knows more, reports
+/// it first.
 const AFTER_THE_AGENT: Duration = Duration::from_secs(15);
 /// Time from the end of the wait (for the step or the lease) to the end of the process.
 const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
-/// Time limit for the system's part of an orderly exit, such as freeing a GPU's memory.
+/// Time limit for exit handlers and the system in an orderly exit, such as freeing a GPU's memory.
 const EXIT_WITHIN: Duration = Duration::from_secs(20);
 /// The same limit for a rank that has reported its failure. CUDA's exit handler would wait for a GPU that waits for
-/// lost ranks. So the process is killed, and the driver frees its memory.
+/// lost ranks. So the process is killed, and the driver frees the GPU's memory.
 const FAIL_WITHIN: Duration = Duration::from_millis(200);
-/// The watchdog reports this much earlier than the agent (or a tenth of the limit, if that is less), because it knows
-/// which ranks are behind.
+/// The watchdog reports a stall this much earlier than the agent (or a tenth of the limit, if that is less), because
+/// the watchdog knows which ranks are behind.
 const BEFORE_THE_AGENT: Duration = Duration::from_secs(3);
 
 /// Runs the rank configured in the file at `config_path`, and exits with its status.
@@ -178,7 +178,7 @@ fn attempt(
     let device = config.device();
     let needs = device.backend.needs();
     device.backend.preflight(start.world_size).map_err(TrainError::Impossible)?;
-    // Meanwhile the ranks meet, and the dataset is opened.
+    // The device warms up while the ranks meet and the dataset is opened.
     device.backend.warm_up(device.ordinal, start.world_size, Some(start.spec.train.precision));
     let stall = Duration::from_secs(start.spec.recovery.stall_timeout_secs.into());
     let mut met = None;
@@ -191,7 +191,7 @@ fn attempt(
             secret: start.secret.clone().into_bytes(),
             rank: config.rank,
             world_size: start.world_size,
-            timeout: MEET_WITHIN,
+            timeout: RENDEZVOUS_TIMEOUT,
             stop: state.stop.clone(),
         })?;
         if let Some(ip) = start.network.as_ref().and_then(|network| outside_address(&network.address)) {
@@ -248,11 +248,11 @@ fn attempt(
         observer: reporter.as_ref(),
         stop: &state.stop,
         progress: &state.progress,
-        kept: &state.kept,
+        kept: &state.checkpointed_step,
         stop_within: Duration::from_secs(config.stop_within_secs.into()),
     });
     match (outcome, watchdog.as_ref().and_then(|dog| dog.stall_reason())) {
-        // The step that the watchdog has ended was reported as an aborted collective. Report the stall instead.
+        // After the watchdog has ended the step, the error is an aborted collective. Report the stall instead.
         (Err(_), Some(why)) => Err(RankError::Stalled(why.into())),
         (outcome, _) => Ok(outcome?),
     }
@@ -264,8 +264,8 @@ fn check_backends(store: &Store, name: &str) -> Result<(), RankError> {
     first_to_differ(&names).map_or(Ok(()), |rank| {
         let [first, other] = [0, rank].map(|rank| String::from_utf8_lossy(&names[rank]));
         Err(RankError::Train(TrainError::Impossible(format!(
-            "rank {rank} computes with {other} and rank 0 with {first}: a job has one kind of device. Set parallel.device to it, and leave \
-             out the machines that have none (lockstep doctor says what a machine has)"
+            "rank {rank} computes with {other} and rank 0 with {first}: all ranks of a job need the same kind of device. Set parallel.device, and leave \
+             out machines without this device (lockstep doctor shows a machine's devices)"
         ))))
     })
 }
@@ -278,7 +278,7 @@ fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
     if sum[0] == n * (n - 1.0) / 2.0 {
         return Ok(());
     }
-    let error = format!("the ranks' first all-reduce gave {} instead of {}", sum[0], n * (n - 1.0) / 2.0);
+    let error = format!("the ranks' first all-reduce returned {} instead of {}", sum[0], n * (n - 1.0) / 2.0);
     Err(RankError::System(std::io::Error::other(error)))
 }
 
@@ -292,7 +292,7 @@ fn log_listen_address(config: &RankConfig, reporter: &Reporter) {
     }
 }
 
-/// Collective: rank 0 logs a warning if any rank's connection sends gradients to another machine unencrypted.
+/// Collective: rank 0 logs a warning if any rank sends gradients to another machine, because they are not encrypted.
 fn warn_if_unencrypted(
     comm: &dyn ProcessGroup,
     next_is_elsewhere: bool,
@@ -318,7 +318,7 @@ fn unencrypted_warning(on_cores: bool) -> &'static str {
     }
 }
 
-/// Starts the watchdog. It ends this rank when steps no longer complete, whatever its GPU is doing.
+/// Starts the watchdog, which ends this rank when steps no longer complete, even while a thread waits for the GPU.
 fn watch(
     config: &RankConfig,
     state: &Arc<RankState>,
@@ -327,13 +327,13 @@ fn watch(
     stall: Duration,
 ) -> std::io::Result<Arc<Watchdog>> {
     let (config, state, reporter) = (config.clone(), state.clone(), reporter.clone());
-    // The agent notices the silence but not the reason, so it waits a little longer.
+    // The agent notices the silence but not its reason, so the agent's limit is longer.
     let limit = stall - (stall / 10).min(BEFORE_THE_AGENT);
     Watchdog::start(store, limit, move |why| {
         reporter.log(why);
         state.abort(why);
         std::thread::sleep(LEAVE_WITHIN);
-        // The process is still running: a thread waits for the GPU, and cannot be interrupted otherwise.
+        // The process is still running: a thread waits for the GPU and cannot be interrupted.
         report_failure(&config, &state, &reporter, &RankError::Stalled(why.into()));
         let _ = reporter.flush();
         leave(EXIT_FAILED, LEAVE_WITHIN);
@@ -361,7 +361,7 @@ struct RankState {
     stop: Arc<AtomicBool>,
     progress: Arc<AtomicU64>,
     /// The step of the newest checkpoint known to this rank.
-    kept: AtomicU64,
+    checkpointed_step: AtomicU64,
     /// Whether the last record has been written.
     last_record_written: AtomicBool,
     /// Whether the rank has ended in order: finished, or stopped together with all others.
@@ -379,16 +379,17 @@ impl RankState {
         }
     }
 
-    /// A sentence about the steps that are lost if this process ends now. `None` if none are.
+    /// A message about the steps that are lost if this process ends now. `None` if no steps are lost.
     fn lost(&self, rank: u32) -> Option<String> {
-        let (step, kept) = (self.progress.load(Ordering::Relaxed), self.kept.load(Ordering::Relaxed));
+        let (step, checkpointed_step) =
+            (self.progress.load(Ordering::Relaxed), self.checkpointed_step.load(Ordering::Relaxed));
         // During training, only rank 0 knows about checkpoints.
-        match (step > kept, rank, kept) {
+        match (step > checkpointed_step, rank, checkpointed_step) {
             (false, ..) => None,
             (true, 0, 0) => Some(format!("There is no checkpoint yet: steps 1 to {step} are lost")),
             (true, 0, _) => Some(format!(
-                "The newest checkpoint is of step {kept}: steps {} to {step} are lost",
-                kept + 1
+                "The newest checkpoint is of step {checkpointed_step}: steps {} to {step} are lost",
+                checkpointed_step + 1
             )),
             (true, ..) => Some(format!("This rank has seen no checkpoint of step {step}")),
         }

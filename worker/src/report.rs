@@ -1,8 +1,8 @@
-//! A rank's reports to its agent: a file of records, which one process appends and others read from any record on.
+//! A rank's reports to its agent: a file of records. One process appends; others read from any record on.
 //! The file is the spool: whichever process dies, nothing is lost or reported twice.
 //!
 //! A record is `u32` length, `u32` CRC-32 of the payload (both little-endian), then the payload: an
-//! [`AttemptEvent`] as MessagePack with named fields. The same log lines are in a text file next to it.
+//! [`AttemptEvent`] as MessagePack with named fields. The log lines are also in a text file next to it.
 
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -25,15 +25,15 @@ pub(crate) use sampler::Sampler;
 pub use tail::{Tail, TailError};
 
 /// How long a point or a line may wait before it is written, so that several are written together. A live chart is
-/// updated 50 times a second, and a fast job does not write a record per point.
+/// still updated 50 times per second, and a fast job does not write a record per point.
 const FLUSH_AFTER: Duration = Duration::from_millis(20);
-/// Number of points and lines that are written without further delay.
+/// Number of pending points and lines at which they are written at once.
 const FLUSH_AT: usize = 4096;
 /// Maximum length of a log line in bytes, as documented for `LogLine`.
-const LONGEST_LINE: usize = 4096;
+const MAX_LINE_BYTES: usize = 4096;
 /// A longer record is considered damaged.
-const LONGEST_RECORD: u32 = 64 << 20;
-const HEADER: usize = 8;
+const MAX_RECORD_BYTES: u32 = 64 << 20;
+const HEADER_BYTES: usize = 8;
 
 /// The file of records of `rank` in an attempt's folder.
 pub fn events_path(attempt_dir: &Path, rank: u32) -> PathBuf {
@@ -45,7 +45,7 @@ pub fn log_path(attempt_dir: &Path, rank: u32) -> PathBuf {
     attempt_dir.join(format!("rank.{rank}.log"))
 }
 
-/// A file of records, for its only writer.
+/// The writer of a file of records. A file has only one writer.
 #[derive(Debug)]
 pub struct Records {
     file: File,
@@ -79,10 +79,10 @@ impl Records {
     /// Appends a record.
     ///
     /// # Errors
-    /// The file cannot be written. The record is kept and written before the next one.
+    /// The file cannot be written. The record stays pending and is written before the next record.
     pub fn append(&mut self, event: &AttemptEvent) -> io::Result<()> {
         let payload = lockstep_protocol::wire::encode(event).map_err(io::Error::other)?;
-        let length = u32::try_from(payload.len()).ok().filter(|l| *l <= LONGEST_RECORD);
+        let length = u32::try_from(payload.len()).ok().filter(|l| *l <= MAX_RECORD_BYTES);
         let length = length.ok_or_else(|| io::Error::other("a record of more than 64 MiB"))?;
         self.pending.extend_from_slice(&length.to_le_bytes());
         self.pending.extend_from_slice(&crc32fast::hash(&payload).to_le_bytes());
@@ -124,10 +124,10 @@ impl Records {
 
 /// Receives the reports of a rank during training.
 pub trait Observer: Send + Sync {
-    /// A point of a metric, whose name is in [`lockstep_protocol::metric::NAMES`]. NaN and infinities are kept; both
-    /// arrive as NaN.
+    /// A point of a metric, whose name is in [`lockstep_protocol::metric::NAMES`]. NaN and infinities both arrive as
+    /// NaN.
     fn metric(&self, name: &str, step: u64, value: f32);
-    /// A log line, or several if `line` has several. Lines are cut off at 4096 bytes.
+    /// A log line, or several if `line` contains line feeds. Lines are truncated to 4096 bytes.
     fn log(&self, line: &str);
     /// Any other event. It is written at once, after everything that came before it.
     fn event(&self, event: &AttemptEvent);
@@ -166,8 +166,8 @@ struct State {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic of another thread leaves only complete columns and lines behind. Continue, because the reason of
-        // that panic must be reported.
+        // A panic of another thread leaves only complete columns and lines behind. Continue, because that panic must be
+        // reported.
         self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
@@ -211,7 +211,7 @@ impl Reporter {
     /// Writes all pending reports.
     ///
     /// # Errors
-    /// The file cannot be written (the disk is full or gone). Reports stay pending, and later calls try again.
+    /// The file cannot be written (the disk is full or gone). Reports stay pending, and later calls retry.
     pub fn flush(&self) -> io::Result<()> {
         self.shared.lock().flush()
     }
@@ -224,10 +224,10 @@ impl Reporter {
         self.stop()
     }
 
-    fn noted(&self, mut state: MutexGuard<'_, State>) {
+    fn flush_or_wake(&self, mut state: MutexGuard<'_, State>) {
         let waiting = state.lines.len() + state.columns.iter().map(|c| c.steps.len()).sum::<usize>();
         if waiting >= FLUSH_AT {
-            complain(state.flush());
+            log_error(state.flush());
         } else if state.since.is_none() && waiting > 0 {
             state.since = Some(Instant::now());
             self.shared.wake.notify_one();
@@ -263,31 +263,31 @@ impl Observer for Reporter {
                 });
             }
         }
-        self.noted(state);
+        self.flush_or_wake(state);
     }
     fn log(&self, text: &str) {
         let mut state = self.shared.lock();
         for line in text.lines() {
-            let line = &line[..line.floor_char_boundary(LONGEST_LINE)];
+            let line = &line[..line.floor_char_boundary(MAX_LINE_BYTES)];
             state.log_pending.extend_from_slice(line.as_bytes());
             state.log_pending.push(b'\n');
             state.lines_so_far += 1;
             let number = state.lines_so_far;
             state.lines.push(LogLine { number, at: Timestamp::now(), text: line.into() });
         }
-        self.noted(state);
+        self.flush_or_wake(state);
     }
     fn event(&self, event: &AttemptEvent) {
         let mut state = self.shared.lock();
         let flushed = state.flush();
         let written = state.records.append(event);
-        complain(flushed.and(written));
+        log_error(flushed.and(written));
     }
 }
 
 impl Drop for Reporter {
     fn drop(&mut self) {
-        complain(self.stop());
+        log_error(self.stop());
     }
 }
 
@@ -295,7 +295,7 @@ impl State {
     fn flush(&mut self) -> io::Result<()> {
         self.since = None;
         let rank = self.rank;
-        // The text first, so that the log file is never behind the page.
+        // The text is written first, so that the log file is never behind the page.
         let logged = match self.log.write(&self.log_pending) {
             Ok(written) => {
                 self.log_pending.drain(..written);
@@ -316,8 +316,8 @@ impl State {
     }
 }
 
-/// The rank's stderr is a file, which its agent shows if the rank dies.
-fn complain(result: io::Result<()>) {
+/// Logs an error to the rank's stderr, a file that the agent shows if the rank dies.
+fn log_error(result: io::Result<()>) {
     if let Err(error) = result {
         tracing::warn!(%error, "reports cannot be written yet");
     }
@@ -331,7 +331,7 @@ fn flush_in_time(shared: &Shared) {
             Some(since) => FLUSH_AFTER.saturating_sub(since.elapsed()),
         };
         if wait.is_zero() {
-            complain(state.flush());
+            log_error(state.flush());
             continue;
         }
         state = match shared.wake.wait_timeout(state, wait) {
@@ -349,7 +349,7 @@ pub struct LossLines {
 }
 
 impl LossLines {
-    /// The rule of a job. 0: at most 10 lines a second, and the last step of each epoch. n: every n-th step.
+    /// The rule of a job. 0: at most 10 lines per second, and the last step of each epoch. n: every n-th step.
     pub fn new(every_steps: u64) -> Self {
         Self { every_steps, last: None }
     }
@@ -359,11 +359,11 @@ impl LossLines {
         let due = match self.every_steps {
             0 => {
                 let now = Instant::now();
-                let rested = self.last.is_none_or(|last| now - last >= Duration::from_millis(100));
-                if rested {
+                let is_pause_over = self.last.is_none_or(|last| now - last >= Duration::from_millis(100));
+                if is_pause_over {
                     self.last = Some(now);
                 }
-                rested || step.is_multiple_of(steps_per_epoch)
+                is_pause_over || step.is_multiple_of(steps_per_epoch)
             }
             n => step.is_multiple_of(n),
         };

@@ -1,12 +1,12 @@
 //! Starts the rank processes of this machine, watches them, ends them in order or by force, and determines why each
-//! ended. The callers (the agent, `lockstep train`, `doctor`, `bench`) differ in their [`Policy`].
+//! ended. Each caller (the agent, `lockstep train`, `doctor`, `bench`) has its own [`Policy`].
 //!
-//! - [`RankProcess`]: one process, started or adopted, which is signalled together with the processes that it has
+//! - [`RankProcess`]: one process, started or adopted, signals also reach the processes that it has
 //!   started
 //! - [`Spare`]: a process that has opened a GPU, and becomes a rank there sooner than a new process
 //! - [`Rank`]: a process, and its records in the attempt's folder
-//! - [`RankGroup`]: all ranks, and the kinds of [`Stop`], from the least to the most urgent
-//! - [`failure_cause`]: finds the rank whose end explains the others'
+//! - [`RankGroup`]: all ranks of an attempt, which are ended by a [`Stop`]
+//! - [`failure_cause`]: finds the rank whose end explains the ends of the others
 
 mod cause;
 mod group;
@@ -29,7 +29,7 @@ use std::{future::Future, time::Duration};
 
 /// The decisions that a caller of [`supervise`] makes about its ranks.
 pub trait Policy {
-    /// The records of each rank that the caller stores.
+    /// Where the caller stores the records of each rank.
     type Records: RecordSink;
     /// Orders that may arrive: a signal, or a message.
     type Order;
@@ -46,20 +46,20 @@ pub trait Policy {
     /// Carries out an order.
     fn obey(&mut self, order: Self::Order, ranks: &mut RankGroup<Self::Records>);
 
-    /// Reads new records of the ranks. Called after each poll of their processes, including the last.
+    /// Reads new records of the ranks. Called after each poll of their processes, including the last poll.
     ///
     /// # Errors
     /// The ranks cannot be watched any further. [`Orphans`] decides what happens to them.
     fn observe(&mut self, ranks: &mut RankGroup<Self::Records>) -> Result<(), Self::Error>;
 
-    /// Decides whether the ranks must end. Called until they are ending.
+    /// Decides whether the ranks must end, and if so calls [`RankGroup::stop`]. Called until the ranks are ending.
     fn decide(&mut self, ranks: &mut RankGroup<Self::Records>);
 
     /// Time from SIGTERM to SIGKILL. Requested repeatedly, because it may depend on what ranks are still doing.
     fn grace(&self, ranks: &RankGroup<Self::Records>) -> Duration;
 }
 
-/// Watches ranks until all have ended, or until one cannot be killed ([`RankGroup::is_unkillable`]).
+/// Watches ranks until all have ended, or until a rank cannot be killed ([`RankGroup::is_unkillable`]).
 ///
 /// # Errors
 /// The error of [`Policy::observe`].

@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-/// Writes a shell script that is started next. It is written by another process: if this process had the file open
-/// for writing, a process forked by another test could inherit it, and the script could not be executed.
+/// Writes a shell script that is started next. Another process writes the file: if this process had it open for
+/// writing, a process forked by another test could inherit the open file, and the script could not be executed
+/// (ETXTBSY).
 pub(crate) fn write_script(path: &Path, body: &str) {
     let text = format!("#!/bin/sh\n{body}\n");
     let written = std::process::Command::new("sh")

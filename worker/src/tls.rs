@@ -1,4 +1,4 @@
-//! TLS of clients: certificate authorities, client certificates, and error messages.
+//! TLS of clients: CA certificates, client certificates, and error messages.
 
 mod identity;
 
@@ -17,15 +17,15 @@ use std::{
 };
 
 /// Maximum number of names in a certificate that an error lists.
-const NAMED: usize = 8;
-/// Maximum size of a file of certificate authorities.
-const FILE_BYTES: u64 = 16 << 20;
+const MAX_NAMES: usize = 8;
+/// Maximum size of a file of CA certificates.
+const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// Settings that trust the system's authorities and the authorities in `ca_file`. The system's are at the usual
-/// paths, or in `SSL_CERT_FILE` and `SSL_CERT_DIR`.
+/// A configuration that trusts the system's CA certificates and those in `ca_file`. `SSL_CERT_FILE` and `SSL_CERT_DIR`
+/// replace the system's usual paths.
 ///
 /// # Errors
-/// The file cannot be used; a sentence.
+/// Why the file cannot be used.
 pub fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, String> {
     client_config_as(ca_file, None)
 }
@@ -33,19 +33,19 @@ pub fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, String
 /// As [`client_config`], for a client that presents a certificate if the server requests one.
 ///
 /// # Errors
-/// A file cannot be used; a sentence.
+/// Why a file cannot be used.
 pub fn client_config_as(
     ca_file: Option<&Path>,
     identity: Option<&IdentityFiles>,
 ) -> Result<Arc<ClientConfig>, String> {
     let mut roots = RootCertStore::empty();
-    // Unreadable authorities of the system are not trusted. This causes an error only when they are needed.
+    // Unreadable CA certificates of the system are skipped, which causes an error only when they are needed.
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
     if let Some(path) = ca_file {
         let shown = path.display();
         let about = std::fs::metadata(path).map_err(|error| format!("the CA file {shown}: {error}"))?;
-        if !about.is_file() || about.len() > FILE_BYTES {
-            return Err(format!("the CA file {shown} is not a file of less than {} MiB", FILE_BYTES >> 20));
+        if !about.is_file() || about.len() > MAX_FILE_BYTES {
+            return Err(format!("the CA file {shown} is not a file of at most {} MiB", MAX_FILE_BYTES >> 20));
         }
         let pem = std::fs::read(path).map_err(|error| format!("the CA file {shown}: {error}"))?;
         let mut count = 0;
@@ -64,7 +64,7 @@ pub fn client_config_as(
     config(roots, identity)
 }
 
-/// Settings for a client that uses plain HTTP: no authority is trusted, and no file is read.
+/// A configuration for a client that uses plain HTTP: trusts no CA certificate, and reads no file.
 ///
 /// # Errors
 /// Never, unless the cryptographic library supports no version of TLS.
@@ -116,7 +116,7 @@ pub fn in_words(error: &(dyn Error + 'static), server: &str) -> Option<String> {
     Some(format!("{server}: {why}"))
 }
 
-/// Why a server rejected this client's certificate, as far as the TLS alert tells.
+/// Why a server rejected this client's certificate, according to the TLS alert.
 fn refusal_in_words(alert: AlertDescription) -> Option<String> {
     let why = match alert {
         AlertDescription::CertificateRevoked => "was revoked there",
@@ -153,7 +153,7 @@ fn certificate_in_words(problem: &CertificateError) -> String {
             expected.to_str(),
             match presented.is_empty() {
                 true => "no name at all".to_owned(),
-                false => presented.iter().take(NAMED).map(|name| plain(name)).collect::<Vec<_>>().join(", "),
+                false => presented.iter().take(MAX_NAMES).map(|name| strip_name_type(name)).collect::<Vec<_>>().join(", "),
             }
         ),
         CertificateError::NotValidForName => {
@@ -169,12 +169,12 @@ fn certificate_in_words(problem: &CertificateError) -> String {
     }
 }
 
-/// The name in the library's `DnsName("a")`.
-fn plain(presented: &str) -> String {
+/// Extracts the name from the library's format `DnsName("a")`.
+fn strip_name_type(presented: &str) -> String {
     presented.split_once('(').map_or(presented, |(_, rest)| rest).trim_matches([')', '"']).to_owned()
 }
 
-/// The TLS error among the causes. I/O errors contain theirs.
+/// Finds the TLS error among the causes of an error. An I/O error contains its cause (`get_ref`).
 fn find<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a TlsError> {
     let mut next = Some(error);
     while let Some(error) = next {

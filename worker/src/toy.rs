@@ -1,4 +1,4 @@
-//! A third backend for tests. It shows what a backend must provide, and computes with the CPU engine.
+//! A third backend for tests: shows what a backend must provide, and computes with the CPU engine.
 
 use lockstep_engine::{
     Backend, BuildArgs, Devices, Engine, EngineError, Needs, Selection, build_cpu, registry,
@@ -10,7 +10,7 @@ use lockstep_protocol::{
 };
 use std::{ffi::OsString, io, sync::Mutex};
 
-/// The prefix of its devices' names.
+/// The prefix of the names of the backend's devices.
 const DEVICE: &str = "TOY-";
 /// The environment variable with the devices of a rank's process.
 pub(crate) const VISIBLE: &str = "LOCKSTEP_TOY_DEVICES";

@@ -1,7 +1,6 @@
-//! The training loop. Read it from top to bottom to learn how training works.
-//!
-//! Nothing in it depends on where a run began: the order of pictures follows from the seed and the epoch,
-//! augmentation from the picture's place in its split, and the learning rate from the step. So a run that continues
+//! The training loop. Reading it from top to bottom shows how training works.
+//! Nothing depends on the step at which a run began: the order of pictures follows from the seed and the epoch,
+//! augmentation from the picture's index in its split, and the learning rate from the step. So a run that continues
 //! from a checkpoint gets the same weights as an uninterrupted run.
 
 mod auto;
@@ -56,7 +55,7 @@ use std::{
 use step::InFlight;
 use votes::{NotFinite, Votes};
 
-/// What a rank trains, together with which ranks, and to which observer it reports.
+/// The inputs of a rank's training: the job, the group of ranks, and the observer of its reports.
 #[derive(Clone)]
 pub struct Training<'a> {
     pub spec: &'a JobSpec,
@@ -88,12 +87,12 @@ pub struct Training<'a> {
     /// The watchdog to which an engine reports its steps, if its collectives may hang.
     pub watchdog: Option<Arc<Watchdog>>,
     pub observer: &'a dyn Observer,
-    /// Set by any thread of any rank: all ranks then stop after the same step, with a checkpoint of it.
+    /// Set to stop this rank. All ranks then stop after the same step, with a checkpoint of this step.
     pub stop: &'a AtomicBool,
     /// Number of optimizer steps done, for reports about the rank's end.
     pub progress: &'a AtomicU64,
-    /// The step of the newest checkpoint on disk known to this rank (only rank 0 knows), or 0. Later steps are lost
-    /// if the run does not end in order.
+    /// The step of the newest checkpoint on disk that this rank knows (normally only rank 0 does), or 0. Later steps
+    /// are lost if the run does not end in order.
     pub kept: &'a AtomicU64,
     /// Time for ranks that are asked to end to finish their step and its checkpoint.
     pub stop_within: Duration,
@@ -118,13 +117,13 @@ impl Training<'_> {
 pub enum Outcome {
     /// All steps are done, or the run was stopped early.
     Finished { step: u64 },
-    /// The ranks were asked to stop. They stopped after this step, with a checkpoint of it.
+    /// The ranks were asked to stop, and stopped after this step with a checkpoint of it.
     Stopped { step: u64 },
-    /// The ranks have reached the epoch of [`Training::pause_after`], which this step ends, with a checkpoint of it.
+    /// The ranks have reached the end of the epoch [`Training::pause_after`] at this step, with a checkpoint of it.
     Paused { step: u64 },
 }
 
-/// Builds an engine with initial weights, like [`plan::build_engine`]. Tests use engines whose float16 overflows.
+/// Builds an engine with initial weights, like [`plan::build_engine`]. Tests pass engines whose float16 overflows.
 type BuildEngine<'a> = dyn Fn(&Training<'_>, &RunPlan, u32) -> Result<Box<dyn Engine>, TrainError> + 'a;
 
 /// Trains one rank from the beginning (or from a checkpoint) to the end.
@@ -238,7 +237,7 @@ struct Run<'a> {
     writer: Option<CheckpointWriter>,
     /// Writes sharded checkpoints.
     parts: Option<Parts>,
-    /// Whether the log has a warning that a checkpoint may take longer than ranks have at their end.
+    /// Whether the log already warns that a checkpoint may take longer than ranks have at their end.
     slow_warned: bool,
     metadata: BTreeMap<String, String>,
     lines: LossLines,
@@ -250,7 +249,7 @@ struct Run<'a> {
     began_after: u64,
     /// Number of optimizer steps started.
     step: u64,
-    /// The newest step for which the average of the weights was updated, or did not have to be.
+    /// The newest step after which the average of the weights is up to date.
     averaged: u64,
     /// The best of the saved checkpoints.
     best: Option<Best>,
@@ -258,7 +257,7 @@ struct Run<'a> {
     stop_progress: Option<StopProgress>,
     /// See [`State::divisions`](crate::checkpoint::State::divisions).
     divisions: Vec<Division>,
-    /// Whether the engine has the weights of the last step. False while their average is evaluated in their place.
+    /// Whether the engine has the weights of the last step. False while their average is evaluated instead.
     has_own_weights: bool,
     /// Steps that were started and whose results have not been reported yet, oldest first.
     in_flight: VecDeque<InFlight>,
@@ -267,7 +266,7 @@ struct Run<'a> {
     skipped: SkippedSteps,
     /// The newest evaluation.
     evaluation: Option<Evaluation>,
-    /// Number of reasons for decoding on cores, although the GPU decodes, that have been logged.
+    /// Number of logged reasons for decoding on CPU cores although the GPU decodes.
     decoder_reasons: usize,
 }
 
@@ -282,16 +281,16 @@ impl Run<'_> {
                 train_samples: self.data.shape.train_samples,
             });
         }
-        // The previous run was asked to stop when an evaluation was due. It is done now.
-        let left_over = self.unmeasured
+        // The previous run was stopped when an evaluation was due. The evaluation is done now.
+        let is_evaluation_overdue = self.unmeasured
             && self.data.shape.validation_samples > 0
             && self.plan.evaluation_after_epoch(self.step);
-        if left_over || self.step >= total {
+        if is_evaluation_overdue || self.step >= total {
             if !self.evaluate()? {
                 return self.stopped();
             }
             let ends_here = self.stops_early().is_some() || self.is_at_pause();
-            if left_over && (ends_here || self.plan.checkpoint_after_epoch(self.step)) {
+            if is_evaluation_overdue && (ends_here || self.plan.checkpoint_after_epoch(self.step)) {
                 self.save()?;
             }
         }
@@ -299,7 +298,7 @@ impl Run<'_> {
             if let Some(why) = self.stops_early() {
                 return self.stopped_early(why);
             }
-            // Also after a restart from the checkpoint of that epoch.
+            // Also reached after a restart from the checkpoint of this epoch.
             if self.is_at_pause() {
                 return self.paused();
             }
@@ -310,7 +309,7 @@ impl Run<'_> {
                 let mut batches = self.data.epoch(self.plan.rest_of_epoch(&self.data, self.step));
                 // The loop ends early if float16 overflows too often. The rest of the epoch is then prepared again
                 // for a bfloat16 engine.
-                while self.step < end && self.skipped.persist().is_none() {
+                while self.step < end && self.skipped.describe_if_persistent().is_none() {
                     let continues = self.step(batches.as_mut())?;
                     if !continues {
                         return self.stopped();
@@ -322,7 +321,7 @@ impl Run<'_> {
                 drop(batches);
                 self.drain()?;
                 self.report_decoder();
-                if let Some(steps) = self.skipped.persist() {
+                if let Some(steps) = self.skipped.describe_if_persistent() {
                     if !self.fall_back_to_bfloat16(&format!("the gradients of {steps}"))? {
                         return self.stopped();
                     }

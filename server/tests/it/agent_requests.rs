@@ -52,7 +52,7 @@ async fn answer(agent: &mut Agent, has_files: bool) {
 }
 
 #[tokio::test]
-async fn an_agent_that_has_the_files_is_asked() {
+async fn requests_go_to_an_agent_that_has_the_files() {
     let server = TestServer::new().await;
     // By their names the first would be asked.
     let (mut without, mut with) = (join(&server, "a").await, join(&server, "b").await);
@@ -97,7 +97,7 @@ async fn an_agent_that_has_the_files_is_asked() {
 }
 
 #[tokio::test]
-async fn the_one_with_the_least_to_do_is_asked() {
+async fn requests_go_to_the_least_busy_agent() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     // It trains; the other one is idle.
@@ -179,7 +179,7 @@ async fn a_waiting_evaluation_says_where_it_waits() {
 }
 
 #[tokio::test]
-async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it_is() {
+async fn repeated_requests_join_an_inspection_and_report_its_progress() {
     let server = TestServer::new().await;
     let mut agent = join(&server, "a").await;
     let new = json!({"name": "large", "path": "/large"});
@@ -240,7 +240,7 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
 }
 
 #[tokio::test]
-async fn an_evaluation_whose_agent_goes_away_may_be_asked_again() {
+async fn an_evaluation_can_be_requested_again_after_its_agent_left() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -295,7 +295,7 @@ async fn an_evaluation_whose_agent_goes_away_may_be_asked_again() {
 }
 
 #[tokio::test]
-async fn a_stored_evaluation_is_made_anew_when_other_pictures_measure() {
+async fn an_evaluation_is_repeated_for_other_validation_pictures() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();

@@ -54,7 +54,7 @@ pub(crate) fn on_disk(job_dir: impl AsRef<Path>, step: u64) -> PathBuf {
 }
 
 #[tokio::test]
-async fn what_an_agent_uploads_is_stored_replaced_and_deleted_with_its_job() {
+async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
@@ -137,7 +137,7 @@ async fn what_an_agent_uploads_is_stored_replaced_and_deleted_with_its_job() {
 }
 
 #[tokio::test]
-async fn what_is_not_in_the_store_yet_is_brought_there_by_the_next_server() {
+async fn the_next_server_completes_the_object_store() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     // A server without a store, as all were.
@@ -168,7 +168,7 @@ async fn what_is_not_in_the_store_yet_is_brought_there_by_the_next_server() {
 }
 
 #[tokio::test]
-async fn one_that_is_damaged_on_the_disk_is_not_said_to_be_on_its_way_and_the_log_tells_why() {
+async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
@@ -208,7 +208,7 @@ async fn one_that_is_damaged_on_the_disk_is_not_said_to_be_on_its_way_and_the_lo
 }
 
 #[tokio::test]
-async fn a_copy_on_the_disk_that_is_damaged_is_replaced_by_the_one_in_the_store() {
+async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
@@ -253,7 +253,7 @@ async fn a_copy_on_the_disk_that_is_damaged_is_replaced_by_the_one_in_the_store(
 }
 
 #[tokio::test]
-async fn a_job_whose_checkpoints_are_all_gone_fails_and_does_not_begin_anew() {
+async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
@@ -273,13 +273,13 @@ async fn a_job_whose_checkpoints_are_all_gone_fails_and_does_not_begin_anew() {
     agent.end(&start.attempt, killed(0)).await;
     let job = server.until(&id, lockstep_protocol::JobState::Failed).await;
     let why = job.reason.unwrap_or_default();
-    assert!(why.contains("no whole checkpoint is left to continue from"), "{why}");
+    assert!(why.contains("no valid checkpoint is left to continue from"), "{why}");
     assert_eq!(job.attempt, 1, "none was started");
     server.stop().await;
 }
 
 #[tokio::test]
-async fn one_that_cannot_be_deleted_does_not_hold_up_the_others() {
+async fn an_undeletable_object_does_not_delay_others() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
@@ -320,7 +320,7 @@ async fn one_that_cannot_be_deleted_does_not_hold_up_the_others() {
 }
 
 #[tokio::test]
-async fn an_empty_folder_where_the_store_was_is_not_the_store() {
+async fn an_empty_folder_is_not_mistaken_for_the_store() {
     let mount = tempfile::tempdir().unwrap();
     let (directory, elsewhere) = (mount.path().join("artifacts"), mount.path().join("elsewhere"));
     let set = |config: &mut ServeConfig| config.artifacts = Some(directory.to_str().unwrap().to_owned());
@@ -373,7 +373,7 @@ async fn an_empty_folder_where_the_store_was_is_not_the_store() {
 }
 
 #[tokio::test]
-async fn a_store_of_another_server_is_taken_over_only_where_that_is_asked_for() {
+async fn a_store_of_another_server_is_adopted_only_on_request() {
     let kept = tempfile::tempdir().unwrap();
     let url = kept.path().to_str().unwrap().to_owned();
     let dir = TestServer::with(|config| config.artifacts = Some(url.clone())).await.stop().await;

@@ -153,13 +153,13 @@ async fn agents_that_have_a_checkpoint(store: &dyn Store) {
 }
 
 #[tokio::test]
-async fn sqlite_knows_which_agents_have_a_checkpoint() {
+async fn sqlite_records_which_agents_have_a_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     agents_that_have_a_checkpoint(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
-async fn postgres_knows_which_agents_have_a_checkpoint() {
+async fn postgres_records_which_agents_have_a_checkpoint() {
     agents_that_have_a_checkpoint(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }
 
@@ -252,18 +252,18 @@ async fn copies_in_an_object_store(store: &dyn Store) {
 }
 
 #[tokio::test]
-async fn sqlite_knows_what_is_in_an_object_store() {
+async fn sqlite_records_objects_of_a_store() {
     let dir = tempfile::tempdir().unwrap();
     copies_in_an_object_store(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
-async fn postgres_knows_what_is_in_an_object_store() {
+async fn postgres_records_objects_of_a_store() {
     copies_in_an_object_store(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }
 
 #[tokio::test]
-async fn a_checkpoint_is_stored_with_the_agent_that_has_it_or_not_at_all() {
+async fn a_checkpoint_and_its_agent_are_stored_together() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("test.db");
     let store = SqliteStore::open(&path).await.unwrap();

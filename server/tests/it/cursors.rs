@@ -82,7 +82,7 @@ async fn a_cursor_of_another_job_list_or_order_is_refused() {
 }
 
 #[tokio::test]
-async fn a_cursor_of_the_server_s_lists_is_good_for_its_own_list_alone() {
+async fn cursors_are_valid_only_for_their_own_list() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     for name in ["a", "b"] {

@@ -50,7 +50,7 @@ async fn damaged_bytes_are_not_sent() {
 }
 
 #[tokio::test]
-async fn the_object_store_has_the_bytes_that_the_disk_has_lost_unless_it_is_damaged_too() {
+async fn bytes_lost_on_disk_are_read_from_the_object_store_if_intact() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
@@ -91,7 +91,7 @@ fn unreadable(path: &Path) {
 }
 
 #[tokio::test]
-async fn what_the_disk_cannot_read_comes_from_the_object_store() {
+async fn unreadable_files_are_read_from_the_object_store() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
@@ -119,7 +119,7 @@ async fn what_the_disk_cannot_read_comes_from_the_object_store() {
 }
 
 #[tokio::test]
-async fn what_the_disk_cannot_read_is_damaged_where_nobody_else_has_it() {
+async fn unreadable_files_without_another_copy_are_damaged() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();

@@ -51,7 +51,7 @@ async fn a_second_server_on_the_same_database_is_refused() {
 }
 
 #[tokio::test]
-async fn a_postgres_that_cannot_be_used_is_named_without_its_password() {
+async fn errors_of_postgres_do_not_contain_the_password() {
     let url = postgres::database();
     let dir = tempfile::tempdir().unwrap();
     let mut nowhere = config(&dir);
@@ -156,7 +156,7 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
 }
 
 #[tokio::test]
-async fn while_postgres_is_away_requests_are_told_so_and_nothing_is_lost() {
+async fn requests_fail_while_postgres_is_away_and_nothing_is_lost() {
     let mut cluster = Cluster::new(false);
     let url = cluster.database("away");
     let server = TestServer::with(|c| {

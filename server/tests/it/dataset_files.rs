@@ -68,7 +68,7 @@ async fn starts(server: &TestServer, token: &str, path: &Path) -> (Agent, Attemp
 }
 
 #[tokio::test]
-async fn the_agent_of_an_attempt_gets_the_files_of_its_dataset_and_nothing_else() {
+async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
     let server = TestServer::new().await;
     let data = tempfile::tempdir().unwrap();
     let path = data.path().join("pictures");
@@ -137,7 +137,7 @@ async fn the_agent_of_an_attempt_gets_the_files_of_its_dataset_and_nothing_else(
 }
 
 #[tokio::test]
-async fn a_request_for_parts_has_limits_and_the_log_says_how_far_the_copy_is() {
+async fn requests_for_parts_are_limited_and_progress_is_logged() {
     let server = TestServer::new().await;
     let data = tempfile::tempdir().unwrap();
     fs::write(data.path().join("x"), "0123456789").unwrap();
@@ -180,7 +180,7 @@ async fn a_request_for_parts_has_limits_and_the_log_says_how_far_the_copy_is() {
 }
 
 #[tokio::test]
-async fn what_an_agent_says_of_its_copy_has_bounds_and_never_goes_back() {
+async fn reported_progress_of_a_copy_is_bounded_and_monotonic() {
     let server = TestServer::new().await;
     let data = tempfile::tempdir().unwrap();
     fs::write(data.path().join("x"), "0123456789").unwrap();
@@ -220,7 +220,7 @@ async fn what_an_agent_says_of_its_copy_has_bounds_and_never_goes_back() {
 }
 
 #[tokio::test]
-async fn a_machine_that_copies_a_dataset_has_its_name_after_a_restart_of_the_server_too() {
+async fn a_copying_machine_is_named_after_a_restart_of_the_server() {
     let server = TestServer::new().await;
     let data = tempfile::tempdir().unwrap();
     fs::write(data.path().join("x"), "0123456789").unwrap();
@@ -238,7 +238,7 @@ async fn a_machine_that_copies_a_dataset_has_its_name_after_a_restart_of_the_ser
 }
 
 #[tokio::test]
-async fn an_agent_that_ended_before_it_started_the_ranks_costs_no_restart() {
+async fn an_agent_that_ended_before_starting_ranks_costs_no_restart() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();

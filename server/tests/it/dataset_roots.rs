@@ -17,7 +17,7 @@ fn detail(problem: &Value) -> &str {
 }
 
 #[tokio::test]
-async fn only_folders_below_a_root_are_registered_links_resolved() {
+async fn only_folders_below_a_root_are_registered_after_resolving_links() {
     let dir = tempfile::tempdir().unwrap();
     let (root, outside) = (dir.path().join("sets"), dir.path().join("outside"));
     for folder in [root.join("good"), outside.clone()] {
@@ -64,7 +64,7 @@ async fn only_folders_below_a_root_are_registered_links_resolved() {
 }
 
 #[tokio::test]
-async fn weights_come_from_below_the_same_roots_and_a_refusal_tells_nothing() {
+async fn weights_must_be_below_the_roots_and_refusals_reveal_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let (root, outside) = (dir.path().join("sets"), dir.path().join("outside"));
     for folder in [&root, &outside] {
@@ -122,7 +122,7 @@ fn swap(path: &std::path::Path, target: &std::path::Path) {
 }
 
 #[tokio::test]
-async fn weights_that_became_a_link_while_their_job_waited_are_not_trained_on() {
+async fn weights_replaced_by_a_link_while_the_job_waited_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let (root, outside) = (dir.path().join("sets"), dir.path().join("outside"));
     for folder in [&root, &outside] {
@@ -179,7 +179,7 @@ async fn weights_that_became_a_link_while_their_job_waited_are_not_trained_on() 
 }
 
 #[tokio::test]
-async fn a_registered_folder_that_became_a_link_is_neither_shown_nor_trained_on() {
+async fn a_registered_folder_replaced_by_a_link_is_not_used() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path().canonicalize().unwrap();
     let (root, outside) = (dir.join("sets"), dir.join("outside"));
@@ -224,7 +224,7 @@ async fn a_registered_folder_that_became_a_link_is_neither_shown_nor_trained_on(
 }
 
 #[tokio::test]
-async fn where_no_root_is_named_members_register_nothing_on_loopback_either() {
+async fn without_a_root_members_cannot_register_datasets_on_loopback() {
     let dir = tempfile::tempdir().unwrap();
     symlink(dir.path().join("missing"), dir.path().join("dangling")).unwrap();
     let server = TestServer::new().await;
@@ -251,7 +251,7 @@ async fn where_no_root_is_named_members_register_nothing_on_loopback_either() {
 }
 
 #[tokio::test]
-async fn where_others_reach_the_server_and_no_root_is_named_only_admins_register() {
+async fn without_a_root_only_admins_register_datasets_on_a_reachable_server() {
     let server = TestServer::with(|c| {
         c.listen = "0.0.0.0:0".parse().unwrap();
         c.insecure_http = true;

@@ -11,7 +11,7 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 
 #[tokio::test]
-async fn a_dataset_is_removed_when_no_job_needs_it_and_jobs_of_it_stay() {
+async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let first = server.submit(|s| s["name"] = json!("first")).await.id.to_string();
@@ -87,7 +87,7 @@ async fn a_dataset_is_counted_again_while_a_job_trains_on_it() {
 }
 
 #[tokio::test]
-async fn of_a_job_and_the_removal_of_its_dataset_at_the_same_moment_one_is_refused() {
+async fn submitting_a_job_and_removing_its_dataset_concurrently_fails_for_one() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let (mut submitted, mut removed) = (0, 0);
@@ -126,7 +126,7 @@ async fn of_a_job_and_the_removal_of_its_dataset_at_the_same_moment_one_is_refus
 }
 
 #[tokio::test]
-async fn a_name_that_is_none_is_told_what_names_are() {
+async fn an_invalid_name_is_refused_with_the_rules() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 1).await;
     for (name, said) in [

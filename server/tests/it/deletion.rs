@@ -77,18 +77,18 @@ async fn scenario(server: TestServer) {
 }
 
 #[tokio::test]
-async fn a_large_job_is_deleted_bit_by_bit() {
+async fn a_large_job_is_deleted_in_steps() {
     scenario(TestServer::new().await).await;
 }
 
 #[tokio::test]
-async fn a_large_job_is_deleted_bit_by_bit_from_postgres() {
+async fn a_large_job_is_deleted_in_steps_from_postgres() {
     scenario(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
 }
 
 /// Both take longer than the database's limit of a statement, which holds for all else.
 #[tokio::test]
-async fn postgres_ends_no_deletion_and_no_migration_for_being_long() {
+async fn long_deletions_and_migrations_in_postgres_do_not_time_out() {
     let url = postgres::database();
     let mut db = PgConnection::connect(&url).await.unwrap();
     // One index takes three seconds, as on a large table.
@@ -139,7 +139,7 @@ async fn postgres_ends_no_deletion_and_no_migration_for_being_long() {
 }
 
 #[tokio::test]
-async fn what_an_earlier_server_did_not_get_to_is_removed_by_the_next() {
+async fn the_next_server_completes_deletions() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -160,7 +160,7 @@ async fn what_an_earlier_server_did_not_get_to_is_removed_by_the_next() {
 }
 
 #[tokio::test]
-async fn a_cursor_outlives_the_job_that_it_was_taken_from() {
+async fn a_cursor_remains_valid_after_its_job_was_deleted() {
     let server = TestServer::new().await;
     Agent::with_pictures(&server, 2).await.vanish();
     let mut ids = Vec::new();

@@ -61,7 +61,7 @@ async fn a_failed_attempt_is_followed_by_the_next_from_the_newest_checkpoint_unt
 }
 
 #[tokio::test]
-async fn a_silent_agent_loses_its_job_to_another_and_cannot_write_any_more() {
+async fn a_silent_agent_loses_its_job_and_is_fenced() {
     let server = TestServer::with(|c| {
         c.lease = Duration::from_secs(2);
         c.heartbeat = Duration::from_millis(100);
@@ -109,7 +109,7 @@ async fn a_silent_agent_loses_its_job_to_another_and_cannot_write_any_more() {
 }
 
 #[tokio::test]
-async fn a_restarted_server_gives_a_lease_to_come_back_and_no_more() {
+async fn after_a_server_restart_agents_have_one_lease_to_return() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
@@ -158,7 +158,7 @@ async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
 }
 
 #[tokio::test]
-async fn the_queue_goes_by_priority_then_age_and_a_large_job_is_not_overtaken() {
+async fn the_queue_is_ordered_by_priority_and_age_and_large_jobs_are_not_overtaken() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let ranks = |n: u32, priority: i32| {
@@ -193,7 +193,7 @@ async fn the_queue_goes_by_priority_then_age_and_a_large_job_is_not_overtaken() 
 }
 
 #[tokio::test]
-async fn without_an_agent_a_job_waits_and_says_for_what() {
+async fn without_an_agent_a_job_waits_with_a_reason() {
     let server = TestServer::new().await;
     let agent = Agent::with_pictures(&server, 2).await;
     agent.vanish();
@@ -212,7 +212,7 @@ async fn without_an_agent_a_job_waits_and_says_for_what() {
 }
 
 #[tokio::test]
-async fn an_agent_that_does_not_fit_is_told_why() {
+async fn an_incompatible_agent_is_refused_with_a_reason() {
     // With tokens, an agent under another's name is refused for that already.
     let server = TestServer::with(|c| c.no_auth = true).await;
     let _agent = Agent::join(&server, 1).await;
@@ -262,7 +262,7 @@ async fn a_job_cancelled_while_its_agent_is_away_ends_and_the_agent_learns_of_it
 }
 
 #[tokio::test]
-async fn jobs_go_where_their_device_is() {
+async fn jobs_run_on_agents_with_their_device() {
     let server = TestServer::new().await;
     let mut cpu = Agent::with_pictures(&server, 4).await;
     let wants = |device: &'static str, precision: &'static str| {
@@ -330,7 +330,7 @@ async fn a_machine_of_gpus_trains_on_its_cpu_when_asked() {
 }
 
 #[tokio::test]
-async fn a_lost_machine_counts_as_a_restart_only_where_the_attempt_got_no_further() {
+async fn a_lost_machine_counts_as_a_restart_only_without_progress() {
     let server = TestServer::with(|c| {
         c.lease = Duration::from_secs(2);
         c.heartbeat = Duration::from_millis(100);
@@ -378,7 +378,7 @@ async fn a_lost_machine_counts_as_a_restart_only_where_the_attempt_got_no_furthe
 }
 
 #[tokio::test]
-async fn a_job_that_is_too_large_names_the_drained_machines_with_which_it_is_not() {
+async fn too_large_jobs_name_drained_machines_that_would_suffice() {
     let server = TestServer::new().await;
     let _small = Agent::with_pictures(&server, 2).await;
     let mut large = Agent::greet(&server, hello("b", 4, Vec::new())).await.unwrap();
@@ -406,7 +406,7 @@ async fn a_job_that_is_too_large_names_the_drained_machines_with_which_it_is_not
 }
 
 #[tokio::test]
-async fn machines_that_come_and_go_are_no_events_of_the_jobs_that_wait_for_more() {
+async fn joining_and_leaving_machines_are_no_events_of_waiting_jobs() {
     let server = TestServer::new().await;
     // They were submitted while a machine was there that is large enough.
     let mut large = Agent::with_pictures(&server, 100).await;

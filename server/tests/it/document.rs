@@ -116,7 +116,7 @@ pub async fn a_job(
 }
 
 #[tokio::test]
-async fn what_is_answered_is_documented() {
+async fn all_responses_are_documented() {
     let files = || vec![("pictures".to_owned(), b"pixels"[..].into())];
     let bundled = Bundled { name: "fashion-mnist", files };
     let server = TestServer::with(|c| c.bundled = Some(bundled)).await;
@@ -457,7 +457,7 @@ async fn what_is_answered_is_documented() {
 
 /// The page about the interface lists every answer that comes in pages.
 #[tokio::test]
-async fn the_page_about_the_interface_names_every_list() {
+async fn the_api_page_names_every_list() {
     let server = TestServer::new().await;
     let (_, document) = server.get("/openapi.json").await;
     let page = include_str!("../../../docs/api.md");

@@ -10,7 +10,7 @@ use lockstep_protocol::agent::{AttemptRef, Ending, FencingToken, Source};
 use serde_json::{Value, json};
 
 #[tokio::test]
-async fn the_last_checkpoint_comes_also_where_the_next_attempt_is_stopped_before_it_has_its_dataset() {
+async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint() {
     for wish in ["pause", "cancel"] {
         let server = TestServer::new().await;
         let token = server.agent_token("a").await;
@@ -55,7 +55,7 @@ async fn the_last_checkpoint_comes_also_where_the_next_attempt_is_stopped_before
 }
 
 #[tokio::test]
-async fn an_agent_uploads_what_it_has_of_an_earlier_attempt_where_another_one_has_rank_0_now() {
+async fn agents_upload_checkpoints_of_earlier_attempts_after_rank_0_moved() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
     let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();

@@ -44,7 +44,7 @@ async fn ends(agent: &mut Agent, attempt: &AttemptRef) -> JobId {
 }
 
 #[tokio::test]
-async fn the_project_with_the_fewest_slots_comes_first_within_a_priority() {
+async fn within_a_priority_the_project_with_the_fewest_slots_is_first() {
     let server = TestServer::with(|c| c.fair_share = FairShare::Project).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let mut running = Vec::new();
@@ -66,7 +66,7 @@ async fn the_project_with_the_fewest_slots_comes_first_within_a_priority() {
 }
 
 #[tokio::test]
-async fn owners_take_turns_and_without_fair_share_age_decides() {
+async fn owners_alternate_with_fair_share_and_otherwise_age_decides() {
     for (by, first) in [(FairShare::Owner, 1), (FairShare::Off, 0)] {
         let server = TestServer::with(|c| c.fair_share = by).await;
         let mut agent = Agent::with_pictures(&server, 2).await;
@@ -95,7 +95,7 @@ async fn owners_take_turns_and_without_fair_share_age_decides() {
 }
 
 #[tokio::test]
-async fn a_job_behind_more_than_a_thousand_others_is_looked_at() {
+async fn a_job_behind_more_than_a_thousand_others_is_considered() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let mut large = spec();

@@ -132,7 +132,7 @@ async fn a_job_without_min_ranks_or_with_too_few_slots_for_it_waits() {
 }
 
 #[tokio::test]
-async fn a_machine_that_leaves_in_order_counts_as_lost_and_a_pause_does_not() {
+async fn a_machine_that_shuts_down_counts_as_lost_and_a_pause_does_not() {
     let server = server().await;
     let (mut a, mut b) = machines(&server).await;
     let recovery = json!({"min_ranks": 2, "wait_seconds": 1});

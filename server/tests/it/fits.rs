@@ -55,7 +55,7 @@ async fn failed_job(server: &TestServer, agent: &mut Agent) -> String {
 }
 
 #[tokio::test]
-async fn a_fork_onto_what_does_not_fit_its_checkpoint_is_refused_when_it_is_asked_for() {
+async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = failed_job(&server, &mut agent).await;
@@ -122,7 +122,7 @@ async fn a_fork_onto_what_does_not_fit_its_checkpoint_is_refused_when_it_is_aske
 }
 
 #[tokio::test]
-async fn a_dataset_that_a_checkpoint_cannot_be_evaluated_on_is_refused_at_once_in_words() {
+async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = failed_job(&server, &mut agent).await;
@@ -151,7 +151,7 @@ async fn a_dataset_that_a_checkpoint_cannot_be_evaluated_on_is_refused_at_once_i
 }
 
 #[tokio::test]
-async fn a_fork_on_another_dataset_is_measured_by_a_split_of_that_one_unless_the_split_was_given() {
+async fn a_fork_on_another_dataset_uses_its_split_unless_one_was_given() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     for (name, splits) in
@@ -209,7 +209,7 @@ async fn a_fork_on_another_dataset_is_measured_by_a_split_of_that_one_unless_the
 }
 
 #[tokio::test]
-async fn a_fork_has_its_parent_s_tags_unless_others_are_given_or_would_tell_of_what_is_private() {
+async fn a_fork_inherits_tags_unless_others_are_given_or_they_are_private() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     for private in [false, true] {
@@ -255,7 +255,7 @@ async fn a_fork_has_its_parent_s_tags_unless_others_are_given_or_would_tell_of_w
 }
 
 #[tokio::test]
-async fn a_size_at_which_the_network_is_another_is_refused_with_what_to_set() {
+async fn an_image_size_that_changes_the_network_is_refused_with_advice() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let job = server.submit(|spec| spec["model"]["arch"] = json!("resnet18")).await;
@@ -284,7 +284,7 @@ async fn a_size_at_which_the_network_is_another_is_refused_with_what_to_set() {
 }
 
 #[tokio::test]
-async fn a_retry_onto_a_dataset_that_was_registered_anew_is_refused_until_it_fits() {
+async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = failed_job(&server, &mut agent).await;
@@ -302,7 +302,7 @@ async fn a_retry_onto_a_dataset_that_was_registered_anew_is_refused_until_it_fit
 }
 
 #[tokio::test]
-async fn an_evaluation_that_is_not_finite_is_no_best_one_and_leaves_the_stream_readable() {
+async fn a_non_finite_evaluation_is_never_best_and_keeps_the_stream_valid() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -339,7 +339,7 @@ async fn an_evaluation_that_is_not_finite_is_no_best_one_and_leaves_the_stream_r
 }
 
 #[tokio::test]
-async fn a_fork_says_how_the_learning_rate_goes_on_and_that_its_pictures_were_trained_on() {
+async fn a_fork_reports_its_learning_rate_and_overlap_with_training_pictures() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let job = server

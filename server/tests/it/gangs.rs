@@ -115,7 +115,7 @@ pub async fn loses_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, 
 }
 
 #[tokio::test]
-async fn all_machines_are_told_where_rank_0_is_and_start_when_all_are_ready() {
+async fn machines_learn_rank_0_s_address_and_start_once_all_are_ready() {
     let server = TestServer::new().await;
     let (mut a, mut b) = machines(&server).await;
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
@@ -160,7 +160,7 @@ async fn all_machines_are_told_where_rank_0_is_and_start_when_all_are_ready() {
 }
 
 #[tokio::test]
-async fn the_first_real_cause_explains_the_end_and_the_next_attempt_waits_for_all_machines() {
+async fn the_first_cause_explains_the_end_and_the_next_attempt_waits_for_all() {
     let server = TestServer::new().await;
     let (mut a, mut b) = machines(&server).await;
     let (id, attempt) = started(&server, &mut a, &mut b).await;
@@ -190,7 +190,7 @@ async fn the_first_real_cause_explains_the_end_and_the_next_attempt_waits_for_al
 }
 
 #[tokio::test]
-async fn a_check_that_fails_on_one_machine_starts_no_rank_on_another() {
+async fn a_failed_check_on_one_machine_prevents_ranks_on_all() {
     let server = TestServer::new().await;
     let (mut a, mut b) = machines(&server).await;
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
@@ -211,7 +211,7 @@ async fn a_check_that_fails_on_one_machine_starts_no_rank_on_another() {
 }
 
 #[tokio::test]
-async fn a_machine_that_leaves_takes_the_others_checkpoint_with_it_and_one_that_is_silent_is_named() {
+async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
     let server = TestServer::with(|c| {
         c.lease = Duration::from_secs(4);
         c.heartbeat = Duration::from_millis(100);
@@ -260,8 +260,7 @@ async fn a_machine_that_leaves_takes_the_others_checkpoint_with_it_and_one_that_
 }
 
 #[tokio::test]
-async fn a_silent_machine_of_an_attempt_that_has_failed_is_not_waited_for_and_gets_no_work_before_it_is_back()
-{
+async fn silent_machines_of_failed_attempts_are_not_waited_for_or_given_work() {
     let (server, mut a, mut b) = of_long_lease().await;
     let (id, attempt) = started(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
@@ -294,7 +293,7 @@ async fn a_silent_machine_of_an_attempt_that_has_failed_is_not_waited_for_and_ge
 }
 
 #[tokio::test]
-async fn a_machine_that_is_only_slow_is_waited_for_and_one_whose_connection_has_ended_is_not() {
+async fn slow_machines_are_waited_for_and_disconnected_ones_are_not() {
     let (server, mut a, mut b) = of_long_lease().await;
     let (id, attempt) = started(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
@@ -324,7 +323,7 @@ async fn a_machine_that_is_only_slow_is_waited_for_and_one_whose_connection_has_
 }
 
 #[tokio::test]
-async fn machines_that_do_not_reach_each_other_share_no_job_and_it_says_so() {
+async fn machines_that_cannot_reach_each_other_share_no_job_with_a_reason() {
     let server = TestServer::new().await;
     pictures(&server).await;
     let mut four = spec();
@@ -347,7 +346,7 @@ async fn machines_that_do_not_reach_each_other_share_no_job_and_it_says_so() {
 }
 
 #[tokio::test]
-async fn an_agent_reports_no_rank_of_another_machine() {
+async fn an_agent_cannot_report_ranks_of_another_machine() {
     let server = TestServer::new().await;
     let (mut a, mut b) = machines(&server).await;
     let (id, attempt) = started(&server, &mut a, &mut b).await;

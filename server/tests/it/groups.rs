@@ -162,7 +162,7 @@ async fn walked(server: &TestServer, query: &str, limit: usize) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn groups_are_listed_in_any_order_whatever_a_page_s_size() {
+async fn groups_are_listed_in_every_order_with_any_page_size() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     let specs =
@@ -221,7 +221,7 @@ async fn groups_are_listed_in_any_order_whatever_a_page_s_size() {
 }
 
 #[tokio::test]
-async fn what_is_no_group_is_refused_with_what_would_be() {
+async fn invalid_groups_are_refused_with_the_valid_ones() {
     let server = TestServer::new().await;
     let names = |n: usize| vec!["loss,best,step"; n].join(",");
     for (query, words) in [
@@ -268,7 +268,7 @@ async fn what_is_no_group_is_refused_with_what_would_be() {
 }
 
 #[tokio::test]
-async fn ten_thousand_groups_are_answered_and_one_more_is_refused() {
+async fn ten_thousand_groups_are_listed_and_more_are_refused() {
     let server = TestServer::new().await;
     let fill = |from: u32, to: u32| {
         format!(

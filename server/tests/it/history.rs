@@ -42,7 +42,7 @@ fn in_short(history: &Value) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_who_may_know() {
+async fn the_history_shows_attempts_requests_and_forks_with_users_to_permitted_readers() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
@@ -180,7 +180,7 @@ async fn waits_for(server: &TestServer, id: &str, code: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_waiting_job_has_a_place_and_says_what_it_waits_for_now() {
+async fn a_waiting_job_shows_its_place_and_current_reason() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let runs = server.submit(|_| {}).await.id.to_string();
@@ -219,7 +219,7 @@ async fn until_stored(server: &TestServer, count: &str) {
 }
 
 #[tokio::test]
-async fn a_restart_of_the_server_is_no_event_of_the_jobs_that_wait() {
+async fn a_restart_of_the_server_is_no_event_of_waiting_jobs() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     server.submit(|_| {}).await;
@@ -250,7 +250,7 @@ async fn a_restart_of_the_server_is_no_event_of_the_jobs_that_wait() {
 }
 
 #[tokio::test]
-async fn lineage_is_told_at_both_ends() {
+async fn lineage_is_shown_at_parent_and_fork() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let parent = server.submit(|s| s["name"] = json!("origin")).await.id.to_string();
@@ -305,7 +305,7 @@ fn step_ms(rank: u32, steps: std::ops::RangeInclusive<u64>, ms: f32) -> AttemptE
 }
 
 #[tokio::test]
-async fn the_speed_is_pictures_over_time_and_its_stream_says_it_too() {
+async fn the_speed_is_pictures_per_second_also_in_the_stream() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     assert_eq!(info().splits[0].samples, 1000);

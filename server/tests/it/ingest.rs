@@ -30,7 +30,7 @@ async fn overlapping_reports_are_stored_once() {
 }
 
 #[tokio::test]
-async fn records_with_a_hole_before_them_are_not_stored_and_their_agent_begins_again() {
+async fn records_after_a_gap_are_not_stored_and_the_agent_resends() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -52,7 +52,7 @@ async fn records_with_a_hole_before_them_are_not_stored_and_their_agent_begins_a
 }
 
 #[tokio::test]
-async fn what_may_not_write_writes_nothing() {
+async fn reports_without_permission_store_nothing() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -124,7 +124,7 @@ async fn a_loss_that_is_not_a_number_is_null() {
 }
 
 #[tokio::test]
-async fn numbers_that_no_rank_has_are_passed_over() {
+async fn invalid_rank_numbers_are_skipped() {
     const MOST: u64 = (1 << 53) - 1;
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;

@@ -27,7 +27,7 @@ fn seats(data: &Value) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn ranks_are_shown_on_the_machines_that_had_them_also_when_the_attempt_is_over() {
+async fn ranks_are_shown_with_their_machines_after_the_attempt() {
     let server = TestServer::new().await;
     let (mut a, mut b) = machines(&server).await;
     let (id, attempt) = started(&server, &mut a, &mut b).await;
@@ -41,7 +41,7 @@ async fn ranks_are_shown_on_the_machines_that_had_them_also_when_the_attempt_is_
 }
 
 #[tokio::test]
-async fn a_job_that_starts_again_says_its_place_in_the_queue_and_what_it_waits_for() {
+async fn a_restarting_job_shows_its_place_and_reason() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -74,7 +74,7 @@ fn evaluation(epoch: u32, accuracy: f64) -> AttemptEvent {
 }
 
 #[tokio::test]
-async fn the_best_accuracy_and_the_best_checkpoint_are_both_told_where_they_differ() {
+async fn best_accuracy_and_best_checkpoint_are_shown_if_they_differ() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -137,7 +137,7 @@ async fn a_finished_job_says_why_its_accuracy_is_low() {
 }
 
 #[tokio::test]
-async fn a_job_has_run_for_as_long_as_it_had_its_slots_and_not_while_it_was_paused() {
+async fn the_run_time_of_a_job_excludes_pauses() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();

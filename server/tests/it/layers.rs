@@ -179,11 +179,11 @@ async fn scenario(server: TestServer) {
 }
 
 #[tokio::test]
-async fn what_a_rank_says_of_its_layers_is_kept() {
+async fn descriptions_of_layers_are_stored() {
     scenario(TestServer::new().await).await;
 }
 
 #[tokio::test]
-async fn what_a_rank_says_of_its_layers_is_kept_in_postgres() {
+async fn descriptions_of_layers_are_stored_in_postgres() {
     scenario(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
 }

@@ -139,7 +139,7 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
 }
 
 #[tokio::test]
-async fn cancel_ends_a_queued_job_at_once_and_a_running_one_when_its_ranks_are_gone() {
+async fn cancel_ends_queued_jobs_immediately_and_running_ones_after_their_ranks() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let running_job = server.submit(|_| {}).await.id.to_string();
@@ -173,7 +173,7 @@ async fn cancel_ends_a_queued_job_at_once_and_a_running_one_when_its_ranks_are_g
 }
 
 #[tokio::test]
-async fn pages_are_made_of_what_is_stored() {
+async fn pages_show_stored_values() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|spec| spec["name"] = json!("<b>bold</b>")).await.id.to_string();
@@ -218,7 +218,7 @@ async fn pages_are_made_of_what_is_stored() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_note_and_tags_that_are_saved_at_once_are_both_kept() {
+async fn concurrent_changes_of_a_note_and_of_tags_are_both_kept() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();

@@ -80,7 +80,7 @@ async fn a_fork_s_keys_are_deep_and_long_up_to_a_limit() {
 }
 
 #[tokio::test]
-async fn who_sends_far_more_than_is_taken_reads_why() {
+async fn senders_of_too_large_bodies_receive_the_reason() {
     let server = TestServer::new().await;
     // More than the buffers of a connection hold, so that the sender is still at it when the limit is passed.
     for (path, kind, words) in [
@@ -137,7 +137,7 @@ async fn a_body_has_each_key_once_and_is_nested_up_to_a_limit() {
 }
 
 #[tokio::test]
-async fn a_search_is_for_a_text_of_some_length() {
+async fn the_length_of_a_search_is_limited() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id;
@@ -170,7 +170,7 @@ async fn a_search_is_for_a_text_of_some_length() {
 }
 
 #[tokio::test]
-async fn notes_and_tags_are_of_some_length() {
+async fn the_length_of_notes_and_tags_is_limited() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id;
@@ -206,7 +206,7 @@ async fn response(agent: &mut Agent, unfinished: &mut Unfinished) -> ToAgent {
 }
 
 #[tokio::test]
-async fn pictures_of_24_mib_reach_the_agent_and_no_more() {
+async fn pictures_up_to_24_mib_reach_the_agent() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let (_, checkpoint) = with_checkpoint(&server, &mut agent).await;
@@ -273,7 +273,7 @@ async fn pictures_of_24_mib_reach_the_agent_and_no_more() {
 }
 
 #[tokio::test]
-async fn a_damaged_checkpoint_says_so_and_nobody_waits_for_a_pipe() {
+async fn a_damaged_checkpoint_is_reported_and_pipes_do_not_block() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let (id, checkpoint) = with_checkpoint(&server, &mut agent).await;

@@ -41,7 +41,7 @@ async fn a_job_over_several_machines_gets_the_fastest_links() {
 }
 
 #[tokio::test]
-async fn a_job_that_fits_on_one_machine_gets_slots_that_nvlink_joins() {
+async fn a_job_on_one_machine_gets_slots_connected_by_nvlink() {
     let server = TestServer::new().await;
     pictures(&server).await;
     let mut full = Agent::greet(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();

@@ -13,7 +13,7 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 
 #[tokio::test]
-async fn jobs_sort_by_tags_by_lists_and_by_any_metric_and_show_the_metrics_that_are_named() {
+async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     // Two ranks report different step times; a third job has none.
@@ -70,7 +70,7 @@ async fn jobs_sort_by_tags_by_lists_and_by_any_metric_and_show_the_metrics_that_
 }
 
 #[tokio::test]
-async fn a_waiting_job_says_its_place_and_what_it_waits_for_now() {
+async fn a_waiting_job_in_a_list_shows_its_place_and_reason() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let hold = async |name: &str, ranks: u32| {

@@ -21,7 +21,7 @@ use tokio::{
 use tokio_rustls::TlsConnector;
 
 #[tokio::test]
-async fn other_machines_are_let_in_by_name_of_how() {
+async fn other_machines_are_admitted_only_with_an_explicit_option() {
     let files = Files::new();
     let tls = files.issue("server", |_| {});
     let dir = tempfile::tempdir().unwrap();
@@ -59,7 +59,7 @@ async fn other_machines_are_let_in_by_name_of_how() {
 }
 
 #[tokio::test]
-async fn behind_a_proxy_nobody_comes_past_it() {
+async fn behind_a_proxy_direct_connections_are_refused() {
     // Without an address that is not loopback there is nothing to come past.
     let Some(outside) = addresses().into_iter().find(|a| a.is_ipv4()) else { return };
     let open = |proxies: &str, insecure: bool| {
@@ -97,7 +97,7 @@ async fn answer_to(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn what_is_no_tls_is_answered_or_ended() {
+async fn connections_without_tls_are_answered_or_closed() {
     let files = Files::new();
     let server =
         with_tls(files.issue("server", |_| {}), |c| c.handshake_patience = Duration::from_millis(600)).await;
@@ -135,7 +135,7 @@ async fn from(source: [u8; 4], to: SocketAddr) -> TcpStream {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_thousand_half_open_connections_keep_nobody_out() {
+async fn a_thousand_half_open_connections_do_not_block_others() {
     let files = Files::new();
     let server = with_tls(files.issue("server", |_| {}), |c| c.connections = Some(600)).await;
     let config = files.client();
@@ -184,7 +184,7 @@ async fn a_thousand_half_open_connections_keep_nobody_out() {
 }
 
 #[tokio::test]
-async fn the_agents_own_listener_is_loopback_alone() {
+async fn the_local_agent_s_listener_is_only_on_loopback() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = config(&dir);
     config.local_listener = Some(Arc::new(std::net::TcpListener::bind("0.0.0.0:0").unwrap()));

@@ -49,7 +49,7 @@ pub async fn walked(server: &TestServer, query: &str, limit: usize) -> Vec<Strin
 }
 
 #[tokio::test]
-async fn jobs_are_listed_in_any_order_whatever_a_page_s_size() {
+async fn jobs_are_listed_in_every_order_with_any_page_size() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     let specs = [("b", 0.1, "vision"), ("a", 0.4, ""), ("c", 0.1, "vision"), ("d", 0.2, "x")];
@@ -99,7 +99,7 @@ async fn jobs_are_listed_in_any_order_whatever_a_page_s_size() {
 }
 
 #[tokio::test]
-async fn a_list_stays_whole_when_jobs_change_between_its_pages() {
+async fn a_list_stays_complete_if_jobs_change_between_pages() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let mut ids = Vec::new();
@@ -140,7 +140,7 @@ async fn a_list_stays_whole_when_jobs_change_between_its_pages() {
 }
 
 #[tokio::test]
-async fn what_a_list_does_not_have_is_refused_by_name() {
+async fn unknown_fields_of_lists_are_refused_by_name() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     jobs(&server, &[("a", 0.1, ""), ("b", 0.1, "")]).await;
@@ -310,7 +310,7 @@ async fn projects_tags_and_notes_come_with_a_job_and_can_be_changed() {
 }
 
 #[tokio::test]
-async fn what_is_known_is_not_sent_again() {
+async fn unchanged_responses_are_not_sent_again() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     let ids = jobs(&server, &[("a", 0.1, "")]).await;

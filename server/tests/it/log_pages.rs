@@ -78,7 +78,7 @@ async fn a_log_is_read_in_pages_from_either_end() {
 }
 
 #[tokio::test]
-async fn a_page_of_a_log_has_as_many_lines_as_were_asked_for_in_whole_reports() {
+async fn a_page_of_a_log_has_the_requested_lines_in_complete_reports() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id;

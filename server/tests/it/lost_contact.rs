@@ -17,7 +17,7 @@ fn long_lease(config: &mut ServeConfig) {
 }
 
 #[tokio::test]
-async fn a_machine_that_does_not_answer_is_not_waited_for_after_a_restart_of_the_server_either() {
+async fn unresponsive_machines_are_not_waited_for_after_a_server_restart() {
     let server = TestServer::with(long_lease).await;
     let (mut a, mut b) = machines(&server).await;
     let (id, attempt) = started(&server, &mut a, &mut b).await;
@@ -51,7 +51,7 @@ async fn a_machine_that_does_not_answer_is_not_waited_for_after_a_restart_of_the
 }
 
 #[tokio::test]
-async fn a_machine_that_says_that_ranks_which_nobody_waits_for_have_ended_gets_work_again() {
+async fn a_machine_gets_work_again_after_reporting_the_end_of_old_ranks() {
     let server = TestServer::with(long_lease).await;
     let (mut a, mut b) = machines(&server).await;
     let (id, attempt) = started(&server, &mut a, &mut b).await;

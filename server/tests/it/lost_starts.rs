@@ -37,7 +37,7 @@ async fn over(server: &TestServer, agent: &mut Agent, id: &str) -> Job {
 }
 
 #[tokio::test]
-async fn an_order_to_start_that_is_lost_with_its_connection_costs_no_restart() {
+async fn a_start_order_lost_with_its_connection_costs_no_restart() {
     let server = TestServer::with(|c| {
         c.lease = Duration::from_secs(2);
         c.heartbeat = Duration::from_millis(100);
@@ -77,7 +77,7 @@ async fn an_order_to_start_that_is_lost_with_its_connection_costs_no_restart() {
 
 /// A server that was killed while the order was on its way does not know whether it came.
 #[tokio::test]
-async fn an_order_to_start_that_is_lost_with_its_server_costs_no_restart() {
+async fn a_start_order_lost_with_its_server_costs_no_restart() {
     let quick = |c: &mut ServeConfig| {
         c.lease = Duration::from_secs(6);
         c.heartbeat = Duration::from_millis(100);

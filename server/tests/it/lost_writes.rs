@@ -50,7 +50,7 @@ async fn starts_with_all(dir: TempDir) -> TempDir {
 }
 
 #[tokio::test]
-async fn a_write_ahead_log_that_is_gone_after_an_unclean_end_is_missed() {
+async fn a_missing_write_ahead_log_after_an_unclean_end_is_detected() {
     let damage: [(&str, fn(&Path)); 3] = [
         ("removed", |wal| fs::remove_file(wal).unwrap()),
         ("emptied", |wal| fs::write(wal, "").unwrap()),
@@ -96,7 +96,7 @@ async fn a_write_ahead_log_that_is_gone_after_an_unclean_end_is_missed() {
 }
 
 #[tokio::test]
-async fn a_backup_of_a_server_that_was_killed_leaves_a_database_that_starts() {
+async fn a_backup_after_a_kill_leaves_a_usable_database() {
     let dir = killed().await;
     let location = Location::Sqlite(dir.path().join("lockstep.db"));
     let done = backup(&location, &dir.path().join("backup")).await.unwrap();
@@ -105,7 +105,7 @@ async fn a_backup_of_a_server_that_was_killed_leaves_a_database_that_starts() {
 }
 
 #[tokio::test]
-async fn a_page_that_was_overwritten_is_found_after_an_unclean_end() {
+async fn an_overwritten_page_is_detected_after_an_unclean_end() {
     let dir = starts_with_all(killed().await).await;
     let file = fs::File::options().write(true).open(dir.path().join("lockstep.db")).unwrap();
     for page in 4..8 {
@@ -120,7 +120,7 @@ async fn a_page_that_was_overwritten_is_found_after_an_unclean_end() {
 }
 
 #[tokio::test]
-async fn an_empty_database_is_no_used_data_directory_s() {
+async fn an_empty_database_in_a_used_data_directory_is_refused() {
     let dir = starts_with_all(killed().await).await;
     let job = lockstep_protocol::JobId::generate().to_string();
     fs::create_dir_all(dir.path().join("jobs").join(&job)).unwrap();

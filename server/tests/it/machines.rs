@@ -58,7 +58,7 @@ async fn sent(server: &TestServer, agent: &mut Agent, sample: &MachineSample, fi
 }
 
 #[tokio::test]
-async fn what_an_agent_measures_is_shown_and_kept_over_a_restart() {
+async fn measurements_of_agents_are_shown_and_survive_a_restart() {
     let server = TestServer::new().await;
     let mut agent = Agent::greet(&server, hello_gpus("a", 2)).await.unwrap();
     let before = machine(&server).await;
@@ -105,7 +105,7 @@ async fn what_an_agent_measures_is_shown_and_kept_over_a_restart() {
 }
 
 #[tokio::test]
-async fn what_no_machine_has_is_left_out_and_the_agent_stays() {
+async fn impossible_values_of_machines_are_omitted_and_the_agent_stays() {
     let server = TestServer::new().await;
     let mut agent = Agent::greet(&server, hello_gpus("a", MEASURED_GPUS as u32 + 1)).await.unwrap();
     let mut odd = sample(7.0, MEASURED_GPUS as u32 + 1);
@@ -137,7 +137,7 @@ async fn what_no_machine_has_is_left_out_and_the_agent_stays() {
 }
 
 #[tokio::test]
-async fn who_may_look_may_look_and_an_agent_that_sends_nothing_works() {
+async fn viewers_see_machines_and_agents_without_metrics_work() {
     let server = TestServer::new().await;
     let _agent = Agent::join(&server, 1).await;
     let (_, reader) = server.make_token(&json!({"name": "r", "scope": "read"})).await;
@@ -202,7 +202,7 @@ async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
 }
 
 #[tokio::test]
-async fn a_machine_that_is_away_and_holds_nothing_is_removed() {
+async fn an_absent_machine_without_jobs_is_removed() {
     let server = TestServer::with(|c| c.lease = Duration::from_secs(4)).await;
     let token = server.agent_token("a").await;
     let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
@@ -237,7 +237,7 @@ async fn a_machine_that_is_away_and_holds_nothing_is_removed() {
 }
 
 #[tokio::test]
-async fn the_page_gives_no_address_that_means_another_machine_elsewhere_and_says_what_to_do() {
+async fn the_page_gives_only_addresses_valid_elsewhere_and_advice() {
     let server = TestServer::new().await;
     let port = server.address.port();
     for host in ["127.0.0.1", "localhost", "0.0.0.0"] {
@@ -264,7 +264,7 @@ async fn the_page_gives_no_address_that_means_another_machine_elsewhere_and_says
 }
 
 #[tokio::test]
-async fn a_machine_that_was_made_anew_under_its_name_is_told_from_the_one_before() {
+async fn a_new_machine_with_an_old_name_is_distinguished() {
     // Where agents have no tokens, which keep names apart.
     let server = TestServer::with(|config| config.no_auth = true).await;
     Agent::greet_with(&server, "", hello("a", 2, Vec::new())).await.unwrap().vanish();

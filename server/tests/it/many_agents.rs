@@ -112,7 +112,7 @@ fn ranks() -> impl Iterator<Item = u32> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_hundred_jobs_on_thirty_machines_run_once_in_their_turn_and_across_a_restart() {
+async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     let server = TestServer::new().await;
     Agent::with_pictures(&server, 1).await.vanish();
     until("the agent of the dataset is gone", async || {
@@ -183,7 +183,7 @@ async fn two_hundred_jobs_on_thirty_machines_run_once_in_their_turn_and_across_a
 }
 
 #[tokio::test]
-async fn what_the_database_says_of_a_waiting_job_counts_also_where_nobody_told_dispatch() {
+async fn dispatch_reads_waiting_jobs_from_the_database() {
     let server = TestServer::new().await;
     let agent = Agent::with_pictures(&server, 2).await;
     agent.vanish();

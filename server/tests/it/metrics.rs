@@ -68,7 +68,7 @@ fn check(answer: &Value, from: u64, to: u64, most: usize) {
 }
 
 #[tokio::test]
-async fn a_long_run_is_told_truly_at_every_zoom() {
+async fn a_long_run_s_metrics_are_right_at_every_zoom() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -201,11 +201,11 @@ async fn points_leave_the_events(database: Option<String>) {
 }
 
 #[tokio::test]
-async fn points_of_a_job_that_is_over_leave_its_events_and_stay_in_its_metrics() {
+async fn points_of_finished_jobs_move_from_events_to_metrics() {
     points_leave_the_events(None).await;
 }
 
 #[tokio::test]
-async fn points_of_a_job_that_is_over_leave_its_events_in_postgres() {
+async fn points_of_finished_jobs_leave_events_in_postgres() {
     points_leave_the_events(Some(postgres::database())).await;
 }

@@ -178,7 +178,7 @@ async fn versions_stay_and_aliases_move_in_postgres() {
 }
 
 #[tokio::test]
-async fn a_registered_checkpoint_outlives_those_that_come_after_it() {
+async fn a_registered_checkpoint_is_kept_when_newer_ones_replace_others() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
     let mut agent =

@@ -7,7 +7,7 @@ use crate::{
 use serde_json::json;
 
 #[tokio::test]
-async fn notes_and_tags_of_all_jobs_come_in_pages() {
+async fn notes_and_tags_of_all_jobs_are_paged() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     let mut ids = Vec::new();

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::time::Duration;
 
 #[tokio::test]
-async fn whoever_was_added_signs_in_and_out() {
+async fn added_users_sign_in_and_out() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.name = Some("Team & Co".into())).await;
     let (status, person) =
@@ -73,7 +73,7 @@ async fn whoever_was_added_signs_in_and_out() {
 }
 
 #[tokio::test]
-async fn a_token_that_is_not_as_it_has_to_be_signs_nobody_in() {
+async fn invalid_id_tokens_are_refused() {
     let provider = Provider::start().await;
     let server = provider.server(|c| (c.role, c.key_refresh) = (Some(Role::Viewer), Duration::ZERO)).await;
     let public = |b: &Behaviour| URL_SAFE_NO_PAD.decode(b.keys[0]["n"].as_str().unwrap()).unwrap();
@@ -150,7 +150,7 @@ async fn a_token_that_is_not_as_it_has_to_be_signs_nobody_in() {
 }
 
 #[tokio::test]
-async fn a_state_is_good_once_and_in_its_browser() {
+async fn a_state_is_valid_once_and_only_in_its_browser() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
     let begun = "begun in another browser";
@@ -191,7 +191,7 @@ async fn a_state_is_good_once_and_in_its_browser() {
 }
 
 #[tokio::test]
-async fn what_the_provider_says_instead_of_a_code_is_shown_in_words() {
+async fn errors_of_the_provider_are_explained() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
     let mut n = 0;
@@ -263,7 +263,7 @@ async fn the_way_back_stays_on_this_server() {
 }
 
 #[tokio::test]
-async fn attempts_that_fail_are_limited_and_written_down() {
+async fn failed_sign_ins_are_limited_and_logged() {
     let provider = Provider::start().await;
     let server = provider.server(|_| {}).await;
     let from = [127, 0, 7, 1];
@@ -293,7 +293,7 @@ async fn attempts_that_fail_are_limited_and_written_down() {
 }
 
 #[tokio::test]
-async fn a_server_says_what_its_settings_lack_and_without_a_provider_there_is_no_way() {
+async fn incomplete_oidc_settings_are_named_and_routes_need_a_provider() {
     let provider = Provider::start().await;
     let refused = async |change: &dyn Fn(&mut lockstep_server::ServeConfig)| {
         let dir = tempfile::tempdir().unwrap();

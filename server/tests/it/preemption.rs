@@ -50,7 +50,7 @@ fn checkpoint(step: u64) -> AttemptEvent {
 }
 
 #[tokio::test]
-async fn a_job_gives_way_with_a_checkpoint_and_continues_by_itself() {
+async fn a_preempted_job_writes_a_checkpoint_and_continues_automatically() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let low = submit(&server, 2, 0, true).await;
@@ -100,7 +100,7 @@ async fn a_job_gives_way_with_a_checkpoint_and_continues_by_itself() {
 }
 
 #[tokio::test]
-async fn only_jobs_that_allow_it_give_way_and_only_when_that_is_enough() {
+async fn only_preemptible_jobs_are_preempted_and_only_if_that_suffices() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 4).await;
     let mut attempts = Vec::new();
@@ -120,7 +120,7 @@ async fn only_jobs_that_allow_it_give_way_and_only_when_that_is_enough() {
 }
 
 #[tokio::test]
-async fn one_that_is_paused_cancelled_or_fails_while_it_gives_way_ends_as_asked() {
+async fn a_job_paused_or_cancelled_during_preemption_ends_as_requested() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 3).await;
     let mut jobs = Vec::new();
@@ -160,7 +160,7 @@ async fn one_that_is_paused_cancelled_or_fails_while_it_gives_way_ends_as_asked(
 }
 
 #[tokio::test]
-async fn a_restarted_server_still_has_the_slots_for_the_job_that_they_were_taken_for() {
+async fn a_restarted_server_keeps_freed_slots_for_the_preempting_job() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 1).await;
     let low = submit(&server, 1, 0, true).await;
@@ -209,7 +209,7 @@ async fn slots_of_jobs_that_end_anyway_are_enough() {
 }
 
 #[tokio::test]
-async fn an_end_that_is_stored_but_still_has_its_slots_is_waited_for() {
+async fn preemption_waits_for_ended_jobs_that_still_have_slots() {
     let lease = Duration::from_secs(4);
     let server = TestServer::with(|c| c.lease = lease).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
@@ -245,7 +245,7 @@ async fn an_end_that_is_stored_but_still_has_its_slots_is_waited_for() {
 }
 
 #[tokio::test]
-async fn a_victim_whose_order_was_lost_is_told_again() {
+async fn a_lost_preemption_order_is_sent_again() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 1).await;
     let low = submit(&server, 1, 0, true).await;
@@ -269,7 +269,7 @@ async fn a_victim_whose_order_was_lost_is_told_again() {
 }
 
 #[tokio::test]
-async fn a_job_in_a_state_of_another_version_is_not_waited_for_and_not_stopped() {
+async fn jobs_with_unknown_states_are_not_preempted() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let low = submit(&server, 1, 0, true).await;
@@ -288,7 +288,7 @@ async fn a_job_in_a_state_of_another_version_is_not_waited_for_and_not_stopped()
 }
 
 #[tokio::test]
-async fn a_private_job_that_takes_the_slots_is_not_named() {
+async fn a_private_preempting_job_is_not_named() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 1).await;
     let low = submit(&server, 1, 0, true).await;
@@ -315,7 +315,7 @@ async fn a_private_job_that_takes_the_slots_is_not_named() {
 }
 
 #[tokio::test]
-async fn nobody_is_stopped_for_a_job_that_cannot_start() {
+async fn no_job_is_preempted_for_a_job_that_cannot_start() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 1).await;
     let first = submit(&server, 1, 0, false).await;

@@ -113,7 +113,7 @@ async fn a_browser_signs_in_through_the_proxy_with_its_own_address() {
 }
 
 #[tokio::test]
-async fn nobody_but_the_proxy_is_believed() {
+async fn forwarded_headers_are_trusted_only_from_the_proxy() {
     let server = TestServer::with(|c| {
         c.trusted_proxies = vec!["192.0.2.77".parse().unwrap()];
         c.public_url = Some(PUBLIC.parse().unwrap());
@@ -129,7 +129,7 @@ async fn nobody_but_the_proxy_is_believed() {
 }
 
 #[tokio::test]
-async fn agents_behind_one_address_come_back_however_many_they_are() {
+async fn many_agents_behind_one_address_reconnect() {
     let server = behind(|c| c.requests_per_second = 1).await;
     let token = server.agent_token("a").await;
     let (own, made_up, admin) = (client(&token), client(&"x".repeat(43)), client(&server.token));
@@ -153,7 +153,7 @@ async fn agents_behind_one_address_come_back_however_many_they_are() {
 }
 
 #[tokio::test]
-async fn an_address_that_asks_too_much_is_told_when_to_ask_again() {
+async fn rate_limited_addresses_are_told_when_to_retry() {
     let server = behind(|c| c.requests_per_second = 5).await;
     let ask = async |forwarded: &str| {
         let request = server.http.get(server.url("/api/v1/jobs")).header("x-forwarded-for", forwarded);
@@ -187,7 +187,7 @@ async fn an_address_that_asks_too_much_is_told_when_to_ask_again() {
 }
 
 #[tokio::test]
-async fn a_token_that_asks_too_much_is_told_so_at_every_address() {
+async fn rate_limits_of_tokens_apply_at_every_address() {
     let server = behind(|c| c.token_requests_per_second = 5).await;
     let (_, one) = server.make_token(&json!({"name": "one", "scope": "read"})).await;
     let (_, two) = server.make_token(&json!({"name": "two", "scope": "read"})).await;
@@ -228,7 +228,7 @@ async fn a_token_that_asks_too_much_is_told_so_at_every_address() {
 }
 
 #[tokio::test]
-async fn every_request_is_a_line_of_the_access_log() {
+async fn the_access_log_has_a_line_per_request() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("access.log");
     let to = path.clone();

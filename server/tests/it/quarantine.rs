@@ -18,7 +18,7 @@ async fn set(server: &TestServer, table: &str, column: &str, value: &str, condit
 }
 
 #[tokio::test]
-async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
+async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     // One that runs, so that the others wait.
@@ -124,7 +124,7 @@ async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
 }
 
 #[tokio::test]
-async fn what_else_cannot_be_read_is_passed_over() {
+async fn unreadable_records_are_skipped() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -172,7 +172,7 @@ async fn what_else_cannot_be_read_is_passed_over() {
 }
 
 #[tokio::test]
-async fn a_record_that_the_database_refuses_holds_nobody_up() {
+async fn a_record_refused_by_the_database_delays_no_others() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let mut attempts = Vec::new();
@@ -229,7 +229,7 @@ async fn a_record_that_the_database_refuses_holds_nobody_up() {
 }
 
 #[tokio::test]
-async fn an_evaluation_that_is_no_number_is_no_result_and_all_else_is_read_back() {
+async fn a_nan_evaluation_is_no_result_and_other_records_are_read() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();

@@ -49,7 +49,7 @@ fn are(queue: &Value, expected: &[&str]) -> bool {
 }
 
 #[tokio::test]
-async fn what_is_listed_first_gets_slots_first_and_each_says_what_it_waits_for() {
+async fn slots_are_assigned_in_listed_order_and_jobs_have_reasons() {
     let server = TestServer::with(|c| c.fair_share = FairShare::Project).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     assert_eq!(server.get("/queue").await.1, json!({"jobs": [], "reservations": [], "next_cursor": null}));
@@ -106,7 +106,7 @@ async fn what_is_listed_first_gets_slots_first_and_each_says_what_it_waits_for()
 }
 
 #[tokio::test]
-async fn the_queue_has_pages_and_refuses_what_it_does_not_have() {
+async fn the_queue_is_paged_and_refuses_unknown_parameters() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
@@ -161,7 +161,7 @@ async fn the_queue_has_pages_and_refuses_what_it_does_not_have() {
 }
 
 #[tokio::test]
-async fn a_machine_is_kept_for_the_large_job_and_its_slots_say_so() {
+async fn a_machine_is_reserved_for_a_large_job_and_shown_as_such() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     submit(&server, "running", 1, json!({})).await;
@@ -218,7 +218,7 @@ async fn a_machine_is_kept_for_the_large_job_and_its_slots_say_so() {
 }
 
 #[tokio::test]
-async fn slots_of_preempted_jobs_are_kept_while_these_write_their_checkpoints() {
+async fn preempted_jobs_keep_slots_while_writing_checkpoints() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let low = submit(&server, "low", 2, json!({"preemptible": true})).await;

@@ -35,7 +35,7 @@ fn checkpoint(step: u64) -> AttemptEvent {
 }
 
 #[tokio::test]
-async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
+async fn attempts_record_why_they_ended_and_where_they_began() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -148,7 +148,7 @@ async fn a_job_that_stops_early_succeeds_and_says_why() {
 }
 
 #[tokio::test]
-async fn a_change_of_format_is_told_while_the_job_runs_on() {
+async fn a_change_of_precision_is_reported_while_the_job_runs() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -172,7 +172,7 @@ async fn a_change_of_format_is_told_while_the_job_runs_on() {
 }
 
 #[tokio::test]
-async fn agents_of_other_versions_are_told_and_reasons_of_any_are_understood() {
+async fn agents_of_other_versions_are_informed_and_their_reasons_understood() {
     let server = TestServer::new().await;
     Agent::with_pictures(&server, 1).await.vanish();
     // One that could not read the jobs that it is given.
@@ -210,7 +210,7 @@ async fn agents_of_other_versions_are_told_and_reasons_of_any_are_understood() {
 }
 
 #[tokio::test]
-async fn a_fork_tells_its_parent_also_when_that_is_gone() {
+async fn a_fork_names_its_parent_even_after_deletion() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -235,7 +235,7 @@ async fn a_fork_tells_its_parent_also_when_that_is_gone() {
 }
 
 #[tokio::test]
-async fn a_key_belongs_to_the_path_that_it_came_with() {
+async fn idempotency_keys_belong_to_one_path() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let mut checkpoints = Vec::new();
@@ -261,7 +261,7 @@ async fn a_key_belongs_to_the_path_that_it_came_with() {
 }
 
 #[tokio::test]
-async fn a_list_holds_as_many_jobs_as_is_documented() {
+async fn a_list_has_the_documented_maximum_of_jobs() {
     let server = TestServer::new().await;
     Agent::with_pictures(&server, 2).await.vanish();
     let one = server.submit(|_| {}).await;
@@ -293,7 +293,7 @@ async fn a_list_holds_as_many_jobs_as_is_documented() {
 }
 
 #[tokio::test]
-async fn a_body_that_is_too_large_is_that_in_every_format() {
+async fn too_large_bodies_are_refused_in_every_format() {
     let server = TestServer::new().await;
     for kind in ["application/json", "application/toml"] {
         for (bytes, expected) in [(1 << 20, 422), ((1 << 20) + 1, 413)] {

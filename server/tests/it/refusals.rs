@@ -8,7 +8,7 @@ use lockstep_protocol::dataset::DatasetInfo;
 use serde_json::{Value, json};
 
 #[tokio::test]
-async fn every_mistake_of_a_specification_is_named_with_its_place() {
+async fn all_errors_of_a_specification_are_named_with_pointers() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     let cases: Vec<(&str, Value, &str)> = vec![
@@ -56,7 +56,7 @@ async fn every_mistake_of_a_specification_is_named_with_its_place() {
 }
 
 #[tokio::test]
-async fn the_same_request_twice_is_one_job() {
+async fn a_repeated_request_creates_one_job() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     let send = |body: Value| {
@@ -76,7 +76,7 @@ async fn the_same_request_twice_is_one_job() {
 }
 
 #[tokio::test]
-async fn what_is_no_request_is_a_problem_too() {
+async fn malformed_requests_are_problems_too() {
     let server = TestServer::new().await;
     let jobs = server.url("/api/v1/jobs");
     let json =
@@ -113,7 +113,7 @@ async fn what_is_no_request_is_a_problem_too() {
 }
 
 #[tokio::test]
-async fn a_dataset_is_looked_at_by_an_agent_before_it_is_registered() {
+async fn an_agent_inspects_a_dataset_before_registration() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     for (new, place) in [
@@ -180,7 +180,7 @@ async fn the_list_is_narrowed_and_paged() {
 }
 
 #[tokio::test]
-async fn what_no_dataset_can_be_is_not_stored_though_an_agent_says_it() {
+async fn impossible_inspection_results_are_not_stored() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     for (found, words) in [
@@ -234,7 +234,7 @@ async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
 }
 
 #[tokio::test]
-async fn counts_are_taken_up_to_their_limit_and_refused_beyond_it() {
+async fn counts_are_accepted_up_to_their_limits() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();

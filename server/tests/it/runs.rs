@@ -69,7 +69,7 @@ async fn settings_of_runs_are_compared_under_the_names_of_keys() {
 }
 
 #[tokio::test]
-async fn a_run_lives_from_its_start_to_its_deletion() {
+async fn a_run_can_be_started_ended_and_deleted() {
     let server = TestServer::new().await;
     let new = json!({"id": "my-run_1", "name": "mine", "project": "vision", "config": {"lr": 0.1, "net": {"depth": 3}},
         "tags": ["a", "b"], "notes": "why"});
@@ -273,7 +273,7 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
 }
 
 #[tokio::test]
-async fn a_silent_run_fails_and_continues_when_it_is_heard_again() {
+async fn a_silent_run_fails_and_continues_with_its_next_message() {
     let server = TestServer::with(|config| config.run_silence = Duration::from_millis(500)).await;
     let id = server.run(&json!({"name": "quiet"})).await.id.to_string();
     let path = format!("/runs/{id}");
@@ -299,7 +299,7 @@ async fn a_silent_run_fails_and_continues_when_it_is_heard_again() {
 }
 
 #[tokio::test]
-async fn a_run_is_its_owner_s_and_a_private_one_is_not_found_by_others() {
+async fn runs_belong_to_owners_and_private_ones_are_hidden() {
     let server = TestServer::new().await;
     for name in ["mona", "otto"] {
         server.add_person(name, "member").await;

@@ -46,7 +46,7 @@ async fn only_our_own_pages_change_anything_or_open_sockets() {
 }
 
 #[tokio::test]
-async fn another_name_for_this_machine_is_not_answered() {
+async fn requests_with_unknown_host_names_are_refused() {
     let server = TestServer::new().await;
     for host in ["evil.example", "evil.example:7070", "127.0.0.1.evil.example", "0.0.0.0"] {
         for path in ["/", "/api/v1/jobs", "/healthz", "/static/app.css"] {
@@ -86,7 +86,7 @@ async fn another_name_for_this_machine_is_not_answered() {
 }
 
 #[tokio::test]
-async fn every_answer_carries_the_headers() {
+async fn every_response_has_security_headers() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let (job, checkpoint) = a_job(&server, &mut agent, |_| {}).await;
@@ -119,7 +119,7 @@ async fn every_answer_carries_the_headers() {
 }
 
 #[tokio::test]
-async fn the_document_names_every_call_and_every_call_is_there() {
+async fn the_document_and_the_routes_agree() {
     let server = TestServer::new().await;
     let (status, served) = server.get("/openapi.json").await;
     assert_eq!(status, 200);

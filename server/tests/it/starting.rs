@@ -20,7 +20,7 @@ async fn refused(config: ServeConfig) -> ServeError {
 }
 
 #[tokio::test]
-async fn an_address_that_others_can_reach_is_refused() {
+async fn an_exposed_address_is_refused_without_options() {
     let dir = tempfile::tempdir().unwrap();
     for address in ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"] {
         let mut config = config(&dir);
@@ -49,7 +49,7 @@ async fn a_port_and_a_directory_belong_to_one_server() {
 }
 
 #[tokio::test]
-async fn a_directory_that_cannot_be_used_is_named() {
+async fn an_unusable_directory_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     std::fs::write(&file, "x").unwrap();
@@ -60,7 +60,7 @@ async fn a_directory_that_cannot_be_used_is_named() {
 }
 
 #[tokio::test]
-async fn a_database_of_a_newer_version_is_left_alone() {
+async fn a_database_of_a_newer_version_is_not_changed() {
     let dir = TestServer::with(|c| c.database = None).await.stop().await;
     let path = dir.path().join("lockstep.db");
     let mut db = SqliteConnection::connect(&format!("sqlite://{}", path.display())).await.unwrap();
@@ -77,7 +77,7 @@ async fn a_database_of_a_newer_version_is_left_alone() {
 }
 
 #[tokio::test]
-async fn a_database_that_is_none_is_named() {
+async fn an_invalid_database_file_is_named() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(
         dir.path().join("lockstep.db"),
@@ -152,7 +152,7 @@ fn mode(path: &Path) -> u32 {
 }
 
 #[tokio::test]
-async fn a_data_directory_is_closed_to_others_and_somebody_else_s_folder_is_not() {
+async fn permissions_of_data_directories_are_restricted_and_of_others_kept() {
     let dir = tempfile::tempdir().unwrap();
     let open = |path: &Path| fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
     open(dir.path());
@@ -178,7 +178,7 @@ async fn a_data_directory_is_closed_to_others_and_somebody_else_s_folder_is_not(
 }
 
 #[tokio::test]
-async fn ready_is_who_can_write() {
+async fn readiness_requires_a_writable_store() {
     let server = TestServer::with(|c| c.database = None).await;
     assert_eq!(server.text("/readyz").await, (200, "ready\n".into()));
     let jobs = server.dir.path().join("jobs");
@@ -206,7 +206,7 @@ async fn ready_is_who_can_write() {
 }
 
 #[tokio::test]
-async fn a_database_that_was_half_migrated_or_is_of_another_build_says_what_to_do() {
+async fn partly_migrated_or_foreign_databases_are_refused_with_advice() {
     for (change, words) in [
         (
             "UPDATE _sqlx_migrations SET success = FALSE WHERE version = 100",

@@ -440,24 +440,24 @@ async fn more_than_a_statement_takes(store: &dyn Store) {
 }
 
 #[tokio::test]
-async fn sqlite_takes_more_than_a_statement_does() {
+async fn sqlite_stores_more_than_fits_in_a_statement() {
     let dir = tempfile::tempdir().unwrap();
     more_than_a_statement_takes(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
-async fn postgres_takes_more_than_a_statement_does() {
+async fn postgres_stores_more_than_fits_in_a_statement() {
     more_than_a_statement_takes(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }
 
 #[tokio::test]
-async fn sqlite_takes_in_what_comes_from_many_at_once() {
+async fn sqlite_stores_concurrent_reports() {
     let dir = tempfile::tempdir().unwrap();
     many_at_once(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
-async fn postgres_takes_in_what_comes_from_many_at_once() {
+async fn postgres_stores_concurrent_reports() {
     many_at_once(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }
 
@@ -473,12 +473,12 @@ async fn postgres_stores_sweeps() {
 }
 
 #[tokio::test]
-async fn sqlite_stores_what_it_is_given() {
+async fn sqlite_stores_and_returns_all_records() {
     let dir = tempfile::tempdir().unwrap();
     scenario(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
-async fn postgres_stores_what_it_is_given() {
+async fn postgres_stores_and_returns_all_records() {
     scenario(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }

@@ -59,7 +59,7 @@ async fn read(path: String, (address, token): (SocketAddr, String), since: u64, 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whenever_a_reader_connects_the_concatenation_is_what_is_stored() {
+async fn readers_receive_all_stored_events_whenever_they_connect() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -130,7 +130,7 @@ async fn whenever_a_reader_connects_the_concatenation_is_what_is_stored() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_reader_that_takes_nothing_is_closed_and_loses_nothing() {
+async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
     let server = TestServer::with(|c| c.stream_patience = Duration::from_millis(300)).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -259,7 +259,7 @@ async fn a_request_for_a_job_waits_for_its_end() {
 }
 
 #[tokio::test]
-async fn the_list_tells_every_change_and_a_deletion() {
+async fn the_list_s_stream_has_every_change_and_deletion() {
     let server = TestServer::new().await;
     let mut list = Stream::open(server.socket("/stream", &server.token)).await;
     assert_eq!(list.next().await.unwrap()["type"], "live");
@@ -277,7 +277,7 @@ async fn the_list_tells_every_change_and_a_deletion() {
 }
 
 #[tokio::test]
-async fn what_was_acknowledged_is_there_after_a_restart_and_a_running_job_is_taken_up_again() {
+async fn acknowledged_events_and_running_jobs_survive_a_restart() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();

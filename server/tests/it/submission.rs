@@ -24,7 +24,7 @@ fn with_splits(names: &[&str]) -> DatasetInfo {
 }
 
 #[tokio::test]
-async fn the_pictures_of_a_step_are_told_also_where_defaults_fill_them() {
+async fn pictures_per_step_are_shown_with_defaults() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 4).await;
     for (train, ranks, batch) in [
@@ -58,7 +58,7 @@ async fn the_pictures_of_a_step_are_told_also_where_defaults_fill_them() {
 }
 
 #[tokio::test]
-async fn a_job_that_does_not_say_is_measured_by_the_split_that_there_is() {
+async fn jobs_use_the_available_validation_split_by_default() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let given = |validation: Option<Value>, recipe: Option<&str>| {
@@ -130,7 +130,7 @@ async fn a_job_that_does_not_say_is_measured_by_the_split_that_there_is() {
 }
 
 #[tokio::test]
-async fn broken_files_that_will_end_a_job_are_told_when_it_is_submitted() {
+async fn fatal_broken_files_are_reported_at_submission() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let broken = |n: usize| DatasetInfo {
@@ -199,7 +199,7 @@ async fn weigh(agent: &mut Agent, answer: AgentReply) -> FitWeights {
 }
 
 #[tokio::test]
-async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
+async fn weights_that_do_not_fit_are_refused_at_submission() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let with = |pretrained: &str| {

@@ -118,7 +118,7 @@ pub async fn with_tls(tls: TlsConfig, change: impl FnOnce(&mut ServeConfig)) -> 
 }
 
 #[tokio::test]
-async fn renewed_files_are_served_without_an_end_of_connections_and_broken_ones_are_not() {
+async fn renewed_certificates_are_used_without_closing_connections() {
     let files = Files::new();
     let server = with_tls(files.issue("server", |_| {}), |_| {}).await;
     let (config, port) = (files.client(), server.address.port());
@@ -162,7 +162,7 @@ async fn renewed_files_are_served_without_an_end_of_connections_and_broken_ones_
 }
 
 #[tokio::test]
-async fn a_server_makes_its_own_authority_and_renews_its_certificate() {
+async fn a_server_creates_its_authority_and_renews_its_certificate() {
     let server = with_tls(TlsConfig::OwnCa, |_| {}).await;
     let folder = server.dir.path().join("ca");
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
@@ -209,7 +209,7 @@ async fn a_server_makes_its_own_authority_and_renews_its_certificate() {
 }
 
 #[tokio::test]
-async fn a_plain_request_is_answered_once_16_kib_of_it_have_come() {
+async fn a_plain_request_is_answered_after_16_kib() {
     let server = with_tls(TlsConfig::OwnCa, |_| {}).await;
     let mut socket = TcpStream::connect(server.address).await.unwrap();
     let head = "GET / HTTP/1.1\r\nx: ";
@@ -226,7 +226,7 @@ async fn a_plain_request_is_answered_once_16_kib_of_it_have_come() {
 }
 
 #[test]
-fn an_authority_is_made_once_and_issues_for_names() {
+fn an_authority_is_created_once_and_issues_certificates() {
     let dir = tempfile::tempdir().unwrap();
     assert!(Authority::open(dir.path()).unwrap_err().contains("lockstep ca init"));
     let made = Authority::init(dir.path()).unwrap();
@@ -269,7 +269,7 @@ pub async fn refused(config: ServeConfig) -> String {
 }
 
 #[tokio::test]
-async fn certificates_that_nobody_could_use_are_refused_at_the_start() {
+async fn unusable_certificates_are_refused_at_the_start() {
     let files = Files::new();
     let dir = tempfile::tempdir().unwrap();
     let with = |tls: TlsConfig| {
@@ -303,7 +303,7 @@ async fn certificates_that_nobody_could_use_are_refused_at_the_start() {
 }
 
 #[test]
-fn errors_are_of_the_request() {
+fn errors_belong_to_their_request() {
     assert_eq!(ServeError::Tls("x".into()).exit_code(), 2);
     assert_eq!(ServeError::AccessLog("x".into()).exit_code(), 2);
 }

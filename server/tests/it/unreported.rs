@@ -19,7 +19,7 @@ fn write(checkpoints: &Path, step: u64, is_whole: bool) {
 
 /// Ranks never remove the best one: where the newest that is known is gone, a newer one than what is left is as good as where all are gone.
 #[tokio::test]
-async fn a_job_of_which_only_an_old_checkpoint_is_left_continues_from_a_newer_one_that_was_never_reported() {
+async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -54,7 +54,7 @@ async fn a_job_of_which_only_an_old_checkpoint_is_left_continues_from_a_newer_on
 
 /// The ranks of a server or an agent that is away go on, and remove old checkpoints.
 #[tokio::test]
-async fn a_job_continues_from_a_checkpoint_that_was_never_reported_and_begins_anew_with_a_word() {
+async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();

@@ -78,7 +78,7 @@ impl Asks<'_> {
 }
 
 #[tokio::test]
-async fn the_end_of_an_attempt_is_not_stored_while_a_checkpoint_that_was_reported_before_it_is_not() {
+async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
     for (leaves, returns) in [(false, true), (true, true), (true, false)] {
         let server = TestServer::new().await;
         let (mut a, mut b) = machines(&server).await;
@@ -224,7 +224,7 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
 }
 
 #[tokio::test]
-async fn another_machine_continues_from_what_was_uploaded_with_the_first_machines_dataset() {
+async fn another_machine_continues_from_uploaded_checkpoints() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
     let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
@@ -285,7 +285,7 @@ async fn another_machine_continues_from_what_was_uploaded_with_the_first_machine
 }
 
 #[tokio::test]
-async fn what_the_machines_kept_that_are_left_is_uploaded_by_one_of_them_at_a_time() {
+async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
     let server = TestServer::new().await;
     let tokens = [server.agent_token("a").await, server.agent_token("b").await];
     let mut a =
@@ -345,7 +345,7 @@ async fn what_the_machines_kept_that_are_left_is_uploaded_by_one_of_them_at_a_ti
 }
 
 #[tokio::test]
-async fn after_a_wait_in_vain_for_an_upload_the_job_gets_the_slots_that_were_freed_for_it() {
+async fn after_a_failed_upload_the_job_gets_its_freed_slots() {
     let server = TestServer::with(|c| c.checkpoint_wait = Duration::from_millis(300)).await;
     let token = server.agent_token("stuck").await;
     let mut stuck = Agent::greet_with(&server, &token, hello("stuck", 1, Vec::new())).await.unwrap();

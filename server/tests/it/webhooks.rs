@@ -223,7 +223,7 @@ async fn server_without_machines() -> TestServer {
 }
 
 #[tokio::test]
-async fn a_job_s_moves_are_told_once_each_and_signed() {
+async fn each_state_change_is_sent_once_and_signed() {
     let server = TestServer::with(|config| {
         private(config);
         config.public_url = Some("http://lockstep.example:7070".parse().unwrap());
@@ -299,7 +299,7 @@ async fn a_job_s_moves_are_told_once_each_and_signed() {
 }
 
 #[tokio::test]
-async fn a_message_is_sent_again_with_its_id_also_by_the_next_server() {
+async fn messages_are_retried_with_the_same_id_also_by_the_next_server() {
     let mut receiver = Receiver::new().await;
     receiver.is_failing.store(true, Ordering::Relaxed);
     let server = server_without_machines().await;
@@ -323,7 +323,7 @@ async fn a_message_is_sent_again_with_its_id_also_by_the_next_server() {
 }
 
 #[tokio::test]
-async fn a_message_is_given_up_after_the_last_attempt_and_goes_with_its_job() {
+async fn messages_are_dropped_after_the_last_attempt_or_with_their_job() {
     let receiver = Receiver::new().await;
     receiver.is_failing.store(true, Ordering::Relaxed);
     let server = TestServer::with(|config| {
@@ -429,7 +429,7 @@ async fn a_slow_receiver_delays_nobody_else() {
 }
 
 #[tokio::test]
-async fn each_form_is_what_its_service_takes() {
+async fn each_format_matches_its_service() {
     let mut receiver = Receiver::new().await;
     let server = server_without_machines().await;
     let test = "Lockstep: a test of this webhook";
@@ -560,7 +560,7 @@ fn milliseconds_now() -> i64 {
 }
 
 #[tokio::test]
-async fn mistakes_in_a_webhook_are_named() {
+async fn errors_in_a_webhook_are_named() {
     let server = TestServer::with(private).await;
     let (id, secret) = server.add_webhook(&json!({"url": "https://hooks.example/a"})).await;
     assert!(secret.starts_with("whsec_") && secret.len() == 50, "{secret}");

@@ -5,7 +5,7 @@ use crate::server::{Agents, Finished, Folder, Server, free_port, lockstep, turn}
 use std::fs;
 
 #[tokio::test]
-async fn a_restored_copy_of_the_database_has_the_store_only_once_it_has_adopted_it() {
+async fn a_restored_database_uses_the_store_only_after_adopting_it() {
     let _turn = turn().await;
     let kept = Folder::new();
     let server = with_directory(&kept).await;

@@ -65,7 +65,7 @@ fn findings<'a>(of: &'a Value, what: &str) -> Vec<(&'a str, &'a str)> {
 }
 
 #[tokio::test]
-async fn each_pair_of_hosts_is_measured_and_what_is_wrong_is_said_of_the_pair() {
+async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
     let _turn = turn().await;
     let room = Room::new();
     let names = [1, 2, 3].map(|host| room.network.address(host));
@@ -141,7 +141,7 @@ async fn each_pair_of_hosts_is_measured_and_what_is_wrong_is_said_of_the_pair() 
 }
 
 #[tokio::test]
-async fn a_host_that_does_not_answer_leaves_the_others_measured() {
+async fn other_hosts_are_measured_if_one_does_not_respond() {
     let _turn = turn().await;
     let mut room = Room::new();
     let [one, two, three] = [1, 2, 3].map(|host| room.network.address(host));

@@ -43,7 +43,7 @@ fn as_cifar10(folder: &Path, pictures_a_file: usize) {
 }
 
 #[test]
-fn each_example_is_a_job_without_mistakes() {
+fn each_example_is_a_valid_job() {
     let files: Vec<_> = fs::read_dir(examples()).expect("examples/").flatten().map(|e| e.path()).collect();
     assert!(!files.is_empty());
     for file in files {
@@ -84,7 +84,7 @@ async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
     ]);
     let printed = String::from_utf8_lossy(&reported.stdout);
     assert!(reported.status.success(), "{printed}{}", String::from_utf8_lossy(&reported.stderr));
-    for said in ["8 ranks (CPU", "x batch 32 x accumulate 1 = 256 pictures a step"] {
+    for said in ["8 ranks (CPU", "x batch 32 x accumulate 1 = 256 pictures per step"] {
         assert!(printed.contains(said), "{said}: {printed}");
     }
     // 2,050 pictures are eight whole steps an epoch. Every rank has reported the loss of its own 32 pictures in each.
@@ -103,7 +103,7 @@ async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
 
 /// In their order; the last one continues on two ranks from what four have saved.
 #[tokio::test]
-async fn those_for_cpu_ranks_train() {
+async fn the_examples_for_cpu_ranks_train() {
     let _turn = turn().await;
     let folder = tempfile::tempdir().expect("a folder");
     let dataset = format!("data.dataset={}", idx_dataset(folder.path(), 256, 64).display());
@@ -123,7 +123,7 @@ async fn those_for_cpu_ranks_train() {
         ("sharded", "2 (data) x 1 (height) x 2 (model)"),
     ] {
         let said = run(example, &["--set", "train.epochs=1"]);
-        for words in [words, "= 128 pictures a step", "validation accuracy is "] {
+        for words in [words, "= 128 pictures per step", "validation accuracy is "] {
             assert!(said.contains(words), "{example}: {words} in {said}");
         }
     }

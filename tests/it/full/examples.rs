@@ -137,7 +137,7 @@ fn run_script(server: &Server, token: Option<&Path>, folder: &Path, page: &str, 
 }
 
 #[tokio::test]
-async fn examples_run_as_they_are_written() {
+async fn documented_commands_run_as_written() {
     let _turn = turn().await;
     let server = Server::start().await;
     let folder = server.folder().path().join("examples");
@@ -186,7 +186,7 @@ async fn examples_run_as_they_are_written() {
 }
 
 #[test]
-fn what_no_test_runs_is_in_a_page() {
+fn commands_excluded_from_tests_are_in_a_page() {
     let all: Vec<_> = pages::all().iter().flat_map(|page| pages::blocks(page, "sh")).collect();
     for (begins, _) in NOT_HERE {
         let is_there = all.iter().any(|block| block.lines().any(|line| line.starts_with(begins)));
@@ -196,7 +196,7 @@ fn what_no_test_runs_is_in_a_page() {
 
 /// A command that is named in a sentence is one that there is.
 #[test]
-fn commands_in_sentences_exist() {
+fn commands_named_in_sentences_exist() {
     for page in pages::all() {
         let text = pages::text(&page);
         for named in text.split("`lockstep ").skip(1) {

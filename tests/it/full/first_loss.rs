@@ -11,7 +11,7 @@ use serde_json::json;
 use std::time::{Duration, Instant};
 
 #[tokio::test]
-async fn the_first_loss_is_soon_on_the_stream() {
+async fn the_first_loss_is_on_the_stream_within_the_limit() {
     let _turn = turn_alone().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::bundled()).await;

@@ -7,7 +7,7 @@ use serde_json::json;
 const GRADIENTS: u64 = 1 << 20;
 
 #[tokio::test]
-async fn nccl_s_variable_moves_the_ring_too_and_an_option_wins_over_it() {
+async fn nccl_s_variable_also_moves_the_ring_and_an_option_overrides_it() {
     let _turn = turn().await;
     let (mut site, model) = Site::measured(2).await;
     for host in [1, 2] {
@@ -45,7 +45,7 @@ async fn nccl_s_variable_moves_the_ring_too_and_an_option_wins_over_it() {
 }
 
 #[tokio::test]
-async fn ranks_hand_nccl_the_interface_of_their_agent_and_leave_alone_what_the_user_has_set() {
+async fn ranks_pass_the_agent_s_interface_to_nccl_unless_the_user_set_one() {
     let _turn = turn().await;
     let mut site = Site::new().await;
     for host in [1, 2] {

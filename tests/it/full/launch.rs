@@ -78,7 +78,7 @@ pub(crate) async fn valid_agent_tokens(server: &Server) -> usize {
 }
 
 #[tokio::test]
-async fn ssh_starts_an_agent_for_the_job_alone_and_it_ends_with_it() {
+async fn an_agent_started_by_ssh_runs_only_the_job_and_ends_with_it() {
     let _turn = turn().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
@@ -128,7 +128,7 @@ async fn a_job_file_is_submitted_and_no_token_is_on_a_command_line() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_started_is_said_and_the_job_is_cancelled() {
+async fn a_failed_launch_is_reported_and_the_job_cancelled() {
     let _turn = turn().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
@@ -229,7 +229,7 @@ fn a_dry_run_shows_commands_and_starts_nothing() {
 }
 
 #[tokio::test]
-async fn an_agent_ends_when_its_launch_fails_because_another_machine_cannot_be_reached() {
+async fn agents_end_if_their_launch_fails_for_another_machine() {
     let _turn = turn().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
@@ -263,7 +263,7 @@ async fn an_agent_ends_when_its_launch_fails_because_another_machine_cannot_be_r
 
 /// As where a cluster starts the agent again on another machine, with the folder of the first.
 #[tokio::test]
-async fn an_agent_of_one_job_that_comes_back_after_its_lease_runs_the_next_attempt() {
+async fn an_agent_of_one_job_that_returns_after_its_lease_runs_the_next_attempt() {
     let _turn = turn().await;
     let server = server().await;
     let id = submit(&server, &batch::endless("comes-back")).await;
@@ -300,7 +300,7 @@ async fn an_agent_of_one_job_that_comes_back_after_its_lease_runs_the_next_attem
 }
 
 #[tokio::test]
-async fn a_job_that_may_have_fewer_ranks_continues_on_the_machine_that_can_be_reached() {
+async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
     let _turn = turn().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
@@ -332,7 +332,7 @@ async fn a_job_that_may_have_fewer_ranks_continues_on_the_machine_that_can_be_re
 }
 
 #[tokio::test]
-async fn a_launch_that_fails_names_the_agent_that_runs_the_job_all_the_same() {
+async fn a_failed_launch_names_the_agent_that_still_runs_the_job() {
     let _turn = turn().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;

@@ -106,7 +106,7 @@ impl Cluster {
 }
 
 #[tokio::test]
-async fn ranks_on_two_hosts_come_to_one_host_s_weights_and_a_cancelled_job_leaves_no_process() {
+async fn two_hosts_train_to_one_host_s_weights_and_cancelled_jobs_leave_no_process() {
     let _turn = turn().await;
     let (cluster, model) = Cluster::measured().await;
     let site = &cluster.site;

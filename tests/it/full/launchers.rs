@@ -52,7 +52,7 @@ fn is_as_alone(bench: &Bench, out: &str) -> bool {
 }
 
 /// Of what the ranks say, rank 0 says that all have trained, over the network.
-fn one_speaks_for_all(said: &str) {
+fn assert_rank_0_reported_all(said: &str) {
     assert_eq!(said.matches("succeeded: validation accuracy").count(), 1, "rank 0 speaks for all: {said}");
     assert!(said.contains("over TCP"), "{said}");
 }
@@ -90,7 +90,7 @@ async fn torchrun_starts_four_ranks_on_each_of_two_nodes() {
         network.on(host, &torchrun)
     };
     let said: String = together(vec![on(1), on(2)]).iter().map(succeeded).collect();
-    one_speaks_for_all(&said);
+    assert_rank_0_reported_all(&said);
     gradients_went_over(&network);
     assert!(is_as_alone(&bench, "torchrun"));
 }
@@ -110,7 +110,7 @@ async fn mpirun_starts_four_ranks_on_each_of_two_nodes() {
     // The tests' account is root's, and their machine may have fewer cores than ranks.
     mpirun.envs(["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"].map(|name| (name, "1")));
     mpirun.envs([("OMPI_MCA_rmaps_base_oversubscribe", "1"), ("OMPI_MCA_hwloc_base_binding_policy", "none")]);
-    one_speaks_for_all(&succeeded(&network.on(1, &mpirun).output().expect("it runs")));
+    assert_rank_0_reported_all(&succeeded(&network.on(1, &mpirun).output().expect("it runs")));
     gradients_went_over(&network);
     assert!(is_as_alone(&bench, "mpirun"));
 }
@@ -133,7 +133,7 @@ async fn msrun_starts_four_ranks_on_each_of_two_nodes() {
     };
     together(vec![on(1), on(2)]).iter().for_each(|output| drop(succeeded(output)));
     let log = |name: &str| fs::read_to_string(bench.out(name)).expect("a log");
-    one_speaks_for_all(&log("worker_0.log"));
+    assert_rank_0_reported_all(&log("worker_0.log"));
     (1..8).for_each(|rank| assert_eq!(log(&format!("worker_{rank}.log")), ""));
     assert!(log("scheduler.log").contains("nothing to do"));
     gradients_went_over(&network);
@@ -141,7 +141,7 @@ async fn msrun_starts_four_ranks_on_each_of_two_nodes() {
 }
 
 #[tokio::test]
-async fn with_mindspore_s_variables_workers_train_and_the_scheduler_has_nothing_to_do() {
+async fn with_mindspore_s_variables_workers_train_and_the_scheduler_idles() {
     let _turn = turn().await;
     let bench = Bench::new();
     let port = free_port().to_string();

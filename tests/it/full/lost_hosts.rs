@@ -1,4 +1,4 @@
-//! Hosts that are lost with all that runs on them, one and two at a time, and one that is cut off for longer than its lease.
+//! Lost hosts: one or two at a time are killed, and one is disconnected for longer than its lease.
 
 use crate::{
     full::hosts::{MENDED, STEPS, Site},

@@ -7,7 +7,7 @@ use crate::{
 };
 
 #[tokio::test]
-async fn asha_finds_the_setting_of_a_grid_with_less_than_half_of_its_steps() {
+async fn asha_finds_the_best_setting_of_a_grid_with_less_than_half_of_the_steps() {
     let _turn = turn().await;
     // Steps take no longer than they need.
     let environment = vec![("LOCKSTEP_FAULT".to_owned(), "step:slow@1000000".to_owned())];

@@ -1,4 +1,4 @@
-//! One truth about speed: pictures over training time, the same number wherever it is said.
+//! The speed of a job is pictures per training time, and the same number everywhere.
 
 use crate::{
     pictures,
@@ -100,7 +100,7 @@ fn cell(page: &str, id: &str, name: &str) -> String {
 }
 
 #[tokio::test]
-async fn the_speed_of_a_job_is_one_number_wherever_it_is_said() {
+async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
     let _turn = turn_alone().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), PICTURES as usize, 400)).await;

@@ -3,7 +3,7 @@
 use super::*;
 
 #[tokio::test]
-async fn a_revocation_list_past_its_date_is_used_and_everybody_who_should_know_is_told() {
+async fn an_outdated_revocation_list_is_used_and_reported() {
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
     for name in ["node-1", "node-2", "node-3", "node-4"] {
         issue(&serve, name, &[]);
@@ -48,7 +48,7 @@ async fn a_revocation_list_past_its_date_is_used_and_everybody_who_should_know_i
 }
 
 #[tokio::test]
-async fn a_token_that_others_can_read_is_used_with_a_warning() {
+async fn a_token_file_readable_by_others_is_used_with_a_warning() {
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
     let token = |name: &str, mode: u32| {
         serve.folder.write(name, "no token of this server");

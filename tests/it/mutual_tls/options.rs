@@ -8,7 +8,7 @@ use crate::{
 use std::process::{Command, Stdio};
 
 #[tokio::test]
-async fn a_list_of_suites_and_a_lowest_version_are_obeyed() {
+async fn cipher_suites_and_the_lowest_version_are_obeyed() {
     let offered = "TLS_AES_128_GCM_SHA256,ECDHE-ECDSA-AES256-GCM-SHA384";
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent", "--tls-suites", offered], listens).await;
     let newest = ["--tls-own-ca", "--no-local-agent", "--tls-min-version", "1.3"];
@@ -56,7 +56,7 @@ async fn a_list_of_suites_and_a_lowest_version_are_obeyed() {
 }
 
 #[test]
-fn what_contradicts_itself_is_refused_with_what_to_change() {
+fn contradictory_options_are_refused_with_advice() {
     let folder = Folder::new();
     let start = |args: &[&str]| {
         let mut command = lockstep();

@@ -5,7 +5,7 @@ use crate::{pictures, server::turn};
 use std::{path::Path, process::Command};
 
 #[tokio::test]
-async fn ranks_that_choose_a_plan_train_as_one_rank_and_record_it() {
+async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
     let _turn = turn().await;
     let bench = Bench::new();
     // 13 steps an epoch: times of 10 are compared.
@@ -33,7 +33,7 @@ async fn ranks_that_choose_a_plan_train_as_one_rank_and_record_it() {
         ("rows", 4, &[auto, "parallel.ranks=4", "parallel.height=2"], [Some(2), None]),
     ] {
         let text = run(out, sets);
-        for words in ["plan: ", "predicted are ", "a step takes ", "= 32 pictures a step"] {
+        for words in ["plan: ", "predicted are ", "a step takes ", "= 32 pictures per step"] {
             assert!(text.contains(words), "{out}: {words} in {text}");
         }
         // The figures are kept: of two ranks, and of four.

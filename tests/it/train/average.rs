@@ -5,7 +5,7 @@ use crate::server::turn;
 use std::fs;
 
 #[tokio::test]
-async fn the_average_of_the_weights_is_evaluated_kept_and_continued() {
+async fn averaged_weights_are_evaluated_saved_and_continued() {
     let _turn = turn().await;
     let bench = Bench::new();
     // Mixup and cutmix as well: mixed pictures are the same after a continuation, and on one rank.

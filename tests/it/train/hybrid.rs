@@ -30,7 +30,7 @@ pub(super) fn apart(a: &[u8], b: &[u8]) -> f32 {
 }
 
 #[tokio::test]
-async fn ranks_that_share_a_network_train_and_continue_as_one_rank() {
+async fn ranks_that_share_a_network_match_one_rank() {
     let _turn = turn().await;
     let bench = Bench::new();
     let run = |out: &str, sets: &[&str], more: &[&str]| {
@@ -115,7 +115,7 @@ async fn ranks_that_share_a_network_train_and_continue_as_one_rank() {
         String::from_utf8_lossy(&refused.stdout).into_owned() + &String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && !said.contains("step: 1,"), "{said}");
     for words in
-        ["no operator of resnet20 is called \"layer9.*\"", "fc cannot be split by \"groups\" over 2 ranks"]
+        ["resnet20 has no operator named \"layer9.*\"", "fc cannot be split by \"groups\" over 2 ranks"]
     {
         assert!(said.contains(words), "{said}");
     }
@@ -123,7 +123,7 @@ async fn ranks_that_share_a_network_train_and_continue_as_one_rank() {
 
 /// Also with augmentation and mixup, of which later stages know only the labels.
 #[tokio::test]
-async fn stages_train_as_one_rank_and_continue_after_a_killed_rank() {
+async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
     let _turn = turn().await;
     let bench = Bench::new();
     let always = [

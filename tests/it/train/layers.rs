@@ -117,7 +117,7 @@ async fn histograms_count_every_weight_and_gradient_and_change_nothing() {
 }
 
 #[tokio::test]
-async fn frozen_batch_norms_stay_as_the_given_weights_have_them() {
+async fn frozen_batch_norms_keep_the_given_weights() {
     let _turn = turn().await;
     let bench = Bench::new();
     succeeded(&bench.train("before", &[]).output().expect("it runs"));

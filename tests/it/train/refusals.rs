@@ -1,4 +1,4 @@
-//! What cannot be trained, and weights and checkpoints that do not fit: refused with what to change.
+//! Impossible training, and weights and checkpoints that do not fit, are refused with advice.
 
 use super::{
     Bench,
@@ -15,7 +15,7 @@ use std::{
 };
 
 #[tokio::test]
-async fn what_cannot_be_trained_is_said_with_what_to_change() {
+async fn impossible_training_is_refused_with_advice() {
     let _turn = turn().await;
     let bench = Bench::new();
     let fails = |sets: &[&str]| {
@@ -26,7 +26,7 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     };
     let (status, said) = fails(&["train.global_batch_size=4096"]);
     assert_eq!(status, Some(1), "{said}");
-    assert!(said.contains("400 training pictures are fewer than one step takes (4096"), "{said}");
+    assert!(said.contains("400 training pictures are fewer than one step uses (4096"), "{said}");
     // More memory than any machine has is refused before it is allocated.
     let (status, said) = fails(&["data.image_size=4096", "train.global_batch_size=400"]);
     assert_eq!(status, Some(1), "{said}");
@@ -63,7 +63,7 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
 }
 
 #[tokio::test]
-async fn stages_that_there_cannot_be_are_refused() {
+async fn impossible_stages_are_refused() {
     let _turn = turn().await;
     let bench = Bench::new();
     let stages =
@@ -91,7 +91,7 @@ async fn stages_that_there_cannot_be_are_refused() {
 
 /// The last checkpoint is tried once a second.
 #[tokio::test]
-async fn a_full_disk_is_logged_once_with_a_count() {
+async fn a_full_disk_is_logged_only_once_with_a_count() {
     let _turn = turn().await;
     let bench = Bench::new();
     let only_last = ["train.epochs=1", "checkpoint.every_steps=", "checkpoint.every_epochs=0"];
@@ -144,7 +144,7 @@ async fn variables_of_a_rank_table_are_obeyed_or_refused() {
 }
 
 #[tokio::test]
-async fn a_folder_that_another_run_uses_is_refused_also_when_only_its_ranks_are_left() {
+async fn a_folder_in_use_is_refused_even_if_only_ranks_are_left() {
     let _turn = turn().await;
     let bench = Bench::new();
     // So long that its ranks are there for the whole test.
@@ -177,7 +177,7 @@ async fn a_folder_that_another_run_uses_is_refused_also_when_only_its_ranks_are_
 }
 
 #[tokio::test]
-async fn a_run_does_not_go_back_in_the_folder_that_has_its_later_steps() {
+async fn a_run_cannot_go_back_in_a_folder_with_later_steps() {
     let _turn = turn().await;
     let bench = Bench::new();
     let steps = |number: &'static str, seed: &'static str| {
@@ -205,7 +205,7 @@ async fn a_run_does_not_go_back_in_the_folder_that_has_its_later_steps() {
 /// A learning rate at which the weights of a ResNet-18 leave float32 while its loss continues: batch norm and ReLU must
 /// not turn what is not finite into zeros.
 #[tokio::test]
-async fn a_run_whose_numbers_leave_float32_fails_as_diverged_and_leaves_no_such_checkpoint() {
+async fn a_run_that_overflows_float32_fails_as_diverged_without_a_bad_checkpoint() {
     let _turn = turn().await;
     let bench = Bench::new();
     for ranks in ["1", "2"] {
@@ -241,7 +241,7 @@ async fn a_run_whose_numbers_leave_float32_fails_as_diverged_and_leaves_no_such_
 }
 
 #[tokio::test]
-async fn the_head_of_pretrained_weights_is_made_anew_when_classes_differ() {
+async fn the_head_of_pretrained_weights_is_replaced_for_other_classes() {
     let _turn = turn().await;
     let bench = Bench::new();
     let folder = pictures::image_folder(bench.folder.path(), 40);
@@ -281,14 +281,14 @@ fn spoil(model: &Path, tensor: &str, value: f32) {
 }
 
 #[tokio::test]
-async fn weights_that_diverged_are_refused_by_file_and_tensor() {
+async fn diverged_weights_are_refused_with_file_and_tensor() {
     let _turn = turn().await;
     let bench = Bench::new();
     succeeded(&bench.train("out", &[]).output().expect("it runs"));
     for (tensor, value, said) in [
-        ("layer1.0.conv1.weight", f32::NAN, "layer1.0.conv1.weight holds NaN at place 0"),
-        ("layer2.0.bn2.running_var", -1.0, "layer2.0.bn2.running_var holds -1 at place 0"),
-        ("fc.bias", f32::INFINITY, "fc.bias holds inf at place 0"),
+        ("layer1.0.conv1.weight", f32::NAN, "layer1.0.conv1.weight contains NaN at index 0"),
+        ("layer2.0.bn2.running_var", -1.0, "layer2.0.bn2.running_var contains -1 at index 0"),
+        ("fc.bias", f32::INFINITY, "fc.bias contains inf at index 0"),
     ] {
         let file = bench.folder.path().join(format!("{tensor}.safetensors"));
         fs::write(&file, bench.model("out", "2-24")).expect("a copy");
@@ -313,7 +313,7 @@ async fn weights_that_diverged_are_refused_by_file_and_tensor() {
 }
 
 #[tokio::test]
-async fn a_checkpoint_of_another_network_or_other_classes_does_not_fit_and_is_not_called_damaged() {
+async fn a_checkpoint_of_another_network_or_other_classes_is_not_called_damaged() {
     let _turn = turn().await;
     let bench = Bench::new();
     succeeded(&bench.train("out", &[]).output().expect("it runs"));

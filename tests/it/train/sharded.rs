@@ -97,7 +97,7 @@ fn check_index(folder: &Path, kind: &str, parts: usize) -> Vec<u64> {
 }
 
 #[tokio::test]
-async fn every_plan_continues_from_what_the_ranks_of_any_plan_wrote() {
+async fn every_plan_continues_from_checkpoints_of_every_plan() {
     let _turn = turn().await;
     let bench = Bench::new();
     let sharded = "checkpoint.sharded=true";
@@ -193,7 +193,7 @@ async fn every_plan_continues_from_what_the_ranks_of_any_plan_wrote() {
 }
 
 #[tokio::test]
-async fn a_rank_that_is_killed_while_all_write_costs_only_that_checkpoint() {
+async fn a_rank_killed_while_writing_loses_only_that_checkpoint() {
     let _turn = turn().await;
     let bench = Bench::new();
     let sets = ["parallel.ranks=2", "checkpoint.sharded=true"];
@@ -221,7 +221,7 @@ async fn a_rank_that_is_killed_while_all_write_costs_only_that_checkpoint() {
 }
 
 #[tokio::test]
-async fn a_full_disk_of_one_rank_fails_one_checkpoint_and_the_last_waits_for_room() {
+async fn a_rank_s_full_disk_fails_a_checkpoint_and_delays_the_last() {
     let _turn = turn().await;
     let bench = Bench::new();
     let sets = ["parallel.ranks=2", "checkpoint.sharded=true"];

@@ -1,4 +1,4 @@
-//! Runs that are stopped or whose ranks die: what is saved, what is said, and what continues from it.
+//! Runs that are stopped or whose ranks die: what is saved, what is reported, and how runs continue.
 
 use super::{Bench, succeeded};
 use crate::{pictures, server::turn};
@@ -79,7 +79,7 @@ fn state(bench: &Bench, out: &str, checkpoint: &str) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn a_stop_breaks_an_evaluation_off_and_the_next_run_makes_up_for_it() {
+async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
     let _turn = turn().await;
     let bench = Bench::new();
     // An evaluation that takes a while compared with an epoch of 12 steps.
@@ -162,7 +162,7 @@ async fn a_stop_that_cannot_end_its_step_says_what_is_lost() {
         .expect("it starts");
     until_step(&mut child, 3);
     let attempt = bench.out("out").join("attempts/1");
-    // A suspended rank: the others wait for it for ever.
+    // A suspended rank: the others wait for it forever.
     signal(pid_of(&attempt, 1), rustix::process::Signal::STOP);
     // While it stands still, others can have the machine.
     drop(own_turn);

@@ -5,13 +5,13 @@ use super::rendezvous::RendezvousError;
 /// Why a call of a process group failed. Except after [`CommError::Invalid`], the group is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum CommError {
-    /// A rank did not answer within the group's time-out.
+    /// A rank did not respond within the group's time-out.
     #[error("{operation}: no answer from rank {peer} for {secs:.0} s")]
     TimedOut { operation: &'static str, peer: u32, secs: f64 },
     /// A rank closed its connection or died.
     #[error("{operation}: lost the connection to rank {peer}: {detail}")]
     Disconnected { operation: &'static str, peer: u32, detail: String },
-    /// The machines of the ranks `peers` do not answer.
+    /// The machines of the ranks `peers` do not respond.
     #[error("{operation}: {detail}")]
     Unreachable { operation: &'static str, peers: Vec<u32>, detail: String },
     /// The group was aborted by [`ProcessGroup::abort`](crate::ProcessGroup::abort).
@@ -47,12 +47,12 @@ impl CommError {
     /// the group is rank `ranks[r]` of the parent.
     #[must_use]
     pub fn among(mut self, ranks: &[u32]) -> Self {
-        let number = |rank: &mut u32| *rank = ranks.get(*rank as usize).copied().unwrap_or(*rank);
+        let to_parent = |rank: &mut u32| *rank = ranks.get(*rank as usize).copied().unwrap_or(*rank);
         match &mut self {
             CommError::TimedOut { peer, .. }
             | CommError::Disconnected { peer, .. }
-            | CommError::Mismatch { peer, .. } => number(peer),
-            CommError::Unreachable { peers, .. } => peers.iter_mut().for_each(number),
+            | CommError::Mismatch { peer, .. } => to_parent(peer),
+            CommError::Unreachable { peers, .. } => peers.iter_mut().for_each(to_parent),
             CommError::Aborted { .. } | CommError::Invalid { .. } | CommError::Failed { .. } => {}
         }
         self

@@ -1,22 +1,20 @@
-//! How the members of a group exchange addresses and handles before they have a faster connection.
+//! Exchange of addresses and handles among the ranks of a group before they have a faster connection.
 
 use super::{CommError, ProcessGroup, rendezvous::Store};
 use std::time::Duration;
 
-/// An all-gather of bytes, used by ranks to exchange what they need in order to connect. It runs at the rendezvous
-/// store or over an existing group.
+/// An all-gather of bytes, which ranks use to connect. It runs at the rendezvous store or over an existing group.
 #[derive(Clone, Copy)]
 pub enum Exchange<'a> {
-    /// The attempt's rendezvous store, and how long to wait there for the other ranks. This time may exceed the
-    /// rendezvous time-out, because a rank may compile kernels first. A rank that is asked to stop gives up waiting.
+    /// The attempt's rendezvous store, and the time limit for the other ranks to arrive. The limit may exceed the
+    /// rendezvous time-out, because a rank may compile kernels first. A rank that is asked to stop stops waiting.
     Store(&'a Store, Duration),
     /// A group that is already connected.
     Group(&'a dyn ProcessGroup),
 }
 
 impl<'a> Exchange<'a> {
-    /// Returns an exchange among the ranks of `group`. It uses `store` if the group contains all ranks that meet
-    /// there.
+    /// Returns an exchange among the ranks of `group`. It uses `store` if the group contains all ranks of the store.
     pub fn of(group: &'a dyn ProcessGroup, store: Option<&'a Store>) -> Self {
         match store {
             Some(store) if store.config().world_size == group.size() => Self::Store(store, group.timeout()),
@@ -38,7 +36,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Whether this rank is asked to stop and should give up waiting for the other ranks.
+    /// Whether this rank is asked to stop and should stop waiting for the other ranks.
     pub(crate) fn gives_up(&self) -> bool {
         match self {
             Self::Store(store, _) => store.gives_up(),

@@ -14,9 +14,10 @@ use std::{
 };
 
 /// Time limit for the work enqueued on a GPU.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Numbers of values in the short and in the long all-reduce.
+const GPU_TIMEOUT: Duration = Duration::from_secs(60);
+/// Number of values in the short all-reduce (1 KiB).
 const SHORT: usize = 256;
+/// Number of values in the long all-reduce (16 MiB).
 const LONG: usize = 4 << 20;
 
 /// Results of the test.
@@ -41,15 +42,15 @@ pub fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
     const OPERATION: &str = "all-gather over NCCL";
     let failed =
         |e: DriverError| CommError::Failed { operation: OPERATION, detail: format!("GPU {ordinal}: {e}") };
-    let nccl = Nccl::connect(Exchange::Store(store, PATIENCE), "doctor", ordinal, PATIENCE)?;
+    let nccl = Nccl::connect(Exchange::Store(store, GPU_TIMEOUT), "doctor", ordinal, GPU_TIMEOUT)?;
     let gpu = Gpu::open(ordinal).map_err(failed)?;
     let ranks = nccl.size() as usize;
     let from = gpu.memory(4).map_err(failed)?;
     let to = gpu.memory(4 * ranks).map_err(failed)?;
     let vector = gpu.memory(4 * LONG).map_err(failed)?;
     let finish = || {
-        gpu.finish(PATIENCE).map_err(|error| {
-            let detail = error.unwrap_or_else(|| format!("not done after {} s", PATIENCE.as_secs()));
+        gpu.finish(GPU_TIMEOUT).map_err(|error| {
+            let detail = error.unwrap_or_else(|| format!("not done after {} s", GPU_TIMEOUT.as_secs()));
             nccl.abort(&detail);
             CommError::Failed { operation: OPERATION, detail: format!("GPU {ordinal}: {detail}") }
         })
@@ -92,7 +93,7 @@ pub fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
     let short_us = mean_secs(SHORT, 200)? * 1e6;
     let bytes_per_second = 4.0 * LONG as f64 / mean_secs(LONG, 20)?.max(1e-9);
     let no_peer_memory =
-        Peers::connect(Exchange::Store(store, PATIENCE), "doctor", ordinal, 4096, 256, Ok(()))?.err();
+        Peers::connect(Exchange::Store(store, GPU_TIMEOUT), "doctor", ordinal, 4096, 256, Ok(()))?.err();
     Ok(Found { values, short_us, bytes_per_second, no_peer_memory })
 }
 

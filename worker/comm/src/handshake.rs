@@ -1,6 +1,5 @@
-//! Mutual authentication of a new TCP connection. Before anything else is read, both ends prove that they know the
-//! attempt's secret, by HMAC-SHA256 over random numbers of both ends. A recorded handshake therefore cannot be
-//! replayed.
+//! Mutual authentication of a new TCP connection. Both ends first prove that they know the attempt's secret, by
+//! HMAC-SHA256 over random numbers of both ends. A recorded handshake therefore cannot be replayed.
 //!
 //! Messages: caller: magic, nonce, rank | listener: nonce, proof | caller: proof | listener: one byte.
 
@@ -13,10 +12,10 @@ use std::{
 };
 
 const MAGIC: &[u8; 8] = b"lockstp1";
-const NONCE: usize = 32;
-const PROOF: usize = 32;
-/// A peer that has not completed the handshake after this time is disconnected.
-const PATIENCE: Duration = Duration::from_secs(10);
+const NONCE_BYTES: usize = 32;
+const PROOF_BYTES: usize = 32;
+/// Time limit for each read and write of the handshake.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The values that must be equal at both ends of a connection.
 #[derive(Debug, Clone, Copy)]
@@ -38,22 +37,22 @@ impl HandshakeTerms<'_> {
         mac
     }
 
-    /// Runs the handshake as the caller, whose rank is `rank`. Afterwards the stream has no time-outs.
+    /// Runs the handshake as the caller with rank `rank`. Afterwards the stream has no time-outs.
     ///
     /// # Errors
     /// `PermissionDenied` if the listener has another secret or purpose.
     pub fn call(&self, stream: &mut TcpStream, rank: u32) -> io::Result<()> {
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(HANDSHAKE_TIMEOUT))?;
+        stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))?;
         let mine = nonce();
         let mut hello = Vec::from(MAGIC);
         hello.extend_from_slice(&mine);
         hello.extend_from_slice(&rank.to_le_bytes());
         stream.write_all(&hello)?;
-        let mut answer = [0; NONCE + PROOF];
+        let mut answer = [0; NONCE_BYTES + PROOF_BYTES];
         stream.read_exact(&mut answer)?;
-        let (theirs, proof) = answer.split_at(NONCE);
+        let (theirs, proof) = answer.split_at(NONCE_BYTES);
         self.proof("listener", &mine, theirs, rank).verify_slice(proof).map_err(|_| wrong_secret())?;
         let proof = self.proof("caller", &mine, theirs, rank).finalize().into_bytes();
         stream.write_all(&proof)?;
@@ -70,21 +69,21 @@ impl HandshakeTerms<'_> {
     /// protocol.
     pub fn answer(&self, stream: &mut TcpStream) -> io::Result<u32> {
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
-        let mut hello = [0; MAGIC.len() + NONCE + 4];
+        stream.set_read_timeout(Some(HANDSHAKE_TIMEOUT))?;
+        stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))?;
+        let mut hello = [0; MAGIC.len() + NONCE_BYTES + 4];
         stream.read_exact(&mut hello)?;
         let (magic, rest) = hello.split_at(MAGIC.len());
         if magic != MAGIC {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the caller is not a rank of Lockstep"));
         }
-        let (theirs, rank) = rest.split_at(NONCE);
+        let (theirs, rank) = rest.split_at(NONCE_BYTES);
         let rank = rank.iter().rev().fold(0, |n, byte| n << 8 | u32::from(*byte));
         let mine = nonce();
         let mut answer = Vec::from(mine);
         answer.extend_from_slice(&self.proof("listener", theirs, &mine, rank).finalize().into_bytes());
         stream.write_all(&answer)?;
-        let mut proof = [0; PROOF];
+        let mut proof = [0; PROOF_BYTES];
         stream.read_exact(&mut proof)?;
         self.proof("caller", theirs, &mine, rank).verify_slice(&proof).map_err(|_| wrong_secret())?;
         stream.write_all(&[1])?;
@@ -97,13 +96,13 @@ impl HandshakeTerms<'_> {
 fn wrong_secret() -> io::Error {
     io::Error::new(
         io::ErrorKind::PermissionDenied,
-        "the other side belongs to another attempt (wrong secret)",
+        "the other side belongs to another attempt (wrong secret or purpose)",
     )
 }
 
 /// Two version 4 UUIDs: 244 random bits.
-fn nonce() -> [u8; NONCE] {
-    let mut nonce = [0; NONCE];
+fn nonce() -> [u8; NONCE_BYTES] {
+    let mut nonce = [0; NONCE_BYTES];
     let (left, right) = nonce.split_at_mut(16);
     left.copy_from_slice(uuid::Uuid::new_v4().as_bytes());
     right.copy_from_slice(uuid::Uuid::new_v4().as_bytes());

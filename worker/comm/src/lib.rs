@@ -1,7 +1,6 @@
 //! Communication among the ranks of one attempt: process groups and their collectives.
-//!
-//! Callers receive a group and ask it for their rank and its size. [`ProcessGroup::split`] decides which ranks of the
-//! job form a group. The implementations are:
+//! Callers receive a group, which knows the caller's rank and the number of ranks. [`ProcessGroup::split`] creates
+//! groups of some of the ranks. The implementations are:
 //!
 //! - a TCP ring ([`ring`]);
 //! - shared memory in addition to the ring, if all ranks run on one machine ([`shm`]);
@@ -49,7 +48,8 @@ pub type SharedMemoryOrReason = Result<SharedMemory, String>;
 /// roots. Each call returns when this rank's part is done. Buffers may be empty. In a group of one rank, all
 /// collectives return at once.
 ///
-/// Every call may fail with one of these errors. All but the last end the group on this rank and on its neighbours:
+/// Every call may fail with one of these errors. All except [`CommError::Invalid`] end the group on this rank and on
+/// its neighbours:
 ///
 /// - [`CommError::Mismatch`]: ranks made different calls, or passed different lengths or types. A rank may get
 ///   [`CommError::Disconnected`] instead if another rank noticed first.
@@ -106,9 +106,9 @@ pub trait ProcessGroup: Send + Sync {
     /// The errors of [every call](ProcessGroup).
     fn barrier(&self) -> Result<(), CommError>;
     /// Not collective: sends `values` to rank `to`, which calls [`ProcessGroup::recv`] with the same length and type.
-    /// Messages from one rank to another arrive in order. The call may return before a short message has arrived. For
-    /// a long message it waits for the receiver, so two ranks that both send first may block each other until the
-    /// time-out.
+    /// Messages from one rank to another arrive in order. The call may return before a short message has arrived. With
+    /// a long message, the call waits for the receiver, so two ranks that both send first may block each other until
+    /// the time-out.
     ///
     /// # Errors
     /// [`CommError::Invalid`] if the group has no rank `to`, or `to` is this rank.
@@ -130,8 +130,8 @@ pub trait ProcessGroup: Send + Sync {
     /// this group, its [concurrent](ProcessGroup::concurrent) group and all groups split from either, but not the
     /// group from which this group was split. Other ranks see that their connections to this rank close.
     fn abort(&self, reason: &str);
-    /// Not collective: checks that the ranks to which this rank is connected are alive, without sending anything. It
-    /// is for callers that wait for ranks by other means than a collective, and name this wait `operation`.
+    /// Not collective: checks that the ranks to which this rank is connected are alive, without sending anything. For
+    /// callers that wait for ranks by other means than a collective; `operation` names this wait in errors.
     ///
     /// # Errors
     /// A connection to a rank is lost, or the group was aborted.
@@ -141,9 +141,9 @@ pub trait ProcessGroup: Send + Sync {
     /// Not collective: the longest wait for another rank before [`CommError::TimedOut`].
     fn timeout(&self) -> Duration;
     /// Not collective: a second group of the same ranks, whose collectives run at the same time as this group's and
-    /// in their own order. For example, short statistics need not wait behind a bucket of gradients. Returns `None`
-    /// if there is no second group: then calls from several threads need an order of their own. Messages sent over
-    /// the second group are messages of this group. The two groups end together.
+    /// in their own order. For example, short statistics need not wait behind a bucket of gradients. Without a second
+    /// group (`None`), callers must order the calls of several threads themselves. Messages sent over the second group
+    /// are messages of this group. The two groups end together.
     fn concurrent(&self) -> Option<Arc<dyn ProcessGroup>> {
         None
     }

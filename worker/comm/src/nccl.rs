@@ -35,18 +35,17 @@ use std::{
 
 /// Interval between two polls of an operation that takes longer than 1 ms.
 const POLL: Duration = Duration::from_micros(50);
-/// Time limit for the orderly end of a communicator. Other ranks may be gone.
-const GOODBYE: Duration = Duration::from_secs(2);
+/// Time limit for finalizing a communicator. Other ranks may have exited.
+const FINALIZE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Maximum number of thread blocks of a collective, each of which occupies a multiprocessor. Kernels that wait for
 /// other ranks leave this many multiprocessors free, so that a collective on another stream can complete meanwhile.
-/// NCCL's own limit on Hopper is the same.
+/// NCCL's own limit on Hopper is equal.
 pub const MAX_BLOCKS: u32 = 32;
 
 /// One rank of a group of GPUs.
-///
-/// Captured CUDA graphs with collectives refer to the communicator, so graphs must be destroyed before it. Two groups
-/// whose collectives run at the same time on two streams are two `Nccl`s with different names.
+/// Captured CUDA graphs with collectives refer to the communicator, so graphs must be destroyed before the
+/// communicator. Collectives that run concurrently on two streams need two `Nccl`s with different names.
 #[derive(Debug)]
 pub struct Nccl {
     rank: u32,
@@ -131,9 +130,9 @@ impl Nccl {
         self.state.comm.abort(reason);
     }
 
-    /// Makes one call with the communicator. No other thread uses or frees it meanwhile.
+    /// Makes one call with the communicator. No other thread uses or frees the communicator meanwhile.
     fn with<R>(&self, operation: &'static str, call: impl FnOnce(ncclComm_t) -> R) -> Result<R, CommError> {
-        let using = self.state.comm.using().map_err(|reason| CommError::Aborted { operation, reason })?;
+        let using = self.state.comm.acquire().map_err(|reason| CommError::Aborted { operation, reason })?;
         Ok(call(using.handle.0))
     }
 
@@ -194,8 +193,8 @@ impl Nccl {
 impl Drop for Nccl {
     fn drop(&mut self) {
         let Some(comm) = self.state.comm.take() else { return };
-        // Ends the communicator together with the other ranks if they arrive in time, otherwise without them. The
-        // wait is bounded, whatever NCCL does.
+        // Finalizes the communicator together with the other ranks if they arrive in time. The wait is bounded,
+        // whatever NCCL does.
         let (done, is_done) = mpsc::channel();
         let context = self.context.clone();
         let end = move || {
@@ -205,12 +204,12 @@ impl Drop for Nccl {
                 unsafe {
                     let mut status = sys::ncclCommFinalize(comm);
                     let began = Instant::now();
-                    while status == ncclResult_t::ncclInProgress && began.elapsed() < GOODBYE {
+                    while status == ncclResult_t::ncclInProgress && began.elapsed() < FINALIZE_TIMEOUT {
                         std::thread::sleep(POLL);
                         status = asynchronous(comm);
                     }
-                    // Otherwise another rank is late or gone. Aborting a communicator during finalization has crashed
-                    // (NCCL 2.28), so the end of the process frees it.
+                    // Otherwise another rank is late or has exited. Aborting a communicator during finalization has
+                    // crashed (NCCL 2.28), so the end of the process frees it.
                     if status == ncclResult_t::ncclSuccess {
                         sys::ncclCommDestroy(comm);
                     }
@@ -220,7 +219,7 @@ impl Drop for Nccl {
         };
         // If no thread can be started, the end of the process frees the communicator.
         if std::thread::Builder::new().name("nccl end".into()).spawn(end).is_ok() {
-            let _ = is_done.recv_timeout(GOODBYE + Duration::from_secs(1));
+            let _ = is_done.recv_timeout(FINALIZE_TIMEOUT + Duration::from_secs(1));
         }
     }
 }

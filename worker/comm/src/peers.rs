@@ -20,9 +20,9 @@ use std::sync::Arc;
 
 /// Maximum number of ranks; kernels are compiled for at most this many.
 pub const MAX_PEERS: usize = 8;
-/// CUDA's allocation granularity. A smaller allocation would share a block with others, and an IPC handle opens whole
+/// CUDA's allocation granularity. A smaller allocation could share a block with others, and an IPC handle opens whole
 /// blocks.
-const BLOCK: usize = 2 << 20;
+const BLOCK_BYTES: usize = 2 << 20;
 /// Alignment of data and flags in the buffer.
 const ALIGNMENT: usize = 256;
 
@@ -47,13 +47,14 @@ struct IpcDescriptor {
     /// Boot id and name of the machine or container.
     host: String,
     gpu: [u8; 16],
-    /// An IPC handle of 64 bytes, or the reason why there is none.
+    /// An IPC handle of 64 bytes, or the reason why the buffer cannot be shared.
     handle: Result<Vec<u8>, String>,
 }
 
 impl Peers {
-    /// Collective among the ranks of `place`: either all ranks get buffers, or all get the reason why there are none.
-    /// `name` must be unique within an attempt. A rank that must not share its memory passes the reason in `wanted`.
+    /// Collective among the ranks of `place`: either all ranks get buffers, or all get the same reason why they cannot
+    /// share memory. `name` must be unique within an attempt. A rank that must not share its memory passes the reason
+    /// in `permission`.
     ///
     /// Dropping the value frees the buffer. Before that, all ranks must have finished their last step with the
     /// buffers (for example, by a barrier).
@@ -66,7 +67,7 @@ impl Peers {
         ordinal: i32,
         data_bytes: usize,
         flag_bytes: usize,
-        wanted: Result<(), String>,
+        permission: Result<(), String>,
     ) -> Result<Result<Self, String>, CommError> {
         const OPERATION: &str = "sharing GPU memory";
         let (rank, world) = (place.rank(), place.size());
@@ -74,16 +75,16 @@ impl Peers {
             return Ok(Err(format!("{world} ranks; at most {MAX_PEERS} can share GPU memory")));
         }
         let flags_at = data_bytes.next_multiple_of(ALIGNMENT);
-        let bytes = (flags_at + flag_bytes).next_multiple_of(BLOCK);
-        let allocated = wanted.and_then(|()| Allocated::new(ordinal, bytes));
+        let bytes = (flags_at + flag_bytes).next_multiple_of(BLOCK_BYTES);
+        let allocated = permission.and_then(|()| Allocated::new(ordinal, bytes));
         let descriptor = IpcDescriptor {
             host: host(),
             gpu: allocated.as_ref().map_or([0; 16], |a| a.gpu),
             handle: allocated.as_ref().map_err(Clone::clone).and_then(Allocated::handle),
         };
-        let said = serde_json::to_vec(&descriptor).unwrap_or_default();
-        let said_by_all = place.exchange(OPERATION, &format!("peers/{name}"), &said)?;
-        let opened = match (&allocated, understood(&said_by_all)) {
+        let message = serde_json::to_vec(&descriptor).unwrap_or_default();
+        let messages = place.exchange(OPERATION, &format!("peers/{name}"), &message)?;
+        let opened = match (&allocated, parse_descriptors(&messages)) {
             (Ok(own), Ok(descriptors)) => own.open(rank, &descriptors),
             (Err(reason), _) => Err(reason.clone()),
             (_, Err(reason)) => Err(reason),
@@ -204,7 +205,7 @@ impl Allocated {
         Ok(mapped)
     }
 
-    /// Fails if this GPU cannot access the memory of the GPU `gpu`, which is rank `rank`'s.
+    /// Fails if this GPU cannot access the memory of `gpu`, the GPU of rank `rank`.
     fn check_access(&self, rank: u32, gpu: [u8; 16]) -> Result<(), String> {
         if gpu == self.gpu {
             return Err(format!("rank {rank} has the same GPU"));
@@ -262,10 +263,12 @@ impl Drop for Mapped {
     }
 }
 
-fn understood(said_by_all: &[Vec<u8>]) -> Result<Vec<IpcDescriptor>, String> {
-    said_by_all
+fn parse_descriptors(messages: &[Vec<u8>]) -> Result<Vec<IpcDescriptor>, String> {
+    messages
         .iter()
-        .map(|said| serde_json::from_slice(said).map_err(|e| format!("invalid description of a buffer: {e}")))
+        .map(|message| {
+            serde_json::from_slice(message).map_err(|e| format!("invalid description of a buffer: {e}"))
+        })
         .collect()
 }
 
@@ -282,30 +285,30 @@ mod tests {
         loopback::{rendezvous_config, unused_port},
     };
 
-    /// Runs also on machines with GPUs: two ranks cannot share memory on the same GPU.
+    /// Also passes on machines with GPUs, because two ranks cannot share memory on the same GPU.
     #[test]
-    fn ranks_that_cannot_share_all_learn_why() {
+    fn all_ranks_get_the_reason_why_they_cannot_share() {
         let reasons = reasons([Ok(()), Ok(())]);
         assert!(!reasons[0].is_empty());
         assert_eq!(reasons[0], reasons[1]);
     }
 
     #[test]
-    fn a_rank_that_must_not_share_keeps_all_from_it() {
+    fn one_rank_without_permission_prevents_sharing() {
         let reasons = reasons([Err("it is not wanted".into()), Ok(())]);
         assert_eq!(reasons, ["rank 0: it is not wanted"; 2]);
     }
 
-    fn reasons(wanted: [Result<(), String>; 2]) -> Vec<String> {
+    fn reasons(permission: [Result<(), String>; 2]) -> Vec<String> {
         let port = unused_port();
         std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..)
-                .zip(wanted)
-                .map(|(rank, wanted)| {
+                .zip(permission)
+                .map(|(rank, permission)| {
                     scope.spawn(move || {
                         let store = Store::join(rendezvous_config(port, rank, 2)).unwrap();
                         let place = Exchange::Store(&store, store.config().timeout);
-                        let peers = Peers::connect(place, "test", 0, 4096, 64, wanted).unwrap();
+                        let peers = Peers::connect(place, "test", 0, 4096, 64, permission).unwrap();
                         // The store ends with rank 0's.
                         store.barrier("done").unwrap();
                         peers.unwrap_err()

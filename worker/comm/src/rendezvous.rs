@@ -1,4 +1,4 @@
-//! How the ranks of an attempt find each other: a key-value store, which rank 0 serves at `master_addr:master_port`.
+//! The rendezvous of an attempt's ranks: a key-value store, which rank 0 serves at `master_addr:master_port`.
 //! Each connection starts with a [handshake](super::handshake).
 
 mod error;
@@ -17,17 +17,17 @@ use std::{
     time::Duration,
 };
 
-/// The longest time that a request waits in the server, so that a rank that is asked to stop notices soon.
-const SLICE: Duration = Duration::from_millis(100);
+/// Maximum time that a request waits in the server, so that a rank notices a request to stop soon.
+const MAX_SERVER_WAIT: Duration = Duration::from_millis(100);
 
-/// The address of an attempt's rendezvous, and this rank's place in it.
+/// The address of an attempt's rendezvous, and this process's rank.
 #[derive(Debug, Clone)]
 pub struct RendezvousConfig {
     /// The address or name at which rank 0 listens.
     pub addr: String,
     /// The port at which rank 0 listens.
     pub port: u16,
-    /// The attempt's secret. Only its ranks know it.
+    /// The attempt's secret, which only the attempt's ranks know.
     pub secret: Vec<u8>,
     /// The rank of this process.
     pub rank: u32,
@@ -35,7 +35,8 @@ pub struct RendezvousConfig {
     pub world_size: u32,
     /// The longest wait for other ranks.
     pub timeout: Duration,
-    /// A request to stop, set by any thread. It makes waiting calls fail, until [`Store::leave_stops_to_votes`].
+    /// A request to stop, set by any thread. Waiting calls then fail, unless [`Store::leave_stops_to_votes`] was
+    /// called.
     pub stop: Arc<AtomicBool>,
 }
 

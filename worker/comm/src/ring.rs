@@ -1,9 +1,9 @@
-//! Collectives over TCP: each rank sends to the next rank of a ring and receives from the previous one.
+//! Collectives over TCP: each rank sends to the next rank of a ring and receives from the previous rank.
 //!
 //! A long vector is reduced by reduce-scatter and all-gather (Patarasuk and Yuan 2009): every rank sends `2 (n - 1) /
-//! n` of the vector, for any number of ranks `n`. A short vector is gathered and summed by every rank, which takes
-//! half the hops. In both cases the order of additions depends only on the length and the number of ranks, so the
-//! bits are equal on every rank and in every run.
+//! n` of the vector, for any number of ranks `n`. A short vector is gathered and summed by every rank, which needs half
+//! the hops. In both cases the order of additions depends only on the length and the number of ranks, so the bits are
+//! equal on every rank and in every run.
 //!
 //! Every call begins with a header, which the next rank checks. Ranks that make different calls therefore get an
 //! error instead of wrong values. Messages between two ranks use separate connections ([`mesh`]).
@@ -34,13 +34,13 @@ use std::{
     time::Duration,
 };
 
-/// Vectors of up to this many bytes are gathered whole and summed by every rank. For n ranks that takes n - 1 hops,
-/// each of which sends the whole vector. Reduce-scatter and all-gather take twice the hops, and send less than two
-/// vectors in all. On loopback a hop costs about as much as sending 100 KiB, so gathering is faster for short vectors
+/// Vectors of up to this many bytes are gathered whole and summed by every rank. For n ranks this needs n - 1 hops,
+/// each of which sends the whole vector. Reduce-scatter and all-gather need twice the hops, and send less than two
+/// vectors in total. On loopback a hop costs about as much as sending 100 KiB, so gathering is faster for short vectors
 /// at any number of ranks.
-const SHORT: usize = 32 << 10;
+const MAX_GATHERED_BYTES: usize = 32 << 10;
 /// Number of bytes received before they are added. A block and its target fit in the second-level cache.
-const BLOCK: usize = 128 << 10;
+const BLOCK_BYTES: usize = 128 << 10;
 
 /// A group of ranks in a ring. All-reduces run at about the speed of the slowest link.
 #[derive(Debug)]
@@ -58,7 +58,7 @@ pub struct Ring {
     shm_unavailable_reason: OnceLock<String>,
 }
 
-/// What groups split from a ring need in order to connect.
+/// The data that groups split from a ring need in order to connect.
 #[derive(Debug, Clone)]
 struct Identity {
     /// Unique within an attempt, so that a connection of one group is not accepted by another group.
@@ -74,7 +74,7 @@ struct RingSockets {
     previous: TcpStream,
     /// The number of calls so far.
     sequence: u64,
-    /// A buffer of [`BLOCK`] bytes.
+    /// A buffer of [`BLOCK_BYTES`] bytes.
     block: Vec<f64>,
     /// The number of bytes sent to the next rank, including headers.
     sent_bytes: u64,
@@ -86,7 +86,7 @@ struct Wire<'a> {
     sockets: &'a mut RingSockets,
     operation: &'static str,
     /// The call, until its header has been sent.
-    unopened: Option<Call>,
+    pending_header: Option<Call>,
 }
 
 impl Ring {
@@ -97,10 +97,10 @@ impl Ring {
         body: impl FnOnce(&mut Wire<'_>) -> Result<T, CommError>,
     ) -> Result<T, CommError> {
         let operation = what.operation.name();
-        self.not_ended(operation)?;
+        self.check_not_ended(operation)?;
         let mut sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
         sockets.sequence += 1;
-        let mut wire = Wire { ring: self, sockets: &mut sockets, operation, unopened: Some(what) };
+        let mut wire = Wire { ring: self, sockets: &mut sockets, operation, pending_header: Some(what) };
         let result = body(&mut wire).and_then(|done| wire.open().map(|()| done));
         result.map_err(|error| self.failed(error))
     }
@@ -118,8 +118,8 @@ impl Ring {
     }
 
     /// Fails if the group has ended on this rank.
-    pub(super) fn not_ended(&self, operation: &'static str) -> Result<(), CommError> {
-        self.end.not_ended(operation)
+    pub(super) fn check_not_ended(&self, operation: &'static str) -> Result<(), CommError> {
+        self.end.check_not_ended(operation)
     }
 
     /// Checks that the connections to both neighbours are open, for callers that wait for ranks by other means than a
@@ -127,8 +127,8 @@ impl Ring {
     ///
     /// # Errors
     /// A neighbour has closed its connection, or the group has ended.
-    pub(super) fn neighbours_are_there(&self, operation: &'static str) -> Result<(), CommError> {
-        self.not_ended(operation)?;
+    pub(super) fn check_neighbours(&self, operation: &'static str) -> Result<(), CommError> {
+        self.check_not_ended(operation)?;
         // A call in progress notices a closed connection itself.
         let Ok(sockets) = self.sockets.try_lock() else { return Ok(()) };
         for (stream, peer) in [(&sockets.next, self.next_rank()), (&sockets.previous, self.previous_rank())] {
@@ -143,7 +143,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Ends the group because of `error`. The neighbours notice at once, and not only after their time-outs.
+    /// Ends the group because of `error`. The neighbours notice at once, rather than after their time-outs.
     pub(super) fn failed(&self, error: CommError) -> CommError {
         self.end.failed(error)
     }

@@ -19,7 +19,7 @@ pub use mapping::SharedSlice;
 pub use process_group::ShmProcessGroup;
 use std::{sync::Arc, time::Duration};
 
-/// An environment variable. The value `0` disables shared memory for the rank's attempt.
+/// The environment variable that disables shared memory for the rank's attempt if its value is `0`.
 pub const VARIABLE: &str = "LOCKSTEP_SHARED_MEMORY";
 
 /// Zeroed memory that all ranks of a group share, and functions to wait for the writes of other ranks.
@@ -50,8 +50,8 @@ impl SharedMemory {
         self.group.queue().notify_all();
     }
 
-    /// Waits until `ready` returns true. Meanwhile, `idle` does a piece of useful work and returns whether there was
-    /// any. Returns the time without work. `behind` names the rank for which this rank waits.
+    /// Waits until `ready` returns true. Meanwhile, `idle` does a piece of useful work and returns whether it found
+    /// any. Returns the time without work. `behind` returns the rank for which this rank waits.
     ///
     /// # Errors
     /// A rank has exited, or nothing happened within the group's time-out. The group is then ended.
@@ -65,7 +65,7 @@ impl SharedMemory {
         self.group.wait(operation, idle, ready, behind)
     }
 
-    /// Collective: [`super::ProcessGroup::all_reduce`] with [`Sum`](super::Reduction::Sum). It calls `idle` as
+    /// Collective: [`super::ProcessGroup::all_reduce`] with [`Sum`](super::Reduction::Sum). Calls `idle` as
     /// [`SharedMemory::wait`] does.
     ///
     /// # Errors

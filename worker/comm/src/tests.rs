@@ -108,7 +108,7 @@ fn each_rank_gets_the_sum_of_its_part() {
 }
 
 #[test]
-fn parts_go_to_their_ranks_and_come_from_them_whatever_their_type() {
+fn parts_of_every_type_are_scattered_and_gathered() {
     for (kind, size) in [(Kind::Ring, 1), (Kind::Ring, 2), (Kind::Ring, 5), (Kind::Shm, 3)] {
         on_ranks(kind, size, TIMEOUT, |group| {
             let (rank, n) = (group.rank(), size as usize);
@@ -177,7 +177,7 @@ fn sixteen_bit_sums_are_rounded_once_an_addition_and_equal_on_every_rank() {
 }
 
 #[test]
-fn the_largest_of_all_ranks_and_no_nan_is_lost() {
+fn maxima_over_ranks_keep_nan() {
     for kind in KINDS {
         on_ranks(kind, 3, TIMEOUT, |group| {
             let rank = group.rank() as f32;
@@ -236,7 +236,7 @@ fn messages_between_any_two_ranks_keep_their_order_beside_collectives() {
 }
 
 #[test]
-fn what_ranks_say_may_be_of_any_length_up_to_the_limit() {
+fn gathered_bytes_may_have_any_length_up_to_the_limit() {
     for kind in KINDS {
         on_ranks(kind, 3, TIMEOUT, |group| {
             let said = |lengths: [usize; 3]| {
@@ -259,7 +259,7 @@ fn what_ranks_say_may_be_of_any_length_up_to_the_limit() {
 }
 
 #[test]
-fn a_group_of_one_has_what_it_gives() {
+fn a_group_of_one_returns_its_own_values() {
     let group = SingleRank;
     let mut sum = [3.0f32];
     group.all_reduce((&mut sum).into(), Reduction::Mean).unwrap();

@@ -2,7 +2,7 @@
 //!
 //! If one rank never joins a collective, the collective runs on the other GPUs forever, and nothing in their
 //! processes fails. So every rank posts the number of its last finished step at the rendezvous, about once a second.
-//! A rank whose steps stop for longer than the stall time-out compares these numbers, reports which ranks are behind,
+//! A rank whose steps do not complete within the stall time-out compares these numbers, reports which ranks are behind,
 //! and ends its attempt.
 
 use crate::rendezvous::Store;
@@ -19,7 +19,7 @@ use std::{
 /// Interval between two posts of a rank.
 const POST_EVERY: Duration = Duration::from_secs(1);
 /// A rank counts as silent if its posts have not changed for this long.
-const SILENT: Duration = Duration::from_secs(5);
+const SILENT_AFTER: Duration = Duration::from_secs(5);
 
 /// Watches the steps of one rank until it is dropped.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ struct Shared {
     done: AtomicU64,
     /// Milliseconds after `began` at which a step was last completed, or submitted when no other was pending.
     moved_ms: AtomicU64,
-    over: AtomicBool,
+    has_ended: AtomicBool,
     posted: Mutex<PostedSteps>,
     stall_reason: OnceLock<String>,
 }
@@ -47,13 +47,13 @@ struct Shared {
 struct PostedSteps {
     /// By rank: the last finished step, the post, and when this rank first saw that post.
     ranks: Vec<Option<(u64, Vec<u8>, Instant)>>,
-    /// When rank 0, which stores the posts, last answered.
-    answered: Option<Instant>,
+    /// When rank 0, which stores the posts, last responded.
+    last_response: Option<Instant>,
 }
 
 impl Watchdog {
-    /// Starts watching. If a submitted step is not done within `limit` after the previous one, `stalled` is called
-    /// once, on a separate thread, with a sentence that describes the stall.
+    /// Starts watching. If a submitted step is not done within `limit` after the previous step, `stalled` is called
+    /// once, on a separate thread, with a description of the stall.
     ///
     /// # Errors
     /// No thread can be started.
@@ -73,7 +73,7 @@ impl Watchdog {
     ) -> io::Result<Arc<Self>> {
         let (rank, world_size) =
             store.as_ref().map_or((0, 1), |store| (store.config().rank, store.config().world_size));
-        let posted = PostedSteps { ranks: vec![None; world_size as usize], answered: None };
+        let posted = PostedSteps { ranks: vec![None; world_size as usize], last_response: None };
         let shared = Arc::new(Shared {
             began: Instant::now(),
             rank,
@@ -81,12 +81,12 @@ impl Watchdog {
             submitted: AtomicU64::new(0),
             done: AtomicU64::new(0),
             moved_ms: AtomicU64::new(0),
-            over: AtomicBool::new(false),
+            has_ended: AtomicBool::new(false),
             posted: Mutex::new(posted),
             stall_reason: OnceLock::new(),
         });
         if let Some(store) = store {
-            // A separate thread, because it blocks while rank 0's process is suspended.
+            // A separate thread, because posting blocks while rank 0's process is suspended.
             let shared = shared.clone();
             let post = move || shared.post(&store, post_every);
             std::thread::Builder::new().name("watchdog post".into()).spawn(post)?;
@@ -107,14 +107,14 @@ impl Watchdog {
     pub fn submitted(&self, step: u64) {
         let shared = &self.shared;
         if shared.submitted.fetch_max(step, Ordering::AcqRel) <= shared.done.load(Ordering::Acquire) {
-            shared.moved();
+            shared.record_progress();
         }
     }
 
     /// Reports that step number `step` and all steps before it are done.
     pub fn done(&self, step: u64) {
         self.shared.done.fetch_max(step, Ordering::AcqRel);
-        self.shared.moved();
+        self.shared.record_progress();
     }
 
     /// The number of steps that this process has completed.
@@ -130,28 +130,28 @@ impl Watchdog {
 
 impl Drop for Watchdog {
     fn drop(&mut self) {
-        self.shared.over.store(true, Ordering::Release);
+        self.shared.has_ended.store(true, Ordering::Release);
     }
 }
 
 impl Shared {
-    fn moved(&self) {
+    fn record_progress(&self) {
         self.moved_ms.store(self.began.elapsed().as_millis() as u64, Ordering::Release);
     }
 
-    fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire)
+    fn is_ended(&self) -> bool {
+        self.has_ended.load(Ordering::Acquire)
     }
 
     fn watch(&self, limit: Duration, stalled: impl FnOnce(&str)) {
         let poll_every = (limit / 20).clamp(Duration::from_millis(5), Duration::from_millis(500));
-        while !self.is_over() {
+        while !self.is_ended() {
             std::thread::sleep(poll_every);
             let done = self.done.load(Ordering::Acquire);
             let waits = self.submitted.load(Ordering::Acquire) > done;
-            let moved = Duration::from_millis(self.moved_ms.load(Ordering::Acquire));
-            let since = self.began.elapsed().saturating_sub(moved);
-            if waits && since > limit && !self.is_over() {
+            let last_progress = Duration::from_millis(self.moved_ms.load(Ordering::Acquire));
+            let since = self.began.elapsed().saturating_sub(last_progress);
+            if waits && since > limit && !self.is_ended() {
                 let posted = self.posted.lock().unwrap_or_else(PoisonError::into_inner);
                 let text = posted.describe(
                     limit,
@@ -171,7 +171,7 @@ impl Shared {
         let key = |rank: u32| format!("watchdog/{rank}");
         let keys: Vec<String> = (0..world_size).map(key).collect();
         let mut beat = 0u64;
-        while !self.is_over() {
+        while !self.is_ended() {
             beat += 1;
             let at = self.base.load(Ordering::Acquire) + self.done.load(Ordering::Acquire);
             let mut value = at.to_le_bytes().to_vec();
@@ -187,7 +187,7 @@ impl Shared {
 
 impl PostedSteps {
     fn take(&mut self, values: Vec<Option<Vec<u8>>>, now: Instant) {
-        self.answered = Some(now);
+        self.last_response = Some(now);
         for (known, value) in self.ranks.iter_mut().zip(values) {
             let Some(value) = value else { continue };
             let Some(step) = value.first_chunk().map(|bytes| u64::from_le_bytes(*bytes)) else { continue };
@@ -200,15 +200,15 @@ impl PostedSteps {
     /// Describes a stall, for example `no step for 120 s: rank 1 is at step 812, the others at 813`.
     fn describe(&self, limit: Duration, own: u32, own_step: u64, now: Instant) -> String {
         let mut text = format!("no step for {:.0} s", limit.as_secs_f64());
-        let away = self.answered.map(|at| now.saturating_duration_since(at));
+        let silence_of_rank_0 = self.last_response.map(|at| now.saturating_duration_since(at));
         let steps: Vec<(u32, Option<u64>, Duration)> = (0..)
             .zip(&self.ranks)
             .map(|(rank, known)| match known {
                 _ if rank == own => (rank, Some(own_step), Duration::ZERO),
                 Some((step, _, at)) => {
-                    // While rank 0 does not answer, no posts arrive. So silence is measured up to rank 0's last
-                    // answer.
-                    let seen = away.map_or(now, |away| now - away);
+                    // While rank 0 does not respond, no posts arrive. So silence is measured up to rank 0's last
+                    // response.
+                    let seen = silence_of_rank_0.map_or(now, |silence_of_rank_0| now - silence_of_rank_0);
                     (rank, Some(*step), seen.saturating_duration_since(*at))
                 }
                 None => (rank, None, Duration::ZERO),
@@ -221,10 +221,13 @@ impl PostedSteps {
         let ahead = steps.iter().filter_map(|(_, step, _)| *step).max().unwrap_or(own_step);
         let mut behind = Vec::new();
         for (rank, step, silence) in &steps {
-            let silent =
-                if *rank == 0 && own != 0 { (*silence).max(away.unwrap_or_default()) } else { *silence };
+            let silent = if *rank == 0 && own != 0 {
+                (*silence).max(silence_of_rank_0.unwrap_or_default())
+            } else {
+                *silence
+            };
             let silent = match silent {
-                silence if silence >= SILENT => {
+                silence if silence >= SILENT_AFTER => {
                     format!(" and silent for {:.0} s (suspended?)", silence.as_secs_f64())
                 }
                 _ => String::new(),
@@ -259,7 +262,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(20);
 
     #[test]
-    fn the_rank_behind_is_named_by_those_that_wait_for_it() {
+    fn waiting_ranks_name_the_rank_that_is_behind() {
         let port = unused_port();
         let (sender, receiver) = mpsc::channel();
         let store = |rank| Arc::new(Store::join(rendezvous_config(port, rank, 3)).unwrap());
@@ -298,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_does_something_else_than_steps_is_left_alone() {
+    fn work_other_than_steps_is_not_a_stall() {
         let (sender, receiver) = mpsc::channel();
         let stalled = move |text: &str| sender.send(text.to_owned()).unwrap();
         let limit = Duration::from_millis(100);
@@ -313,12 +316,12 @@ mod tests {
     }
 
     #[test]
-    fn a_suspended_rank_and_a_hung_collective_read_differently() {
+    fn a_suspended_rank_and_a_hung_collective_are_distinguished() {
         let now = Instant::now();
         let Some(long_ago) = now.checked_sub(Duration::from_secs(60)) else { return };
         let at = |step: u64, when| Some((step, step.to_le_bytes().to_vec(), when));
         let limit = Duration::from_secs(120);
-        let mut posted = PostedSteps { ranks: vec![at(7, now), at(7, now)], answered: Some(now) };
+        let mut posted = PostedSteps { ranks: vec![at(7, now), at(7, now)], last_response: Some(now) };
         assert_eq!(
             posted.describe(limit, 0, 7, now),
             "no step for 120 s: all ranks are at step 7, in a collective that does not complete"
@@ -329,7 +332,7 @@ mod tests {
             "no step for 120 s: rank 1 is at step 7 and silent for 60 s (suspended?), the other at 7"
         );
         // Rank 0 stores the posts. While it is suspended, it does not answer.
-        posted = PostedSteps { ranks: vec![at(7, long_ago), at(7, long_ago)], answered: Some(long_ago) };
+        posted = PostedSteps { ranks: vec![at(7, long_ago), at(7, long_ago)], last_response: Some(long_ago) };
         assert_eq!(
             posted.describe(limit, 1, 7, now),
             "no step for 120 s: rank 0 is at step 7 and silent for 60 s (suspended?), the other at 7"

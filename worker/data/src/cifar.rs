@@ -11,12 +11,12 @@ use std::{
 
 const SIDE: usize = 32;
 const PLANE: usize = SIDE * SIDE;
-/// Larger files do not belong to CIFAR; the largest has 154 MB.
+/// Size limit of a file. CIFAR's largest file has 154 MB.
 const MAX_BYTES: u64 = 8 << 30;
 
 struct Layout {
     format: Format,
-    /// Number of bytes before the pixels. The last of them is the label.
+    /// Number of label bytes before the pixels. The last label byte is used.
     label_bytes: usize,
     classes: usize,
     names: &'static str,
@@ -24,7 +24,7 @@ struct Layout {
     test: Vec<PathBuf>,
 }
 
-/// Finds the files in `dir`; `None` if there are none.
+/// Finds the CIFAR files in `dir`; `None` if there are none.
 pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
     let existing = |names: &[String]| -> Vec<PathBuf> {
         // Unreadable files are included, so that an error names them.
@@ -58,7 +58,7 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
         if paths.is_empty() {
             continue;
         }
-        // The pixels, and the largest file while it is read. Unreadable files are reported below.
+        // Memory for all pixels, plus the largest file while it is read. Unreadable files are reported below.
         let size = |path: &PathBuf| match files::stat(path) {
             Ok(FileKind::File { size_bytes }) => size_bytes,
             _ => 0,
@@ -96,7 +96,7 @@ fn append(bytes: &[u8], layout: &Layout, pixels: &mut Vec<u8>, labels: &mut Vec<
     let record = layout.label_bytes + 3 * PLANE;
     if bytes.is_empty() || !bytes.len().is_multiple_of(record) {
         return Err(format!(
-            "has {} bytes, which is not a multiple of the {record} bytes of a record: it is cut off or not a CIFAR binary file; get it again",
+            "has {} bytes, which is not a multiple of the {record} bytes of a record: it is cut off or not a CIFAR binary file; download it again",
             bytes.len()
         ));
     }

@@ -1,4 +1,4 @@
-//! The record in the folder of a prepared copy, as read when the dataset is opened. `prepare` writes it.
+//! The record in the folder of a prepared copy, read when the dataset is opened. `prepare` writes the record.
 
 use lockstep_host::files;
 use serde::Deserialize;
@@ -16,10 +16,10 @@ pub(super) fn is_unfinished(dir: &Path) -> bool {
     dir.join(UNFINISHED).is_file()
 }
 
-/// The part of a record that is read.
+/// The used part of a record.
 #[derive(Deserialize)]
 struct Record {
-    /// By file name.
+    /// The shards by file name.
     shards: BTreeMap<String, Shard>,
 }
 
@@ -32,7 +32,7 @@ struct Shard {
 /// returns the size of a shard in bytes, or `None` for a shard that is not read; if `all`, every shard must exist.
 /// Only the record is opened.
 pub(super) fn damage(dir: &Path, all: bool, size_of: impl Fn(&str) -> Option<u64>) -> Option<String> {
-    // The file may have another origin, and only the name of a record.
+    // The file may come from another program and only have the same name.
     let text = files::read(&dir.join(PREPARED), MAX_BYTES).ok()?;
     let record = serde_json::from_slice::<Record>(&text).ok()?;
     let found = record.shards.iter().find_map(|(file, written)| match size_of(file) {

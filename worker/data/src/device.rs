@@ -1,7 +1,6 @@
 //! Decoding and resizing on a device such as a GPU: the interface of the decoder, and statistics.
-//!
-//! A device returns bytes in host memory, in the same form as the CPU path. All steps after the crop are the same for
-//! both, and a batch may contain pictures from both.
+//! A device returns bytes in host memory, in the same layout as the CPU path. All steps after the crop are shared, and
+//! a batch may contain pictures from both paths.
 
 use lockstep_protocol::numbers::plural;
 use std::{
@@ -36,15 +35,15 @@ pub trait DeviceDecoder: Send + Sync + fmt::Debug {
     /// The name for the log.
     fn name(&self) -> String;
 
-    /// The number of calls of [`DeviceDecoder::decode`] that make progress at the same time. Other calls wait.
+    /// The number of concurrent calls of [`DeviceDecoder::decode`] that make progress. Other calls wait.
     fn at_a_time(&self) -> usize {
         1
     }
 
-    /// When the device is ready, calls `next` with the number of pictures that it decodes together, and receives up
-    /// to that many. Makes RGB pixels of `size` (width, height) from each picture, and calls `then` once with the
-    /// results in order; the result is `None` for a picture that the device refuses. If `next` returns no pictures,
-    /// `then` is not called. Several threads may call this method at the same time.
+    /// When the device is ready, calls `next` with its batch size, and receives up to that many pictures. Makes RGB
+    /// pixels of `size` (width, height) from each picture, and calls `then` once with the results in order; the result
+    /// is `None` for a picture that the device refuses. If `next` returns no pictures, `then` is not called. Several
+    /// threads may call this method at the same time.
     ///
     /// # Errors
     /// All pictures from `next` failed; `then` was not called.
@@ -59,12 +58,12 @@ pub trait DeviceDecoder: Send + Sync + fmt::Debug {
     fn close(&self) {}
 }
 
-/// Maximum size of a batch's files held in memory for the device. Cores decode the other files.
+/// Maximum size of a batch's files kept in memory for the device. CPU cores decode the other files.
 pub(super) const MAX_HELD_BYTES: usize = 512 << 20;
-/// Number of consecutive failed batches after which only cores decode.
+/// Number of consecutive failed batches after which only CPU cores decode.
 const MAX_FAILURES: u32 = 4;
 
-/// Where a job's pictures have been decoded so far.
+/// How many of a job's pictures the device and CPU cores have decoded so far.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Decoded {
     pub by_device: u64,
@@ -118,7 +117,7 @@ impl OnDevice {
     }
 
     /// Counts pictures that are left to cores.
-    pub(super) fn for_cores(&self, why: CpuDecodeReason, pictures: u64) {
+    pub(super) fn count_for_cores(&self, why: CpuDecodeReason, pictures: u64) {
         if pictures == 0 {
             return;
         }
@@ -126,20 +125,20 @@ impl OnDevice {
     }
 
     /// Counts pictures that the device has decoded, and pictures that it refused.
-    pub(super) fn done(&self, pictures: u64, refused: u64) {
+    pub(super) fn count_decoded(&self, pictures: u64, refused: u64) {
         self.with(|decoded| {
             decoded.by_device += pictures;
             decoded.failures = 0;
         });
         if refused > 0 {
-            self.for_cores(CpuDecodeReason::Refused, refused);
+            self.count_for_cores(CpuDecodeReason::Refused, refused);
         }
     }
 
     /// Counts pictures of a batch that failed. `is_first`: no other pictures of the batch have failed before.
-    pub(super) fn failed(&self, why: String, pictures: u64, is_first: bool) {
+    pub(super) fn count_failed(&self, why: String, pictures: u64, is_first: bool) {
         tracing::warn!("the GPU could not decode {pictures} pictures; CPU cores decode them: {why}");
-        self.for_cores(CpuDecodeReason::Failed, pictures);
+        self.count_for_cores(CpuDecodeReason::Failed, pictures);
         self.with(|decoded| {
             decoded.failure = Some(why);
             decoded.failures += u32::from(is_first);

@@ -1,8 +1,8 @@
-//! Fingerprints of datasets, which show whether a dataset has changed: names, sizes and contents of its files.
+//! Fingerprints of datasets: names, sizes and contents of the files. They show whether a dataset has changed.
 //!
-//! The index has the content hashes of pictures in folders and shards, so a file is read only if its size or time of
-//! change differs. With [`ChangeDetection::Folders`], files in unchanged folders are not examined. A copy of a
-//! dataset has the same fingerprint, and so has a dataset whose files only have new times.
+//! The index has the content hashes of pictures in folders and shards, so a file is read only if its size or
+//! modification time differs. With [`ChangeDetection::Folders`], files in unchanged folders are not examined. A copy of
+//! a dataset has the same fingerprint. New modification times do not change the fingerprint.
 
 use super::{Catalog, ChangeDetection, DataError, Format, Samples, pattern};
 use lockstep_host::files::{self, FileKind};
@@ -16,24 +16,24 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// Datasets of up to this many bytes are read completely. Of larger ones, the beginning and end of each file are
-/// read.
-const WHOLE: u64 = 1 << 30;
-const EDGE: u64 = 64 << 10;
-/// Maximum depth of folders. Links can make a few folders look like many.
-const DEPTH: usize = 32;
-const FILES: usize = 100_000_000;
+/// Datasets of up to this many bytes are read completely. Of larger datasets, only the beginning and the end of each
+/// file are read.
+const MAX_WHOLE_BYTES: u64 = 1 << 30;
+const EDGE_BYTES: u64 = 64 << 10;
+/// Maximum depth of folders. Links can form a cycle.
+const MAX_DEPTH: usize = 32;
+const MAX_FILES: usize = 100_000_000;
 
 /// The fingerprint of a file, or of all files in a folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprint {
     pub files: u64,
     pub bytes: u64,
-    /// In hexadecimal.
+    /// The hash in hexadecimal.
     pub sha256: String,
 }
 
-/// A dataset's fingerprint, in one of two forms.
+/// A dataset's fingerprint, of one of two kinds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum DatasetFingerprint {
@@ -62,8 +62,8 @@ impl DatasetFingerprint {
     }
 }
 
-/// A file or folder. If it cannot be read, the reason becomes part of the fingerprint: whether a job can do without
-/// the file is decided elsewhere.
+/// A file, or a folder that cannot be read. The reason why an entry cannot be read is part of the fingerprint: whether
+/// a job can do without the entry is decided elsewhere.
 struct Entry {
     path: PathBuf,
     size_bytes: Result<u64, String>,
@@ -73,7 +73,7 @@ impl Fingerprint {
     /// Examines every file below `path`, until `cancelled` is set.
     ///
     /// # Errors
-    /// There is no file, there are too many files, or `path` itself cannot be read; the sentence names the path.
+    /// There is no file, there are too many files, or `path` itself cannot be read. The message names the path.
     pub fn of(path: &Path, cancelled: &AtomicBool) -> io::Result<Self> {
         let mut entries = Vec::new();
         collect(path, 0, &mut entries, cancelled)?;
@@ -90,14 +90,14 @@ impl Fingerprint {
             let unread = match size_bytes {
                 Ok(size) => {
                     hash.update(size.to_le_bytes());
-                    content(file, *size, bytes <= WHOLE, &mut hash, cancelled)
+                    content(file, *size, bytes <= MAX_WHOLE_BYTES, &mut hash, cancelled)
                 }
                 Err(detail) => Err(detail.clone()),
             };
             if let Err(detail) = unread {
                 hash.update(detail.as_bytes());
             }
-            go_on(cancelled)?;
+            check_cancelled(cancelled)?;
         }
         Ok(Self { files: entries.len() as u64, bytes, sha256: hex::encode(hash.finalize()) })
     }
@@ -145,8 +145,7 @@ impl Catalog {
                 picture_bytes += size;
             }
         }
-        // Broken files are not trained on, whatever the reason. Their names are taken relative to the fixed part of a
-        // pattern.
+        // Broken files are not trained on. Their names are relative to the fixed part of a pattern.
         let folder = pattern::fixed_part(path).map_or_else(|| path.to_owned(), |(fixed, _)| fixed);
         for broken in self.broken.iter().chain(self.splits.iter().flat_map(|split| &split.broken)) {
             let name = Path::new(&broken.file);
@@ -161,16 +160,16 @@ impl Catalog {
     }
 }
 
-fn go_on(cancelled: &AtomicBool) -> io::Result<()> {
+fn check_cancelled(cancelled: &AtomicBool) -> io::Result<()> {
     if cancelled.load(Ordering::Relaxed) { Err(io::Error::other("cancelled")) } else { Ok(()) }
 }
 
 fn collect(path: &Path, depth: usize, found: &mut Vec<Entry>, cancelled: &AtomicBool) -> io::Result<()> {
-    go_on(cancelled)?;
+    check_cancelled(cancelled)?;
     let wrong = |what: String| io::Error::other(format!("{} {what}", path.display()));
-    if depth > DEPTH {
+    if depth > MAX_DEPTH {
         return Err(wrong(format!(
-            "is deeper than {DEPTH} folders; does a link lead back to a folder that contains it?"
+            "is deeper than {MAX_DEPTH} folders; does a link lead back to a folder that contains it?"
         )));
     }
     let listed = match files::stat(path) {
@@ -186,8 +185,8 @@ fn collect(path: &Path, depth: usize, found: &mut Vec<Entry>, cancelled: &Atomic
     match listed {
         Ok(inside) => {
             for entry in inside {
-                if found.len() >= FILES {
-                    return Err(wrong(format!("belongs to a dataset of more than {FILES} files")));
+                if found.len() >= MAX_FILES {
+                    return Err(wrong(format!("belongs to a dataset of more than {MAX_FILES} files")));
                 }
                 collect(&entry.path(), depth + 1, found, cancelled)?;
             }
@@ -208,7 +207,7 @@ fn content(
     cancelled: &AtomicBool,
 ) -> Result<(), String> {
     let (mut file, _) = files::open(path)?;
-    if whole || size <= 2 * EDGE {
+    if whole || size <= 2 * EDGE_BYTES {
         let mut block = vec![0; 1 << 18];
         loop {
             match file.read(&mut block).map_err(files::cannot_be_read)? {
@@ -221,10 +220,10 @@ fn content(
             }
         }
     }
-    let mut edge = vec![0; EDGE as usize];
+    let mut edge = vec![0; EDGE_BYTES as usize];
     file.read_exact(&mut edge).map_err(files::cannot_be_read)?;
     hash.update(&edge);
-    file.seek(SeekFrom::End(-(EDGE as i64))).map_err(files::cannot_be_read)?;
+    file.seek(SeekFrom::End(-(EDGE_BYTES as i64))).map_err(files::cannot_be_read)?;
     file.read_exact(&mut edge).map_err(files::cannot_be_read)?;
     hash.update(&edge);
     Ok(())
@@ -239,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_part_of_it_and_is_not_waited_for() {
+    fn unreadable_entries_are_part_of_the_fingerprint() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("x"), "one").unwrap();
         let without = of(dir.path()).unwrap();
@@ -260,10 +259,10 @@ mod tests {
     }
 
     #[test]
-    fn folders_lie_in_folders_up_to_a_limit() {
+    fn nested_folders_have_a_maximum_depth() {
         let dir = tempfile::tempdir().unwrap();
         let mut inner = dir.path().to_path_buf();
-        for _ in 0..DEPTH - 1 {
+        for _ in 0..MAX_DEPTH - 1 {
             inner.push("d");
         }
         fs::create_dir_all(&inner).unwrap();
@@ -277,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn names_sizes_and_content_count_and_nothing_else() {
+    fn the_fingerprint_depends_on_names_sizes_and_content_only() {
         let dir = tempfile::tempdir().unwrap();
         assert!(of(dir.path()).is_err(), "an empty folder");
         assert!(of(&dir.path().join("gone")).unwrap_err().to_string().contains("gone"));

@@ -1,14 +1,12 @@
-//! Which pictures of the training split are held out for validation (a fraction in `data.validation`, or one of
-//! `data.folds`), and the fingerprint of the validation pictures.
-//!
-//! With a fraction, whether a picture is held out depends only on its own identity, which is independent of its place
-//! in the split. So adding or removing pictures moves no other picture between training and validation, and a larger
-//! fraction holds out all pictures of a smaller one. The price: the fraction of each class is only approximately the
-//! requested one, and of a class with few pictures possibly none is held out.
-//!
+//! Chooses the pictures of the training split that are held out for validation (a fraction in `data.validation`, or one
+//! of `data.folds`), and computes the fingerprint of the validation pictures.
+//! With a fraction, whether a picture is held out depends only on the picture's identity, which is independent of its
+//! position in the split. So adding or removing pictures moves no other picture between training and validation, and a
+//! larger fraction includes all pictures of a smaller fraction. In return, the fraction of each class is only
+//! approximate, and a class with few pictures may have none held out.
 //! Folds are equal parts of each class and of the whole split, up to one picture. Pictures of a class with the same
-//! content (in folders, the same name) are in the same fold, so with duplicates the parts are less equal. Folds depend
-//! on all pictures, so adding or removing some moves others.
+//! content (in folders, the same name) are in the same fold, so duplicates make the parts less equal. Folds depend on
+//! all pictures, so adding or removing pictures moves others.
 
 use super::{Catalog, ChangeDetection, DataError, Random, Samples, index::content_hash, listing::Listing};
 use lockstep_protocol::{
@@ -25,11 +23,11 @@ const FOLD: u64 = 11;
 /// The split from which fractions are held out.
 const TRAIN: &str = "train";
 
-/// Identifies a picture independently of its place in the split.
+/// Identifies a picture independently of its position in the split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Identity {
-    /// Decides whether the picture is held out. In folders it is derived from the class and the file name. Elsewhere
-    /// it is derived from the content, because names and places there depend on the order in which pictures were
+    /// Decides whether the picture is held out. In folders it is derived from the class and the file name. In other
+    /// formats it is derived from the content, because names and positions depend on the order in which pictures were
     /// packed.
     key: u64,
     content: u64,
@@ -47,7 +45,8 @@ pub(crate) fn held_out(division: &Division, pictures: &[Identity], labels: &[u32
     };
     let mut order: Vec<usize> = (0..pictures.len()).collect();
     order.sort_by_cached_key(in_random_order);
-    // Numbers run on from class to class, so folds of different pictures differ by at most one in all, too.
+    // Numbering continues from class to class, so without duplicates the sizes of whole folds also differ by at most
+    // one.
     let mut held_out = vec![false; pictures.len()];
     let duplicates = order.chunk_by(|one, next| pictures[*one].key == pictures[*next].key);
     for (number, places) in duplicates.enumerate() {
@@ -57,8 +56,8 @@ pub(crate) fn held_out(division: &Division, pictures: &[Identity], labels: &[u32
     held_out
 }
 
-/// Whether a picture of the training split is held out for validation. With folds `false`: most pictures are not, and which ones are
-/// depends on all pictures.
+/// Whether a picture of the training split is held out for validation. Always false with folds, whose choice depends on
+/// all pictures.
 pub(crate) fn is_held_out(division: &Division, picture: Identity) -> bool {
     match division.validation {
         _ if division.fold.is_some() => false,
@@ -197,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn adding_and_removing_pictures_moves_no_other_one() {
+    fn adding_or_removing_pictures_moves_no_other_picture() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "cat", 0..150);
         write(dir.path(), "dog", 0..150);
@@ -222,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn folds_are_equal_parts_of_each_class_and_have_every_picture_once() {
+    fn folds_partition_each_class_equally() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "cat", 0..33);
         write(dir.path(), "dog", 0..9);
@@ -276,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fingerprint_is_of_the_validation_pictures_alone() {
+    fn the_fingerprint_covers_only_validation_pictures() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "cat", 0..100);
         write(dir.path(), "dog", 0..100);
@@ -318,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn few_pictures_are_named_by_class_and_none_is_an_error() {
+    fn classes_without_held_out_pictures_are_noted_and_none_at_all_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "cat", 0..200);
         write(dir.path(), "dog", 0..1);

@@ -16,15 +16,15 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Type 8 (unsigned byte) with three dimensions (pictures) or one (labels).
-const PICTURES: u32 = 0x0803;
-const LABELS: u32 = 0x0801;
+/// Magic numbers: type 8 (unsigned byte) with three dimensions (pictures) or one (labels).
+const PICTURES_MAGIC: u32 = 0x0803;
+const LABELS_MAGIC: u32 = 0x0801;
 /// Limit of a file's size and of its decompressed size, whatever its header says.
 const MAX_BYTES: u64 = 8 << 30;
 /// Number of bytes read at once.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// Finds the files in `dir`; `None` if there are none.
+/// Finds the IDX files in `dir`; `None` if there are none.
 pub(super) fn find(dir: &Path, reading: Reading) -> Option<Result<Catalog, DataError>> {
     let mut names: Vec<String> = fs::read_dir(dir)
         .ok()?
@@ -55,9 +55,9 @@ fn read(
         let Some(labels) = labels else {
             return Err(DataError::Invalid(format!("{} has no labels file next to it", pictures.display())));
         };
-        // Both headers are read before much of a compressed file is decompressed.
-        let pictures = IdxFile::open(&pictures, PICTURES)?;
-        let mut labels = IdxFile::open(&labels, LABELS)?;
+        // Both headers are compared before the data is decompressed.
+        let pictures = IdxFile::open(&pictures, PICTURES_MAGIC)?;
+        let mut labels = IdxFile::open(&labels, LABELS_MAGIC)?;
         if pictures.shape[0] != labels.shape[0] {
             return Err(DataError::Invalid(format!(
                 "{} has {} pictures, but {} has {} labels: they do not belong together",
@@ -80,7 +80,7 @@ fn read(
         }
         // Each label has one byte in the file and four in memory.
         labels.check_fits(5)?;
-        let labels = labels.whole()?;
+        let labels = labels.read_all()?;
         let samples = pictures.samples(reading)?;
         splits.push(Split {
             name: name.into(),
@@ -125,7 +125,7 @@ impl IdxFile {
         if found != magic {
             return Err(broken(format!(
                 "starts with {found:#010x}; an IDX file of {} starts with {magic:#010x}",
-                if magic == PICTURES { "pictures" } else { "labels" }
+                if magic == PICTURES_MAGIC { "pictures" } else { "labels" }
             )));
         }
         let shape: Option<Vec<usize>> = (1..=dimensions).map(|i| word(i).map(|n| n as usize)).collect();
@@ -138,14 +138,14 @@ impl IdxFile {
     }
 
     /// The number of data bytes according to the header.
-    fn promised(&self) -> usize {
+    fn data_bytes(&self) -> usize {
         self.shape.iter().try_fold(1usize, |a, b| a.checked_mul(*b)).unwrap_or(usize::MAX)
     }
 
     /// Fails if the memory does not suffice for the data that the header announces, at `each` bytes per byte of the
     /// file.
     fn check_fits(&self, each: u64) -> Result<(), DataError> {
-        let bytes = (self.promised() as u64).saturating_mul(each);
+        let bytes = (self.data_bytes() as u64).saturating_mul(each);
         packed::check_fits(bytes).map_err(|detail| self.broken(detail))
     }
 
@@ -156,23 +156,23 @@ impl IdxFile {
     }
 
     /// All data after the header.
-    fn whole(&mut self) -> Result<Vec<u8>, DataError> {
+    fn read_all(&mut self) -> Result<Vec<u8>, DataError> {
         let mut bytes = Vec::new();
-        self.read(self.promised(), &mut bytes)?;
-        self.end(bytes.len())?;
+        self.read(self.data_bytes(), &mut bytes)?;
+        self.check_end(bytes.len())?;
         Ok(bytes)
     }
 
     /// Fails unless the file ends after `read` bytes, as its header says.
-    fn end(&mut self, read: usize) -> Result<(), DataError> {
+    fn check_end(&mut self, read: usize) -> Result<(), DataError> {
         let mut more = Vec::new();
         self.read(1, &mut more)?;
-        if read == self.promised() && more.is_empty() && !self.shape.contains(&0) {
+        if read == self.data_bytes() && more.is_empty() && !self.shape.contains(&0) {
             return Ok(());
         }
         let follow = if more.is_empty() { read.to_string() } else { "more".to_owned() };
         Err(self.broken(format!(
-            "has a header for {:?} bytes, but {follow} follow it: it is cut off or damaged; get it again",
+            "has a header for {:?} bytes, but {follow} follow it: it is cut off or damaged; download it again",
             self.shape
         )))
     }
@@ -186,10 +186,10 @@ impl IdxFile {
         let (mut pixels, mut measured) = (Vec::new(), None);
         match reading {
             // For an empty set, only checks that no data follows.
-            _ if size == 0 || count == 0 => self.end(0)?,
+            _ if size == 0 || count == 0 => self.check_end(0)?,
             Reading::Whole => {
                 self.check_fits(1)?;
-                pixels = self.whole()?;
+                pixels = self.read_all()?;
             }
             Reading::Measure => {
                 if let Some(words) = too_large(width as u32, height as u32) {
@@ -209,13 +209,13 @@ impl IdxFile {
             picture.clear();
             self.read(size, &mut picture)?;
             if picture.len() < size {
-                self.end(i * size + picture.len())?;
+                self.check_end(i * size + picture.len())?;
             }
             if i.is_multiple_of(every) {
                 statistics.add(&Statistics::of(&picture, 1));
             }
         }
-        self.end(count * size)?;
+        self.check_end(count * size)?;
         Ok(statistics)
     }
 }
@@ -224,7 +224,7 @@ impl IdxFile {
 fn not_read(error: io::Error) -> String {
     match error.kind() {
         ErrorKind::InvalidInput | ErrorKind::InvalidData | ErrorKind::UnexpectedEof => {
-            format!("cannot be decompressed: {error}; get it again")
+            format!("cannot be decompressed: {error}; download it again")
         }
         _ => files::cannot_be_read(error),
     }
@@ -249,9 +249,9 @@ mod tests {
     }
 
     fn set(dir: &Path, shape: [usize; 3], pixels: &[u8], labels: usize) {
-        file(dir, "train-images-idx3-ubyte", PICTURES, &shape, pixels);
+        file(dir, "train-images-idx3-ubyte", PICTURES_MAGIC, &shape, pixels);
         let classes: Vec<u8> = (0..labels).map(|i| (i % 3) as u8).collect();
-        file(dir, "train-labels-idx1-ubyte", LABELS, &[labels], &classes);
+        file(dir, "train-labels-idx1-ubyte", LABELS_MAGIC, &[labels], &classes);
     }
 
     fn error(dir: &Path, reading: Reading) -> String {
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn an_inspection_holds_no_pictures_and_finds_the_same_of_them() {
+    fn an_inspection_keeps_no_pictures_and_finds_the_same_statistics() {
         let dir = tempfile::tempdir().unwrap();
         // More than the number of pictures in the statistics, so every second picture is measured.
         let count = STATISTICS_SAMPLES + 7;
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_unpacked_than_fits_the_labels_and_the_memory() {
+    fn files_that_exceed_memory_are_refused_before_decompression() {
         let dir = tempfile::tempdir().unwrap();
         let some = vec![0; SIDE * SIDE];
         for reading in [Reading::Whole, Reading::Measure] {
@@ -298,8 +298,8 @@ mod tests {
         set(dir.path(), [7, u32::MAX as usize, 1 << 31], &some, 7);
         assert!(error(dir.path(), Reading::Whole).contains("are free on this machine"));
         assert!(error(dir.path(), Reading::Measure).contains("at most 64 megapixels are allowed"));
-        file(dir.path(), "train-images-idx3-ubyte", PICTURES, &[u32::MAX as usize, 1, 1], &some);
-        file(dir.path(), "train-labels-idx1-ubyte", LABELS, &[u32::MAX as usize], &some);
+        file(dir.path(), "train-images-idx3-ubyte", PICTURES_MAGIC, &[u32::MAX as usize, 1, 1], &some);
+        file(dir.path(), "train-labels-idx1-ubyte", LABELS_MAGIC, &[u32::MAX as usize], &some);
         let why = error(dir.path(), Reading::Measure);
         assert!(why.contains("4096 follow") || why.contains("are free on this machine"), "{why}");
     }

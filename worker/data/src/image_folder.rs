@@ -1,5 +1,5 @@
 //! Pictures in folders: `train/<class>/*` and, for validation, `val/<class>/*` or `test/<class>/*`. Other usual names
-//! of these splits are accepted, in upper and lower case. Without a folder for a split, `<class>/*` are training
+//! of these splits are accepted, in upper and lower case. Without a folder named like a split, `<class>/*` are training
 //! pictures, as for torchvision's `ImageFolder`. Pictures may have any size. Their format is recognised by their first
 //! bytes, not by their names.
 //!
@@ -8,11 +8,11 @@
 //! that are not in the index are read.
 
 use super::{
-    Catalog, DataError, ENTRIES_READ, Format, Samples, Split, has_pictures,
+    Catalog, DataError, Format, MAX_ENTRIES_READ, Samples, Split, has_pictures,
     index::{self, CachedFolders, Folder, FolderStamp, FoundFile, IndexStore},
-    label::composed,
+    label::normalise_nfc,
     listing::{ContainerKind, Listing},
-    picture::{self, is_named_like_one},
+    picture::{self, has_picture_extension},
 };
 use lockstep_host::files::{self, FileKind};
 use lockstep_protocol::dataset::BrokenFile;
@@ -26,7 +26,7 @@ use std::{
     time::SystemTime,
 };
 
-/// Folder names that always denote a split (in lower case), and the name of that split.
+/// Folder names that always denote a split (in lower case), and the name of the split.
 const SPLITS: [(&str, &str); 7] = [
     ("train", "train"),
     ("training", "train"),
@@ -46,13 +46,13 @@ pub(super) fn split_of(folder: &Path) -> Option<&'static str> {
 /// The folder of the training split, if there is one.
 pub(super) fn training_folder(dir: &Path) -> Option<PathBuf> {
     let all = entries(dir).ok()?.into_iter();
-    let mut named: Vec<_> = all.filter(|path| split_of(path) == Some("train")).collect();
+    let mut candidates: Vec<_> = all.filter(|path| split_of(path) == Some("train")).collect();
     // Prefer a folder that contains class folders, then the usual name.
-    named.sort_by_key(|path| (!holds_folders(path), !path.ends_with("train")));
-    named.into_iter().next()
+    candidates.sort_by_key(|path| (!contains_folders(path), !path.ends_with("train")));
+    candidates.into_iter().next()
 }
 
-fn holds_folders(dir: &Path) -> bool {
+fn contains_folders(dir: &Path) -> bool {
     entries(dir).is_ok_and(|all| all.iter().any(|path| path.is_dir()))
 }
 
@@ -60,18 +60,18 @@ fn holds_folders(dir: &Path) -> bool {
 pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     let train = training_folder(dir)?;
     match files::stat(&train) {
-        Ok(FileKind::Folder) => holds_folders(&train).then(|| read(dir, &train, store)),
+        Ok(FileKind::Folder) => contains_folders(&train).then(|| read(dir, &train, store)),
         Ok(FileKind::File { .. }) => None,
         // For example, a link whose target does not exist.
         Err(detail) => Some(Err(DataError::File { path: train.display().to_string(), detail })),
     }
 }
 
-/// The beginning of the names of folders that this program makes beside a job file (`lockstep-data`, `lockstep-demo`).
-/// They are no classes.
+/// Prefix of the names of folders that this program creates beside a job file (`lockstep-data`, `lockstep-demo`). These
+/// folders are not classes.
 const OWN_FOLDERS: &str = "lockstep-";
 
-/// Whether a folder's name has that of a split as a part, as in `train2017`, `testA` and `images_val`.
+/// Whether a folder's name contains the name of a split, as in `train2017`, `testA` and `images_val`.
 fn names_split(folder: &Path) -> bool {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     name.split(['_', '-', '.']).any(|part| {
@@ -82,10 +82,11 @@ fn names_split(folder: &Path) -> bool {
     })
 }
 
-/// Whether the pictures lie in `dir/<class>/`: at least two folders hold pictures, and no folder is named like a split.
+/// Whether the pictures are in `dir/<class>/`: at least two folders contain pictures, and no folder is named like a
+/// split.
 pub(super) fn is_plain(dir: &Path) -> bool {
     let all = entries(dir).unwrap_or_default();
-    let hold = all.iter().take(ENTRIES_READ).filter(|path| has_pictures(path));
+    let hold = all.iter().take(MAX_ENTRIES_READ).filter(|path| has_pictures(path));
     !all.iter().any(|path| names_split(path)) && hold.take(2).count() == 2
 }
 
@@ -106,11 +107,11 @@ pub(super) fn find_plain(dir: &Path, store: &IndexStore) -> Option<Result<Catalo
 }
 
 /// Advice for a folder that has validation pictures and no training pictures. `None` for other folders.
-pub(super) fn only_measures(dir: &Path) -> Option<String> {
+pub(super) fn validation_only_advice(dir: &Path) -> Option<String> {
     let all = entries(dir).ok()?;
     let split = all
         .iter()
-        .find(|path| split_of(path) != Some("train") && split_of(path).is_some() && holds_folders(path))?;
+        .find(|path| split_of(path) != Some("train") && split_of(path).is_some() && contains_folders(path))?;
     let split = split.file_name()?.to_string_lossy();
     // Another folder may have the training pictures.
     let is_alone = all.iter().filter(|path| path.is_dir()).count() == 1 && training_folder(dir).is_none();
@@ -136,7 +137,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
     if names.is_empty() {
         let why: Vec<_> = train.broken.iter().take(5).map(|b| format!("{} {}", b.file, b.detail)).collect();
         return Err(DataError::Invalid(format!(
-            "{} holds no class folder that can be used: {}",
+            "{} contains no usable class folder: {}",
             training.display(),
             why.join("; ")
         )));
@@ -151,7 +152,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
         match files::stat(&path) {
             Ok(FileKind::Folder) => {}
             Err(detail) if always => {
-                broken.push(named(&path, detail));
+                broken.push(broken_file(&path, detail));
                 continue;
             }
             // The dataset's folder may also have other content.
@@ -162,8 +163,8 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
             Err(error) if always => return Err(error),
             Err(_) => continue,
         };
-        // Other folders are allowed. A folder is a split if its name says so, or if the training split has all of its
-        // classes.
+        // Other folders are ignored. A folder is a split if it has the name of a split, or if the training split has
+        // all of its classes.
         if !always && (found.folders.is_empty() || !found.folders.keys().all(|c| names.contains(c))) {
             continue;
         }
@@ -200,19 +201,19 @@ fn examine(
     began: SystemTime,
 ) -> Result<Vec<Split>, DataError> {
     let (mut labels, mut folders, mut counts) = (Vec::new(), Vec::new(), Vec::new());
-    let mut named = Vec::new();
+    let mut named_splits = Vec::new();
     for Listed { name, folders: own, broken } in splits {
         counts.push(own.len());
-        named.push((name, broken));
+        named_splits.push((name, broken));
         for (label, folder) in own {
             labels.push(label);
             folders.push(folder);
         }
     }
-    let entries = index::of_files(dir, &folders, cached, store, began);
+    let entries = index::describe_files(dir, &folders, cached, store, began);
     let mut all = labels.into_iter().zip(folders).zip(entries);
     let mut found = Vec::new();
-    for ((name, mut broken), count) in named.into_iter().zip(counts) {
+    for ((name, mut broken), count) in named_splits.into_iter().zip(counts) {
         let (mut listing, mut labels) = (Listing::new(dir).folder_cache(store.folder_cache(dir)), Vec::new());
         for ((label, folder), entries) in all.by_ref().take(count) {
             if entries.is_empty() && !folder.has_broken {
@@ -223,7 +224,7 @@ fn examine(
                 match entry.broken {
                     Some(detail) => {
                         let name = std::ffi::OsStr::from_bytes(&entry.name);
-                        broken.push(self::named(&dir.join(&folder.path).join(name), detail));
+                        broken.push(broken_file(&dir.join(&folder.path).join(name), detail));
                     }
                     None => {
                         listing.push(&entry);
@@ -276,15 +277,17 @@ fn list_split(
     let listed: Vec<_> = labelled.par_iter().map(list).collect();
     let mut folders = Vec::new();
     for ((label, folder), (path, stamp, listed)) in labelled.into_iter().zip(listed) {
-        let (files, odd) = match listed {
+        let (files, unexpected) = match listed {
             None => (Vec::new(), Vec::new()),
-            Some((files, odd)) if files.is_empty() && odd.is_empty() => return Err(empty(&folder)),
+            Some((files, unexpected)) if files.is_empty() && unexpected.is_empty() => {
+                return Err(empty(&folder));
+            }
             Some(found) => found,
         };
-        // Other files in the folder can become pictures without a change of the folder's times.
-        let stamp = stamp.filter(|_| odd.is_empty());
-        folders.push((label, Folder { path, stamp, files, has_broken: !odd.is_empty() }));
-        broken.extend(odd);
+        // Unexpected entries can become pictures without a change of the folder's times.
+        let stamp = stamp.filter(|_| unexpected.is_empty());
+        folders.push((label, Folder { path, stamp, files, has_broken: !unexpected.is_empty() }));
+        broken.extend(unexpected);
     }
     Ok(Listed { name: split.into(), folders, broken })
 }
@@ -300,19 +303,19 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
     for path in entries(split).map_err(|detail| at(split, detail))? {
         match files::stat(&path) {
             Ok(FileKind::Folder) => match path.file_name().and_then(|n| n.to_str()) {
-                Some(name) => match found.folders.entry(composed(name)) {
+                Some(name) => match found.folders.entry(normalise_nfc(name)) {
                     Entry::Vacant(class) => drop(class.insert(path)),
                     Entry::Occupied(first) => {
                         let detail = format!(
                             "has the name of {} in another Unicode normalisation; put their pictures into one folder",
                             first.get().display()
                         );
-                        found.broken.push(named(&path, detail));
+                        found.broken.push(broken_file(&path, detail));
                     }
                 },
                 None => {
                     let inside = entries(&path).map_or(0, |all| all.len());
-                    found.broken.push(named(
+                    found.broken.push(broken_file(
                         &path,
                         format!(
                             "is a class folder whose name is not UTF-8 ({} in it); rename it",
@@ -324,20 +327,20 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
             Ok(FileKind::File { .. }) => {
                 if is_picture(&path).unwrap_or(true) {
                     let detail = "is not in a class folder; move it into one, or out of the dataset".into();
-                    found.broken.push(named(&path, detail));
+                    found.broken.push(broken_file(&path, detail));
                 }
             }
-            Err(detail) => found.broken.push(named(&path, detail)),
+            Err(detail) => found.broken.push(broken_file(&path, detail)),
         }
     }
     Ok(found)
 }
 
-/// The files of a class that may be pictures, and other files, which should not be there.
+/// The files of a class that may be pictures, and the entries that are not allowed in a class folder.
 fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
     let all = match entries(folder) {
         Ok(all) => all,
-        Err(detail) => return (Vec::new(), vec![named(folder, detail)]),
+        Err(detail) => return (Vec::new(), vec![broken_file(folder, detail)]),
     };
     let opened = files::Folder::open(folder);
     let look = |path: &PathBuf| match opened.stat_with_time(path)? {
@@ -345,7 +348,7 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
             name: name.to_owned(),
             size: size_bytes,
             modified_ns,
-            unsure: !is_named_like_one(path),
+            needs_check: !has_picture_extension(path),
         })),
         (FileKind::Folder, _) => match entries(path)?.len() {
             0 => Ok(None),
@@ -360,15 +363,15 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
     for (path, found) in all.iter().zip(examined) {
         match found {
             Ok(file) => files.extend(file),
-            Err(detail) => broken.push(named(path, detail)),
+            Err(detail) => broken.push(broken_file(path, detail)),
         }
     }
     (files, broken)
 }
 
-/// Whether a file has the name of a picture, or the content of one.
+/// Whether a file has the name or the content of a picture.
 fn is_picture(path: &Path) -> Result<bool, String> {
-    if is_named_like_one(path) {
+    if has_picture_extension(path) {
         return Ok(true);
     }
     Ok(picture::format_of(&picture::head(path)?).is_some())
@@ -388,7 +391,7 @@ pub(super) fn entries(dir: &Path) -> Result<Vec<PathBuf>, String> {
     Ok(found)
 }
 
-fn named(path: &Path, detail: String) -> BrokenFile {
+fn broken_file(path: &Path, detail: String) -> BrokenFile {
     BrokenFile { file: path.display().to_string(), detail }
 }
 

@@ -1,7 +1,7 @@
-//! The index of a dataset: facts about its pictures, so that opening the dataset need not read them all. Each picture
-//! is read once, and again if its file's size or time of change differs. The index only saves time: without it, all
-//! pictures are read. It is written in parts, so that an interrupted run continues, and under a lock, so that one
-//! rank writes it while the others wait.
+//! The index of a dataset: facts about its pictures, so that opening the dataset need not read all files. Each file is
+//! read once, and again if its size or modification time differs. The index only saves time: without it, all pictures
+//! are read. It is written in parts, so that an interrupted run continues, and under a lock, so that one rank writes it
+//! while the others wait.
 
 mod file;
 mod folders;
@@ -28,9 +28,9 @@ use std::{
 use store::IndexBuilder;
 
 /// Number of pictures that are read between two writes of results: about a second's work.
-const PART: usize = 2048;
-/// Before a shard is read, its number of pictures is estimated as its size divided by this.
-const PICTURE_BYTES: u64 = 64 << 10;
+const PART_PICTURES: usize = 2048;
+/// Estimated size of a picture in a shard that has not been read.
+const ESTIMATED_PICTURE_BYTES: u64 = 64 << 10;
 
 /// A folder of pictures, as found by listing it.
 #[derive(Debug)]
@@ -51,8 +51,8 @@ pub(super) struct FoundFile {
     pub(super) name: OsString,
     pub(super) size: u64,
     pub(super) modified_ns: i64,
-    /// Whether the name does not look like a picture's. The first bytes then decide.
-    pub(super) unsure: bool,
+    /// Whether the name lacks a picture's extension, so that the first bytes decide.
+    pub(super) needs_check: bool,
 }
 
 /// The content of a shard.
@@ -60,14 +60,14 @@ pub(super) struct FoundFile {
 pub(super) struct Members {
     pub(super) entries: Vec<Entry>,
     /// The reason why the shard as a whole cannot be used, as a phrase to follow its name.
-    pub(super) trouble: Option<String>,
-    /// Whether the shard could not be read. The next attempt may succeed, so this is not stored.
-    pub(super) passing: bool,
+    pub(super) shard_error: Option<String>,
+    /// Whether the shard could not be read. The next attempt may succeed, so the result is not stored.
+    pub(super) is_transient: bool,
 }
 
-/// The pictures of each folder, in the order of the files. Only unknown pictures are read. `began` is the time when
-/// the first folder's stamp was taken.
-pub(super) fn of_files(
+/// Describes the pictures of each folder, in the order of the files. Only unknown pictures are read. `began` is the
+/// time when the first folder's stamp was taken.
+pub(super) fn describe_files(
     root: &Path,
     folders: &[Folder],
     cached: CachedFolders,
@@ -75,7 +75,7 @@ pub(super) fn of_files(
     began: SystemTime,
 ) -> Vec<Vec<Entry>> {
     let CachedFolders { facts, folders: mut same } = cached;
-    let mut known = matched(&facts, root, folders);
+    let mut known = match_files(&facts, root, folders);
     drop(facts);
     let missing = known.iter().flatten().filter(|slot| matches!(slot, Slot::Unknown)).count();
     let mut builder = None;
@@ -84,7 +84,7 @@ pub(super) fn of_files(
     if missing > 0 && store.keeps(files, missing) {
         match store.begin(root) {
             Ok(Some((begun, facts))) => {
-                known = matched(&facts, root, folders);
+                known = match_files(&facts, root, folders);
                 builder = Some(begun);
             }
             Ok(None) => {}
@@ -124,7 +124,7 @@ fn log_not_stored(error: &std::io::Error) {
     tracing::warn!("{error}; the dataset's files will be read again at the next start");
 }
 
-fn matched(facts: &Facts, root: &Path, folders: &[Folder]) -> Vec<Vec<Slot>> {
+fn match_files(facts: &Facts, root: &Path, folders: &[Folder]) -> Vec<Vec<Slot>> {
     let one = |folder: &Folder| -> Vec<Slot> {
         let mut by_name: HashMap<Vec<u8>, Entry> = HashMap::with_capacity(folder.files.len());
         for block in facts.of(folder.path.as_os_str().as_bytes()) {
@@ -134,7 +134,9 @@ fn matched(facts: &Facts, root: &Path, folders: &[Folder]) -> Vec<Vec<Slot>> {
             Some(entry) if entry.size == file.size && entry.modified_ns == file.modified_ns => {
                 Slot::Known(entry)
             }
-            _ if file.unsure && is_no_picture(&root.join(&folder.path).join(&file.name)) => Slot::NoPicture,
+            _ if file.needs_check && is_not_a_picture(&root.join(&folder.path).join(&file.name)) => {
+                Slot::NoPicture
+            }
             _ => Slot::Unknown,
         };
         folder.files.iter().map(slot).collect()
@@ -143,7 +145,7 @@ fn matched(facts: &Facts, root: &Path, folders: &[Folder]) -> Vec<Vec<Slot>> {
 }
 
 /// Whether a file is certainly not a picture. A file that cannot be read may be one.
-fn is_no_picture(path: &Path) -> bool {
+fn is_not_a_picture(path: &Path) -> bool {
     picture::head(path).is_ok_and(|head| picture::format_of(&head).is_none())
 }
 
@@ -156,14 +158,14 @@ fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut bu
     let unknown: Vec<_> = known.iter().enumerate().flat_map(unknown).collect();
     let total: u64 = known.iter().map(|slots| slots.len() as u64).sum();
     let (mut done, mut learned) = (total - unknown.len() as u64, false);
-    for part in unknown.chunks(PART) {
+    for part in unknown.chunks(PART_PICTURES) {
         let one = |&(folder, file): &(usize, usize)| {
             let Folder { path, files, .. } = &folders[folder];
             examine(&root.join(path).join(&files[file].name), &files[file])
         };
         let examined: Vec<Entry> = part.par_iter().map(one).collect();
         done += part.len() as u64;
-        learned |= examined.iter().any(|entry| !entry.passing);
+        learned |= examined.iter().any(|entry| !entry.is_transient);
         if let Some(index) = &mut builder {
             index.publish(Progress { done, total });
             let mut rest = &examined[..];
@@ -186,7 +188,7 @@ fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut bu
             known[*folder][*file] = Slot::Known(entry);
         }
     }
-    // A file that could not be read is tried each time. That does not justify rewriting the whole index.
+    // The index is rewritten only if something was learned: files that could not be read are retried each time.
     if let Some(builder) = builder.filter(|_| learned) {
         let blocks = folders.iter().zip(known.iter()).map(|(folder, slots)| {
             let entries = slots.iter().filter_map(|slot| match slot {
@@ -203,10 +205,10 @@ fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut bu
 
 fn block_of<'a>(
     stamp: Option<Stamp>,
-    trouble: Option<&'a str>,
+    shard_error: Option<&'a str>,
     entries: impl Iterator<Item = &'a Entry>,
 ) -> BlockRef<'a> {
-    BlockRef { stamp, trouble, entries: entries.filter(|entry| !entry.passing).collect() }
+    BlockRef { stamp, shard_error, entries: entries.filter(|entry| !entry.is_transient).collect() }
 }
 
 fn examine(path: &Path, found: &FoundFile) -> Entry {
@@ -217,17 +219,17 @@ fn examine(path: &Path, found: &FoundFile) -> Entry {
         ..Entry::default()
     };
     match files::read(path, picture::MAX_BYTES) {
-        // The file is being written, or its size is not known, so the result may already be outdated.
+        // A different size means that the file is being written, so the result may already be outdated.
         Ok(bytes) => {
             let size = bytes.len() as u64;
-            Entry { size, passing: size != found.size, ..described(path, &bytes, entry) }
+            Entry { size, is_transient: size != found.size, ..describe(path, &bytes, entry) }
         }
-        Err(detail) => Entry { broken: Some(detail), passing: true, ..entry },
+        Err(detail) => Entry { broken: Some(detail), is_transient: true, ..entry },
     }
 }
 
 /// Adds the facts that a picture's bytes show to `entry`. `name` helps to recognise unsupported formats.
-pub(super) fn described(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
+pub(super) fn describe(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
     let format = picture::format_number(bytes);
     match picture::dimensions(name, bytes) {
         Ok((width, height)) => Entry { format, hash: content_hash(bytes), width, height, ..entry },
@@ -235,8 +237,9 @@ pub(super) fn described(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
     }
 }
 
-/// The members of each shard (named relative to `root`). `read` reads one shard. `dataset` names the index.
-pub(super) fn of_shards(
+/// Describes the members of each shard (named relative to the dataset's root). `read` reads one shard. `dataset` names
+/// the index.
+pub(super) fn describe_shards(
     dataset: &Path,
     shards: &[(PathBuf, Stamp)],
     store: &IndexStore,
@@ -246,13 +249,13 @@ pub(super) fn of_shards(
         let one = |(path, stamp): &(PathBuf, Stamp)| {
             let blocks = facts.of(path.as_os_str().as_bytes());
             let valid = blocks.filter(|block: &Block| block.stamp == Some(*stamp)).last()?;
-            Some(Members { entries: valid.entries, trouble: valid.trouble, passing: false })
+            Some(Members { entries: valid.entries, shard_error: valid.shard_error, is_transient: false })
         };
         shards.par_iter().map(one).collect()
     };
     let mut known = recall(&store.load(dataset));
     if known.iter().any(Option::is_none) {
-        let pictures = |size: u64| (size / PICTURE_BYTES) as usize;
+        let pictures = |size: u64| (size / ESTIMATED_PICTURE_BYTES) as usize;
         let all = shards.iter().map(|(_, stamp)| stamp.size).sum();
         let missing = shards.iter().zip(&known).filter(|(_, known)| known.is_none());
         let missing = missing.map(|((_, stamp), _)| stamp.size).sum();
@@ -274,9 +277,10 @@ pub(super) fn of_shards(
             done += part.len() as u64;
             for (i, members) in part.iter().zip(examined) {
                 let (path, stamp) = &shards[*i];
-                if let Some(index) = builder.as_mut().filter(|_| !members.passing) {
+                if let Some(index) = builder.as_mut().filter(|_| !members.is_transient) {
                     index.publish(Progress { done, total: shards.len() as u64 });
-                    let block = block_of(Some(*stamp), members.trouble.as_deref(), members.entries.iter());
+                    let block =
+                        block_of(Some(*stamp), members.shard_error.as_deref(), members.entries.iter());
                     if let Err(error) = index.append(path.as_os_str().as_bytes(), block) {
                         log_not_stored(&error);
                         builder = None;
@@ -285,11 +289,11 @@ pub(super) fn of_shards(
                 known[*i] = Some(members);
             }
         }
-        let learned = unknown.iter().any(|i| known[*i].as_ref().is_some_and(|members| !members.passing));
+        let learned = unknown.iter().any(|i| known[*i].as_ref().is_some_and(|members| !members.is_transient));
         if let Some(builder) = builder.filter(|_| learned) {
             let blocks = shards.iter().zip(&known).filter_map(|((path, stamp), members)| {
-                let members = members.as_ref().filter(|members| !members.passing)?;
-                let block = block_of(Some(*stamp), members.trouble.as_deref(), members.entries.iter());
+                let members = members.as_ref().filter(|members| !members.is_transient)?;
+                let block = block_of(Some(*stamp), members.shard_error.as_deref(), members.entries.iter());
                 Some((path.as_os_str().as_bytes(), block))
             });
             if let Err(error) = builder.finish(blocks) {

@@ -1,4 +1,4 @@
-//! Inspection of a dataset: counts, sizes, mean and standard deviation, broken files.
+//! Inspects a dataset: counts, sizes, mean and standard deviation, broken files.
 
 use super::{Catalog, DataError, Picture, Samples, Split};
 use lockstep_protocol::dataset::{BrokenFile, DatasetInfo, SplitInfo, too_few_classes};
@@ -8,16 +8,16 @@ use std::path::Path;
 /// Height, width and channels of a picture.
 type Size = (u32, u32, u32);
 
-/// Maximum number of broken files that are named. All are counted.
-const NAMED: usize = 100;
+/// Maximum number of named broken files. All broken files are counted.
+const MAX_NAMED_FILES: usize = 100;
 /// Mean and standard deviation are computed from at most this many pictures, evenly spread over the split.
 pub(super) const STATISTICS_SAMPLES: usize = 10_000;
-/// Splits of up to this many pictures are decoded completely. In larger splits, only the pictures for the statistics
-/// are decoded. All files have been read and have a valid end. A picture that is damaged nevertheless is found when a
-/// job decodes it.
-const DECODED: usize = 20_000;
+/// Maximum number of pictures of a split that is decoded completely. In larger splits, only the pictures for the
+/// statistics are decoded: all files have been read and have a valid end, and a job finds other damage when it decodes
+/// the picture.
+const MAX_DECODED: usize = 20_000;
 
-/// The splits that have samples, each with their number.
+/// The splits with samples, each with the number of samples.
 ///
 /// # Errors
 /// The errors of [`inspect`].
@@ -30,7 +30,7 @@ pub fn splits(path: &Path) -> Result<Vec<(String, u64)>, DataError> {
 /// Examines the files below `path`, decodes pictures unless there are very many, and describes the dataset.
 ///
 /// # Errors
-/// `path` has no known format; the sentence names the supported formats. Or the dataset cannot be read.
+/// `path` has no known format (the message names the supported formats), or the dataset cannot be read.
 pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
     let mut catalog = Catalog::measure(path)?;
     if let Some(mistake) = too_few_classes(&catalog.classes) {
@@ -55,21 +55,21 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
             }
             Samples::Listed(listing) => {
                 let every = listing.len().div_ceil(STATISTICS_SAMPLES).max(1);
-                let all = listing.len() <= DECODED;
-                let look = |i: usize| -> Result<(Size, Option<Moments>), DataError> {
+                let all = listing.len() <= MAX_DECODED;
+                let examine = |i: usize| -> Result<(Size, Option<Moments>), DataError> {
                     let (width, height) = listing.dimensions(i);
                     let counted = train && i.is_multiple_of(every);
                     if !all && !counted {
                         return Ok(((height, width, 3), None));
                     }
                     let picture = listing.picture(i)?;
-                    // A job sees the central square of a picture. Its size is not known here, and makes little
+                    // A job uses the central square of a picture, at a size that is not known here and makes little
                     // difference.
                     let side = width.min(height);
                     let seen = |picture: Picture| Moments::of(&picture.centre_square(side).pixels, 3);
                     Ok(((height, width, 3), counted.then(|| seen(picture))))
                 };
-                let examined: Vec<_> = (0..listing.len()).into_par_iter().map(look).collect();
+                let examined: Vec<_> = (0..listing.len()).into_par_iter().map(examine).collect();
                 let mut kept = Vec::with_capacity(listing.len());
                 let mut moments = Moments::default();
                 for (i, result) in examined.into_iter().enumerate() {
@@ -110,7 +110,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         broken_count: broken.len() as u64,
         unlabelled: catalog.unlabelled,
         fingerprint: None,
-        broken: broken.into_iter().take(NAMED).map(BrokenFile::shortened).collect(),
+        broken: broken.into_iter().take(MAX_NAMED_FILES).map(BrokenFile::shortened).collect(),
     })
 }
 

@@ -2,17 +2,17 @@
 
 use unicode_normalization::UnicodeNormalization;
 
-/// Maximum number of classes if labels are numbers. A larger label is considered a mistake.
+/// Maximum number of classes if labels are numbers. Larger labels are refused.
 pub(super) const CLASSES: u32 = 100_000;
 /// Maximum length of a class's number or name.
 pub(super) const LABEL_BYTES: u64 = 4096;
 
 /// The name of a class. Numbers are normalised to one spelling.
 pub(super) fn class_name(text: &str) -> String {
-    text.parse::<u32>().map_or_else(|_| composed(text), |number| number.to_string())
+    text.parse::<u32>().map_or_else(|_| normalise_nfc(text), |number| number.to_string())
 }
 
 /// The name in Unicode normalisation form NFC. macOS decomposes accented letters in file names.
-pub(super) fn composed(name: &str) -> String {
+pub(super) fn normalise_nfc(name: &str) -> String {
     name.nfc().collect()
 }

@@ -47,7 +47,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Why data cannot be read. Each sentence names the file and what to change.
+/// Why data cannot be read. Messages name the file and what to change.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     /// An error that concerns the dataset, or the dataset together with the job.
@@ -66,7 +66,7 @@ pub enum DataError {
 /// How opening a dataset of pictures in folders detects changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChangeDetection {
-    /// By each file's size and time of change.
+    /// By each file's size and modification time.
     Files,
     /// By the times of the folders. Files that were added, removed, renamed or replaced are noticed when the dataset
     /// is opened, and a file that was overwritten in place is noticed when it is read.
@@ -111,7 +111,7 @@ impl Format {
 pub(crate) struct Catalog {
     format: Format,
     classes: Vec<String>,
-    /// `train` first.
+    /// The splits, `train` first.
     splits: Vec<Split>,
     /// Files and folders that look like splits but are not usable.
     broken: Vec<BrokenFile>,
@@ -129,7 +129,7 @@ pub(crate) struct Split {
     broken: Vec<BrokenFile>,
 }
 
-/// Where a split's pictures are.
+/// Where and how a split's pictures are stored.
 #[derive(Debug)]
 pub(crate) enum Samples {
     /// Uncompressed pictures in memory, one after another, as height, width, channels.
@@ -146,8 +146,8 @@ pub(crate) enum Samples {
 }
 
 impl Catalog {
-    /// Opens the dataset at `path`. CIFAR and IDX files are read. Of other pictures, those that are not in the user's
-    /// index are read.
+    /// Opens the dataset at `path`. CIFAR and IDX files are read. Of other formats, only pictures that are not in the
+    /// user's index are read.
     fn open(path: &Path) -> Result<Self, DataError> {
         Self::open_with(path, &IndexStore::of_user())
     }
@@ -157,7 +157,7 @@ impl Catalog {
         Self::open_reading(path, store, Reading::Whole)
     }
 
-    /// As [`Catalog::open`], for an inspection: datasets that jobs hold in memory are only measured.
+    /// As [`Catalog::open`], for an inspection: pictures of datasets that jobs keep in memory are only measured.
     fn measure(path: &Path) -> Result<Self, DataError> {
         Self::open_reading(path, &IndexStore::of_user(), Reading::Measure)
     }
@@ -173,7 +173,7 @@ impl Catalog {
                 Some(wrong) => Err(DataError::Invalid(format!("{} {wrong}", path.display()))),
             }
         };
-        if let Some(found) = shards::named(path, store) {
+        if let Some(found) = shards::open_named(path, store) {
             return found.and_then(usable);
         }
         if !path.is_dir() {
@@ -189,8 +189,8 @@ impl Catalog {
                 return found.and_then(usable);
             }
         }
-        // Last, because files of other formats may be next to the archive from which they were unpacked. A repository
-        // of the Hugging Face hub has its shards in `data`.
+        // Shards are checked last, because files of other formats may be next to the archive from which they were
+        // unpacked. A repository of the Hugging Face hub has its shards in `data`.
         for dir in [path.to_owned(), path.join("data")] {
             if let Some(found) = shards::find(path, &dir, store) {
                 return found.and_then(usable);
@@ -200,7 +200,7 @@ impl Catalog {
             return found.and_then(usable);
         }
         let hint = if path.join("data_batch_1").is_file() || path.join("cifar-10-batches-py").is_dir() {
-            "; this is CIFAR's Python version, which holds pickles: get the binary version"
+            "; this is CIFAR's Python version, which contains pickles: download the binary version"
         } else if shards::only_compressed(path) {
             "; its shards are compressed, but pictures are read at arbitrary offsets: decompress the shards (gunzip) to *.tar"
         } else if fs::read_dir(path).is_ok_and(|mut d| d.next().is_none()) {
@@ -209,24 +209,25 @@ impl Catalog {
             ""
         };
         let there = image_folder::entries(path).unwrap_or_default();
-        let first = there.iter().take(ENTRIES_READ).filter(|path| has_pictures(path));
+        let first = there.iter().take(MAX_ENTRIES_READ).filter(|path| has_pictures(path));
         let (splits, classes): (Vec<&PathBuf>, Vec<&PathBuf>) =
             first.partition(|path| image_folder::split_of(path).is_some());
         let hint = if !classes.is_empty() {
             let hold = if classes.len() == 1 { "holds" } else { "hold" };
             format!(
                 "; {} {hold} pictures: put each class of training pictures into a folder train/<class>/",
-                some_of(&classes)
+                list_names(&classes)
             )
         } else if !splits.is_empty() || has_pictures(path) {
-            let has = if splits.is_empty() { "this folder".into() } else { some_of(&splits) };
+            let has = if splits.is_empty() { "this folder".into() } else { list_names(&splits) };
             format!(
                 "; pictures lie directly in {has}, but a picture's class is the name of its folder: move them to train/<class>/"
             )
         } else {
-            image_folder::only_measures(path).unwrap_or_else(|| hint.to_owned())
+            image_folder::validation_only_advice(path).unwrap_or_else(|| hint.to_owned())
         };
-        let it_has = if there.is_empty() { String::new() } else { format!("; it has {}", some_of(&there)) };
+        let it_has =
+            if there.is_empty() { String::new() } else { format!("; it has {}", list_names(&there)) };
         Err(DataError::Invalid(format!(
             "{} holds no known dataset: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
              train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ or two and more <class>/ (pictures), *.tar (WebDataset) and \
@@ -248,17 +249,17 @@ fn no_training_split(catalog: &Catalog) -> String {
     )
 }
 
-/// Number of entries read in a folder that is not a dataset. The first ones are representative.
-const ENTRIES_READ: usize = 1000;
+/// Maximum number of entries read in a folder that is not a dataset. The first entries are representative.
+const MAX_ENTRIES_READ: usize = 1000;
 
 /// Whether some files of a folder have the names of pictures.
 fn has_pictures(folder: &Path) -> bool {
-    let files = fs::read_dir(folder).into_iter().flatten().flatten().take(ENTRIES_READ);
-    files.map(|file| file.path()).any(|path| picture::is_named_like_one(&path))
+    let files = fs::read_dir(folder).into_iter().flatten().flatten().take(MAX_ENTRIES_READ);
+    files.map(|file| file.path()).any(|path| picture::has_picture_extension(&path))
 }
 
 /// The names of the first files and folders, and the number of the others.
-fn some_of(paths: &[impl AsRef<Path>]) -> String {
+fn list_names(paths: &[impl AsRef<Path>]) -> String {
     const NAMED: usize = 5;
     let name = |path: &Path| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -284,11 +285,11 @@ pub fn canonical(path: &Path) -> io::Result<PathBuf> {
     }
 }
 
-/// The path of a registered dataset without links, if it leads to an allowed folder. The path had no links when it
-/// was registered, but a link below `allowed` may have been made since. It is followed here for the last time: the
-/// returned path is the path that is opened. A path that does not exist is returned unchanged, and opening it fails.
+/// The path of a registered dataset without links, if it leads to an allowed folder. The path had no links when it was
+/// registered, but links may have been created since. They are resolved only here: the returned path is the path that
+/// is opened. A path that does not exist is returned unchanged, and opening it fails.
 /// # Errors
-/// The path leads outside the allowed folders; a sentence.
+/// The path leads outside the allowed folders, or cannot be read.
 pub fn resolve(path: &Path, allowed: Option<&AllowedFolders>) -> Result<PathBuf, String> {
     let Some(allowed) = allowed else { return Ok(path.to_owned()) };
     match canonical(path) {

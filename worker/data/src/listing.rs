@@ -15,7 +15,7 @@ use std::{
     sync::Arc,
 };
 
-/// Pictures of one split, which are read on demand.
+/// The pictures of one split, read on demand.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Listing {
     root: PathBuf,
@@ -49,7 +49,7 @@ pub(super) enum ContainerKind {
 #[derive(Debug, Clone, Copy)]
 struct Row {
     container: u32,
-    /// Where the picture's name ends in `names`. It begins where the previous name ends.
+    /// The end of the picture's name in `names`. The name begins where the previous name ends.
     name_end: u64,
     offset: u64,
     size: u64,
@@ -71,7 +71,7 @@ impl Listing {
         Self { folder_cache, ..self }
     }
 
-    /// Adds a container. Pictures that are pushed next belong to it.
+    /// Adds a container. Pictures that are pushed next belong to this container.
     pub(super) fn add_container(&mut self, path: &Path, kind: ContainerKind) {
         self.containers.push(Container { path: path.to_owned(), kind });
     }
@@ -112,7 +112,7 @@ impl Listing {
         self.path(number).display().to_string()
     }
 
-    /// Adds the identity of a picture to `hash`: name, size and content. It is the same on other machines.
+    /// Adds the identity of a picture to `hash`: name, size and content. The identity is equal on other machines.
     pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher, number: usize) {
         let (name, size, content) = self.identity(number);
         hash.update(name.as_os_str().as_encoded_bytes());
@@ -154,8 +154,8 @@ impl Listing {
         found.map_err(|detail| self.broken(number, detail))
     }
 
-    /// Whether pictures are rows of Parquet files, which are read fastest in their order.
-    pub(super) fn is_of_rows(&self) -> bool {
+    /// Whether pictures are rows of Parquet files, which are read fastest in the order of the file.
+    pub(super) fn has_parquet_rows(&self) -> bool {
         self.containers.iter().any(|container| matches!(container.kind, ContainerKind::Parquet(..)))
     }
 
@@ -181,7 +181,7 @@ impl Listing {
         };
         match run() {
             Some(read) => read.into_iter().map(Ok).collect(),
-            // One by one, to find the reason for each picture.
+            // Read one by one, to find the reason for each picture.
             None => (first..first + count).map(|number| self.read(number)).collect(),
         }
     }
@@ -242,11 +242,11 @@ fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result
         known.read(file, found.size, row.offset)?
     } else {
         // The file has changed, so its pages may be at other offsets.
-        let now = known.again(path, found);
+        let now = known.reopened(path, found);
         let now = now.map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
         now.read(file, found.size, row.offset)?
     };
-    // Always checked: if the file's offset index is wrong, another row's picture would get this row's class.
+    // Always checked: with a wrong offset index in the file, another row's picture would get this row's class.
     if bytes.len() as u64 != row.size || content_hash(&bytes) != row.hash {
         return Err("has changed since it was first inspected: its file was written again".into());
     }
@@ -270,7 +270,7 @@ fn read_file(path: &Path, row: &Row, folder_cache: &FolderCacheFile) -> Result<V
             bytes.len()
         ));
     }
-    // A file that only has a new time, or was replaced by the same content, has not changed.
+    // A new modification time with the same content is not a change.
     let same_time = files::stat_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
     if !same_time && content_hash(&bytes) != row.hash {
         folder_cache.forget();

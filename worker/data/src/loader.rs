@@ -51,8 +51,8 @@ pub struct DataSource {
     seed: u64,
     format: BatchFormat,
     mixing: Mixing,
-    /// Whether the pictures stay in host memory, that is, engines must not copy them to their devices.
-    stays: bool,
+    /// Whether the pictures stay in host memory, that is, engines must not copy the pictures to their devices.
+    stays_on_host: bool,
     device: Option<Arc<OnDevice>>,
     /// The threads that make pictures, which keep their buffers from epoch to epoch. The key is the number of
     /// threads, and whether a device decodes.
@@ -128,7 +128,7 @@ impl DataSource {
         counts
     }
 
-    /// The place in its split of training picture `number`, which is below [`Shape::train_samples`].
+    /// The position in the split of training picture `number`, which is below [`Shape::train_samples`].
     pub fn training_place(&self, number: u64) -> u64 {
         self.train.chosen[number as usize].into()
     }
@@ -146,7 +146,7 @@ impl DataSource {
     /// Prevents engines from copying the pictures to their devices. Otherwise an engine copies them if they fit, and
     /// results could depend on the amount of free memory.
     pub fn stay(&mut self) {
-        self.stays = true;
+        self.stays_on_host = true;
     }
 
     /// Sets a decoder for the JPEG files that it supports; CPU cores decode the others. Batches already in
@@ -200,7 +200,7 @@ impl DataSource {
         };
         let Crop::Padded(crop_padding) = self.evaluation.crop else { return None };
         let Transform { height, width, reflects, .. } = *self.evaluation;
-        if self.stays || !self.evaluation.is_padded_crop_and_flip() {
+        if self.stays_on_host || !self.evaluation.is_padded_crop_and_flip() {
             return None;
         }
         let (train, validation) = (memory(&self.train)?, memory(&self.validation)?);
@@ -208,7 +208,7 @@ impl DataSource {
     }
 
     /// One picture as the network sees it, at the network's input size: augmented as in `epoch` (from 0), or with
-    /// `None` as in evaluation. It is prepared as for a batch, and the normalisation is then undone.
+    /// `None` as in evaluation. The picture is prepared as for a batch, and the normalisation is then undone.
     ///
     /// # Errors
     /// The split has no picture `place`, or the file cannot be read.
@@ -226,7 +226,7 @@ impl DataSource {
                 part.labels.len()
             )));
         };
-        let (transform, workers) = (self.transform(epoch), &Workers::alone(1));
+        let (transform, workers) = (self.transform(epoch), &Workers::without_threads(1));
         let builder =
             BatchBuilder { part, transform, format: BatchFormat::Normalised, workers, device: None };
         let batch = builder.make(&[chosen], epoch)?;
@@ -240,7 +240,7 @@ impl DataSource {
         Ok((batch.labels[0], Picture { width: side, height: side, channels: channels as u32, pixels }))
     }
 
-    /// Lines for the pictures that could not be read since the last call, and the number of all such pictures.
+    /// Log lines for pictures found to be unreadable since the last call, and the number of all unreadable pictures.
     pub fn newly_broken(&self) -> (Vec<String>, usize) {
         let (mut news, training) = self.train.broken.news();
         let (more, validation) = self.validation.broken.news();

@@ -1,5 +1,4 @@
-//! Packed pictures (IDX, CIFAR), which jobs hold in memory: the memory that a dataset may take, and the facts that an
-//! inspection needs.
+//! Packed pictures (IDX, CIFAR), which jobs keep in memory: how they are read, and a check of the available memory.
 
 use lockstep_host::usage::memory_available;
 
@@ -25,7 +24,7 @@ fn fits(bytes: u64, free: Option<u64>) -> Result<(), String> {
     match free.filter(|free| bytes > *free) {
         Some(free) => Err(format!(
             "would take {:.1} GB of memory, and {:.1} GB are free on this machine: use a machine with more memory, or store the pictures as \
-             files, which are not all held in memory",
+             files, which are not all kept in memory",
             bytes as f64 / 1e9,
             free as f64 / 1e9
         )),
@@ -38,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_free_may_be_taken_and_not_a_byte_more() {
+    fn pictures_may_fill_the_free_memory_and_not_a_byte_more() {
         assert_eq!(fits(1 << 30, Some(1 << 30)), Ok(()));
         assert_eq!(fits(u64::MAX, None), Ok(()));
         let why = fits(3_000_000_001, Some(3_000_000_000)).unwrap_err();

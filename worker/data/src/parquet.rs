@@ -1,5 +1,6 @@
-//! Pictures in Parquet files (parquet.apache.org), as written by Hugging Face's `datasets` and by pyarrow. A row has
-//! a picture and its class. A picture is identified by its row; reading it decodes only the page that contains it.
+//! Pictures in Parquet files (parquet.apache.org), as written by Hugging Face's `datasets` and by pyarrow. A row
+//! contains a picture and its class. A picture is identified by its row; reading it decodes only the page that contains
+//! it.
 
 mod columns;
 mod pages;
@@ -40,10 +41,10 @@ use std::{
 /// The bytes at the beginning and end of a file.
 const MAGIC: &[u8; 4] = b"PAR1";
 /// The length of the footer, and the magic bytes after it.
-const TAIL: u64 = 8;
-/// A row with a picture and a class takes at least this many bytes.
-const LEAST_ROW_BYTES: u64 = 8;
-/// A million pictures in row groups of a hundred have a footer of 10 MB.
+const TAIL_BYTES: u64 = 8;
+/// Minimum size of a row with a picture and a class.
+const MIN_ROW_BYTES: u64 = 8;
+/// Size limit of a footer. A million pictures in row groups of a hundred have a footer of 10 MB.
 const MAX_FOOTER_BYTES: u64 = 256 << 20;
 
 /// A file's footer: where its pictures are, and the names of its classes.
@@ -53,7 +54,7 @@ pub(crate) struct ParquetFile {
     columns: Columns,
     /// The number of the first row of each row group, and finally the number of all rows.
     first_rows: Vec<u64>,
-    /// The footer after the file was written again or got a new time. It is cached, so that it is not read for each
+    /// The footer after the file was rewritten or got a new modification time, cached so that it is not read for each
     /// picture.
     newer: Mutex<Option<(Stamp, Arc<ParquetFile>)>>,
 }
@@ -64,22 +65,22 @@ pub(super) struct UnusableFile {
     /// The reason, as a phrase to follow the file's name.
     pub(super) detail: String,
     /// Whether the file could not be read. A later attempt may succeed.
-    pub(super) passing: bool,
+    pub(super) is_transient: bool,
 }
 
 impl UnusableFile {
-    fn lasting(detail: impl Into<String>) -> Self {
-        Self { detail: detail.into(), passing: false }
+    fn permanent(detail: impl Into<String>) -> Self {
+        Self { detail: detail.into(), is_transient: false }
     }
 
-    fn passing(detail: String) -> Self {
-        Self { detail, passing: true }
+    fn transient(detail: String) -> Self {
+        Self { detail, is_transient: true }
     }
 }
 
 impl From<UnusableFile> for Members {
-    fn from(UnusableFile { detail, passing }: UnusableFile) -> Self {
-        Self { trouble: Some(detail), passing, ..Self::default() }
+    fn from(UnusableFile { detail, is_transient }: UnusableFile) -> Self {
+        Self { shard_error: Some(detail), is_transient, ..Self::default() }
     }
 }
 
@@ -89,29 +90,28 @@ impl From<ParquetError> for UnusableFile {
             && let Some(io) = inner.downcast_ref::<io::Error>()
         {
             if let Some(code) = io.raw_os_error() {
-                return Self::passing(files::cannot_be_read(io::Error::from_raw_os_error(code)));
+                return Self::transient(files::cannot_be_read(io::Error::from_raw_os_error(code)));
             }
             if let Some(page) = io.get_ref().and_then(|inner| inner.downcast_ref::<TooLarge>()) {
-                return Self::lasting(page.to_string());
+                return Self::permanent(page.to_string());
             }
         }
-        Self::lasting(format!("is damaged: {error}; get it again"))
+        Self::permanent(format!("is damaged: {error}; get it again"))
     }
 }
 
-/// Runs `work` and turns a panic into an error: the decoder does not check a few conditions that only a damaged file
-/// violates.
+/// Runs `work` and turns a panic into an error: the decoder asserts some conditions that a damaged file violates.
 fn guarded<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, UnusableFile> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(done) => Ok(done?),
-        Err(_) => Err(UnusableFile::lasting("is damaged: its pages do not fit together; get it again")),
+        Err(_) => Err(UnusableFile::permanent("is damaged: its pages do not fit together; get it again")),
     }
 }
 
 impl ParquetFile {
     /// Reads the footer of the file at `path`.
     pub(super) fn open(path: &Path) -> Result<Self, UnusableFile> {
-        let (file, size) = files::open(path).map_err(UnusableFile::passing)?;
+        let (file, size) = files::open(path).map_err(UnusableFile::transient)?;
         Self::of(&Source::new(file, size))
     }
 
@@ -122,25 +122,25 @@ impl ParquetFile {
             .with_size_stats_policy(ParquetStatisticsPolicy::SkipAll);
         let reader = ParquetMetaDataReader::new().with_metadata_options(Some(options));
         let metadata = guarded(|| reader.parse_and_finish(source))?;
-        let columns = columns::choose(metadata.file_metadata()).map_err(UnusableFile::lasting)?;
+        let columns = columns::choose(metadata.file_metadata()).map_err(UnusableFile::permanent)?;
         let mut first_rows = vec![0u64];
         for group in metadata.row_groups() {
             for column in [columns.picture, columns.label] {
-                if let Some(codec) = not_read(group.column(column).compression_codec()) {
-                    return Err(UnusableFile::lasting(format!(
+                if let Some(codec) = unsupported_codec(group.column(column).compression_codec()) {
+                    return Err(UnusableFile::permanent(format!(
                         "is compressed with {codec}, which is not supported; write it with snappy, zstd, gzip or none"
                     )));
                 }
             }
             let rows = u64::try_from(group.num_rows()).ok();
             let end = rows.and_then(|rows| first_rows.last()?.checked_add(rows));
-            first_rows.push(
-                end.ok_or_else(|| UnusableFile::lasting("is damaged: its numbers of rows are inconsistent"))?,
-            );
+            first_rows.push(end.ok_or_else(|| {
+                UnusableFile::permanent("is damaged: its numbers of rows are inconsistent")
+            })?);
         }
         // A null takes almost no space, so a footer could claim any number of rows.
-        if first_rows.last().is_some_and(|rows| *rows > source.size() / LEAST_ROW_BYTES) {
-            return Err(UnusableFile::lasting("is damaged: it has too many rows for its size"));
+        if first_rows.last().is_some_and(|rows| *rows > source.size() / MIN_ROW_BYTES) {
+            return Err(UnusableFile::permanent("is damaged: it has too many rows for its size"));
         }
         // With an offset index, pages are found directly.
         let mut indexed = ParquetMetaDataReader::new_with_metadata(metadata.clone())
@@ -155,7 +155,7 @@ impl ParquetFile {
     ///
     /// # Errors
     /// The file can no longer be used.
-    pub(super) fn again(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, UnusableFile> {
+    pub(super) fn reopened(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, UnusableFile> {
         let mut newer = self.newer.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, file)) = newer.as_ref().filter(|(stamp, _)| *stamp == found) {
             return Ok(Arc::clone(file));
@@ -250,30 +250,30 @@ impl ParquetFile {
     }
 }
 
-/// Recognises files that are not Parquet files, or are truncated.
+/// Fails for files that are not Parquet files, encrypted or truncated.
 fn check_tail(source: &Source) -> Result<(), UnusableFile> {
-    let (mut head, mut tail) = ([0; 4], [0; TAIL as usize]);
+    let (mut head, mut tail) = ([0; 4], [0; TAIL_BYTES as usize]);
     let at = |buffer: &mut [u8], offset: u64| match source.file().read_exact_at(buffer, offset) {
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(()),
-        read => read.map_err(|error| UnusableFile::passing(files::cannot_be_read(error))),
+        read => read.map_err(|error| UnusableFile::transient(files::cannot_be_read(error))),
     };
     at(&mut head, 0)?;
-    at(&mut tail, source.size().saturating_sub(TAIL))?;
+    at(&mut tail, source.size().saturating_sub(TAIL_BYTES))?;
     if source.size() == 0 {
-        return Err(UnusableFile::lasting("is empty"));
+        return Err(UnusableFile::permanent("is empty"));
     }
     if head == *b"PARE" || tail[4..] == *b"PARE" {
-        return Err(UnusableFile::lasting("is encrypted; write it without"));
+        return Err(UnusableFile::permanent("is encrypted; write it without encryption"));
     }
     if head != *MAGIC {
-        return Err(UnusableFile::lasting("is no Parquet file"));
+        return Err(UnusableFile::permanent("is not a Parquet file"));
     }
-    if tail[4..] != *MAGIC || source.size() < TAIL + 4 {
-        return Err(UnusableFile::lasting("is cut off: a Parquet file without its footer; get it again"));
+    if tail[4..] != *MAGIC || source.size() < TAIL_BYTES + 4 {
+        return Err(UnusableFile::permanent("is cut off: a Parquet file without its footer; get it again"));
     }
     let footer = u64::from(u32::from_le_bytes([tail[0], tail[1], tail[2], tail[3]]));
     if footer > MAX_FOOTER_BYTES {
-        return Err(UnusableFile::lasting(format!(
+        return Err(UnusableFile::permanent(format!(
             "has a footer of {footer} bytes; at most {MAX_FOOTER_BYTES} are allowed: write larger row groups, or more files"
         )));
     }
@@ -281,7 +281,7 @@ fn check_tail(source: &Source) -> Result<(), UnusableFile> {
 }
 
 /// The name of an unsupported codec.
-fn not_read(codec: CompressionCodec) -> Option<String> {
+fn unsupported_codec(codec: CompressionCodec) -> Option<String> {
     use CompressionCodec::{GZIP, SNAPPY, UNCOMPRESSED, ZSTD};
     (!matches!(codec, UNCOMPRESSED | SNAPPY | GZIP | ZSTD)).then(|| format!("{codec:?}").to_lowercase())
 }

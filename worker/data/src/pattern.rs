@@ -4,9 +4,9 @@ pub(super) use lockstep_protocol::pattern::expand;
 use std::path::{Path, PathBuf};
 
 /// Maximum number of shards of a dataset.
-pub(super) const SHARDS: usize = 100_000;
-/// Number of a pattern's names that are tried to find out whether a file exists.
-const TRIED: usize = 64;
+pub(super) const MAX_SHARDS: usize = 100_000;
+/// Maximum number of a pattern's names whose existence is checked.
+const MAX_CHECKED: usize = 64;
 
 /// The folder before the first brace, and the pattern after it. `None` if `path` has no braces, or is the name of an
 /// existing file.
@@ -20,11 +20,11 @@ pub(super) fn fixed_part(path: &Path) -> Option<(PathBuf, PathBuf)> {
     Some((fixed, rest))
 }
 
-/// Whether files of a pattern exist. Only the folder may exist on a machine that has none of the files.
+/// Whether files of a pattern exist. A machine may have the folder without any of the files.
 pub(super) fn exists(folder: &Path, rest: &Path) -> bool {
-    match expand(&rest.to_string_lossy(), SHARDS) {
+    match expand(&rest.to_string_lossy(), MAX_SHARDS) {
         // Missing shards are reported when the dataset is read.
-        Ok(names) => names.iter().take(TRIED).any(|name| folder.join(name).exists()),
+        Ok(names) => names.iter().take(MAX_CHECKED).any(|name| folder.join(name).exists()),
         // An invalid pattern is reported when the dataset is read.
         Err(_) => folder.is_dir(),
     }

@@ -1,4 +1,4 @@
-//! Decoded pictures, and how they are made.
+//! Decoded pictures: recognising, decoding and resizing files.
 
 use decode::Header;
 use image::ImageFormat;
@@ -17,17 +17,16 @@ mod whole;
 
 /// The supported formats, for messages.
 pub(super) const FORMATS: &str = "JPEG, PNG, WebP, GIF, BMP or TIFF";
-/// The first bytes of a file, in which its format is recognised.
+/// Number of first bytes of a file by which its format is recognised.
 const HEAD_BYTES: u64 = 32;
-/// Larger pictures are rejected before they are decoded.
+/// Maximum number of pixels. Larger pictures are rejected before they are decoded.
 const MAX_PIXELS: u64 = 64 << 20;
 /// Maximum size of a picture, decoded and as a file. Eight bytes per pixel are four channels of 16 bits.
 pub(super) const MAX_BYTES: u64 = MAX_PIXELS * 8;
 
-/// Extensions of pictures: of supported formats, and of unsupported ones. A camera's raw format is often a TIFF file
-/// whose first picture is a thumbnail.
-const READ: [&str; 10] = ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff"];
-const NOT_READ: [&str; 21] = [
+/// Extensions of supported formats.
+const SUPPORTED: [&str; 10] = ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff"];
+const UNSUPPORTED: [&str; 21] = [
     "heic", "heif", "avif", "jxl", "jp2", "j2k", "svg", "ico", "psd", "tga", "ppm", "pgm", "pbm", "pnm",
     "exr", "dng", "cr2", "cr3", "nef", "arw", "raw",
 ];
@@ -58,7 +57,7 @@ pub(super) fn format_of(head: &[u8]) -> Option<ImageFormat> {
         [0x89, b'P', b'N', b'G', 0x0d, 0x0a, 0x1a, 0x0a, ..] => Some(ImageFormat::Png),
         [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => Some(ImageFormat::WebP),
         [b'G', b'I', b'F', b'8', b'7' | b'9', b'a', ..] => Some(ImageFormat::Gif),
-        // The two letters alone prove little, so the size of the header that follows is checked, too.
+        // Two letters prove little, so the size of the following header is checked too.
         [b'B', b'M', _, _, _, _, _, _, _, _, _, _, _, _, 12 | 40 | 52 | 56 | 64 | 108 | 124, 0, 0, 0, ..] => {
             Some(ImageFormat::Bmp)
         }
@@ -68,16 +67,16 @@ pub(super) fn format_of(head: &[u8]) -> Option<ImageFormat> {
 }
 
 /// Whether a file has the extension of a picture, supported or not.
-pub(super) fn is_named_like_one(path: &Path) -> bool {
+pub(super) fn has_picture_extension(path: &Path) -> bool {
     let extension = extension(path);
-    READ.contains(&extension.as_str()) || NOT_READ.contains(&extension.as_str())
+    SUPPORTED.contains(&extension.as_str()) || UNSUPPORTED.contains(&extension.as_str())
 }
 
 fn extension(path: &Path) -> String {
     path.extension().map(|e| e.to_string_lossy().to_lowercase()).unwrap_or_default()
 }
 
-fn no_picture(bytes: &[u8]) -> String {
+fn not_a_picture_detail(bytes: &[u8]) -> String {
     let text =
         !bytes.is_empty() && bytes.iter().take(64).all(|b| b.is_ascii_graphic() || b.is_ascii_whitespace());
     match (bytes.is_empty(), text, bytes) {
@@ -90,7 +89,7 @@ fn no_picture(bytes: &[u8]) -> String {
     }
 }
 
-/// Why a picture of this size is rejected. `None` if it is not.
+/// Why a picture of this size is rejected. `None` if the size is allowed.
 pub(super) fn too_large(width: u32, height: u32) -> Option<String> {
     let fits = width > 0 && height > 0 && u64::from(width) * u64::from(height) <= MAX_PIXELS;
     (!fits)
@@ -98,11 +97,11 @@ pub(super) fn too_large(width: u32, height: u32) -> Option<String> {
 }
 
 /// Rejects unsupported formats, by the file's name if the first bytes do not show the format.
-fn readable(path: &Path, bytes: &[u8]) -> Result<(), String> {
-    // Phones also use such names for JPEG files. A camera's raw file begins like a TIFF file.
+fn check_supported(path: &Path, bytes: &[u8]) -> Result<(), String> {
+    // Phones also use these extensions for JPEG files. A camera's raw file begins like a TIFF file.
     let is_known = matches!(image::guess_format(bytes), Ok(format) if format != image::ImageFormat::Tiff);
     let extension = extension(path);
-    if !is_known && NOT_READ.contains(&extension.as_str()) {
+    if !is_known && UNSUPPORTED.contains(&extension.as_str()) {
         return Err(format!("is a {extension} file, which is not supported; convert it to {FORMATS}"));
     }
     Ok(())
@@ -132,14 +131,14 @@ pub(super) fn format_number(bytes: &[u8]) -> u8 {
     }
 }
 
-/// Width and height of the upright picture, if the file seems intact. The picture is decoded only if its format does
-/// not mark its end. A JPEG scan that a GPU may decode is followed, because a GPU does not report damage. `path`
-/// helps to recognise unsupported formats.
+/// Width and height of the upright picture, if the file seems intact. The picture is decoded only if its format has no
+/// end marker. The codes of a JPEG scan are checked, because a GPU does not report damage. `path` helps to recognise
+/// unsupported formats.
 pub(super) fn dimensions(path: &Path, bytes: &[u8]) -> Result<(u32, u32), String> {
-    readable(path, bytes)?;
+    check_supported(path, bytes)?;
     let header = Header::read(bytes)?;
     let size = header.dimensions();
-    if !whole::marks_its_end(header.format) {
+    if !whole::has_end_marker(header.format) {
         Decoder::default().pixels_of(header)?;
     } else if jpeg::has_damaged_scan(bytes) {
         return Err("is damaged: its data is truncated or invalid; get it again".into());
@@ -148,7 +147,7 @@ pub(super) fn dimensions(path: &Path, bytes: &[u8]) -> Result<(u32, u32), String
 }
 
 impl Picture {
-    /// Width and height according to the beginning of a file. `None` if it is not a supported picture.
+    /// Width and height of the upright picture, from the header. `None` if the file is not a supported picture.
     pub fn size_of(bytes: &[u8]) -> Option<(u32, u32)> {
         Header::read(bytes).ok().map(|header| header.dimensions())
     }

@@ -1,4 +1,4 @@
-//! Prepares a copy of a dataset for training: WebDataset shards of small, upright JPEG pictures in a mixed order.
+//! Prepares a copy of a dataset for training: WebDataset shards of small, upright JPEG pictures in random order.
 //!
 //! Each shard is written under a temporary name, synced to disk and renamed. The pictures of all shards are planned
 //! in advance. So an interrupted copy continues with the interrupted shard, and has the same bytes as an
@@ -33,10 +33,10 @@ pub const SHORT_SIDES: RangeInclusive<u32> = 16..=4096;
 pub const QUALITIES: RangeInclusive<u8> = 1..=100;
 /// Approximate size of a shard: large enough that there are few files, each of which is read sequentially.
 const SHARD_BYTES: u64 = 256 << 20;
-/// Seed of the order of pictures, which is the same in every copy.
+/// Seed of the order of pictures, equal in every copy.
 const ORDER_SEED: u64 = 0x7368_7566_666c_6564;
-/// Number of pictures that are made in advance to estimate the mean size.
-const MEASURED: usize = 256;
+/// Maximum number of pictures that are converted in advance to estimate the mean size.
+const MAX_MEASURED: usize = 256;
 
 /// The settings of a copy.
 #[derive(Debug, Clone)]
@@ -63,7 +63,7 @@ pub struct Prepared {
     /// The number of pictures in each split.
     pub splits: Vec<(String, u64)>,
     pub shards: u64,
-    /// The number of these pictures that existed already.
+    /// The number of these shards that existed already.
     pub kept_shards: u64,
     /// The size of all shards in bytes.
     pub bytes: u64,
@@ -73,7 +73,7 @@ pub struct Prepared {
 
 /// Writes a copy of the dataset at `path` to the folder `to`: `train-000000.tar` and so on, which Python's webdataset
 /// can read, and `classes.txt`. Pictures are resized as by torchvision's `Resize(short_side, antialias=True)`, but
-/// never enlarged. Small upright JPEG files are copied unchanged. All cores are used. `tell` is called with the
+/// never enlarged. Small upright JPEG files are copied unchanged. All cores are used. `report` is called with the
 /// progress.
 ///
 /// # Errors
@@ -83,16 +83,16 @@ pub fn prepare(
     path: &Path,
     to: &Path,
     settings: &PrepareSettings,
-    tell: impl Fn(Progress),
+    report: impl Fn(Progress),
 ) -> Result<Prepared, DataError> {
-    prepare_with(path, to, settings, tell, &IndexStore::of_user())
+    prepare_with(path, to, settings, report, &IndexStore::of_user())
 }
 
 fn prepare_with(
     path: &Path,
     to: &Path,
     settings: &PrepareSettings,
-    tell: impl Fn(Progress),
+    report: impl Fn(Progress),
     store: &IndexStore,
 ) -> Result<Prepared, DataError> {
     check_settings(settings)?;
@@ -103,7 +103,7 @@ fn prepare_with(
     let mut broken: Vec<BrokenFile> = catalog.broken.iter().chain(of_splits).cloned().collect();
     if let (BrokenFiles::Fail, Some(BrokenFile { file, detail })) = (settings.broken_files, broken.first()) {
         return Err(DataError::Invalid(format!(
-            "{file} {detail}{}; repair it, move it out of the dataset, or leave out what is broken (--broken-files skip)",
+            "{file} {detail}{}; repair it, move it out of the dataset, or leave out broken files (--broken-files skip)",
             if broken.len() > 1 {
                 format!(" (and {} more are broken)", broken.len() - 1)
             } else {
@@ -113,7 +113,7 @@ fn prepare_with(
     }
     // A file that cannot be read now may be readable later, and a copy without it would lack it permanently.
     if let Some(BrokenFile { file, detail }) = broken.iter().find(|one| files::is_unread(&one.detail)) {
-        return Err(DataError::File { path: file.clone(), detail: unread(detail) });
+        return Err(DataError::File { path: file.clone(), detail: unread_detail(detail) });
     }
     let mut destination = Destination::open(path, to)?;
     let plan = |measured: Vec<u32>| Plan {
@@ -134,7 +134,7 @@ fn prepare_with(
     for (number, (Split { name, labels, .. }, listing)) in sources.iter().enumerate() {
         let order = order::of(number, listing, destination.per_shard(number));
         let (mut pictures, mut left_out) = (0, 0);
-        for (file, range) in planned(name, listing.len(), destination.per_shard(number)) {
+        for (file, range) in planned_shards(name, listing.len(), destination.per_shard(number)) {
             let order = &order[range.clone()];
             let task = shard::Task { file: &file, first: range.start, order, labels, listing };
             let finished = match destination.finished(&file) {
@@ -143,8 +143,8 @@ fn prepare_with(
                     finished
                 }
                 None => {
-                    let tell = |more: usize| tell(Progress { done: done + more as u64, total });
-                    let finished = task.write(to, settings, left_out, &tell)?;
+                    let report = |more: usize| report(Progress { done: done + more as u64, total });
+                    let finished = task.write(to, settings, left_out, &report)?;
                     destination.add(&file, finished.clone())?;
                     finished
                 }
@@ -154,7 +154,7 @@ fn prepare_with(
                 return Err(DataError::File { path: file, detail });
             }
             done += range.len() as u64;
-            tell(Progress { done, total });
+            report(Progress { done, total });
             pictures += finished.pictures;
             left_out += finished.broken.len();
             prepared.shards += 1;
@@ -187,12 +187,12 @@ fn check_settings(settings: &PrepareSettings) -> Result<(), DataError> {
 fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a Listing)>, DataError> {
     let one = |split: &'a Split| match &split.samples {
         Samples::Memory { .. } => Err(DataError::Invalid(format!(
-            "{} is {}, whose pictures are small and read at once: train on it as it is",
+            "{} is {}, whose pictures are small and kept in memory: train on it directly",
             path.display(),
             catalog.format.name()
         ))),
         Samples::Listed(_) if !shards::names_split(&split.name) => Err(DataError::Invalid(format!(
-            "{} has a split {:?}, which names of shards cannot express: rename it to val or test, or remove it",
+            "{} has a split {:?}, which cannot be the prefix of a shard's name: rename it to val or test, or remove it",
             path.display(),
             split.name
         ))),
@@ -218,9 +218,9 @@ fn class_names(path: &Path, classes: &[String]) -> Result<String, DataError> {
 
 /// The number of a split's pictures that make a shard of about the requested size.
 fn per_shard(listing: &Listing, settings: &PrepareSettings) -> u32 {
-    let every = listing.len().div_ceil(MEASURED).max(1);
+    let every = listing.len().div_ceil(MAX_MEASURED).max(1);
     let size = |encoder: &mut Encoder, number: usize| -> Option<u64> {
-        let bytes = encoder.prepared(listing.read(number).ok()?).ok()?;
+        let bytes = encoder.convert(listing.read(number).ok()?).ok()?;
         Some(shard::sample_bytes(bytes.len() as u64))
     };
     let sizes: Vec<u64> = (0..listing.len())
@@ -231,13 +231,17 @@ fn per_shard(listing: &Listing, settings: &PrepareSettings) -> u32 {
         .collect();
     let mean = sizes.iter().sum::<u64>() / (sizes.len() as u64).max(1);
     let fits = (settings.shard_bytes / mean.max(1)).max(1);
-    // All shards get the same number, rather than a small last shard.
-    let count = (listing.len() as u64).div_ceil(fits).clamp(1, pattern::SHARDS as u64);
+    // All shards get about the same number of pictures, so that the last shard is not small.
+    let count = (listing.len() as u64).div_ceil(fits).clamp(1, pattern::MAX_SHARDS as u64);
     (listing.len() as u64).div_ceil(count).max(1) as u32
 }
 
 /// The shards of a split: file name, and range in the order.
-fn planned(split: &str, pictures: usize, per_shard: u32) -> impl Iterator<Item = (String, Range<usize>)> {
+fn planned_shards(
+    split: &str,
+    pictures: usize,
+    per_shard: u32,
+) -> impl Iterator<Item = (String, Range<usize>)> {
     let per_shard = per_shard.max(1) as usize;
     (0..pictures.div_ceil(per_shard)).map(move |number| {
         let first = number * per_shard;
@@ -246,9 +250,9 @@ fn planned(split: &str, pictures: usize, per_shard: u32) -> impl Iterator<Item =
 }
 
 /// The reason why a picture could not be read, as a phrase to follow its name.
-fn unread(detail: &str) -> String {
+fn unread_detail(detail: &str) -> String {
     format!(
-        "{detail}. It is not left out of the copy, because it may be intact. Is the dataset's disk still there? The same command \
+        "{detail}. It is not left out of the copy, because it may be intact. Check the dataset's disk. The same command \
          continues from the shards that are finished"
     )
 }

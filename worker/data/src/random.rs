@@ -1,4 +1,4 @@
-//! Random numbers that depend only on their seeds: they are the same on every rank and machine, and in every release.
+//! Random numbers that depend only on their seeds: equal on every rank and machine, and in every release.
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
 #[derive(Debug, Clone)]
@@ -24,7 +24,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number in `0..bound`; 0 if `bound` is 0. Multiply-shift (Lemire 2019); its bias of bound / 2^64 is
+    /// A number in `0..bound`; 0 if `bound` is 0. Multiply-shift (Lemire 2019), whose bias of bound / 2^64 is
     /// negligible for training.
     pub fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64

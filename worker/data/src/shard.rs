@@ -1,13 +1,12 @@
 //! Sharding: which pictures a rank sees, and when.
-//!
-//! An epoch is a seeded permutation of the training split, the same on every rank. Step `s` takes the next `global`
-//! pictures of it, which are cut into equal ranges in the order (micro-batch, rank). So the pictures of a step are
-//! the same for any number of ranks, and the ranges of ranks never overlap.
+//! An epoch is a seeded permutation of the training split, equal on every rank. Step `s` uses the next `global`
+//! pictures of the permutation, divided into equal ranges in the order (micro-batch, rank). So the pictures of a step
+//! are the same for any number of ranks, and the ranges of ranks never overlap.
 
 use super::random::Random;
 use std::ops::Range;
 
-/// Purpose number of the random stream. Streams with the same seed and another purpose differ.
+/// Purpose number of the random stream. Streams with the same seed and different purposes differ.
 const SHUFFLE: u64 = 1;
 
 /// The batches of an epoch that a rank requests.
@@ -25,7 +24,7 @@ pub struct EpochPlan {
     pub batch_size: usize,
     /// Number of micro-batches in a step.
     pub accumulate: usize,
-    /// Whether to leave out the last step if it is smaller.
+    /// Whether to leave out a last step with fewer pictures.
     pub drop_remainder: bool,
     /// Number of threads that prepare batches.
     pub threads: usize,
@@ -42,25 +41,25 @@ pub(super) fn steps_per_epoch(samples: usize, plan: &EpochPlan) -> u64 {
     (if plan.drop_remainder { samples / global } else { samples.div_ceil(global) }) as u64
 }
 
-/// The places, in the epoch's order, of micro-batch `micro` of step `step` on the plan's rank. Places past the end
-/// stand for the epoch's first pictures: they fill up a last step that is too small to give every rank a picture.
+/// The positions, in the epoch's order, of micro-batch `micro` of step `step` on the plan's rank. Positions past the
+/// end denote the epoch's first pictures: they fill up a last step that is too small to give every rank a picture.
 pub(super) fn places(samples: usize, plan: &EpochPlan, step: u64, micro: usize) -> Range<usize> {
     let part = micro * plan.world_size as usize + plan.rank as usize;
     run(samples, plan, step, part..part + 1)
 }
 
-/// The places of micro-batch `micro` of step `step` on all ranks.
+/// The positions of micro-batch `micro` of step `step` on all ranks.
 pub(super) fn of_all_ranks(samples: usize, plan: &EpochPlan, step: u64, micro: usize) -> Range<usize> {
     let ranks = plan.world_size as usize;
     run(samples, plan, step, micro * ranks..(micro + 1) * ranks)
 }
 
-/// The places of step `step` on all ranks.
+/// The positions of step `step` on all ranks.
 pub(super) fn of_step(samples: usize, plan: &EpochPlan, step: u64) -> Range<usize> {
     run(samples, plan, step, 0..plan.world_size as usize * plan.accumulate)
 }
 
-/// The places of consecutive parts of a step.
+/// The positions of consecutive parts of a step.
 fn run(samples: usize, plan: &EpochPlan, step: u64, of: Range<usize>) -> Range<usize> {
     let parts = plan.world_size as usize * plan.accumulate;
     let first = step as usize * global_batch(plan);

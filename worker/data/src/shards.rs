@@ -17,7 +17,7 @@ use super::{
     index::{self, IndexStore, Members, Stamp},
     listing::{ContainerKind, Listing},
     parquet::{self, ParquetFile, UnusableFile},
-    pattern::{self, SHARDS, fixed_part},
+    pattern::{self, MAX_SHARDS, fixed_part},
 };
 use classes::{class_names, classes, is_negative, unknown};
 use folder::{FolderContents, Kind, contents, is_unpacked, split_in_path};
@@ -30,10 +30,10 @@ use std::{
     sync::Arc,
 };
 
-/// The shards that `path` itself denotes: a pattern, a tar file or a Parquet file. `None` for other paths.
-pub(super) fn named(path: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
+/// Opens the shards that `path` itself denotes: a pattern, a tar file or a Parquet file. `None` for other paths.
+pub(super) fn open_named(path: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     if let Some((folder, rest)) = fixed_part(path) {
-        let expanded = pattern::expand(&rest.to_string_lossy(), SHARDS);
+        let expanded = pattern::expand(&rest.to_string_lossy(), MAX_SHARDS);
         let wrong = |detail| DataError::File { path: path.display().to_string(), detail };
         let shards = expanded.map_err(wrong).map(|all| all.into_iter().map(PathBuf::from).collect());
         let kind = Kind::of(&rest).unwrap_or(Kind::Tar);
@@ -43,8 +43,8 @@ pub(super) fn named(path: &Path, store: &IndexStore) -> Option<Result<Catalog, D
     Some(read(kind, path, path.parent()?, vec![path.file_name()?.into()], store))
 }
 
-/// The shards in a folder, or in subfolders with names of splits. `None` if there are none. Parquet files next to tar
-/// files are ignored. `dataset` is the given path: `dir`, or a folder around it.
+/// Opens the shards in a folder, or in subfolders with names of splits. `None` if there are no shards. Parquet files
+/// next to tar files are ignored. `dataset` is the given path: `dir`, or its parent folder.
 pub(super) fn find(dataset: &Path, dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     if !dir.is_dir() {
         return None;
@@ -63,8 +63,8 @@ fn find_kind(
         Ok(found) => found,
         Err(detail) => return Some(Err(wrong(detail))),
     };
-    if shards.len() > SHARDS {
-        return Some(Err(wrong(format!("holds {} shards; at most {SHARDS} are allowed", shards.len()))));
+    if shards.len() > MAX_SHARDS {
+        return Some(Err(wrong(format!("holds {} shards; at most {MAX_SHARDS} are allowed", shards.len()))));
     }
     if shards.is_empty() {
         let first = unread.into_iter().next();
@@ -103,7 +103,7 @@ fn read(
         });
     }
     let any = shards.iter().any(|shard| split_in_path(shard).is_some());
-    let (mut broken, mut there) = (Vec::new(), Vec::new());
+    let (mut broken, mut found_shards) = (Vec::new(), Vec::new());
     let stamps: Vec<_> = shards.par_iter().map(|shard| stamp(&root.join(shard))).collect();
     let sizes: HashMap<&Path, u64> = shards
         .iter()
@@ -123,18 +123,18 @@ fn read(
                 "has no split in its name as other shards have: rename it to train-..., val-... or test-..., or remove it"
                     .into(),
             )),
-            (Ok(stamp), split) => there.push((split.unwrap_or("train"), shard, stamp)),
+            (Ok(stamp), split) => found_shards.push((split.unwrap_or("train"), shard, stamp)),
         }
     }
-    let stamped: Vec<_> = there.iter().map(|(_, shard, stamp)| (shard.clone(), *stamp)).collect();
-    // Footers are small. They have the names of classes and the offsets of pages.
+    let stamped: Vec<_> = found_shards.iter().map(|(_, shard, stamp)| (shard.clone(), *stamp)).collect();
+    // Footers, which are small, contain the names of classes and the offsets of pages.
     let opened: HashMap<&Path, Result<Arc<ParquetFile>, UnusableFile>> = match kind {
         Kind::Tar => HashMap::new(),
         Kind::Parquet => {
             let open =
                 |(_, shard, _): &(&str, PathBuf, Stamp)| ParquetFile::open(&root.join(shard)).map(Arc::new);
-            let opened: Vec<_> = there.par_iter().map(open).collect();
-            there.iter().map(|(_, shard, _)| shard.as_path()).zip(opened).collect()
+            let opened: Vec<_> = found_shards.par_iter().map(open).collect();
+            found_shards.iter().map(|(_, shard, _)| shard.as_path()).zip(opened).collect()
         }
     };
     let look = |shard: &Path| match opened.get(shard) {
@@ -142,22 +142,22 @@ fn read(
         Some(Ok(file)) => parquet::members(file, &root.join(shard)),
         Some(Err(error)) => error.clone().into(),
     };
-    let members = index::of_shards(dataset, &stamped, store, look);
+    let members = index::describe_shards(dataset, &stamped, store, look);
     let mut splits: BTreeMap<&str, Found> = BTreeMap::new();
-    for ((split, shard, stamp), members) in there.iter().zip(members) {
+    for ((split, shard, stamp), members) in found_shards.iter().zip(members) {
         let found = splits.entry(*split).or_insert_with(|| Found::new(root));
         match opened.get(shard.as_path()) {
             None => found.add(root, shard, ContainerKind::Tar(*stamp), members),
             Some(Ok(file)) => {
                 found.add(root, shard, ContainerKind::Parquet(*stamp, Arc::clone(file)), members)
             }
-            // The footer could be read before, but not now.
+            // The members are from the index, but the footer cannot be read now.
             Some(Err(error)) => found.broken.push(named_broken(&root.join(shard), error.detail.clone())),
         }
     }
     let names = class_names(
         root,
-        there.iter().filter_map(|(_, shard, _)| {
+        found_shards.iter().filter_map(|(_, shard, _)| {
             let file = opened.get(shard.as_path())?.as_ref().ok()?;
             Some((shard.as_path(), file.class_names()?))
         }),
@@ -173,7 +173,7 @@ fn read(
             unlabelled.push(name.to_owned());
             continue;
         }
-        let label = |label: &String| classes.number(label).ok_or_else(|| unknown(root, name, label));
+        let label = |label: &String| classes.number(label).ok_or_else(|| unknown_class(root, name, label));
         let labels = found.labels.iter().map(label).collect::<Result<Vec<_>, _>>()?;
         if !labels.is_empty() || !found.broken.is_empty() {
             let samples = Samples::Listed(found.listing);
@@ -198,7 +198,7 @@ fn read(
 /// The content of a split's shards.
 struct Found {
     listing: Listing,
-    /// As in the shards: numbers or names.
+    /// The labels as in the shards: numbers or names.
     labels: Vec<String>,
     broken: Vec<BrokenFile>,
     /// The number of samples that are broken only because they have no label.
@@ -210,14 +210,14 @@ impl Found {
         Self { listing: Listing::new(root), labels: Vec::new(), broken: Vec::new(), without_label: 0 }
     }
 
-    /// Whether there are samples, and their only fault is that they have no label.
+    /// Whether the split has samples that are all broken only because they have no label.
     fn is_unlabelled(&self) -> bool {
         self.labels.is_empty() && self.without_label > 0 && self.without_label == self.broken.len()
     }
 
     fn add(&mut self, root: &Path, shard: &Path, kind: ContainerKind, members: Members) {
         let path = root.join(shard);
-        self.broken.extend(members.trouble.map(|detail| named_broken(&path, detail)));
+        self.broken.extend(members.shard_error.map(|detail| named_broken(&path, detail)));
         self.listing.add_container(shard, kind);
         for entry in members.entries {
             match (&entry.broken, &entry.label) {
@@ -237,7 +237,7 @@ impl Found {
         }
     }
 
-    /// Moves samples to the broken ones if `is_none` is true for their labels.
+    /// Moves samples to the broken files if `is_none` is true for their labels.
     fn leave_out(&mut self, is_none: impl Fn(&str) -> bool) {
         let keep: Vec<bool> = self.labels.iter().map(|label| !is_none(label)).collect();
         for (number, label) in self.labels.iter().enumerate().filter(|(number, _)| !keep[*number]) {

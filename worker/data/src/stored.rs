@@ -10,8 +10,8 @@ pub struct Stored {
     pub total: u64,
     /// The names of the classes, in the order of the labels.
     pub classes: Vec<String>,
-    /// For each picture: its place in the split, its class, its file (if it is one), and the decoded picture. Broken
-    /// files are left out.
+    /// For each picture: its position in the split, its class, its file (unless packed), and the decoded picture.
+    /// Broken files are left out.
     pub pictures: Vec<(u64, u32, Option<String>, Picture)>,
 }
 
@@ -19,7 +19,7 @@ pub struct Stored {
 /// split's own, or is shuffled with the seed `shuffle`.
 ///
 /// # Errors
-/// There is no such split or class, or no dataset.
+/// The split, the class or the dataset does not exist.
 pub fn stored(
     path: &Path,
     split: &str,

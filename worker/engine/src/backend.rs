@@ -25,8 +25,8 @@ pub type DeviceMetrics = Box<dyn FnMut() -> Vec<(&'static str, f32)> + Send>;
 pub trait Backend: Debug + Sync {
     /// Name of the backend: `cpu`, `cuda`.
     fn name(&self) -> &'static str;
-    /// The slots that this machine offers: one per device, with the device's `uuid`, or slots without `uuid` if ranks share the
-    /// hardware. None if `selection` asks for another backend's devices.
+    /// The slots that this machine offers: one per device, with the device's `uuid`, or slots without `uuid` if ranks
+    /// share the hardware. There are none if `selection` requests another backend's devices.
     ///
     /// # Errors
     /// `selection` names a device that does not exist; a sentence.
@@ -71,11 +71,11 @@ pub trait Backend: Debug + Sync {
     fn check_plan(&self, _network: &Network, _plan: &Plan) -> Result<(), String> {
         Ok(())
     }
-    /// Begins to open what any engine on device `ordinal` needs in a job of `ranks` ranks, on a thread of its own: [`Backend::build`]
-    /// then takes less time. `precision`: the job's; `None` before a job is known.
+    /// Starts a thread that opens what every engine on device `ordinal` needs in a job of `ranks` ranks, so that
+    /// [`Backend::build`] takes less time. `precision` is the job's; `None` if no job is known yet.
     fn warm_up(&self, _ordinal: i32, _ranks: u32, _precision: Option<Precision>) {}
-    /// Whether the device that [`Backend::warm_up`] has opened can be used, as far as is known without waiting. If not, only another
-    /// process may be able to use it.
+    /// Whether the device that [`Backend::warm_up`] has opened can be used, as far as is known without waiting. If not,
+    /// only a new process may be able to use it.
     fn is_sound(&self) -> bool {
         true
     }
@@ -128,7 +128,7 @@ impl Default for Selection<'_> {
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Devices {
     pub slots: Vec<Slot>,
-    /// If a device seems to exist but cannot be used: why, and what to do; a sentence.
+    /// If a device seems to exist but cannot be used: a sentence that says why, and what to do.
     pub hindrance: Option<String>,
 }
 
@@ -143,17 +143,17 @@ pub struct SharedMemory {
 /// What a rank must provide for its backend's engine.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Needs {
-    /// Ranks of one machine have a shared memory segment for weights and gradients, in addition to their ring.
+    /// Whether ranks of one machine need a shared memory segment for weights and gradients, in addition to their ring.
     pub shared_memory: bool,
-    /// Weights, gradients and activations are in host memory.
+    /// Whether weights, gradients and activations are in host memory.
     pub host_memory: bool,
-    /// Steps run asynchronously and their collectives may wait for ever, so a watchdog must count the steps.
+    /// Steps run asynchronously and their collectives may wait forever, so a watchdog must count the steps.
     pub watchdog: bool,
-    /// The data loader may use all of the rank's threads.
+    /// Whether the data loader may use all of the rank's threads.
     pub leaves_threads: bool,
-    /// The engine computes in 16 bits if `train.precision` says so.
+    /// Whether the engine computes in 16 bits if `train.precision` says so.
     pub half_precision: bool,
-    /// The device may decode JPEG files; see [`Backend::decoder`].
+    /// Whether the device may decode JPEG files; see [`Backend::decoder`].
     pub decodes: bool,
 }
 
@@ -168,13 +168,13 @@ pub struct BuildArgs<'a> {
     pub plan: Plan,
     /// The device's number among the devices that this process sees.
     pub ordinal: i32,
-    /// Number format, if the backend supports several.
+    /// The floating-point format, if the backend supports several.
     pub precision: Precision,
     /// Loss scaling for fp16.
     pub loss_scale: LossScale,
-    /// Every run computes the same bits.
+    /// Whether every run must compute the same bits.
     pub deterministic: bool,
-    /// The rendezvous store; absent for a single rank.
+    /// The rendezvous store. `None` for a single rank.
     pub store: Option<Arc<Store>>,
     /// Notified of every submitted and every completed step.
     pub watchdog: Option<Arc<Watchdog>>,

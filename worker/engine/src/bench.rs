@@ -24,10 +24,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Untimed steps, which fill buffers and wake threads.
+/// Number of untimed steps, which fill buffers and wake threads.
 const WARM_UP: usize = 3;
-/// Timed steps; the median counts.
-const MEASURED: usize = 10;
+/// Number of timed steps, whose median is reported.
+const TIMED_STEPS: usize = 10;
 /// Classes of the synthetic pictures, as in CIFAR-10.
 pub const CLASSES: usize = 10;
 /// Maximum time that a rank waits for another.
@@ -99,7 +99,7 @@ pub struct Measurement {
     pub all_reduce_ms: f64,
     /// Seconds until the end of the first step: libraries, kernels, plans, memory. 0 on the CPU.
     pub first_step_secs: f64,
-    /// GPU memory that rank 0 holds, in MB. 0 on the CPU.
+    /// GPU memory allocated by rank 0, in MB. 0 on the CPU.
     pub gpu_memory_mb: f64,
 }
 
@@ -110,7 +110,7 @@ pub struct Division {
     pub classes: usize,
     /// Number of ranks that share a copy of the network.
     pub model: u32,
-    /// Strategies of operators; empty: a model group divides the classes.
+    /// Strategies of operators. If empty, a model group divides the classes.
     pub shards: Vec<ShardSpec>,
     /// Number of ranks that share the rows of pictures.
     pub height: u32,
@@ -118,9 +118,9 @@ pub struct Division {
     pub pipeline: u32,
     /// Number of micro-batches of a step.
     pub accumulate: usize,
-    /// Ranks divide the optimizer's state.
+    /// Whether ranks divide the optimizer's state.
     pub optimizer_sharding: bool,
-    /// The share of the classes that a step samples; 1: all.
+    /// The fraction of the classes that a step samples; 1 for all.
     pub sample_share: f64,
 }
 
@@ -147,8 +147,8 @@ impl Division {
     }
 }
 
-/// The number of ranks that have pictures of their own, and the number of `rank` among these: ranks that share rows and stages have the
-/// same pictures.
+/// The number of groups of ranks with different pictures, and the number of `rank`'s group: ranks that share rows, and
+/// the stages of a pipeline, have the same pictures.
 fn readers(mesh: Mesh, rank: usize) -> [usize; 2] {
     [mesh.data * mesh.model, mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)]
 }
@@ -237,8 +237,8 @@ fn run_rank(
         generation: 0,
     });
     let mut engine = built.map_err(|e| e.to_string())?;
-    let mut steps = Vec::with_capacity(MEASURED);
-    for step in 0..WARM_UP + MEASURED {
+    let mut steps = Vec::with_capacity(TIMED_STEPS);
+    for step in 0..WARM_UP + TIMED_STEPS {
         let start = Instant::now();
         let result = engine.train_step(&micro_batches, 0.01).map_err(|e| e.to_string())?;
         if step >= WARM_UP {
@@ -246,7 +246,7 @@ fn run_rank(
         }
     }
     steps.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let (median, waited) = steps[MEASURED / 2];
+    let (median, waited) = steps[TIMED_STEPS / 2];
     Ok(Measurement {
         case: case.name.clone(),
         device: engine.device_name(),
@@ -261,9 +261,9 @@ fn run_rank(
     })
 }
 
-/// Untimed steps on a device, which load kernels and record the step's graph.
+/// Number of untimed steps on a device, which load kernels and capture the step's graph.
 const DEVICE_WARM_UP: u64 = 15;
-/// Timed steps on a device.
+/// Number of timed steps on a device.
 const DEVICE_MEASURED: u64 = 60;
 /// Pictures in the synthetic dataset, as in CIFAR-10.
 const PICTURES: usize = 50_000;
@@ -272,11 +272,11 @@ const PICTURES: usize = 50_000;
 pub struct OnDevice {
     pub device: DeviceChoice,
     pub precision: Precision,
-    /// Every run computes the same bits.
+    /// Whether every run must compute the same bits.
     pub deterministic: bool,
     pub sync_batch_norm: bool,
     pub division: Division,
-    /// Where the ranks meet; absent for a single rank.
+    /// The rendezvous store. `None` for a single rank.
     pub store: Option<Arc<Store>>,
 }
 
@@ -348,7 +348,7 @@ pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, 
     engine.profile_step(&next()?).map_err(|e| e.to_string())
 }
 
-/// The engine, and CIFAR-10 as far as speed is concerned.
+/// Builds the engine, and a synthetic dataset with the size of CIFAR-10.
 fn on_device(
     case: &Case,
     comm: Arc<dyn ProcessGroup>,
@@ -408,7 +408,7 @@ fn batches<'a>(
     (0..).flat_map(move |epoch| data.epoch(EpochPlan { epoch, ..plan }))
 }
 
-/// A batch of pictures with arbitrary content, on which speed does not depend.
+/// A batch of synthetic pictures. Speed does not depend on their content.
 fn synthetic(pictures: usize, image_size: usize, classes: usize, reader: usize) -> Batch {
     Batch {
         images: values(&format!("bench.{reader}"), pictures * image_size * image_size * 3),
@@ -423,7 +423,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cases_are_read_or_refused_with_the_form() {
+    fn cases_are_parsed_or_refused_with_the_expected_form() {
         let case: Case = "resnet18c:32:64".parse().unwrap();
         assert_eq!((case.model.arch, case.model.stem, case.batch_size), (Arch::ResNet18, Stem::Cifar, 64));
         assert_eq!("resnet50:32:32".parse::<Case>().unwrap().model.stem, Stem::Imagenet);
@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn two_ranks_are_measured_over_loopback() {
+    fn two_ranks_over_loopback_are_measured() {
         let data = Division::default();
         let measured = run(&"resnet20:8:4".parse().unwrap(), 1, 2, &data).unwrap();
         assert!(measured.images_per_second > 0.0 && measured.ranks == 2, "{measured:?}");

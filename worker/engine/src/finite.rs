@@ -6,7 +6,8 @@ use super::{Engine, EngineError, NamedTensors};
 /// Exponent bits of a float32: all set in NaN and the infinities.
 const EXPONENT: u32 = 0x7f80_0000;
 const SIGN: u32 = 0x8000_0000;
-/// Values that are checked between two tests of the result: the check of a tensor that is all NaN ends early.
+/// Number of values that are checked between two tests of the result, so that the check of a tensor with NaN ends
+/// early.
 const BLOCK: usize = 1 << 14;
 
 /// Finds the first tensor, in the order of names, with a non-finite value or a negative mean of squares. Returns a phrase
@@ -43,7 +44,7 @@ fn wrong_value(name: &str, values: &[f32]) -> Option<String> {
         let (place, value) = values.iter().enumerate().find(|(_, v)| !v.is_finite())?;
         let count = values.iter().filter(|v| !v.is_finite()).count();
         return Some(format!(
-            "{name} holds {value} at place {place} ({count} of its {} values are not finite)",
+            "{name} contains {value} at index {place} ({count} of its {} values are not finite)",
             values.len()
         ));
     }
@@ -52,7 +53,7 @@ fn wrong_value(name: &str, values: &[f32]) -> Option<String> {
         && !none_below_zero(values)
     {
         let (place, value) = values.iter().enumerate().find(|(_, v)| **v < 0.0)?;
-        return Some(format!("{name} holds {value} at place {place}: {what} is never below zero"));
+        return Some(format!("{name} contains {value} at index {place}: {what} is never below zero"));
     }
     None
 }
@@ -76,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_that_is_not_finite_is_found_wherever_it_lies() {
+    fn a_non_finite_value_is_found_at_any_index() {
         let length = BLOCK + 3;
         for (wrong, word) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (f32::NEG_INFINITY, "-inf")] {
             for place in [0, 1, BLOCK - 1, BLOCK, length - 1] {
@@ -85,7 +86,7 @@ mod tests {
                 assert!(!all_finite(&values));
                 let found = first_not_finite(&tensors("conv1.weight", values)).unwrap();
                 let expected = format!(
-                    "conv1.weight holds {word} at place {place} (1 of its {length} values are not finite)"
+                    "conv1.weight contains {word} at index {place} (1 of its {length} values are not finite)"
                 );
                 assert_eq!(found, expected);
             }
@@ -95,14 +96,14 @@ mod tests {
     }
 
     #[test]
-    fn a_running_variance_is_never_below_zero() {
+    fn a_negative_running_variance_is_found() {
         let found = first_not_finite(&tensors("bn1.running_var", vec![1.0, 0.0, -1e-45])).unwrap();
-        assert!(found.starts_with("bn1.running_var holds -0.00"), "{found}");
-        assert!(found.contains("at place 2") && found.contains("variance"), "{found}");
+        assert!(found.starts_with("bn1.running_var contains -0.00"), "{found}");
+        assert!(found.contains("at index 2") && found.contains("variance"), "{found}");
         assert_eq!(first_not_finite(&tensors("bn1.running_var", vec![0.0, -0.0, 3.0])), None);
         assert_eq!(first_not_finite(&tensors("bn1.running_mean", vec![-3.0])), None, "means may be");
         let found = first_not_finite(&tensors("fc.bias.exp_avg_sq", vec![0.0, -1.0])).unwrap();
-        assert!(found.contains("fc.bias.exp_avg_sq holds -1 at place 1: a mean of squares"), "{found}");
+        assert!(found.contains("fc.bias.exp_avg_sq contains -1 at index 1: a mean of squares"), "{found}");
         assert_eq!(first_not_finite(&tensors("fc.bias.exp_avg", vec![-1.0])), None);
     }
 }

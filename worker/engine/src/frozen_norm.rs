@@ -87,7 +87,7 @@ fn loss(engine: &mut dyn Engine, batch: &Batch) -> f64 {
     found.loss_sum / found.samples as f64
 }
 
-/// The slope of the loss along each tensor's gradient equals the gradient's norm, which holds only for the right gradient.
+/// The numerical derivative of the loss along each tensor's gradient equals the gradient's norm.
 #[test]
 fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
     for network in networks() {
@@ -131,9 +131,9 @@ fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
     }
 }
 
-/// Neither optimizer state from earlier steps nor weight decay changes them.
+/// Neither optimizer state from earlier steps nor weight decay changes their tensors.
 #[test]
-fn no_optimizer_changes_anything_of_a_frozen_batch_norm() {
+fn no_optimizer_changes_a_frozen_batch_norm() {
     let network = networks().swap_remove(0);
     for (kind, name) in OptimizerKind::ALL {
         let optimizer = Optimizer { kind, weight_decay: 0.1, ..plain_sgd() };

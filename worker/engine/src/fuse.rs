@@ -28,7 +28,7 @@ pub(super) use across_convolutions::{EXPANDED, REDUCED};
 use crate::net::{Network, Op, TensorId};
 use lockstep_kernels::conv::ConvShape;
 
-/// The fused kernels of an engine. Without any (the default) every operation runs separately.
+/// The fused kernels of an engine. By default there are none, and every operation runs separately.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Capabilities {
     /// Batch norm, addition and ReLU in one pass.
@@ -39,7 +39,8 @@ pub(super) struct Capabilities {
     pub(super) norm_max_pool: bool,
     /// Batch norm's backward pass reads the gradient of a global average pooling's output: one value per channel.
     pub(super) norm_average_pool: bool,
-    /// There is one buffer for the sums of a convolution's output, so statistics are taken before the next convolution runs.
+    /// There is only one buffer for the sums of a convolution's output, so statistics must be taken before the next
+    /// convolution runs.
     pub(super) one_sum_buffer: bool,
     /// Kernels with their own matrix multiplication: Hopper's `wgmma`, 16-bit numbers.
     pub(super) wgmma: bool,
@@ -223,7 +224,7 @@ pub(super) enum StatisticsIn {
     AfterConv,
     /// In the kernel of the preceding convolution.
     Conv,
-    /// Nowhere: a frozen batch norm normalises with its running statistics, and its parameters have no gradients.
+    /// Not taken: a frozen batch norm normalises with its running statistics, and its parameters have no gradients.
     Frozen,
 }
 

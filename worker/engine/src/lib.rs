@@ -50,15 +50,15 @@ use std::sync::Arc;
 /// Settings that stay the same during a run.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
-    /// Pictures of this rank in a micro-batch (the last micro-batch of an epoch may be smaller).
+    /// Number of pictures of this rank in a micro-batch (the last micro-batch of an epoch may be smaller).
     pub batch_size: usize,
     pub optimizer: Optimizer,
     pub loss: LossConfig,
-    /// Micro-batches a step.
+    /// Number of micro-batches per step.
     pub accumulate: usize,
     pub sync_batch_norm: bool,
     pub gradients_mean: bool,
-    /// Threads of this rank.
+    /// Number of threads of this rank.
     pub threads: usize,
 }
 
@@ -72,7 +72,8 @@ pub struct StepResult {
     pub samples: u32,
     /// L2 norm of the reduced gradient, before weight decay.
     pub grad_norm: f32,
-    /// Seconds that the step took, if the engine runs asynchronously; 0: the duration of the call.
+    /// Duration of the step in seconds, if the engine runs asynchronously. Otherwise 0, and the step took as long as
+    /// the call.
     pub step_secs: f64,
     /// Seconds that this rank waited for gradients or statistics of other ranks.
     pub all_reduce_secs: f64,
@@ -128,16 +129,17 @@ pub enum EngineError {
 }
 
 /// One rank's copy of the network and its optimizer.
-///
-/// An engine is built for a group of ranks that see different pictures and keep the same weights, or that share copies of the network
-/// according to a [`plan::Plan`]. Building an engine is collective, and so are [`Engine::start_step`] and the methods that call it,
-/// [`Engine::broadcast_parameters`], [`Engine::state_dict`] and [`Engine::load_state_dict`]: every rank of the group calls them, in the
-/// same order. Where ranks share a network, [`Engine::eval_step`] and [`Engine::predict`] are collective, too. All others are local.
+/// An engine is built for a group of ranks that see different pictures and keep the same weights, or that share copies
+/// of the network according to a [`plan::Plan`]. Building an engine is collective, and so are [`Engine::start_step`]
+/// and the methods that call it, [`Engine::keep_gradients`], [`Engine::broadcast_parameters`], [`Engine::state_dict`]
+/// and [`Engine::load_state_dict`]: every rank of the group calls them, in the same order. Where ranks share a network,
+/// [`Engine::eval_step`] and [`Engine::predict`] are collective, too. All other methods are local.
 pub trait Engine: Send {
-    /// The format in which this engine takes the pictures of batches. The engine may copy pictures that are in memory to its device.
+    /// Returns the format in which this engine reads the pictures of batches. The engine may copy pictures that are in
+    /// memory to its device.
     ///
     /// # Errors
-    /// The device fails, or its memory does not suffice for the copy.
+    /// The device fails, or has not enough memory for the copy.
     fn take_data(&mut self, _data: &DataSource) -> Result<BatchFormat, EngineError> {
         Ok(BatchFormat::Normalised)
     }
@@ -190,32 +192,32 @@ pub trait Engine: Send {
     /// Collective: makes the next step keep its gradients for [`Engine::gradients`].
     ///
     /// # Errors
-    /// Memory does not suffice for the gradients. [`EngineError::Comm`]: a rank of the group is gone.
+    /// There is not enough memory for the gradients. [`EngineError::Comm`]: a rank of the group is gone.
     fn keep_gradients(&mut self) -> Result<(), EngineError> {
         Ok(())
     }
-    /// The gradients of the newest step, which must have been told to keep them, reduced over all ranks as the update used
-    /// them. Names are those of [`Engine::parameters`], without frozen batch norms. No step may be under way. Empty if the
-    /// engine had not enough memory.
+    /// The gradients that the newest step kept ([`Engine::keep_gradients`]), reduced over all ranks as the update used
+    /// them. Names are those of [`Engine::parameters`], without frozen batch norms. No step may be under way. Empty if
+    /// the engine had not enough memory.
     ///
     /// # Errors
     /// The device fails.
     fn gradients(&self) -> Result<NamedTensors, EngineError> {
         Ok(NamedTensors::new())
     }
-    /// Makes the next step time its layers. That step computes the same as any other, but without overlap.
+    /// Makes the next step time its layers. The step has the same results, but its operations do not overlap.
     fn time_layers(&mut self) {}
     /// The times measured by that step; empty if the engine cannot time layers.
     fn layer_times(&mut self) -> Vec<LayerTime> {
         Vec::new()
     }
-    /// Forward pass with running statistics. No state changes; only ranks that share a network communicate. All ranks but those of the last
-    /// stage return zeros.
+    /// Forward pass with running statistics. No state changes; only ranks that share a network communicate. All ranks
+    /// except those of the last stage return zeros.
     ///
     /// # Errors
     /// [`EngineError::Parameters`]: pictures or labels do not fit the network. The device fails.
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError>;
-    /// Logits `[samples, classes]` with running statistics; empty on all ranks but those of the last stage.
+    /// Logits `[samples, classes]` with running statistics. Empty on all ranks except those of the last stage.
     ///
     /// # Errors
     /// As for [`Engine::eval_step`].
@@ -226,8 +228,8 @@ pub trait Engine: Send {
     /// # Errors
     /// The device fails.
     fn parameters(&self) -> Result<NamedTensors, EngineError>;
-    /// Replaces weights, biases and running statistics; `values` must hold all of them. Where ranks share memory, rank 0's weights
-    /// and biases apply, and all ranks see them after the next collective.
+    /// Replaces weights, biases and running statistics; `values` must contain all of them. Where ranks share memory,
+    /// rank 0's weights and biases apply, and all ranks see them after the next collective.
     ///
     /// # Errors
     /// [`EngineError::Parameters`] names tensors that are missing, unknown or of another shape; no state has changed then. The
@@ -248,7 +250,7 @@ pub trait Engine: Send {
     /// The first call copies the values.
     ///
     /// # Errors
-    /// Memory does not suffice for an average; the device fails.
+    /// There is not enough memory for an average, or the device fails.
     fn average(&mut self, decay: f64) -> Result<(), EngineError>;
     /// Whether a running average exists.
     fn has_average(&self) -> bool;
@@ -260,7 +262,7 @@ pub trait Engine: Send {
     /// Replaces the running average.
     ///
     /// # Errors
-    /// As for [`Engine::set_parameters`]; memory does not suffice for an average.
+    /// As for [`Engine::set_parameters`]; or there is not enough memory for an average.
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
     /// Loss scaling of the next step; `None` without loss scaling (all formats but float16).
     ///
@@ -276,7 +278,7 @@ pub trait Engine: Send {
     fn set_loss_scaling(&mut self, _scaling: LossScaling) -> Result<(), EngineError> {
         Ok(())
     }
-    /// The number format of convolutions; never [`Precision::Auto`].
+    /// The floating-point format of convolutions; never [`Precision::Auto`].
     fn precision(&self) -> Precision {
         Precision::Fp32
     }
@@ -338,8 +340,9 @@ pub trait Engine: Send {
     /// # Errors
     /// The device fails.
     fn first_not_finite(&self) -> Result<Option<String>, EngineError>;
-    /// Two checksums: of the weights and biases that every rank of the stage has, and of this rank's parts of split parameters. After a step
-    /// the first is equal on all ranks of the stage, the second on all of them with the same parts. No step may be under way.
+    /// Two checksums: of the weights and biases that every rank of the stage has, and of this rank's parts of split
+    /// parameters. After a step the first one is equal on all ranks of the stage, and the second one on all ranks of
+    /// the stage with the same parts. No step may be under way.
     ///
     /// # Errors
     /// The device fails.
@@ -349,9 +352,10 @@ pub trait Engine: Send {
     /// # Errors
     /// [`EngineError::Comm`]: a rank of the group is gone. The device fails.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
-    /// Drops the engine in a process that is about to exit, without waiting for work in flight; the driver frees device memory.
+    /// Abandons the engine in a process that is about to exit, without waiting for work in flight. The driver frees
+    /// device memory.
     fn abandon(self: Box<Self>) {}
-    /// Bytes of device memory that this process holds; 0 on the CPU.
+    /// Bytes of device memory that this process has allocated; 0 on the CPU.
     fn memory_bytes(&self) -> u64 {
         0
     }
@@ -365,7 +369,7 @@ pub trait Engine: Send {
 
 /// The error for an image size that [`Engine::take_sizes`] did not name.
 fn unknown_size(image_size: usize) -> EngineError {
-    EngineError::Parameters(format!("this engine is not ready for pictures of {image_size} pixels"))
+    EngineError::Parameters(format!("this engine was not prepared for pictures of {image_size} pixels"))
 }
 
 /// Builds the CPU engine for `network` with the parameters and running statistics `initial`.

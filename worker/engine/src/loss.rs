@@ -16,14 +16,14 @@ pub struct LossConfig {
     pub sample_share: f64,
     /// Seed of the classes that are drawn.
     pub seed: u64,
-    /// Absent: the logits are the last layer's output.
+    /// The margin of the label's logit. `None` if logits are the last layer's output.
     pub margin: Option<Margin>,
-    /// The weight of each class in the loss of training; 1 if absent. Not with sampled or split classes or a margin. A job's weights
-    /// follow from its dataset.
+    /// The weight of each class in the training loss; `None` if all weights are 1. Not supported with sampled or split
+    /// classes, or with a margin. A job's weights are computed from its dataset.
     pub class_weights: Option<Arc<[f32]>>,
 }
 
-/// Logits are scaled cosines, and the label's logit has a margin.
+/// A loss whose logits are scaled cosines, with a margin on the label's logit.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Margin {
     pub(crate) kind: LossKind,
@@ -51,8 +51,8 @@ impl Margin {
     }
 }
 
-/// What the cosine of the label's class becomes: above `limit` the cosine of its angle plus a margin with this sine and cosine, otherwise
-/// itself minus `shift`.
+/// How the cosine of the label's class changes: a cosine above `limit` becomes the cosine of its angle plus the margin,
+/// whose sine and cosine are `sin` and `cos`; any other cosine is reduced by `shift`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct MarginTerms {
     pub(crate) limit: f64,
@@ -82,8 +82,8 @@ impl LossConfig {
         self.sample_share < 1.0
     }
 
-    /// The number by which the loss of a batch's own pictures is divided for a mean as PyTorch defines it: the sum of the weights of their
-    /// labels. Without weights, and where pictures are mixed, the number of pictures.
+    /// The divisor of a batch's summed loss for the mean as PyTorch defines it: the sum of the weights of the labels.
+    /// Without weights, or if pictures are mixed, it is the number of pictures.
     pub(crate) fn divisor(&self, batch: &Batch) -> f64 {
         match &self.class_weights {
             Some(weights) if batch.mixed_labels.is_empty() => batch
@@ -99,7 +99,7 @@ impl LossConfig {
     /// Checks a rank's part of a network.
     ///
     /// # Errors
-    /// The loss needs whole rows of the last layer's weights, and the part has some of each row's values.
+    /// The loss needs whole rows of the last layer's weights, but the part has only some values of each row.
     pub fn check_part(&self, part: &Network) -> Result<(), String> {
         let is_plain = !self.samples() && self.margin.is_none();
         if is_plain || !part.is_last_stage() || !part.head().is_empty() {
@@ -110,7 +110,7 @@ impl LossConfig {
             .into())
     }
 
-    /// Number of a rank's `classes` that are drawn, at least one.
+    /// How many of a rank's `classes` are drawn at random: at least one.
     pub(crate) fn drawn(&self, classes: usize) -> usize {
         ((self.sample_share * classes as f64).round() as usize).clamp(1, classes)
     }
@@ -128,8 +128,9 @@ fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A random order of a rank's classes, of which a step takes the first ones. It is a Feistel network over the next power of four, applied
-/// until it gives a class ("cycle walking", Black and Rogaway 2002): any class, and the place of any class, is found without the others.
+/// A random permutation of a rank's classes, of which a step uses the first ones. It is a Feistel network over the next
+/// power of four, applied repeatedly until the result is a class ("cycle walking", Black and Rogaway 2002). So any
+/// class, and the position of any class, is computed without the others.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Order {
     classes: u32,
@@ -160,7 +161,7 @@ impl Order {
         (1 << self.half) - 1
     }
 
-    /// The class at `place`, counted from the first one.
+    /// The class at position `place`, relative to the rank's first class.
     pub(crate) fn class(&self, place: u32) -> u32 {
         let mut number = place;
         loop {
@@ -175,7 +176,7 @@ impl Order {
         }
     }
 
-    /// The place of `class`: the inverse of [`Order::class`].
+    /// The position of `class`: the inverse of [`Order::class`].
     #[cfg(test)]
     fn place(&self, class: u32) -> u32 {
         let mut number = class;
@@ -197,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_order_has_each_class_once_and_finds_its_place() {
+    fn an_order_is_a_permutation_and_place_is_its_inverse() {
         for classes in [1, 2, 3, 4, 5, 16, 17, 1000, 4097] {
             let order = Order::new(7, 3, 40, classes);
             let mut all: Vec<u32> = (0..classes as u32).map(|place| order.class(place)).collect();
@@ -207,7 +208,7 @@ mod tests {
         }
     }
 
-    /// Each class about as often as any other, each pair of classes, too, and other ones with another seed, step or rank.
+    /// Classes, and pairs of classes, are drawn equally often. Other seeds, steps and ranks draw other classes.
     #[test]
     fn classes_are_drawn_equally_often() {
         const STEPS: usize = 20_000;

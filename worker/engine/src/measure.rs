@@ -12,15 +12,15 @@ use lockstep_protocol::spec::{LossScale, ModelSpec, Precision};
 use serde::{Deserialize, Serialize};
 use std::{sync::Arc, time::Instant};
 
-/// Classes of the measured network: enough that the head multiplies matrices, not vectors.
+/// Number of classes of the measured network, large enough for an efficient matrix product in the head.
 const CLASSES: usize = 1000;
-/// Classes of wider heads, which are measured for networks with more classes than the width before.
+/// Numbers of classes of wide heads. Each is measured for networks with more classes than the previous number.
 pub const WIDE: [usize; 2] = [65_536, 524_288];
-/// A wide head is measured if its weights, gradients and momentum take at most this part of the memory.
+/// A wide head is measured if its weights, gradients and momentum need at most one part in this many of the memory.
 const HEAD_MEMORY: usize = 4;
-/// Untimed steps, which load kernels and allocate.
+/// Number of untimed steps, which load kernels and allocate memory.
 const WARM_UP: usize = 3;
-/// Timed steps; the fastest one counts.
+/// Number of timed steps, of which the fastest is used.
 const TIMED: usize = 3;
 
 /// The network and step to measure.
@@ -33,7 +33,7 @@ pub struct Sample {
     pub pictures: usize,
     pub precision: Precision,
     pub threads: usize,
-    /// Numbers of classes of the heads that are measured besides, as [`heads`] has them.
+    /// Numbers of classes of the wide heads to measure; see [`heads`].
     pub heads: Vec<usize>,
 }
 
@@ -81,11 +81,11 @@ pub fn measure(
 /// Measured steps of a network.
 struct Steps {
     device: String,
-    /// The fastest one.
+    /// Duration of the fastest step.
     step_secs: f64,
     times: Vec<LayerTime>,
     value_bytes: u64,
-    /// Values that the optimizer keeps of each weight.
+    /// Number of values per weight that the optimizer keeps.
     state: f64,
 }
 
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn wide_heads_are_measured_for_jobs_that_have_one() {
+    fn wide_heads_are_measured_for_jobs_with_many_classes() {
         for (classes, expected) in [
             (10, &[][..]),
             (1000, &[][..]),

@@ -196,7 +196,7 @@ impl State {
                 // Pre-allocation of any size makes the decoder keep its memory between batches.
                 let status = pre_allocate(hardware.handle, this.state, 1, 1, 1, CSS_444, YUV);
                 if status != 0 {
-                    tracing::debug!("{}", failed("taking memory ahead", status));
+                    tracing::debug!("{}", failed("pre-allocating memory", status));
                 }
             }
         }
@@ -283,7 +283,7 @@ fn failed(doing: &str, status: Status) -> String {
         "INCOMPLETE_BITSTREAM",
     ];
     let name = usize::try_from(status).ok().and_then(|s| names.get(s)).unwrap_or(&"an unknown status");
-    format!("{doing}: nvJPEG says {name} ({status})")
+    format!("{doing}: nvJPEG returned {name} ({status})")
 }
 
 /// The hardware decoders of CUDA's GPU 0, e.g. `8 engines`. Temporarily opens a context on this GPU.
@@ -316,7 +316,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_library_is_an_error_that_names_it() {
+    fn a_file_that_is_no_library_is_named_in_the_error() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("libnvjpeg.so.13");
         std::fs::write(&path, "not a library").unwrap();
@@ -325,28 +325,28 @@ mod tests {
     }
 
     #[test]
-    fn a_library_without_the_symbols_is_an_error_that_names_one() {
+    fn a_missing_symbol_is_named_in_the_error() {
         let error = Nvjpeg::load(Path::new("libc.so.6")).unwrap_err();
         assert!(error.contains("libc.so.6") && error.contains("nvjpegCreateEx"), "{error}");
     }
 
     #[test]
-    fn statuses_are_said_by_name() {
-        assert_eq!(failed("decoding a batch", 3), "decoding a batch: nvJPEG says BAD_JPEG (3)");
+    fn errors_contain_the_name_of_the_status() {
+        assert_eq!(failed("decoding a batch", 3), "decoding a batch: nvJPEG returned BAD_JPEG (3)");
         assert!(failed("x", 99).contains("unknown status (99)"));
         assert_eq!(check("x", 0), Ok(()));
     }
 
     /// The layout of nvjpeg.h on 64-bit machines.
     #[test]
-    fn an_output_is_four_pointers_and_four_pitches() {
+    fn the_layout_of_an_image_matches_the_header() {
         assert_eq!(size_of::<Image>(), 64);
         assert_eq!(std::mem::offset_of!(Image, pitch), 32);
     }
 
     #[test]
     #[ignore = "needs a GPU"]
-    fn gpu_the_decoder_in_hardware_takes_what_it_should() {
+    fn gpu_the_hardware_decoder_accepts_supported_files() {
         let found = hardware();
         eprintln!("nvJPEG {}: {found:?}", Nvjpeg::find().unwrap().1);
         found.unwrap();

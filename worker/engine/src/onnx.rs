@@ -87,7 +87,7 @@ fn graph(
                 attributes.push(Attribute::int("group", *groups));
                 ("Conv", attributes)
             }
-            // Part of the convolution, whose output has no other reader.
+            // Folded into the convolution, whose output has no other reader.
             Op::BatchNorm { input, output, .. } if fold_batch_norm => {
                 values[*output] = values[*input].clone();
                 continue;
@@ -182,7 +182,7 @@ fn tensor(name: &str, of: &HostTensor) -> Tensor {
     }
 }
 
-/// An input or output of the graph. `shape` is that of one picture's values.
+/// An input or output of the graph. `shape` is the shape of one picture's values.
 fn value(name: &str, shape: &[usize]) -> ValueInfo {
     let batch = Dimension { dim_value: None, dim_param: Some(BATCH.into()) };
     let sizes = shape.iter().map(|&size| Dimension { dim_value: Some(size as i64), dim_param: None });

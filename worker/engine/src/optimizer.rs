@@ -33,7 +33,7 @@ pub(crate) fn tensor_name(parameter: &str, kept: Option<&str>) -> String {
     kept.map_or_else(|| parameter.into(), |slot| slot_name(parameter, slot))
 }
 
-/// What the optimizer distinguishes of a parameter.
+/// The kind of a parameter with this role.
 pub(crate) fn kind(role: Role) -> ParameterKind {
     match role {
         Role::ConvWeight => ParameterKind::Filters,

@@ -70,7 +70,7 @@ impl Plan {
         Self::on(mesh, Vec::new())
     }
 
-    /// The plan that a job asks for.
+    /// The plan that a job requests.
     pub fn of(parallel: &ParallelSpec) -> Self {
         let optimizer_sharding = parallel.optimizer_sharding;
         if !parallel.is_hybrid() {
@@ -100,13 +100,13 @@ impl Plan {
         cuts.into_iter().filter_map(first).collect()
     }
 
-    /// The same for the log; empty if there is one stage.
+    /// A phrase for the log with the layers of [`Plan::stage_begins`]. Empty if there is one stage.
     pub(crate) fn later_stages(&self, network: &Network) -> String {
         let names = self.stage_begins(network);
         if names.is_empty() { String::new() } else { format!("; later stages begin at {}", names.join(", ")) }
     }
 
-    /// How `network`'s operator `name` is split; `None`: not split.
+    /// How `network`'s operator `name` is split. `None` if it is not split.
     fn split_of(&self, network: &Network, name: &str) -> Option<Split> {
         if self.mesh.model == 1 {
             return None;

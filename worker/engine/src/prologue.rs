@@ -87,7 +87,7 @@ mod tests {
 
     /// A micro-batch without a picture on any rank is left out; one without a picture on this rank is not.
     #[test]
-    fn a_step_is_of_what_some_rank_has_pictures_of() {
+    fn a_step_has_the_micro_batches_with_pictures_on_any_rank() {
         let step = [batch(0, 0), batch(8, 16), batch(0, 4), batch(0, 0)];
         let places = |config: &EngineConfig| {
             let Prologue { parts, gradient_scale } = Prologue::of(&step, config, 2).unwrap();

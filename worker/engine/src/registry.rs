@@ -9,7 +9,8 @@ use lockstep_host::gpu::RankGpu;
 use lockstep_protocol::spec::Device;
 use std::{sync::OnceLock, time::Duration};
 
-/// In order of precedence: a rank uses the first backend that has a device for it. The CPU accepts every rank.
+/// The built-in backends in order of precedence: a rank uses the first backend that has a device for it. The CPU
+/// accepts every rank.
 static BACKENDS: [&dyn Backend; 2] = [&Cuda, &Cpu];
 static ADDED: OnceLock<&dyn Backend> = OnceLock::new();
 

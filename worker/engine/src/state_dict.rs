@@ -30,7 +30,7 @@ pub enum Contribution {
     Whole(Box<StateDict>),
     /// The tensors that this rank writes ([`Writers`]), none of them in parts.
     Part(Box<StateDict>),
-    /// Nothing. No state was copied off the device.
+    /// Nothing. No state was copied from the device.
     Replica,
 }
 
@@ -146,7 +146,7 @@ impl Writers {
         self.average == AverageOn::EveryRank
     }
 
-    /// Keeps only tensors that are written by ranks for which `keeps` is true.
+    /// Retains only the tensors that are written by ranks for which `keeps` is true.
     pub fn retain(&self, state: &mut StateDict, keeps: impl Fn(u32) -> bool) {
         state.parameters.retain(|name, _| keeps(self.of(name)));
         if let Some(optimizer) = &mut state.optimizer {
@@ -172,7 +172,7 @@ mod tests {
     use lockstep_protocol::spec::{Arch, ModelSpec};
 
     #[test]
-    fn every_tensor_has_one_writer_and_writers_have_as_many_bytes() {
+    fn every_tensor_has_one_writer_and_writers_have_equal_shares() {
         let network =
             resnet::build(&ModelSpec { arch: Arch::ResNet50, ..ModelSpec::default() }, 64, 3, 1000).unwrap();
         let tensor =

@@ -157,7 +157,7 @@ pub(super) fn check_against_pytorch(
 }
 
 #[test]
-fn a_step_of_operations_by_themselves_is_pytorch_s() {
+fn a_step_of_unfused_operations_matches_pytorch() {
     check_against_pytorch(
         &Tolerance { loss: 1e-6, gradient: 1e-5, running: 1e-5 },
         |network, initial, config| build_cpu(network, initial, config, Arc::new(SingleRank)).unwrap(),

@@ -1,5 +1,5 @@
-//! The cache directory, and the files that a package installs so that the cache need not be filled. If these files
-//! are lost, the next start takes longer; nothing else changes.
+//! The cache directory, and the files that a package installs so that they need not be created in the cache. If these
+//! files are lost, the next start takes longer; nothing else changes.
 
 use std::path::PathBuf;
 

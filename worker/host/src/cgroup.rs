@@ -18,7 +18,7 @@ struct CpuLimit {
     usage: Usage,
 }
 
-/// The file in which the kernel accounts the CPU time of a group.
+/// The file in which the kernel counts the CPU time of a group.
 #[derive(Debug, Clone)]
 enum Usage {
     /// The line `usage_usec` of a `cpu.stat` file.
@@ -30,7 +30,7 @@ enum Usage {
 #[derive(Debug, Clone)]
 struct MemoryLimit {
     bytes: u64,
-    /// A limit of swap. In version 1 swap is not limited separately from memory.
+    /// The limit of swap. Version 1 does not limit swap separately from memory.
     swap_bytes: Option<u64>,
     used: PathBuf,
     stat: PathBuf,
@@ -136,7 +136,7 @@ impl ControlGroups {
         self.memory.iter().map(of).min()
     }
 
-    /// The limit of CPUs.
+    /// The limit of CPU time, in CPUs.
     pub(crate) fn cpus(&self) -> Option<f64> {
         self.cpu.as_ref().map(|limit| limit.cpus)
     }
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn of_version_2_the_tightest_limit_on_the_way_up_counts() {
+    fn version_2_limits_are_the_tightest_of_the_group_and_its_ancestors() {
         let root = tree(&[
             ("a/cpu.max", "200000 100000\n"),
             ("a/cpu.stat", "usage_usec 3500000\nuser_usec 1\n"),
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn version_1_has_a_folder_for_each_controller() {
+    fn version_1_limits_are_read_from_each_controller_s_folder() {
         let root = tree(&[
             ("cpu/x/cpu.cfs_quota_us", "50000\n"),
             ("cpu/x/cpu.cfs_period_us", "100000\n"),
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn without_limits_or_with_nonsense_there_are_none() {
+    fn unlimited_or_invalid_files_give_no_limits() {
         let root = tree(&[("cpu.max", "x y\n"), ("memory.max", "\n"), ("z/cpu.max", "0 0")]);
         for groups in ["", "0::/", "0::/z", "nonsense", "::", "1:cpu", "4:memory:/../../etc"] {
             let found = ControlGroups::read(groups, root.path());

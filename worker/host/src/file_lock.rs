@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lock_is_one_s_own_until_its_file_is_closed_and_is_waited_for() {
+    fn a_lock_is_exclusive_until_its_file_is_closed_and_waiters_then_get_it() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("lock");
         let first = open_lock(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Files of users, such as datasets and weights: which can be opened, and why the others cannot.
+//! Opens files of users, such as datasets and weights, or reports why a file cannot be opened.
 //!
 //! Registering a dataset, the preflight check of an attempt and the ranks of a job share these rules. Only regular
 //! files are opened, because a pipe or a device may block its reader forever.
@@ -35,7 +35,7 @@ pub fn stat(path: &Path) -> Result<FileKind, String> {
     stat_with_time(path).map(|(found, _)| found)
 }
 
-/// As [`stat`], with the time of the last change (see [`modified_ns`]). Both come from one system call.
+/// As [`stat`], and the time of the last change (see [`modified_ns`]), in one system call.
 ///
 /// # Errors
 /// Why the path cannot be used, as a phrase to follow its name.
@@ -43,14 +43,14 @@ pub fn stat_with_time(path: &Path) -> Result<(FileKind, i64), String> {
     let found = fs::metadata(path).map_err(|error| cannot_follow(path, &error))?;
     let modified = modified_ns(&found);
     if found.is_dir() {
-        return if leads_back(path) {
+        return if is_link_to_ancestor(path) {
             Err("is a link to a folder that contains the link, so the path has no end; remove the link"
                 .into())
         } else {
             Ok((FileKind::Folder, modified))
         };
     }
-    regular(&found)?;
+    check_regular(&found)?;
     Ok((FileKind::File { size_bytes: found.len() }, modified))
 }
 
@@ -73,7 +73,7 @@ impl Folder {
         let found = self.0.as_ref().zip(path.file_name());
         let found = found.and_then(|(folder, name)| rustix::fs::statat(folder, name, AtFlags::empty()).ok());
         let plain = found.filter(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile);
-        // Anything but a regular file is examined by its full path.
+        // Anything other than a regular file is examined by its full path.
         let Some(found) = plain else { return stat_with_time(path) };
         let changed = newest(
             (found.st_mtime, found.st_mtime_nsec as i64),
@@ -112,7 +112,7 @@ pub fn open(path: &Path) -> Result<(File, u64), String> {
 /// Returns the file with its size, if it is a regular file.
 fn with_size(file: File) -> Result<(File, u64), String> {
     let found = file.metadata().map_err(cannot_be_read)?;
-    regular(&found)?;
+    check_regular(&found)?;
     if is_lfs_pointer(&file, found.len()) {
         return Err(
             "is a Git LFS pointer, not the file that it stands for: run `git lfs pull` in its repository"
@@ -167,7 +167,7 @@ pub fn is_unread(detail: &str) -> bool {
 
 const UNREAD: &str = "cannot be read: ";
 
-fn regular(found: &Metadata) -> Result<(), String> {
+fn check_regular(found: &Metadata) -> Result<(), String> {
     let kind = found.file_type();
     let kind = if kind.is_fifo() {
         "a named pipe (FIFO)"
@@ -195,7 +195,7 @@ fn cannot_follow(path: &Path, error: &io::Error) -> String {
 }
 
 /// Whether `path` is a link to a folder that contains the link.
-fn leads_back(path: &Path) -> bool {
+fn is_link_to_ancestor(path: &Path) -> bool {
     let is_link = fs::symlink_metadata(path).is_ok_and(|m| m.is_symlink());
     let home = path.parent().filter(|home| !home.as_os_str().is_empty()).unwrap_or(Path::new("."));
     is_link
@@ -224,7 +224,7 @@ mod tests {
     use std::os::unix::{fs::symlink, net::UnixListener};
 
     #[test]
-    fn only_regular_files_are_opened_and_the_rest_is_named() {
+    fn only_regular_files_are_opened_and_errors_say_what_others_are() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         fs::write(at("file"), "four").unwrap();
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_file_is_read_however_long_it_is() {
+    fn the_end_of_a_file_larger_than_memory_is_read() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("printed");
         assert_eq!(end_of(&path, 4), b"");
@@ -279,7 +279,7 @@ mod tests {
             fs::write(&path, text).unwrap();
             assert_eq!(end_of(&path, 4), end.as_bytes());
         }
-        // Longer than the memory; all of the file but its end is a hole.
+        // Larger than memory; the file is a hole except for its end.
         let file = File::options().write(true).open(&path).unwrap();
         file.set_len(1 << 40).unwrap();
         file.write_all_at(b"end", (1 << 40) - 3).unwrap();

@@ -14,7 +14,7 @@ pub fn nccl_variable() -> Option<String> {
 /// only excludes interfaces.
 ///
 /// # Errors
-/// No interface of such a name has an address; a sentence.
+/// No interface with such a name has an address; a sentence.
 pub fn of_environment() -> Result<Option<(String, IpAddr)>, String> {
     let Some(value) = nccl_variable() else { return Ok(None) };
     let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
@@ -25,7 +25,7 @@ pub fn of_environment() -> Result<Option<(String, IpAddr)>, String> {
 /// whose name begins with `eth`, and commas separate names. `None` for `^eth`, which excludes interfaces and chooses none.
 ///
 /// # Errors
-/// No interface of such a name has an address; a sentence.
+/// No interface with such a name has an address; a sentence.
 pub fn of_variable(all: &[(String, IpAddr)], value: &str) -> Result<Option<(String, IpAddr)>, String> {
     if value.starts_with('^') {
         return Ok(None);
@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_speed_is_known_where_the_driver_says_one() {
+    fn the_speed_is_what_the_driver_reports_or_unknown() {
         let folder = tempfile::tempdir().unwrap();
         for (name, speed) in [("fast", "100000\n"), ("down", "-1\n"), ("odd", "4294967295\n"), ("none", "")] {
             std::fs::create_dir(folder.path().join(name)).unwrap();
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn nccl_s_variable_names_exact_interfaces_prefixes_or_what_is_excluded() {
+    fn nccl_s_variable_selects_exact_names_or_prefixes_or_excludes() {
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
         let all = [
             ("lo".to_owned(), ip("127.0.0.1")),

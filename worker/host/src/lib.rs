@@ -109,7 +109,7 @@ pub fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
     write_with(path, content, 0o644)
 }
 
-/// Each process has its own temporary file, because several may write the same file at the same time.
+/// Each process has its own temporary file, because several processes may write the same file at the same time.
 fn write_with(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".");

@@ -49,12 +49,12 @@ mod tests {
     use std::net::TcpListener;
 
     #[test]
-    fn a_listener_is_this_account_s_and_a_free_port_nobody_s() {
+    fn a_listener_of_this_account_is_found_and_a_free_port_has_no_owner() {
         let own = rustix::process::getuid().as_raw();
         for (bound, asked) in
             [("127.0.0.1:0", "127.0.0.1"), ("0.0.0.0:0", "127.0.0.1"), ("[::1]:0", "::1"), ("[::]:0", "::1")]
         {
-            // Without IPv6 there is no such address.
+            // This machine has no IPv6.
             let Ok(listener) = TcpListener::bind(bound) else {
                 assert!(bound.starts_with('['), "{bound}");
                 continue;
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_others_and_of_connections_are_told_apart() {
+    fn only_listening_sockets_on_the_address_and_port_count() {
         let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   \
             0: 0100007F:1B9E 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1001        0 100 1\n   \
             1: 0100007F:1B9E 0100007F:9999 01 00000000:00000000 00:00000000 00000000  1002        0 101 1\n   \

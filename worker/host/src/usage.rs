@@ -9,9 +9,9 @@ use std::{
 };
 
 /// The unit of `/proc/diskstats`, whatever the disk's own sector size is.
-const SECTOR: u64 = 512;
+const SECTOR_BYTES: u64 = 512;
 /// Names of block devices that are not disks, or consist of disks that are counted.
-const NO_DISKS: [&str; 7] = ["loop", "ram", "zram", "dm-", "md", "sr", "fd"];
+const NOT_DISKS: [&str; 7] = ["loop", "ram", "zram", "dm-", "md", "sr", "fd"];
 
 /// A measurement. Rates are relative to the previous measurement, so the first has none.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -233,7 +233,7 @@ fn whole_disks() -> Vec<String> {
 fn is_disk(name: &str) -> bool {
     // `nvme0c0n1` is a path to `nvme0n1`, and not another disk.
     let is_path = name.strip_prefix("nvme").is_some_and(|rest| rest.contains('c'));
-    !is_path && !NO_DISKS.iter().any(|prefix| name.starts_with(prefix))
+    !is_path && !NOT_DISKS.iter().any(|prefix| name.starts_with(prefix))
 }
 
 /// Bytes read from and written to the disks `names`.
@@ -248,7 +248,7 @@ fn disks(diskstats: &str, names: &[String]) -> Option<(u64, u64)> {
         }
         if let (Ok(read), Ok(written)) = (read.parse::<u64>(), written.parse::<u64>()) {
             let (r, w) = sums.unwrap_or((0, 0));
-            sums = Some((r + read * SECTOR, w + written * SECTOR));
+            sums = Some((r + read * SECTOR_BYTES, w + written * SECTOR_BYTES));
         }
     }
     sums
@@ -278,7 +278,7 @@ mod tests {
     };
 
     #[test]
-    fn this_machine_s_numbers_are_possible_and_a_busy_loop_raises_the_cpu_s() {
+    fn usage_of_this_machine_is_plausible_and_a_busy_loop_raises_cpu_utilization() {
         let mut sampler = UsageSampler::new(Path::new("/"));
         let first = sampler.sample();
         assert!(first.cpus > 0.0 && first.cpus <= f64::from(first.host_cpus), "{first:?}");
@@ -286,7 +286,11 @@ mod tests {
         assert!(first.memory.bytes <= first.memory.host_bytes, "{first:?}");
         assert!(memory_and_swap().is_some_and(|bytes| bytes >= first.memory.bytes), "{first:?}");
         assert!(first.disk_used_bytes > 0 && first.disk_used_bytes < first.disk_bytes, "{first:?}");
-        assert_eq!((first.cpu_utilization, first.rates), (None, Rates::default()), "nothing came before");
+        assert_eq!(
+            (first.cpu_utilization, first.rates),
+            (None, Rates::default()),
+            "there is no previous measurement"
+        );
         let over = AtomicBool::new(false);
         let spin = || {
             while !over.load(Ordering::Relaxed) {
@@ -309,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_to_a_disk_is_seen_as_a_rate() {
+    fn written_bytes_are_reported_as_a_rate() {
         let at = Instant::now();
         let before = Counters {
             at,
@@ -339,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn only_cpus_that_may_be_used_are_counted() {
+    fn only_allowed_cpus_are_counted() {
         let stat =
             "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 10 0 10 70 10 0 0 0 0 0\ncpu1 50 0 0 50 0 0 0 0 5 0\nintr 7\n";
         assert_eq!(busy(stat, &[0]), Some((20, 100)));
@@ -349,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_are_counted_without_their_partitions_and_networks_without_bridges() {
+    fn partitions_and_bridges_are_not_counted() {
         let stats = "   7  0 loop0 1 2 3 4 5 6 7 8 9 0 0\n 259 0 nvme0n1 9 9 10 9 9 9 20 9 0 0 0\n 259 1 nvme0n1p1 9 9 10 9 9 9 20 9 0 0 0\n";
         assert_eq!(disks(stats, &["nvme0n1".into(), "sda".into()]), Some((10 * 512, 20 * 512)));
         assert_eq!(disks(stats, &[]), None);

@@ -62,7 +62,7 @@ impl Fixtures<'_> {
         }
     }
 
-    /// Compares `ours`, if the fixture has the tensor.
+    /// Compares `ours`, if the fixture contains the tensor.
     fn compare_if_there(&self, name: &str, ours: &[f32]) {
         if self.get(name).is_some() {
             self.compare(name, ours);
@@ -341,7 +341,7 @@ fn muon_step_by_step() {
             conv::weight_to_oihw(&shape, &w, &mut oihw);
             let largest = wanted.iter().fold(0.0f32, |most, v| most.max(v.abs()));
             for (ours, theirs) in oihw.iter().zip(wanted) {
-                // Small singular values grow forty times, and so does their rounding.
+                // Small singular values grow by a factor of forty, and so do their rounding errors.
                 let apart = (ours - theirs).abs();
                 assert!(
                     apart <= 10.0 * TOLERANCE * largest,

@@ -54,8 +54,8 @@ impl Statistics {
         Self { mean: mean.to_vec(), inv_std, in_f64: Vec::new() }
     }
 
-    /// Updates the running statistics with these statistics, using the unbiased variance, as PyTorch does. `momentum`: the share of
-    /// these statistics, [`MOMENTUM`] unless a network says otherwise.
+    /// Updates the running statistics with these statistics, using the unbiased variance, as PyTorch does. `momentum`
+    /// is the weight of these statistics: [`MOMENTUM`] in most networks.
     pub fn update_running(&self, count: f64, momentum: f32, mean: &mut [f32], var: &mut [f32]) {
         let unbias = count / (count - 1.0).max(1.0);
         for (&(m, v), (mean, var)) in self.in_f64.iter().zip(std::iter::zip(mean, var)) {
@@ -73,7 +73,7 @@ impl Statistics {
 struct Tiling {
     channels: usize,
     stride: usize,
-    /// Blocks have [`LANES`] lanes, not one.
+    /// Whether blocks have [`LANES`] lanes instead of one.
     is_vectorized: bool,
 }
 

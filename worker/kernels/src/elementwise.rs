@@ -78,7 +78,7 @@ mod tests {
 
     /// `torch.nn.functional.gelu` in float64, and the slope between neighbouring values.
     #[test]
-    fn gelu_is_pytorch_s_and_its_gradient_is_the_slope() {
+    fn gelu_matches_pytorch_and_its_gradient_is_the_slope() {
         let wanted = [
             (-3.0f32, -0.004_049_694f32),
             (-0.5, -0.154_268_77),

@@ -5,7 +5,7 @@
 pub struct Loss {
     /// Sum of the losses of all pictures.
     pub sum: f64,
-    /// Number of pictures whose largest logit (the first of equals) is the label's.
+    /// Number of pictures whose largest logit (the first of equal ones) is the label's.
     pub correct: u64,
 }
 
@@ -46,7 +46,7 @@ pub fn cross_entropy(
         let log_sum = max + total.ln();
         let sum_of_logits: f64 = row.iter().enumerate().map(|(c, &v)| weight(c) * f64::from(v)).sum();
         let (mut wanted, mut wanted_logit) = (weight(label), weight(label) * f64::from(row[label]));
-        // The label with the smaller part of the target, and this part.
+        // The label with the smaller part of the target, and its part.
         let mut second = None;
         if let Some((labels, lambda)) = mixed {
             let (mut other, mut share) = (labels[number] as usize, 1.0 - f64::from(lambda));

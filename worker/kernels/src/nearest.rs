@@ -32,7 +32,8 @@ impl Nearest {
         Self { queries, width, k, found }
     }
 
-    /// By query: at most `k` neighbours, the most similar first. Of equals, the one that was added earlier is first.
+    /// By query: at most `k` neighbours, the most similar first. Equally similar neighbours are in the order in which
+    /// they were added.
     #[must_use]
     pub fn found(&self) -> &[Vec<Neighbour>] {
         &self.found
@@ -68,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_most_similar_are_found_and_of_equals_the_earlier() {
+    fn the_most_similar_vectors_are_found_and_earlier_ones_win_ties() {
         let mut nearest = Nearest::new(vec![1.0, 0.0, 0.0, 1.0], 2, 3);
         nearest.add(&[0.6, 0.8, 0.0, 1.0, 1.0, 0.0], &[3, 7, 7]);
         nearest.add(&[-1.0, 0.0, 0.8, 0.6], &[9, 3]);

@@ -34,7 +34,7 @@ pub struct Optimizer {
     pub epsilon: f64,
 }
 
-/// What optimizers distinguish.
+/// The kinds of parameters that optimizers treat differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ParameterKind {
     /// The weights of a convolution.
@@ -95,7 +95,7 @@ impl From<&TrainSpec> for Optimizer {
 }
 
 impl Optimizer {
-    /// Names of the slots kept for each parameter: float32, zero at first.
+    /// Names of the slots kept for each parameter. Slots are float32, and initially zero.
     pub fn slots(&self) -> &'static [&'static str] {
         slots(self.kind)
     }
@@ -362,7 +362,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn batch_norms_and_biases_are_decayed_and_adapted_as_the_job_says() {
+    fn the_job_decides_whether_norms_and_biases_are_decayed_and_adapted() {
         let treat = |kind, decay_norm_and_bias, is_weight| {
             let optimizer =
                 Optimizer { kind, weight_decay: 0.1, decay_norm_and_bias, ..Optimizer::default() };
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn lars_moves_a_layer_by_its_own_norm_whatever_the_gradient_s_size() {
+    fn a_lars_step_is_proportional_to_the_weights_norm_for_any_gradient() {
         let lars =
             Optimizer { kind: OptimizerKind::Lars, momentum: 0.0, weight_decay: 0.0, ..Optimizer::default() };
         for size in [1e-3f32, 1.0, 1e3] {
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn lamb_s_first_step_is_as_long_as_the_weights_whatever_the_gradient_s_size() {
+    fn lamb_s_first_step_is_as_long_as_the_weights_for_any_gradient() {
         let lamb =
             Optimizer { kind: OptimizerKind::Lamb, decay_norm_and_bias: false, ..Optimizer::default() };
         for size in [1e-3f32, 1.0, 1e3] {
@@ -429,10 +429,13 @@ mod tests {
     }
 
     #[test]
-    fn adamw_decays_weights_that_have_no_gradient() {
+    fn adamw_decays_weights_without_gradients() {
         let adamw = Optimizer { kind: OptimizerKind::AdamW, weight_decay: 0.25, ..Optimizer::default() };
         let mut w = vec![4.0, 4.0];
         step(adamw, true, &mut w, &[0.0, 1e-3]);
-        assert!(w[0] == 3.0 && (w[1] - 2.0).abs() < 1e-4, "and the others by as much, whatever it is: {w:?}");
+        assert!(
+            w[0] == 3.0 && (w[1] - 2.0).abs() < 1e-4,
+            "others move by the learning rate for any gradient: {w:?}"
+        );
     }
 }

@@ -46,7 +46,7 @@ mod tests {
 
     /// The singular values of a matrix whose Gram matrix is a multiple of the identity follow from the quintic.
     #[test]
-    fn singular_values_follow_the_quintic_and_singular_vectors_stay() {
+    fn singular_values_follow_the_quintic_and_singular_vectors_are_unchanged() {
         let polynomial = |x: f64| {
             let [a, b, c] = QUINTIC.map(f64::from);
             a * x + b * x.powi(3) + c * x.powi(5)
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn a_matrix_and_its_transpose_agree_and_zeros_stay_zeros() {
+    fn transposes_give_transposed_results_and_zeros_stay_zeros() {
         let (rows, columns) = (5, 12);
         let mut wide = values("orthogonal", rows * columns);
         let mut tall: Vec<f32> = (0..columns * rows).map(|i| wide[i % rows * columns + i / rows]).collect();

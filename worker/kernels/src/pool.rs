@@ -17,8 +17,8 @@ pub struct MaxPool {
 }
 
 impl MaxPool {
-    /// Calls `visit(position, input offset)` for the pixels of the window of output pixel (`oy`, `ox`) that
-    /// lie in the picture, row by row.
+    /// Calls `visit(position, input offset)` for the pixels of the window of output pixel (`oy`, `ox`) that are inside
+    /// the picture, row by row.
     #[inline(always)]
     fn window(&self, oy: usize, ox: usize, mut visit: impl FnMut(u8, usize)) {
         for ky in 0..self.kernel {
@@ -35,7 +35,7 @@ impl MaxPool {
         }
     }
 
-    /// Max pooling. `argmax` gets the window position of each maximum: the first of equals, as in PyTorch.
+    /// Max pooling. `argmax` receives the window position of each maximum: the first of equal ones, as in PyTorch.
     pub fn forward(&self, x: &[f32], y: &mut [f32], argmax: &mut [u8]) {
         let (inputs, outputs, channels) = (self.input.len(), self.output.len(), self.input.channels);
         y.par_chunks_mut(outputs).zip(argmax.par_chunks_mut(outputs)).zip(x.par_chunks(inputs)).for_each(

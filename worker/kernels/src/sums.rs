@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_average_is_not_biased_however_far_it_looks_back() {
+    fn the_average_is_unbiased_for_any_decay() {
         for decay in [0.0, 0.5, 0.9, 0.999, 0.99998, 0.999999] {
             let (mut averages, values) = ([0.0, -3.7, 0.1], [1.0, -3.7, 0.1]);
             let mut wanted = 0.0;
@@ -80,7 +80,7 @@ mod tests {
                 wanted += (1.0 - decay) * (1.0 - wanted);
             }
             assert!((f64::from(averages[0]) - wanted).abs() < 1e-4, "{decay}: {} of {wanted}", averages[0]);
-            assert_eq!(averages[1..], values[1..], "{decay}: what stays the same has itself as its average");
+            assert_eq!(averages[1..], values[1..], "{decay}: a constant value is its own average");
         }
     }
 }

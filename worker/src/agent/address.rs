@@ -1,4 +1,4 @@
-//! The address of the server, and how connections to it are made.
+//! The server's address, and the clients that connect to it.
 
 use super::Options;
 use crate::tls::{self, IdentityFiles};
@@ -17,13 +17,13 @@ use tokio_tungstenite::{
     },
 };
 
-/// The address of the server for agents.
+/// The server's address, with the agent's credentials.
 #[derive(Debug)]
 pub(super) struct Address {
     /// The address as given in the options.
     server: String,
     request: Request,
-    /// Certificate authorities trusted in addition to the system's.
+    /// CA certificates trusted in addition to the system's.
     ca_file: Option<PathBuf>,
     /// If the server is on this machine: the accounts that listened at its address when it first accepted this agent.
     owners: OnceLock<Vec<u32>>,
@@ -34,8 +34,8 @@ pub(super) struct Address {
 /// The address of the agents' websocket on the server of `options`.
 ///
 /// # Errors
-/// A sentence: the address is invalid, it would send the token over a network in clear text, or a file cannot be
-/// used.
+/// Why the options cannot be used: the address is invalid, traffic would cross the network unencrypted, a client
+/// certificate lacks TLS, or a file cannot be used.
 pub(super) fn parse(options: &Options) -> Result<Address, String> {
     let server = options.server.as_str();
     let base = server.trim_end_matches('/');
@@ -65,7 +65,7 @@ pub(super) fn parse(options: &Options) -> Result<Address, String> {
     }
     if let Some(token) = &options.token {
         let value = HeaderValue::from_str(&format!("Bearer {}", token.trim()))
-            .map_err(|_| "the token has characters that are not allowed in a token".to_owned())?;
+            .map_err(|_| "the token contains characters that are not allowed in an HTTP header".to_owned())?;
         request.headers_mut().insert(AUTHORIZATION, value);
     }
     let address = Address {
@@ -80,15 +80,15 @@ pub(super) fn parse(options: &Options) -> Result<Address, String> {
     Ok(address)
 }
 
-/// Whether data for a host never leaves this machine.
+/// Whether `host` is a loopback address, so that data for it never leaves this machine.
 fn is_loopback(host: &str) -> bool {
     host.eq_ignore_ascii_case("localhost")
         || host.parse::<IpAddr>().is_ok_and(|ip| ip.to_canonical().is_loopback())
 }
 
 /// Checks that the processes that listen at the server's address belong to the server's account, or to root. Another
-/// account of this machine may have taken the port of a stopped server, and must not get the token. If nothing
-/// listens, another program could start to listen before the connection is made.
+/// account of this machine may have taken the port of a stopped server, and must not get the token. If nothing listens,
+/// this is an error too: another program could start to listen before the connection is made.
 pub(super) fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), String> {
     const ROOT: u32 = 0;
     if listeners.is_empty() && !owners.is_empty() {
@@ -103,7 +103,7 @@ pub(super) fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), Stri
 }
 
 impl Address {
-    /// Files are read for each connection, so a new authority or a renewed certificate is used without a restart.
+    /// Files are read for each connection, so a new CA certificate or a renewed client certificate needs no restart.
     pub(super) fn connector(&self) -> Result<Connector, String> {
         match self.request.uri().scheme_str() {
             Some("wss") => {
@@ -114,7 +114,7 @@ impl Address {
         }
     }
 
-    /// A client for the REST interface that sends the agent's token (and certificate), and the server's address.
+    /// A client for the REST interface that sends the agent's token (and certificate), and the server's base URL.
     pub(super) fn rest(&self) -> Result<(reqwest::Client, String), String> {
         let uri = self.request.uri();
         let (scheme, tls) = match self.connector()? {
@@ -149,8 +149,8 @@ impl Address {
     /// A description of why a request got no response.
     pub(super) fn in_words(&self, error: &reqwest::Error) -> String {
         use std::error::Error;
-        let known = tls::in_words(error, &self.server);
-        known.unwrap_or_else(|| match error.source() {
+        let tls_error = tls::in_words(error, &self.server);
+        tls_error.unwrap_or_else(|| match error.source() {
             Some(source) => format!("{error}: {source}"),
             None => error.to_string(),
         })
@@ -168,8 +168,8 @@ impl Address {
     /// The host and port of the server. An IPv6 address has no brackets.
     pub(super) fn host_and_port(&self) -> (&str, u16) {
         let uri = self.request.uri();
-        let usual = if uri.scheme_str() == Some("wss") { 443 } else { 80 };
-        (uri.host().unwrap_or_default().trim_matches(['[', ']']), uri.port_u16().unwrap_or(usual))
+        let default_port = if uri.scheme_str() == Some("wss") { 443 } else { 80 };
+        (uri.host().unwrap_or_default().trim_matches(['[', ']']), uri.port_u16().unwrap_or(default_port))
     }
 
     /// Whether the agent uses a client certificate.
@@ -226,7 +226,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn another_machines_server_is_joined_in_clear_when_that_is_asked_for() {
+    fn an_unencrypted_remote_server_requires_insecure_http() {
         for server in [
             "http://127.0.0.1:7070",
             "http://127.8.8.8:7070",
@@ -250,7 +250,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_certificate_is_shown_over_tls_alone() {
+    fn a_client_certificate_requires_tls() {
         let identity = Some(IdentityFiles::Pem { certificate: "a.crt".into(), key: "a.key".into() });
         let refused = parse(&Options { identity, ..options("http://127.0.0.1:7070") }).unwrap_err();
         assert!(refused.contains("requires TLS"), "{refused}");

@@ -1,4 +1,4 @@
-//! A server for tests that records the requests, accepts all uploads and has no files.
+//! A test server that records requests, accepts all uploads and has no files.
 
 use super::{
     address::{self, tests::options},
@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-/// The requests so far: the method, and the path after the attempt.
+/// The requests so far: each method, and the path after the attempt.
 pub(super) type Asked = Arc<Mutex<Vec<String>>>;
 
 /// The status and body of the response to a method.

@@ -76,7 +76,7 @@ pub(super) struct AttemptContext {
     pub(super) fence: PathBuf,
     /// The check before ranks of this program are started. It may return early if it is cancelled.
     pub(super) check: Check,
-    /// Notified when an attempt is over.
+    /// Notified when an attempt has ended.
     pub(super) wake: Arc<Notify>,
     /// The client for files of the server. `None` without a server.
     pub(super) remote: Option<Arc<Remote>>,
@@ -99,7 +99,7 @@ impl AttemptContext {
 }
 
 impl Attempt {
-    /// Starts the ranks. If `refusal` is given, they cannot be started, and it is the reason.
+    /// Starts the ranks. `refusal` is the reason if they cannot be started.
     pub(super) fn start(stored: StoredAttempt, refusal: Option<Refusal>, context: AttemptContext) -> Self {
         Self::watched(stored, context, StartMode::Launch { refusal })
     }
@@ -157,7 +157,7 @@ impl Attempt {
     }
 
     pub(super) fn order(&self, order: Order) {
-        // Fails only if the attempt is over.
+        // Fails only if the attempt has ended.
         let _ = self.orders.send(order);
     }
 }
@@ -195,15 +195,15 @@ async fn checked(
     StartMode::Launch { refusal: found.err() }
 }
 
-/// Runs the preflight check. If the agent has its own disk, it first notifies the server and fetches missing files.
-/// After the check, it reports the dataset's fingerprint.
+/// Runs the preflight check. An agent with its own disk first notifies the server and fetches missing files, and
+/// reports the dataset's fingerprint after the check.
 async fn with_files(
     stored: &mut StoredAttempt,
     context: &AttemptContext,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     let on_own_disk = context.remote.as_ref().filter(|_| is_own_disk(stored));
-    // Before the dataset, which may take hours: from now on the server knows which machine has the checkpoints on
+    // Before the dataset is copied, which may take hours: the server now knows which machine has the checkpoints on
     // this disk.
     if let Some(remote) = on_own_disk {
         fetch::begin(stored, remote).await?;
@@ -232,8 +232,8 @@ async fn with_files(
     fetch::publish_dataset(stored, remote).await.map_err(|refusal| on_machine(refusal, &remote.name))
 }
 
-/// Adds the machine's name to a refusal about the dataset, because other machines of the job may have another state
-/// of it.
+/// Adds the machine's name to a refusal about the dataset, because other machines of the job may have another state of
+/// the dataset.
 fn on_machine(refusal: Refusal, name: &str) -> Refusal {
     match refusal {
         Refusal::DatasetUnusable(why) => {
@@ -260,7 +260,7 @@ async fn check_before_start(
         let (stored, cancelled) = (stored.clone(), cancelled.clone());
         let (check, program, devices) =
             (context.check, context.program.clone(), context.devices_of(&stored.start));
-        // If no one waits any more, the result does not matter.
+        // Sending fails if the caller no longer waits; the result is then not needed.
         let machine = context.remote.as_ref().map(|remote| remote.name.clone());
         move || drop(sender.send(check(&stored, &program, &devices, &cancelled, machine.as_deref())))
     };
@@ -273,8 +273,8 @@ async fn check_before_start(
     }
 }
 
-/// The file of the agent's own records of an attempt. Agents of one attempt may share its folder. Therefore the file
-/// of an agent without rank 0 has the number of the agent's first rank.
+/// The file of the agent's own records of an attempt. Agents of one attempt may share the attempt's folder, so the file
+/// name of an agent without rank 0 contains the number of the agent's first rank.
 pub(super) fn agent_events_path(stored: &StoredAttempt) -> PathBuf {
     let first = stored.start.ranks.iter().map(|(rank, _)| *rank).min().unwrap_or(0);
     stored.attempt_dir().join(if first == 0 {
@@ -305,7 +305,7 @@ enum StartMode {
         refusal: Option<Refusal>,
     },
     Adopt,
-    /// The attempt is over before any rank was started.
+    /// The attempt ended before any rank was started.
     Over(Ending),
 }
 

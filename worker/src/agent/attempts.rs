@@ -16,18 +16,18 @@ use std::time::{Duration, Instant};
 
 /// Interval between two measurements of the spool.
 const MEASURE_EVERY: Duration = Duration::from_secs(5);
-/// The minimum time that an agent of one job waits for the next attempt. It is longer than the server's longest pause
-/// before an attempt (60 s).
-const NEXT_ATTEMPT: Duration = Duration::from_secs(90);
+/// The minimum time that an agent of one job waits for the next attempt. Longer than the server's longest pause before
+/// an attempt (60 s).
+const MIN_ATTEMPT_WAIT: Duration = Duration::from_secs(90);
 
 /// How long an agent whose job may have another attempt tries to reach an unreachable server.
-const SERVER_AWAY: Duration = Duration::from_secs(3600);
+const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// Time after an attempt within which the next one may begin here. With `min_ranks`, the server first waits for slots
-/// for all ranks. Ranks that were stopped may have been stopped because another machine was lost.
+/// Time after an attempt within which the next attempt may begin here. With `min_ranks`, the server first waits for
+/// slots for all ranks.
 fn next_attempt_within(recovery: &RecoverySpec) -> Duration {
     let wait_seconds = recovery.min_ranks.map_or(0, |_| recovery.wait_seconds);
-    NEXT_ATTEMPT + Duration::from_secs(wait_seconds.into())
+    MIN_ATTEMPT_WAIT + Duration::from_secs(wait_seconds.into())
 }
 
 impl Agent {
@@ -65,7 +65,7 @@ impl Agent {
         let is_mapped = mapped.is_some();
         if let Some(here) = mapped {
             start.dataset_path = here.to_string_lossy().into_owned();
-            // Whoever runs the agent decides where the dataset is.
+            // The agent's options, not the server, say where the dataset is.
             start.files.dataset_in = None;
             // The dataset's path is given by an option, so it is not copied.
             context.copies = None;
@@ -75,7 +75,7 @@ impl Agent {
         }
         let (mut stored, made) = place::choose_job_dir(&self.state_dir, start);
         if !is_mapped && !place::is_own_disk(&stored) {
-            // The server's own files, which may have changed since they were registered.
+            // These are the server's own files, which may have changed since they were registered.
             stored.start.files.registered = None;
         }
         // Ranks without a record on disk could not be adopted after this process ends.
@@ -88,13 +88,13 @@ impl Agent {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
         self.only_job_failed = false;
         self.only_job_over = None;
-        // The job was retried while its last checkpoint was uploaded.
+        // The job was retried while its last checkpoint was being uploaded.
         self.only_job_is_final = None;
         self.take(Attempt::start(stored, refusal, context));
     }
 
-    /// Checks whether the folder is writable. While it is not, the agent would fail one job after the other, although
-    /// other agents could run them.
+    /// Checks whether the folder is writable. An agent without a writable folder would fail one job after the other,
+    /// although other agents could run these jobs.
     pub(super) fn check_folder(&mut self) {
         match self.state_dir.probe() {
             Err(error) => drop(self.take_no_work(&error)),
@@ -105,7 +105,7 @@ impl Agent {
         }
     }
 
-    /// Takes no new work until the folder is writable, and returns the reason. Running ranks continue.
+    /// Accepts no new work until the folder is writable, and returns the reason. Running ranks continue.
     fn take_no_work(&mut self, error: &std::io::Error) -> String {
         let folder = self.state_dir.dir().display();
         if self.no_work.is_none() {
@@ -125,8 +125,8 @@ impl Agent {
         }
     }
 
-    /// Called when a job is over or was deleted. An agent that serves only this job then ends, even if it never ran
-    /// an attempt of it.
+    /// Called when a job has finished or was deleted. An agent that serves only this job then ends, even if it never
+    /// ran an attempt of the job.
     pub(super) fn job_is_final(&mut self, job: &JobId) {
         if self.only_job.as_ref() == Some(job) {
             self.only_job_is_final.get_or_insert_with(Instant::now);
@@ -137,33 +137,33 @@ impl Agent {
     pub(super) fn patience(&self, connected: bool) -> Duration {
         let may_follow = self.only_job_patience > Duration::ZERO;
         if may_follow && !connected {
-            self.only_job_patience.max(SERVER_AWAY)
+            self.only_job_patience.max(UNREACHABLE_TIMEOUT)
         } else {
             self.only_job_patience
         }
     }
 
-    /// Called after a new connection. A server that was unreachable has not started the next attempt of the job, so
-    /// the wait for it starts again. It ends at most an hour after its original end, because a connection that breaks
-    /// every minute must not keep the agent forever.
+    /// Called after a new connection. A server that was unreachable could not start the next attempt of the job, so the
+    /// wait for that attempt starts again. The wait ends at most an hour after its original end, so that a connection
+    /// that breaks every minute does not keep the agent forever.
     pub(super) fn wait_anew(&mut self) {
-        let limit = self.only_job_patience + SERVER_AWAY;
+        let limit = self.only_job_patience + UNREACHABLE_TIMEOUT;
         let is_late = self.last_attempt_over.is_none_or(|over| over.elapsed() > limit);
         if self.only_job_patience > Duration::ZERO && !is_late {
             self.only_job_over = self.only_job_over.map(|_| Instant::now());
         }
     }
 
-    /// Drops an attempt that is over, when the server has all of its records or refuses them. `is_taken`: the server
-    /// has given up the attempt.
+    /// Drops an attempt that has ended, when the server has all of its records or refuses them. `is_taken`: the server
+    /// has given the attempt to another agent, or accepts no more reports of it.
     pub(super) fn forget(&mut self, attempt: &AttemptRef, is_taken: bool) {
         let key = (attempt.fencing_token, (attempt.job.clone(), attempt.attempt));
         if let Some(attempt) = self.attempts.remove(&key) {
             if self.only_job.as_ref() == Some(&attempt.attempt().job) {
                 let start = &attempt.stored().start;
                 self.only_job_failed = attempt.has_failed();
-                // Another attempt may follow if this one has failed, was stopped because its part on another machine
-                // failed, or lost its lease while this agent was unreachable.
+                // Another attempt may follow if this attempt has failed, was stopped because its part on another
+                // machine failed, or lost its lease while this agent was unreachable.
                 let may_follow = self.only_job_failed || start.is_shared() || is_taken;
                 self.only_job_patience =
                     if may_follow { next_attempt_within(&start.spec.recovery) } else { Duration::ZERO };
@@ -174,7 +174,7 @@ impl Agent {
         }
     }
 
-    /// Measures the spool: until a server takes the records, they stay on this machine's disk, up to a limit.
+    /// Measures the spool: records stay on this machine's disk, up to a limit, until the server has stored them.
     pub(super) fn measure_spool(&mut self) {
         if self.measured.elapsed() < MEASURE_EVERY {
             return;
@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_agent_of_one_job_waits_for_longer_than_the_server_does_before_it_takes_fewer_ranks() {
+    fn an_agent_of_one_job_outwaits_the_server_before_fewer_ranks() {
         let with = |min_ranks| RecoverySpec { min_ranks, wait_seconds: 300, ..RecoverySpec::default() };
         assert_eq!(next_attempt_within(&with(None)).as_secs(), 90);
         assert_eq!(next_attempt_within(&with(Some(1))).as_secs(), 390);

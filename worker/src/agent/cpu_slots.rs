@@ -24,7 +24,7 @@ impl Shares {
     }
 
     /// Measures the slots in which a rank runs, on a machine with `cpus` CPUs. The first measurement of a rank has no
-    /// utilisation.
+    /// utilization.
     pub(super) fn measure(&mut self, cpus: f64) -> Vec<GpuSample> {
         if self.slots.is_empty() {
             return Vec::new();

@@ -30,7 +30,7 @@ const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_s
 const MAX_RESTARTS: u32 = 3;
 /// Maximum number of consecutive attempts in which the server responds but no new data arrives.
 const MAX_TRIES_WITHOUT_PROGRESS: u32 = 10;
-/// Tells the user how to configure where a machine has a dataset.
+/// Tells the user how to configure a dataset's path on a machine.
 pub(super) const HINT: &str =
     "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
 
@@ -77,7 +77,7 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> CopyError + '_ {
     move |error| CopyError::Disk(path.into(), error)
 }
 
-/// Runs blocking work on a separate thread, so that the threads of the runtime stay available.
+/// Runs blocking work on a separate thread, so that the runtime's threads stay available.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, CopyError> + Send + 'static,
 ) -> Result<T, CopyError> {
@@ -118,12 +118,12 @@ pub(super) async fn ensure(
             Ok(None) => return Ok(()),
             Err(error) => tries.note(error, progress).map_err(|error| refusal(stored, remote, error))?,
         };
-        tracing::warn!(why, "the dataset is not copied yet; trying again");
+        tracing::warn!(why, "the dataset is not copied yet; retrying");
         tokio::time::sleep(backoff.pause()).await;
     }
 }
 
-/// What one attempt has received.
+/// The progress of one attempt to copy.
 #[derive(Debug, Clone, Copy, Default)]
 struct PullProgress {
     /// Whether the server has begun to send a response.
@@ -140,8 +140,8 @@ struct RetryCounts {
 }
 
 impl RetryCounts {
-    /// Counts a failed attempt, and returns the reason to log before the next one. While the server is unreachable,
-    /// attempts are not limited. If it responds but sends nothing, they are.
+    /// Counts a failed attempt, and returns the reason to log before the next attempt. Attempts are limited only if the
+    /// server responds but sends nothing new, not while it is unreachable.
     ///
     /// # Errors
     /// There is no further attempt.
@@ -203,10 +203,10 @@ async fn copy(
     let key = list.key.clone();
     let (entry, gone) = copies.reserve(list, &about, &start.attempt)?;
     blocking(move || cache::remove(&gone)).await?;
-    // If several jobs want this copy, one job pulls it, and the others then find it complete.
+    // If several jobs need this copy, one job pulls it, and the others then find it complete.
     let turn = copies.turn(&entry).await;
     if pull::complete(&client, (&entry, &turn), &about, copies, (progress, anew)).await? {
-        // The server notices if a file changes while it is sent, but not later changes or new files. So the lists are
+        // The server notices that a file changes while it is sent, but not later changes or new files. So the lists are
         // compared.
         let now = list::fetch(&client, copies.dir(), &start.dataset_path, progress).await?;
         if now.key != key {

@@ -1,4 +1,4 @@
-//! Fetches the files that ranks need and this machine's disk does not have from the server, before ranks start.
+//! Before ranks start, fetches from the server the files that this machine's disk lacks.
 
 use super::{
     place::pretrained_dir,
@@ -21,8 +21,8 @@ use std::{
 
 /// Pauses before another attempt.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
-/// How often a checkpoint with wrong checksums is fetched again.
-const DAMAGED: u32 = 3;
+/// How many times a checkpoint with wrong checksums is fetched again.
+const MAX_REFETCHES: u32 = 3;
 
 /// Why an attempt to fetch failed.
 enum FetchError {
@@ -48,7 +48,7 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> FetchError + '_ {
 /// # Errors
 /// The server refuses the report, and a retry would not help.
 pub(super) async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
-    let mut tries = Tries::of(remote);
+    let mut tries = Retries::of(remote);
     while let Err(error) = try_to_begin(stored, remote).await {
         tries.wait(error).await?;
     }
@@ -81,8 +81,8 @@ pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(
     }
 }
 
-/// Sends the dataset's fingerprint to the server after the preflight check of the job's first start. Machines on
-/// which the job starts later compare theirs with it.
+/// Sends the dataset's fingerprint to the server after the preflight check of the job's first start. Machines on which
+/// the job starts later compare their fingerprints with it.
 ///
 /// # Errors
 /// Another machine has started the job with a different dataset.
@@ -93,9 +93,9 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     let path = stored.job_dir.join(DATASET_NOTE);
     let unread = || FetchError::Disk(path.clone(), io::ErrorKind::InvalidData.into());
     let own = DatasetNote::read(&path).ok_or_else(|| refusal(remote, &unread()))?;
-    // The server knows which machine sends it.
+    // The server knows which machine sends the fingerprint.
     let note = serde_json::to_vec(&own.fingerprint).map_err(|e| Refusal::NotStarted(e.to_string()))?;
-    let mut tries = Tries::of(remote);
+    let mut tries = Retries::of(remote);
     let other = loop {
         match report(stored, remote, &note).await {
             Ok(None) => return Ok(()),
@@ -108,27 +108,27 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     Err(Refusal::DatasetUnusable(differs(stored, &own, &other)))
 }
 
-/// Ensures that a valid checkpoint is at `place`, and fetches it if necessary.
+/// Ensures that a valid checkpoint is at `target`, and fetches the checkpoint if necessary.
 async fn ensure_checkpoint(
     stored: &StoredAttempt,
     remote: &Remote,
     id: &str,
-    place: &Path,
+    target: &Path,
 ) -> Result<(), Refusal> {
     let is_whole = {
-        let place = place.to_owned();
-        tokio::task::spawn_blocking(move || checkpoint::validate(&place).is_ok()).await
+        let target = target.to_owned();
+        tokio::task::spawn_blocking(move || checkpoint::validate(&target).is_ok()).await
     };
     if is_whole.unwrap_or(false) {
         return Ok(());
     }
     tracing::info!(checkpoint = id, "fetching a checkpoint from the server");
-    let mut tries = Tries::of(remote);
+    let mut tries = Retries::of(remote);
     let mut damaged = 0;
-    while let Err(error) = fetch(stored, remote, id, place).await {
+    while let Err(error) = fetch(stored, remote, id, target).await {
         tries
             .wait(match error {
-                FetchError::Damaged(why) if damaged < DAMAGED => {
+                FetchError::Damaged(why) if damaged < MAX_REFETCHES => {
                     damaged += 1;
                     Failed::Later(why).into()
                 }
@@ -144,12 +144,12 @@ async fn try_to_begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), Fet
     Ok(remote.client(&stored.start.attempt)?.begin().await?)
 }
 
-/// Sends the fingerprint. If the server already has a different fingerprint of the job's dataset, returns the
-/// server's description of it. `None` if the server accepts this fingerprint or has the same.
+/// Sends the fingerprint. Returns the server's description of its own fingerprint of the job's dataset if the two
+/// differ, and `None` if they are equal or the server had none.
 async fn report(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<Option<String>, FetchError> {
     match remote.client(&stored.start.attempt)?.dataset(note.to_vec()).await {
         Err(Failed::Never(StatusCode::CONFLICT, words)) => {
-            // Without the prefix that says that the server answered.
+            // Strips the prefix "the server answered STATUS: ".
             Ok(Some(words.split_once(": ").map_or(words.as_str(), |(_, detail)| detail).to_owned()))
         }
         other => Ok(other.map(|()| None)?),
@@ -157,12 +157,12 @@ async fn report(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<
 }
 
 /// One attempt to fetch. Data that has arrived is kept for the next attempt.
-async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) -> Result<(), FetchError> {
+async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, target: &Path) -> Result<(), FetchError> {
     let client = remote.client(&stored.start.attempt)?;
-    let (Some(all), Some(name)) = (place.parent(), place.file_name()) else { return Ok(()) };
+    let (Some(all), Some(name)) = (target.parent(), target.file_name()) else { return Ok(()) };
     let gathering = all.join(format!(".fetch-{}", name.to_string_lossy()));
     fs::create_dir_all(&gathering).map_err(on_disk(&gathering))?;
-    let text = small(&client, id, MANIFEST).await?;
+    let text = fetch_manifest(&client, id, MANIFEST).await?;
     let manifest: Manifest =
         serde_json::from_slice(&text).map_err(|e| FetchError::Damaged(format!("{MANIFEST}: {e}")))?;
     let path = gathering.join(MANIFEST);
@@ -194,13 +194,13 @@ async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) 
             to.write_all(&bytes).map_err(on_disk(&path))?;
         }
     }
-    let (all, place) = (all.to_owned(), place.to_owned());
-    let finished = tokio::task::spawn_blocking(move || finish(&gathering, &place, &all)).await;
+    let (all, target) = (all.to_owned(), target.to_owned());
+    let finished = tokio::task::spawn_blocking(move || finish(&gathering, &target, &all)).await;
     finished.map_err(|e| FetchError::Disk(PathBuf::new(), io::Error::other(e)))?
 }
 
 /// Checks a fetched checkpoint, syncs it and renames it to its final name.
-fn finish(gathering: &Path, place: &Path, all: &Path) -> Result<(), FetchError> {
+fn finish(gathering: &Path, target: &Path, all: &Path) -> Result<(), FetchError> {
     let manifest = match checkpoint::validate(gathering) {
         Ok(manifest) => manifest,
         Err(CheckpointError::Io { path, error }) => return Err(FetchError::Disk(path, error)),
@@ -214,15 +214,15 @@ fn finish(gathering: &Path, place: &Path, all: &Path) -> Result<(), FetchError> 
         sync(&gathering.join(file))?;
     }
     sync(gathering)?;
-    if place.exists() {
+    if target.exists() {
         // Remove a damaged checkpoint.
-        fs::remove_dir_all(place).map_err(on_disk(place))?;
+        fs::remove_dir_all(target).map_err(on_disk(target))?;
     }
-    fs::rename(gathering, place).map_err(on_disk(place))?;
+    fs::rename(gathering, target).map_err(on_disk(target))?;
     sync(all)
 }
 
-async fn small(client: &AttemptClient<'_>, id: &str, file: &str) -> Result<Vec<u8>, FetchError> {
+async fn fetch_manifest(client: &AttemptClient<'_>, id: &str, file: &str) -> Result<Vec<u8>, FetchError> {
     let mut download = client.file(id, file, 0).await?;
     let mut all = Vec::new();
     while let Some(bytes) = download.next().await? {
@@ -235,12 +235,12 @@ async fn small(client: &AttemptClient<'_>, id: &str, file: &str) -> Result<Vec<u
 }
 
 /// Requests that are repeated while their errors may be temporary.
-struct Tries<'a> {
+struct Retries<'a> {
     remote: &'a Remote,
     backoff: Backoff,
 }
 
-impl<'a> Tries<'a> {
+impl<'a> Retries<'a> {
     fn of(remote: &'a Remote) -> Self {
         Self { remote, backoff: RETRY }
     }
@@ -262,16 +262,17 @@ impl<'a> Tries<'a> {
 fn refusal(remote: &Remote, error: &FetchError) -> Refusal {
     let on = &remote.name;
     match error {
-        FetchError::Server(failed) => {
-            Refusal::NotStarted(format!("{on} cannot fetch what the job needs: {}", failed.words()))
-        }
+        FetchError::Server(failed) => Refusal::NotStarted(format!(
+            "{on} cannot fetch the job's files from the server: {}",
+            failed.words()
+        )),
         FetchError::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => {
             let path = path.display();
             Refusal::DiskFull(format!("{on}: {path}: {error}; free some space and retry the job"))
         }
         FetchError::Disk(path, error) => Refusal::NotStarted(format!("{on}: {}: {error}", path.display())),
         FetchError::Damaged(why) => {
-            Refusal::NotStarted(format!("{on} fetched a checkpoint from the server: {why}"))
+            Refusal::NotStarted(format!("{on} fetched a damaged checkpoint from the server: {why}"))
         }
     }
 }

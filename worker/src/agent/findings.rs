@@ -1,5 +1,5 @@
-//! Findings of `lockstep doctor`'s quick checks on this machine. The checks run in a separate process, because they
-//! load NVIDIA's libraries, which should not stay loaded in the agent.
+//! Findings of `lockstep doctor`'s quick checks on this machine. The checks run in a separate process, because NVIDIA's
+//! libraries should not stay loaded in the agent.
 
 use lockstep_host::SECRETS;
 use lockstep_protocol::{
@@ -11,9 +11,9 @@ use std::{path::Path, process::Stdio, time::Duration};
 use tokio::process::Command;
 
 /// Time limit of the checks. Loading a library from a network file system may take long.
-const PATIENCE: Duration = Duration::from_secs(60);
+const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 /// Findings that concern only GPUs. On a machine without GPUs they are ignored.
-const OF_GPUS: [&str; 2] = ["GPUs", "/dev/shm"];
+const GPU_FINDINGS: [&str; 2] = ["GPUs", "/dev/shm"];
 
 /// The output of `doctor --json`.
 #[derive(Deserialize)]
@@ -40,12 +40,13 @@ pub(super) async fn find(program: &Path, dir: &Path, idle: bool) -> Vec<MachineW
     command.args(["doctor", "--quick", "--json", "--data-dir"]).arg(dir);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).kill_on_drop(true);
     let checked = async {
-        let output = tokio::time::timeout(PATIENCE, command.output()).await.map_err(|e| e.to_string())?;
+        let output =
+            tokio::time::timeout(CHECK_TIMEOUT, command.output()).await.map_err(|e| e.to_string())?;
         let output = output.map_err(|e| e.to_string())?;
         serde_json::from_slice::<Report>(&output.stdout).map_err(|e| e.to_string())
     };
     match checked.await {
-        Ok(report) => in_words(report.findings, idle, Path::new("/proc/driver/nvidia/version").exists()),
+        Ok(report) => to_warnings(report.findings, idle, Path::new("/proc/driver/nvidia/version").exists()),
         Err(error) => {
             tracing::debug!(error, "the machine could not be checked");
             Vec::new()
@@ -53,10 +54,10 @@ pub(super) async fn find(program: &Path, dir: &Path, idle: bool) -> Vec<MachineW
     }
 }
 
-fn in_words(findings: Vec<Finding>, idle: bool, has_driver: bool) -> Vec<MachineWarning> {
+fn to_warnings(findings: Vec<Finding>, idle: bool, has_driver: bool) -> Vec<MachineWarning> {
     let matters = |finding: &Finding| {
         finding.grade != "ok"
-            && (has_driver || !OF_GPUS.contains(&finding.what.as_str()))
+            && (has_driver || !GPU_FINDINGS.contains(&finding.what.as_str()))
             && (idle || !finding.what.starts_with("GPU "))
     };
     let words = |finding: Finding| {
@@ -80,22 +81,22 @@ mod tests {
     }
 
     #[test]
-    fn what_matters_is_told_with_its_advice() {
+    fn relevant_findings_are_reported_with_advice() {
         let all = || {
             let of = [("CPU", "ok"), ("memory", "problem"), ("GPUs", "note"), ("GPU 0", "note")];
             of.map(|(what, grade)| finding(what, grade)).into()
         };
-        let found = in_words(all(), false, false);
+        let found = to_warnings(all(), false, false);
         let text = "memory, when the agent started: it is so. Do something.".to_owned();
         assert_eq!(found, [MachineWarning { problem: true, text }]);
-        assert_eq!(in_words(all(), true, true).len(), 3);
+        assert_eq!(to_warnings(all(), true, true).len(), 3);
         let many = (0..=FINDINGS).map(|_| finding(&"x".repeat(FINDING_CHARS), "note")).collect();
-        let many = in_words(many, true, true);
+        let many = to_warnings(many, true, true);
         assert_eq!((many.len(), many[0].text.len()), (FINDINGS, FINDING_CHARS));
     }
 
     #[tokio::test]
-    async fn a_program_that_does_not_check_finds_nothing() {
+    async fn a_program_without_checks_has_no_findings() {
         assert_eq!(find(Path::new("/bin/true"), Path::new("/"), true).await, []);
         assert_eq!(find(Path::new("/nothing"), Path::new("/"), true).await, []);
     }

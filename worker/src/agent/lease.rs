@@ -18,14 +18,14 @@ const MARGIN: Duration = Duration::from_secs(4);
 /// Interval between two extensions of the ranks' deadline.
 const FENCE_EVERY: Duration = Duration::from_millis(500);
 
-/// The agent's lease, renewed by every `Welcome` and `HeartbeatAck`. After it has expired, the server may have given
-/// the work to another agent, so the ranks of this agent must end. The lease uses the monotonic clock, so changing
-/// the time of day does not affect it.
+/// The agent's lease, renewed by every `Welcome` and `HeartbeatAck`, and while the server has certainly ended. After
+/// the lease has expired, the server may have given the work to another agent, so the ranks of this agent must end. The
+/// lease uses the monotonic clock, so changing the time of day does not affect it.
 #[derive(Debug)]
 pub(super) struct Lease {
     state: Mutex<State>,
     fence: Fence,
-    has_complained: AtomicBool,
+    has_logged_error: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -41,12 +41,12 @@ impl Lease {
     /// `fence` is the file in which ranks read their deadline.
     pub(super) fn new(fence: Fence) -> Self {
         let state = State { last: Instant::now(), length: DEFAULT_LENGTH, renewed: false };
-        Self { state: Mutex::new(state), fence, has_complained: AtomicBool::new(false) }
+        Self { state: Mutex::new(state), fence, has_logged_error: AtomicBool::new(false) }
     }
 
-    /// Renews the lease. `sent` is the time when the message was sent to which the server has responded; the server's
-    /// own lease did not begin earlier. When this returns, the new deadline is on disk, so a rank that is started
-    /// next reads it.
+    /// Renews the lease. `sent` is when the agent sent the message to which the server has responded; the server's own
+    /// lease did not begin earlier. When this returns, the new deadline is on disk, so a rank that is started next
+    /// reads it.
     pub(super) fn renew(&self, sent: Instant) {
         {
             let mut state = self.lock();
@@ -66,10 +66,10 @@ impl Lease {
         Some(last.elapsed()).filter(|silent| *silent > length)
     }
 
-    /// How long ranks may continue without further contact. This is a little less than the server's own limit, so
-    /// that ranks have ended when the server gives the work to others. `None` before the first contact: the ranks of
-    /// an earlier agent keep their deadline. Otherwise, starting agents again and again would let them train forever.
-    fn left(&self) -> Option<Duration> {
+    /// How long ranks may continue without further contact. This is a little less than the server's own limit, so that
+    /// ranks have ended when the server gives the work to others. `None` before the first contact: the ranks of an
+    /// earlier agent keep their deadline. Otherwise, they could train forever if the agent is restarted repeatedly.
+    fn remaining(&self) -> Option<Duration> {
         let State { last, length, renewed } = *self.lock();
         let length = length.saturating_sub((length / 5).min(MARGIN));
         length.checked_sub(last.elapsed()).filter(|_| renewed)
@@ -77,9 +77,9 @@ impl Lease {
 
     /// Writes the ranks' new deadline.
     fn extend(&self) {
-        if let Some(left) = self.left()
-            && let Err(error) = self.fence.set(left)
-            && !self.has_complained.swap(true, Ordering::Relaxed)
+        if let Some(remaining) = self.remaining()
+            && let Err(error) = self.fence.set(remaining)
+            && !self.has_logged_error.swap(true, Ordering::Relaxed)
         {
             tracing::error!(%error, path = %self.fence.path().display(), "cannot extend the lease that ranks read");
         }
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_keep_their_deadline_until_the_server_is_in_contact() {
+    fn ranks_keep_their_deadline_until_first_contact() {
         let dir = tempfile::tempdir().unwrap();
         let lease = Lease::new(Fence::open(dir.path()).unwrap());
         let deadline = || std::fs::read_to_string(dir.path().join("lease")).unwrap();
@@ -115,13 +115,13 @@ mod tests {
         lease.renew(Instant::now());
         let first = deadline();
         assert_ne!(first, "", "a rank that starts now has a deadline");
-        assert!(lease.left().unwrap() > Duration::from_secs(10));
+        assert!(lease.remaining().unwrap() > Duration::from_secs(10));
         lease.renew(Instant::now() + Duration::from_secs(5));
         assert!(deadline() > first);
     }
 
     #[test]
-    fn it_counts_from_the_sending_not_from_the_answer() {
+    fn the_lease_starts_when_the_message_is_sent() {
         let dir = tempfile::tempdir().unwrap();
         let lease = Lease::new(Fence::open(dir.path()).unwrap());
         assert_eq!(lease.overdue(), None);

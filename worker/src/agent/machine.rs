@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn this_machine_has_what_every_machine_has() {
+    fn this_machine_has_cores_memory_and_a_name() {
         let machine = describe(Path::new("/"));
         assert!(!machine.hostname.is_empty() && !machine.cpu.is_empty());
         assert!(machine.cores >= 1 && machine.memory_bytes > 1 << 20 && machine.disk_free_bytes > 0);

@@ -1,5 +1,5 @@
-//! The agent. There is one per machine. It connects to a server, starts and watches ranks as ordered by the server,
-//! and reports their records. It may die at any moment: ranks continue to train, and the next agent with the same
+//! The agent: one process per machine. It connects to a server, starts and watches ranks as ordered by the server, and
+//! reports their records. An agent may die at any moment: ranks continue to train, and the next agent with the same
 //! folder adopts them.
 
 mod address;
@@ -59,19 +59,20 @@ use uploads::Progress;
 
 /// Pauses before connecting again.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(3));
-/// Time limit for connecting once. The parts of connecting have limits of their own.
-const CONNECTING: Duration = Duration::from_secs(60);
-/// In an orderly stop, the maximum time for reports to the server after the last rank has ended. The rest stays on
+/// Time limit for one attempt to connect. Each part (`CONNECT_TIMEOUT`) has its own limit.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(60);
+/// In an orderly stop, the maximum time for reports to the server after the last rank has ended. Unsent reports stay on
 /// disk.
-const FAREWELL: Duration = Duration::from_secs(5);
-/// In an orderly stop, the time to upload the last checkpoint from the agent's own disk. The next agent with the same
+const FINAL_REPORT_TIMEOUT: Duration = Duration::from_secs(5);
+/// In an orderly stop, the maximum time to upload checkpoints from the agent's own disk. The next agent with the same
 /// folder uploads the rest.
-const UPLOAD_FAREWELL: Duration = Duration::from_secs(30);
+const FINAL_UPLOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The same after the agent's only job is over. Uploading a large checkpoint over a slow connection takes long.
-const LAST_UPLOAD: Duration = Duration::from_secs(3600);
+/// The maximum time for uploads after the agent's only job has finished, such as a large checkpoint over a slow
+/// connection.
+const ONLY_JOB_UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// Runs an agent until a signal ends it.
+/// Runs an agent until a signal, or until `only_job` or `follow_parent` ends it.
 ///
 /// SIGTERM and SIGINT end the agent in order: it notifies the server, ends its ranks and returns. A second such
 /// signal kills the ranks. SIGUSR1 detaches: the agent returns at once and leaves the ranks to the next agent.
@@ -80,7 +81,7 @@ const LAST_UPLOAD: Duration = Duration::from_secs(3600);
 /// See [`AgentError`]. A server that does not respond is not an error: the agent retries forever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
     let request = Arc::new(address::parse(&options).map_err(AgentError::Wrong)?);
-    // A certificate is bound to the first agent of its name, so the name in it is the default.
+    // A certificate is bound to the first agent of its name, so the certificate's name is the default.
     let certified =
         options.identity.as_ref().map(IdentityFiles::name).transpose().map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
@@ -111,7 +112,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         stop_within_secs: options.stop_within_secs(),
         devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
-    // Started before ranks are adopted, because they read the deadline. It ends with this process.
+    // Started before ranks are adopted, because ranks read the deadline.
     let fencing = tokio::spawn(lease::keep_fence(lease));
     let uploading = tokio::spawn(uploads::run(state_dir.dir().to_owned(), remote, uploaded.clone()));
     let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
@@ -153,8 +154,8 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     result
 }
 
-/// Maximum number of different reasons for failed connections that are logged until the next connection.
-const COMPLAINTS: usize = 16;
+/// Maximum number of different reasons for failed connections that are logged before the next connection.
+const MAX_LOGGED_REASONS: usize = 16;
 
 /// The state of the agent, connected or not.
 struct Agent {
@@ -164,7 +165,7 @@ struct Agent {
     slots: Vec<Slot>,
     nvlink_groups: Vec<Vec<u32>>,
     only_job: Option<JobId>,
-    /// Whether to end when the agent's only job is over, and not after an attempt of it.
+    /// Whether to end when the agent's only job has finished, rather than after an attempt of the job.
     until_final: bool,
     network: Network,
     state_dir: StateDir,
@@ -173,7 +174,7 @@ struct Agent {
     attempts: BTreeMap<(FencingToken, AttemptKey), Attempt>,
     /// The orderly stop in progress.
     leaving: Option<Shutdown>,
-    /// Why the agent takes no work: its folder is not writable.
+    /// Why the agent accepts no work: its folder is not writable.
     no_work: Option<String>,
     /// Attempts that this agent was ordered to start and did not, each with the reason for the server.
     declined: Vec<(AttemptRef, String)>,
@@ -187,14 +188,14 @@ struct Agent {
     /// The parent process, if this agent ends with it.
     parent: Option<rustix::process::Pid>,
     only_job_failed: bool,
-    /// Since when the agent waits for another attempt of its only job.
+    /// The time since which the agent waits for another attempt of its only job.
     only_job_over: Option<Instant>,
-    /// When the last attempt on this machine was over.
+    /// When the last attempt on this machine ended.
     last_attempt_over: Option<Instant>,
     datasets: Datasets,
     /// The progress of uploading checkpoints from this agent's own disk.
     uploaded: Arc<Progress>,
-    /// When the server reported that the job is over.
+    /// When the server reported that the only job has finished.
     only_job_is_final: Option<Instant>,
     /// How long to wait for another attempt after the last one.
     only_job_patience: Duration,
@@ -221,9 +222,9 @@ impl Agent {
     async fn serve(&mut self, server: &str, request: &Address) -> Result<(), AgentError> {
         let mut signals = Signals::new()?;
         let mut backoff = RETRY;
-        // Reasons for failed connections that have been logged. Each is logged once.
-        let mut complaints = Vec::new();
-        // If the server is on this machine: the account of the server that first accepted this agent.
+        // Reasons for failed connections. Each is logged once.
+        let mut logged_reasons = Vec::new();
+        // If the server is on this machine: the accounts that listened when it first accepted this agent.
         let mut owners = Vec::new();
         loop {
             let asked = Instant::now();
@@ -237,14 +238,14 @@ impl Agent {
                 is_safe(&listeners)?;
                 Session::connect(request, stream).await
             };
-            // At the end, remaining reports are not worth another wait.
-            let limit = if self.leaving.is_some() { FAREWELL } else { CONNECTING };
+            // A leaving agent does not wait long for a connection.
+            let limit = if self.leaving.is_some() { FINAL_REPORT_TIMEOUT } else { CONNECTION_TIMEOUT };
             let session = tokio::select! {
                 session = tokio::time::timeout(limit, connecting) => {
                     session.unwrap_or_else(|_| Err("it does not answer".to_owned().into()))
                 }
-                let_go = signals.next() => {
-                    if self.signalled(let_go) == LoopControl::End {
+                detach = signals.next() => {
+                    if self.handle_signal(detach) == LoopControl::End {
                         return self.result();
                     }
                     continue;
@@ -252,7 +253,7 @@ impl Agent {
             };
             let lost = match session {
                 Ok(session) => {
-                    complaints.clear();
+                    logged_reasons.clear();
                     match session.run(self, &mut signals).await {
                         Outcome::End => return self.result(),
                         Outcome::Refused(reason) => {
@@ -261,8 +262,8 @@ impl Agent {
                         }
                         Outcome::Lost { reason, welcomed } => {
                             if welcomed {
-                                // If the server closes the connection right after the welcome, there is no need to
-                                // hurry.
+                                // If the server closes the connection right after the welcome, the pauses keep
+                                // growing.
                                 if asked.elapsed() > RETRY.longest {
                                     backoff = RETRY;
                                 }
@@ -275,26 +276,26 @@ impl Agent {
                         }
                     }
                 }
-                // The token was revoked by its launch or has expired, so the agent would retry forever. A certificate
-                // may be replaced, and is read again for each connection.
+                // The token was revoked by its launch or has expired, so retrying is useless. A certificate may be
+                // replaced, and is read again for each connection.
                 Err(NoSession::Unauthorized(reason))
                     if self.only_job.is_some() && self.attempts.is_empty() && !request.has_certificate() =>
                 {
                     return Err(AgentError::Refused { server: server.to_owned(), reason });
                 }
                 Err(reason) => {
-                    // A server that has ended cannot have given the work to others, and the next server first grants
-                    // a full lease. A server that is unreachable can have given it away, so the lease continues to
-                    // run.
+                    // A server that has ended cannot have given the work to others, and the next server first grants a
+                    // full lease. A server that is only unreachable may have given the work away, so the lease is not
+                    // renewed.
                     if self.state_dir.server_is_gone() {
                         self.context.lease.renew(asked);
                     }
                     reason.to_string()
                 }
             };
-            if complaints.len() < COMPLAINTS && !complaints.contains(&lost) {
+            if logged_reasons.len() < MAX_LOGGED_REASONS && !logged_reasons.contains(&lost) {
                 tracing::warn!(%server, %lost, "no connection to the server; retrying");
-                complaints.push(lost);
+                logged_reasons.push(lost);
             }
             if self.wait(jittered(backoff.pause()), &mut signals).await == LoopControl::End {
                 return self.result();
@@ -315,8 +316,8 @@ impl Agent {
         loop {
             let wake = self.context.wake.clone();
             tokio::select! {
-                let_go = signals.next() => {
-                    if self.signalled(let_go) == LoopControl::End { return LoopControl::End }
+                detach = signals.next() => {
+                    if self.handle_signal(detach) == LoopControl::End { return LoopControl::End }
                 }
                 () = wake.notified() => {}
                 () = tokio::time::sleep_until(until) => return self.poll(false),
@@ -328,8 +329,8 @@ impl Agent {
     }
 
     /// Handles a signal.
-    fn signalled(&mut self, let_go: bool) -> LoopControl {
-        if let_go {
+    fn handle_signal(&mut self, detach: bool) -> LoopControl {
+        if detach {
             tracing::info!("detaching: the ranks stay for the next agent");
             return LoopControl::End;
         }
@@ -366,8 +367,8 @@ impl Agent {
             let since = *leaving.ranks_gone.get_or_insert_with(Instant::now);
             let is_reported = self.attempts.is_empty() && leaving.announced;
             let is_uploaded = is_reported && self.is_uploaded(since);
-            let patience = if is_reported { UPLOAD_FAREWELL } else { FAREWELL };
-            // A server that could not store a report has closed the connection, so that the agent starts again.
+            let patience = if is_reported { FINAL_UPLOAD_TIMEOUT } else { FINAL_REPORT_TIMEOUT };
+            // A server that could not store a report has closed the connection, so that the agent connects again.
             let is_cut_off = !connected && self.attempts.is_empty();
             if is_uploaded || is_cut_off || since.elapsed() > patience {
                 return LoopControl::End;
@@ -375,12 +376,12 @@ impl Agent {
             return LoopControl::Continue;
         }
         if self.parent.is_some() && self.parent != rustix::process::getppid() && all_over {
-            tracing::info!("the server that started this agent is gone, and no rank is left here");
+            tracing::info!("the server that started this agent has ended, and no rank is left here");
             return LoopControl::End;
         }
         if let Some(since) = self.only_job_is_final
             && self.attempts.is_empty()
-            && (self.is_uploaded(since) || since.elapsed() > LAST_UPLOAD)
+            && (self.is_uploaded(since) || since.elapsed() > ONLY_JOB_UPLOAD_TIMEOUT)
         {
             tracing::info!("the job is over");
             return LoopControl::End;

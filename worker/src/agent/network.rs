@@ -14,8 +14,8 @@ pub(super) struct Network {
     advertised: Option<String>,
     interface: Option<String>,
     source: Source,
-    /// The address that was last logged.
-    said: Option<String>,
+    /// The last logged description of the address.
+    logged: Option<String>,
 }
 
 /// The source of the address. Earlier variants take precedence.
@@ -49,7 +49,7 @@ impl Network {
                 ));
             }
             let (advertised, interface) = (Some(address.to_owned()), interface.map(str::to_owned));
-            return Ok(Self { advertised, interface, source: Source::Advertise, said: None });
+            return Ok(Self { advertised, interface, source: Source::Advertise, logged: None });
         }
         let all = || interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"));
         let (found, source) = match (interface, variable) {
@@ -62,7 +62,7 @@ impl Network {
         };
         Ok(match found {
             Some((name, ip)) => {
-                Self { advertised: Some(ip.to_string()), interface: Some(name), source, said: None }
+                Self { advertised: Some(ip.to_string()), interface: Some(name), source, logged: None }
             }
             None => Self::default(),
         })
@@ -92,9 +92,9 @@ impl Network {
         let Some(address) = machine.address.clone() else { return };
         let named_by = Some(self.named_by().to_owned());
         let words = RankNetwork { address, interface: machine.interface.clone(), named_by }.in_words();
-        if self.said.as_ref() != Some(&words) {
+        if self.logged.as_ref() != Some(&words) {
             tracing::info!("ranks listen at {words}");
-            self.said = Some(words);
+            self.logged = Some(words);
         }
     }
 }
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_interface_is_found_with_its_address_and_another_is_not() {
+    fn an_interface_with_an_address_is_found_and_others_are_refused() {
         let found = Network::chosen(None, Some("lo"), None).unwrap();
         assert_eq!(found.advertised.as_deref(), Some("127.0.0.1"));
         let error = Network::chosen(None, Some("none-such"), None).unwrap_err();
@@ -112,16 +112,16 @@ mod tests {
     }
 
     #[test]
-    fn options_come_before_nccl_s_variable_and_that_before_the_connection_to_the_server() {
+    fn options_precede_nccl_socket_ifname_and_it_precedes_the_route() {
         let loopback = Some(IpAddr::from([127, 0, 0, 1]));
         let described = |advertise, interface, variable| {
             let mut machine = crate::agent::machine::describe(std::path::Path::new("/"));
             let mut network = Network::chosen(advertise, interface, variable).unwrap();
             network.describe(&mut machine, loopback);
             assert!(machine.network_id.is_some_and(|id| id.contains("net:")));
-            network.said.unwrap()
+            network.logged.unwrap()
         };
-        for (advertise, interface, variable, said) in [
+        for (advertise, interface, variable, logged) in [
             (None, None, None, "127.0.0.1 (lo), from the route to the server"),
             (None, None, Some("^lo"), "127.0.0.1 (lo), from the route to the server"),
             (None, None, Some("=lo"), "127.0.0.1 (lo), named by NCCL_SOCKET_IFNAME"),
@@ -129,7 +129,7 @@ mod tests {
             (Some("node-7"), None, Some("=none-such"), "node-7, named by --advertise"),
             (Some("node-7"), Some("ib0"), None, "node-7 (ib0), named by --advertise"),
         ] {
-            assert_eq!(described(advertise, interface, variable), said);
+            assert_eq!(described(advertise, interface, variable), logged);
         }
         let error = Network::chosen(None, None, Some("=none-such")).unwrap_err();
         assert!(error.starts_with("NCCL_SOCKET_IFNAME==none-such: no such interface"), "{error}");

@@ -10,11 +10,11 @@ use std::path::PathBuf;
 pub struct Options {
     /// The server's address: `http://HOST:PORT` or `https://HOST:PORT`.
     pub server: String,
-    /// Certificate authorities trusted in addition to the system's, for `https` (PEM).
+    /// CA certificates trusted in addition to the system's, for `https` (PEM).
     pub ca_file: Option<PathBuf>,
     /// The token, sent as `Authorization: Bearer`.
     pub token: Option<String>,
-    /// The client certificate of the agent, for `https`. It is read again for each connection.
+    /// The agent's client certificate for `https`, read again for each connection.
     pub identity: Option<IdentityFiles>,
     /// Whether to join a server on another machine without TLS.
     pub insecure_http: bool,
@@ -28,7 +28,7 @@ pub struct Options {
     pub gpus: Option<String>,
     /// Serve only this job, and end with it.
     pub only_job: Option<JobId>,
-    /// End when this job is over, and not after an attempt of it. A signal before that is reported as
+    /// End when `only_job` has finished, rather than after an attempt of it. An earlier signal is reported as
     /// [`AgentError::Signalled`].
     pub until_final: bool,
     /// The address at which ranks of other machines reach the ranks of this machine. If absent, the address of
@@ -36,9 +36,10 @@ pub struct Options {
     pub advertise: Option<String>,
     /// The network interface for connections of ranks on different machines.
     pub interface: Option<String>,
-    /// The program of ranks, started with `rank FILE ...`. If absent, this program.
+    /// The executable of ranks, started with `rank FILE ...`. If absent, this executable.
     pub program: Option<PathBuf>,
-    /// Maximum disk space for records that no server has taken. When it is used up, ranks write a checkpoint and end.
+    /// Maximum disk space for records that the server has not stored. When it is used up, ranks write a checkpoint and
+    /// end.
     pub spool_bytes: u64,
     /// End when the parent process has ended and no rank is alive on this machine.
     pub follow_parent: bool,
@@ -54,25 +55,25 @@ pub struct Options {
     pub warm: Warm,
 }
 
-/// The memory from which a GPU can spare the context of a waiting process, about 0.5 GB.
-const AMPLE_BYTES: u64 = 40_000_000_000;
+/// GPUs with at least this much memory can spare about 0.5 GB for the context of a waiting process.
+const MIN_WARM_BYTES: u64 = 40_000_000_000;
 
-/// The GPUs on which an agent keeps a process that has opened the GPU, while no rank runs there.
+/// The GPUs on which an agent keeps a spare process with an open GPU context while no rank runs there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Warm {
-    /// Those with at least 40 GB of memory.
+    /// GPUs with at least 40 GB of memory.
     #[default]
     Auto,
-    /// All.
+    /// All GPUs.
     On,
-    /// None.
+    /// No GPUs.
     Off,
 }
 
 impl Warm {
     pub(super) fn includes(self, slot: &Slot) -> bool {
         match self {
-            Self::Auto => slot.memory_bytes >= AMPLE_BYTES,
+            Self::Auto => slot.memory_bytes >= MIN_WARM_BYTES,
             Self::On => true,
             Self::Off => false,
         }
@@ -106,7 +107,7 @@ pub enum AgentError {
     /// The agent's only job has failed.
     #[error("the job failed on this agent")]
     JobFailed,
-    /// A signal arrived before the agent's only job was over.
+    /// A signal arrived before the agent's only job had finished.
     #[error("a signal ended this agent before its job was over")]
     Signalled,
     /// An error of the operating system.

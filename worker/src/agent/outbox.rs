@@ -1,5 +1,5 @@
-//! The unsent reports of an attempt. They are read from its files, and sent from the first record that the server
-//! does not have.
+//! The unsent reports of an attempt. Records are read from the attempt's files, and sent from the first record that the
+//! server does not have.
 
 use super::{attempt::agent_events_path, state_dir::StoredAttempt};
 use crate::report::{Tail, TailError, events_path};
@@ -9,15 +9,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Maximum number of unacknowledged reports of a source, each of at most about a mebibyte.
-const UNDER_WAY: usize = 8;
-/// Maximum size of an attempt's unacknowledged records, which the server must hold in memory.
-const UNDER_WAY_BYTES: u64 = 16 << 20;
+/// Maximum number of unacknowledged reports per source, each of at most about a mebibyte.
+const MAX_IN_FLIGHT: usize = 8;
+/// Maximum size of an attempt's unacknowledged records, which the server must keep in memory.
+const MAX_IN_FLIGHT_BYTES: u64 = 16 << 20;
 /// While no one watches the job, points are collected for this long, so that short steps result in few reports with
-/// many points. Longer steps are reported at once, and so is everything if someone watches the job.
-const GATHER: Duration = Duration::from_millis(250);
-/// How long an unreadable file (on an unreliable disk) may delay the end of its attempt.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// many points. Longer steps are reported at once. If someone watches the job, everything is reported at once.
+const COLLECT_TIME: Duration = Duration::from_millis(250);
+/// How long an unreadable file (on an unreliable disk) may delay the end of the file's attempt.
+const READ_RETRY_LIMIT: Duration = Duration::from_secs(60);
 
 /// The reports of one attempt on one connection.
 #[derive(Debug)]
@@ -36,10 +36,10 @@ struct Stream {
     /// The server has stored the records below this number.
     acknowledged: u64,
     /// For each unacknowledged report: the number after its last record, and its size in bytes.
-    under_way: VecDeque<(u64, u64)>,
+    in_flight: VecDeque<(u64, u64)>,
     /// When the last report was sent.
     sent: Option<Instant>,
-    /// Since when the file cannot be read.
+    /// The time since which the file cannot be read.
     failing: Option<Instant>,
     /// Whether the file has been given up as unreadable. Nothing more is sent from it.
     broken: bool,
@@ -58,7 +58,7 @@ impl Stream {
             source,
             tail: Tail::open(&path, acknowledged),
             acknowledged,
-            under_way: VecDeque::new(),
+            in_flight: VecDeque::new(),
             sent: None,
             failing: None,
             broken: false,
@@ -67,7 +67,7 @@ impl Stream {
 
     /// The next records to send, if there are any and the limits allow it.
     fn next(&mut self, now: Instant) -> Option<(u64, Vec<AttemptEvent>)> {
-        if self.broken || self.under_way.len() >= UNDER_WAY {
+        if self.broken || self.in_flight.len() >= MAX_IN_FLIGHT {
             return None;
         }
         let first = self.tail.next_record();
@@ -78,7 +78,7 @@ impl Stream {
                 if events.is_empty() {
                     return None;
                 }
-                self.under_way.push_back((self.tail.next_record(), self.tail.offset() - offset));
+                self.in_flight.push_back((self.tail.next_record(), self.tail.offset() - offset));
                 self.sent = Some(now);
                 return Some((first, events));
             }
@@ -86,7 +86,9 @@ impl Stream {
         };
         let new = self.failing.is_none();
         let since = *self.failing.get_or_insert(now);
-        if matches!(error, TailError::Damaged { .. }) || now.saturating_duration_since(since) > PATIENCE {
+        if matches!(error, TailError::Damaged { .. })
+            || now.saturating_duration_since(since) > READ_RETRY_LIMIT
+        {
             tracing::error!(%error, "the records of this source cannot be read; giving up");
             self.broken = true;
         } else if new {
@@ -97,17 +99,17 @@ impl Stream {
 
     fn acknowledge(&mut self, records: u64) {
         self.acknowledged = self.acknowledged.max(records);
-        while self.under_way.front().is_some_and(|(end, _)| *end <= self.acknowledged) {
-            self.under_way.pop_front();
+        while self.in_flight.front().is_some_and(|(end, _)| *end <= self.acknowledged) {
+            self.in_flight.pop_front();
         }
     }
 
-    fn bytes_under_way(&self) -> u64 {
-        self.under_way.iter().map(|(_, bytes)| bytes).sum()
+    fn bytes_in_flight(&self) -> u64 {
+        self.in_flight.iter().map(|(_, bytes)| bytes).sum()
     }
 
     fn is_sent(&self) -> bool {
-        self.broken || self.failing.is_none() && self.under_way.len() < UNDER_WAY
+        self.broken || self.failing.is_none() && self.in_flight.len() < MAX_IN_FLIGHT
     }
 }
 
@@ -122,8 +124,8 @@ impl Outbox {
         }
     }
 
-    /// Appends the reports that can be sent `now` to `reports`. The agent's own records come last, when the attempt
-    /// is over and everything else is sent, because their last one tells that the attempt has ended.
+    /// Appends the reports that can be sent `now` to `reports`. The agent's own records are sent when the attempt has
+    /// ended and everything else is sent, because the last of them reports the end of the attempt.
     pub(super) fn fill(
         &mut self,
         held: &StoredAttempt,
@@ -136,22 +138,23 @@ impl Outbox {
             reports.push(FromAgent::Report { attempt: attempt.clone(), source, first, events });
         };
         let at_once = over || self.watched;
-        let mut bytes: u64 = self.ranks.iter().map(Stream::bytes_under_way).sum();
+        let mut bytes: u64 = self.ranks.iter().map(Stream::bytes_in_flight).sum();
         let mut all_sent = true;
         for stream in &mut self.ranks {
-            if !at_once && stream.sent.is_some_and(|sent| now.saturating_duration_since(sent) < GATHER) {
+            if !at_once && stream.sent.is_some_and(|sent| now.saturating_duration_since(sent) < COLLECT_TIME)
+            {
                 all_sent = false;
                 continue;
             }
-            let before = stream.bytes_under_way();
-            let room = |stream: &Stream| bytes - before + stream.bytes_under_way() < UNDER_WAY_BYTES;
+            let before = stream.bytes_in_flight();
+            let room = |stream: &Stream| bytes - before + stream.bytes_in_flight() < MAX_IN_FLIGHT_BYTES;
             while room(stream)
                 && let Some(batch) = stream.next(now)
             {
                 report(stream.source, batch);
             }
             all_sent &= stream.is_sent() && room(stream);
-            bytes = bytes - before + stream.bytes_under_way();
+            bytes = bytes - before + stream.bytes_in_flight();
         }
         if over && all_sent {
             while let Some(batch) = self.agent.next(now) {
@@ -169,9 +172,9 @@ impl Outbox {
         }
     }
 
-    /// Whether the server has all records of an attempt that is over.
+    /// Whether the server has all records of an attempt that has ended.
     pub(super) fn is_delivered(&self) -> bool {
-        self.agent.acknowledged > 0 && self.ranks.iter().chain([&self.agent]).all(|s| s.under_way.is_empty())
+        self.agent.acknowledged > 0 && self.ranks.iter().chain([&self.agent]).all(|s| s.in_flight.is_empty())
     }
 }
 
@@ -222,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_is_told_last_and_nothing_twice_after_a_reconnect() {
+    fn the_end_is_sent_last_and_nothing_twice_after_reconnecting() {
         let dir = tempfile::tempdir().unwrap();
         let held = held(dir.path());
         let attempt_dir = held.attempt_dir();
@@ -257,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_read_for_a_while_holds_up_the_end_and_loses_nothing() {
+    fn an_unreadable_file_delays_the_end_and_loses_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let held = held(dir.path());
         let path = events_path(&held.attempt_dir(), 0);
@@ -281,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_does_not_keep_up_is_waited_for() {
+    fn a_slow_server_limits_the_reports_in_flight() {
         let dir = tempfile::tempdir().unwrap();
         let held = held(dir.path());
         let mut records = Records::append_to(&events_path(&held.attempt_dir(), 0)).unwrap();
@@ -293,7 +296,7 @@ mod tests {
             outbox.fill(&held, true, Instant::now(), &mut reports);
             sent += reports.len();
         }
-        assert_eq!(sent, UNDER_WAY);
+        assert_eq!(sent, MAX_IN_FLIGHT);
         outbox.acknowledge(&stored(&held, Source::Rank(0), 8));
         let mut reports = Vec::new();
         outbox.fill(&held, true, Instant::now(), &mut reports);
@@ -302,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn points_gather_unless_somebody_watches() {
+    fn points_are_collected_unless_the_job_is_watched() {
         let dir = tempfile::tempdir().unwrap();
         let held = held(dir.path());
         let mut records = Records::append_to(&events_path(&held.attempt_dir(), 0)).unwrap();
@@ -330,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_under_way_than_a_server_is_to_hold() {
+    fn bytes_in_flight_are_limited_per_attempt() {
         let dir = tempfile::tempdir().unwrap();
         let mut held = held(dir.path());
         held.start.ranks = (0..4).map(|rank| (rank, rank)).collect();
@@ -359,7 +362,7 @@ mod tests {
         };
         let sent = fill(&mut outbox);
         // Each is a little larger than a mebibyte.
-        assert_eq!(sent.len() as u64, UNDER_WAY_BYTES >> 20);
+        assert_eq!(sent.len() as u64, MAX_IN_FLIGHT_BYTES >> 20);
         assert_eq!(sent.last(), Some(&(Source::Rank(2), 3, 1)));
         assert_eq!(fill(&mut outbox), []);
         outbox.acknowledge(&stored(&held, Source::Rank(0), 2));

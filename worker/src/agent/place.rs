@@ -29,19 +29,19 @@ impl Datasets {
             return Some(here.clone());
         }
         let path = Path::new(path);
-        let fitting = self.by_prefix.iter().filter_map(|(there, here)| {
+        let matching = self.by_prefix.iter().filter_map(|(there, here)| {
             let rest = path.strip_prefix(there).ok()?;
-            // A path that leaves the folder again (`..`) is not below it.
+            // A path that leaves the folder with `..` does not match.
             let is_below = rest.components().all(|part| matches!(part, Component::Normal(_)));
             is_below.then(|| (there.components().count(), here.join(rest)))
         });
-        fitting.max_by_key(|(depth, _)| *depth).map(|(_, here)| here)
+        matching.max_by_key(|(depth, _)| *depth).map(|(_, here)| here)
     }
 }
 
-/// Chooses the job's folder, and creates the folder of the attempt. The server's own folder is used only if this
-/// agent shares the server's disk: it must read the random word that the server has just written there, and be able
-/// to write to the same folder. An equal path proves nothing, and neither does a lock, because some network file
+/// Chooses the job's folder, and creates the folder of the attempt. The server's own folder is used only if this agent
+/// shares the server's disk: the agent must read the random mark that the server has just written there, and be able to
+/// write to the same folder. An equal path proves nothing. A lock proves nothing either, because some network file
 /// systems do not propagate locks.
 ///
 /// # Errors
@@ -86,7 +86,7 @@ pub(super) fn is_own_disk(stored: &StoredAttempt) -> bool {
 fn has_servers_disk(state_dir: &StateDir, job_dir: &Path, mark: Option<&str>) -> bool {
     match mark {
         Some(mark) => fs::read_to_string(job_dir.join(MARK)).is_ok_and(|found| found == mark),
-        // The server could not write the mark because its disk is full, or it is of a version that writes none.
+        // The server could not write the mark because its disk is full, or its version writes no marks.
         None => state_dir.server_is_here(),
     }
 }
@@ -120,7 +120,7 @@ mod tests {
 
     /// An equal path proves nothing. The agent must read the server's mark, and be able to write to the folder.
     #[test]
-    fn the_servers_folder_is_used_by_an_agent_that_reads_its_mark_and_can_write_beside_it() {
+    fn the_servers_folder_is_used_if_its_mark_is_readable_and_it_is_writable() {
         let dir = tempfile::tempdir().unwrap();
         let state_dir = StateDir::open(&dir.path().join("agent")).unwrap();
         let job = dir.path().join("job");
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dataset_is_found_by_its_name_or_below_a_folder_that_stands_for_the_servers() {
+    fn a_dataset_is_mapped_by_its_name_or_by_a_folder_prefix() {
         let datasets = Datasets {
             by_name: vec![("flowers".into(), "/here/flowers".into())],
             by_prefix: vec![("/data".into(), "/mnt/a".into()), ("/data/fast".into(), "/nvme".into())],

@@ -1,5 +1,5 @@
-//! The check before the ranks of an attempt are started. A reason shown with the job is better than a job that hangs
-//! or fails an hour later.
+//! The check before the ranks of an attempt are started. A job with a reason is better than a job that hangs or fails
+//! an hour later.
 
 pub(super) mod dataset;
 
@@ -12,7 +12,7 @@ use std::{path::Path, sync::atomic::AtomicBool};
 /// Disk space for everything but checkpoints: records and logs.
 const OTHER_BYTES: u64 = 16 << 20;
 
-/// Why ranks are not started, with the sentence for the user: what is wrong, and what to change.
+/// Why ranks are not started, with the message for the user: what is wrong, and what to change.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Refusal {
     DatasetUnusable(String),
@@ -62,7 +62,7 @@ fn disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
     let tensors = 1 + slots(spec.train.optimizer).len() + usize::from(spec.train.ema_decay > 0.0);
     let each = values as u64 * 4 * tensors as u64;
     let kept = crate::checkpoint::list(&stored.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);
-    // The checkpoints to keep, the best one, and the one that is being written.
+    // The checkpoints to keep, the best checkpoint, and the checkpoint that is being written.
     let missing = (u64::from(spec.checkpoint.keep.max(2)) + 2).saturating_sub(kept).max(2);
     let needed = each * missing + OTHER_BYTES;
     match free_bytes(&stored.job_dir) {

@@ -6,10 +6,10 @@ use reqwest::{Client, Method, RequestBuilder, Response, StatusCode, header};
 use serde_json::Value;
 use std::{sync::Arc, time::Duration};
 
-/// Time limit for a response to begin. Before it responds, the server verifies the checksums of a whole checkpoint.
-const PATIENCE: Duration = Duration::from_secs(150);
-/// Time limit for the next bytes of a file.
-const SILENCE: Duration = Duration::from_secs(30);
+/// Time limit for a response to begin. The server may first verify the checksums of a whole checkpoint.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(150);
+/// Time limit for the next bytes of a response.
+const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why a request failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -69,34 +69,34 @@ impl AttemptClient<'_> {
     }
 
     async fn send(&self, request: RequestBuilder) -> Result<Response> {
-        // Checked before each request: on this machine another account may have taken the port, and must not get the
+        // Checked before each request: another account of this machine may have taken the port, and must not get the
         // token.
         self.remote.address.check_listeners().map_err(Failed::Later)?;
-        let answer = match tokio::time::timeout(PATIENCE, request.send()).await {
+        let response = match tokio::time::timeout(RESPONSE_TIMEOUT, request.send()).await {
             Err(_) => return Err(Failed::Later("the server does not respond".into())),
             Ok(Err(error)) => return Err(Failed::Later(self.remote.address.in_words(&error))),
-            Ok(Ok(answer)) => answer,
+            Ok(Ok(response)) => response,
         };
-        let status = answer.status();
+        let status = response.status();
         if status.is_success() {
-            return Ok(answer);
+            return Ok(response);
         }
-        let text = answer.text().await.unwrap_or_default();
+        let text = response.text().await.unwrap_or_default();
         let problem: Value = serde_json::from_str(&text).unwrap_or_default();
         let detail = problem.get("detail").and_then(Value::as_str).unwrap_or(&text);
         let words = format!("the server answered {status}: {detail}");
         // A response without a code of Lockstep comes from a proxy in between.
         let is_ours = problem.get("code").is_some_and(Value::is_string);
-        let passes = !is_ours
+        let is_temporary = !is_ours
             || status.is_server_error()
             || [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS, StatusCode::UNAUTHORIZED]
                 .contains(&status);
-        Err(if passes { Failed::Later(words) } else { Failed::Never(status, words) })
+        Err(if is_temporary { Failed::Later(words) } else { Failed::Never(status, words) })
     }
 
     async fn json<T: serde::de::DeserializeOwned>(&self, request: RequestBuilder) -> Result<T> {
         let text = self.send(request).await?.text().await.map_err(|e| Failed::Later(e.to_string()))?;
-        serde_json::from_str(&text).map_err(|e| Failed::Later(format!("the server's answer: {e}")))
+        serde_json::from_str(&text).map_err(|e| Failed::Later(format!("the server's response: {e}")))
     }
 
     /// Notifies the server that this agent has its own disk and is about to start ranks.
@@ -130,11 +130,11 @@ impl AttemptClient<'_> {
         if from > 0 {
             request = request.header(header::RANGE, format!("bytes={from}-"));
         }
-        let answer = self.send(request).await?;
-        if from > 0 && answer.status() != StatusCode::PARTIAL_CONTENT {
+        let response = self.send(request).await?;
+        if from > 0 && response.status() != StatusCode::PARTIAL_CONTENT {
             return Err(Failed::Later("the server sent the whole file, not the rest".into()));
         }
-        Ok(Download(answer))
+        Ok(Download(response))
     }
 
     pub(super) async fn upload_state(&self, name: &str) -> Result<UploadState> {
@@ -152,14 +152,14 @@ impl AttemptClient<'_> {
     }
 }
 
-/// A file that is being received.
+/// The body of a response that is being received.
 pub(super) struct Download(Response);
 
 impl Download {
     /// The next bytes. `None` at the end.
     pub(super) async fn next(&mut self) -> Result<Option<bytes::Bytes>> {
-        match tokio::time::timeout(SILENCE, self.0.chunk()).await {
-            Err(_) => Err(Failed::Later("no more data of the file arrived".into())),
+        match tokio::time::timeout(READ_TIMEOUT, self.0.chunk()).await {
+            Err(_) => Err(Failed::Later("the server stopped sending data".into())),
             Ok(chunk) => chunk.map_err(|e| Failed::Later(e.to_string())),
         }
     }

@@ -1,8 +1,7 @@
 //! Complete checkpoints on disk that no rank has reported.
-//!
-//! Rank 0 writes checkpoints concurrently with training, and reports each when it is complete. If rank 0 is killed in
-//! between, or ends because another rank died during the write, the report is lost, and the next attempt would begin
-//! before that checkpoint. So the agent checks for such checkpoints when all ranks have ended.
+//! Rank 0 writes checkpoints concurrently with training, and reports each complete checkpoint. If rank 0 is killed
+//! before the report, or ends because another rank died during the write, the report is lost, and the next attempt
+//! would begin before that checkpoint. So the agent looks for unreported checkpoints when all ranks have ended.
 
 use crate::checkpoint;
 use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo};
@@ -50,8 +49,8 @@ impl Reported {
             .collect()
     }
 
-    /// A sentence about the steps that are lost if an attempt is stopped after step `step`. `None` if none are lost.
-    /// `unreported` are checkpoints that it wrote without reporting them.
+    /// A log line about the steps that are lost if an attempt is stopped after step `step`. `None` if no steps are
+    /// lost. `unreported`: checkpoints that the attempt wrote and did not report.
     pub(super) fn lost(&self, step: u64, unreported: &[CheckpointInfo]) -> Option<String> {
         let known = self.start_step.into_iter().chain(self.steps.difference(&self.removed).copied());
         let newest = known.chain(unreported.iter().map(|info| info.step)).max()?;
@@ -75,7 +74,7 @@ mod tests {
     use crate::checkpoint::{MODEL, folder_name, tests::snapshot, write};
 
     #[test]
-    fn what_nobody_told_of_is_found_when_it_is_whole_and_recorded() {
+    fn unreported_checkpoints_are_found_if_complete_and_recorded() {
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().join("checkpoints");
         for step in [20, 40, 60, 80, 100] {
@@ -103,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_stop_without_a_checkpoint_loses_is_counted() {
+    fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
         let mut reported = Reported::default();
         assert_eq!(reported.lost(7, &[]), None, "it never ran");
         reported.note(&AttemptEvent::Running {

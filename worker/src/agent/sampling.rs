@@ -10,11 +10,11 @@ use lockstep_protocol::agent::{GpuSample, MachineSample, Slot};
 use std::{path::PathBuf, time::Duration};
 use tokio::sync::watch;
 
-const EVERY: Duration = Duration::from_secs(5);
+const SAMPLE_EVERY: Duration = Duration::from_secs(5);
 /// The second measurement follows soon, because the first one has no rates.
 const SECOND_AFTER: Duration = Duration::from_secs(1);
 /// If there are GPUs but NVML was not found, it is searched for again after this many measurements.
-const LOOK_AGAIN: u32 = 12;
+const NVML_RETRY_SAMPLES: u32 = 12;
 
 /// The newest measurement, made by a thread that ends when the receiver is dropped. A file system or a GPU that does
 /// not respond blocks only this thread.
@@ -29,7 +29,7 @@ pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Rece
         let mut usage = UsageSampler::new(&dir);
         let mut nvml = None;
         for number in 0u32.. {
-            if !gpus.is_empty() && nvml.is_none() && number % LOOK_AGAIN == 0 {
+            if !gpus.is_empty() && nvml.is_none() && number % NVML_RETRY_SAMPLES == 0 {
                 // Without NVML there are no metrics of GPUs from the agent; ranks report some as well.
                 nvml = Reader::open().ok();
             }
@@ -39,7 +39,7 @@ pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Rece
             if to.send(Some(sample(used, of_slots))).is_err() {
                 return;
             }
-            std::thread::sleep(if number == 0 { SECOND_AFTER } else { EVERY });
+            std::thread::sleep(if number == 0 { SECOND_AFTER } else { SAMPLE_EVERY });
         }
     };
     std::thread::Builder::new().name("machine metrics".into()).spawn(measure)?;

@@ -28,13 +28,13 @@ use tokio_tungstenite::tungstenite::{self, Message};
 const PUMP_EVERY: Duration = Duration::from_millis(10);
 /// Time limit for sending a message while the server does not read.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
-/// The minimum silence after which a connection counts as lost. The usual limit is three heartbeats.
-const SILENCE: Duration = Duration::from_secs(5);
+/// The silence after which a connection counts as lost, if this is longer than three heartbeats.
+const MIN_SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// After this time, acknowledgements that crossed a `Stop` have arrived.
-const CROSSING: Duration = Duration::from_secs(5);
+/// By this time after a `Stop`, acknowledgements that crossed the `Stop` have arrived.
+const MAX_CROSSING: Duration = Duration::from_secs(5);
 
-/// Why a session is over.
+/// Why a session ended.
 #[derive(Debug)]
 pub(super) enum Outcome {
     /// The agent must end.
@@ -69,7 +69,7 @@ impl Session {
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
             Err(_) => Err("it does not answer".to_owned().into()),
             Ok(Ok((socket, _))) => Ok(Self { socket, local }),
-            Ok(Err(tungstenite::Error::Http(answer))) => Err(NoSession::answered(&answer)),
+            Ok(Err(tungstenite::Error::Http(answer))) => Err(NoSession::from_response(&answer)),
             Ok(Err(error)) => {
                 Err(tls::in_words(&error, address.server()).unwrap_or_else(|| error.to_string()).into())
             }
@@ -123,7 +123,7 @@ impl Session {
                     unwanted: HashSet::new(),
                     stopped_late: HashMap::new(),
                     announced_leaving: false,
-                    told_ready: HashSet::new(),
+                    reported_ready: HashSet::new(),
                     heartbeat: seconds(heartbeat_secs).max(Duration::from_millis(50)),
                     heartbeat_sent: None,
                     heard: Instant::now(),
@@ -140,7 +140,7 @@ impl Session {
             }
             Ok(Some(ToAgent::Refused { reason, .. })) => Outcome::Refused(reason),
             Ok(Some(_)) => {
-                Outcome::Lost { reason: "it sent another message than Welcome".into(), welcomed: false }
+                Outcome::Lost { reason: "it sent a message other than Welcome first".into(), welcomed: false }
             }
             Ok(None) => Outcome::Lost { reason: "it sent an unknown message".into(), welcomed: false },
             Err(reason) => Outcome::Lost { reason, welcomed: false },
@@ -154,16 +154,16 @@ struct Connected {
     outboxes: HashMap<AttemptRef, Outbox>,
     /// The acknowledged records in `Welcome`.
     stored: Vec<Acknowledged>,
-    /// Attempts that the server has given to other agents. Their ranks are ended, and they are no longer reported.
+    /// Attempts that the server has given to other agents. Their ranks are ended, and their records no longer reported.
     unwanted: HashSet<AttemptRef>,
-    /// Attempts that were already over when the server ordered their end: either the order crossed their last report,
-    /// or the server accepts no more reports of them.
+    /// Attempts that had already ended when the server ordered their end: either the order crossed their last report,
+    /// or the server accepts no more reports of these attempts.
     stopped_late: HashMap<AttemptRef, Instant>,
     /// Whether the agent has announced on this connection that it is ending. On a new connection the server assumes
     /// that the agent continues.
     announced_leaving: bool,
     /// Attempts on several machines for which this agent has reported that it is ready.
-    told_ready: HashSet<AttemptRef>,
+    reported_ready: HashSet<AttemptRef>,
     heartbeat: Duration,
     heartbeat_sent: Option<Instant>,
     /// When the server last sent anything.
@@ -212,14 +212,15 @@ impl Connected {
                     }
                     Err(outcome) => Err(outcome),
                 },
-                // Sent below and not in this branch, because `select!` could cancel it after half a message.
+                // Sent in the body and not in this branch's future, because `select!` could cancel the future after
+                // half a message.
                 () = std::future::ready(()), if !self.parts.is_empty() => match self.parts.pop_front() {
                     Some(part) => self.send_bytes(part).await,
                     None => Ok(()),
                 },
-                let_go = signals.next() => match agent.signalled(let_go) {
+                detach = signals.next() => match agent.handle_signal(detach) {
                     LoopControl::End => Err(Outcome::End),
-                    // The next report carries it to the server.
+                    // `pump` announces the shutdown to the server.
                     LoopControl::Continue => Ok(()),
                 },
             };
@@ -237,11 +238,11 @@ impl Connected {
         if agent.poll(true) == LoopControl::End {
             return Err(Outcome::End);
         }
-        let limit = SILENCE.max(self.heartbeat * 3);
+        let limit = MIN_SILENCE_TIMEOUT.max(self.heartbeat * 3);
         if self.heard.elapsed() > limit {
             return Err(Outcome::lost(format!("the server was silent for {} s", limit.as_secs())));
         }
-        // Only one heartbeat at a time, so that a response can be attributed to it.
+        // Only one heartbeat is in flight, so that a response can be attributed to its heartbeat.
         if self.heartbeat_sent.is_none() {
             self.heartbeat_sent = Some(Instant::now());
             if agent.no_work.is_some() {
@@ -280,7 +281,7 @@ impl Connected {
                 .entry(name.clone())
                 .or_insert_with(|| Outbox::new(attempt.stored(), &self.stored));
             outbox.fill(attempt.stored(), over, Instant::now(), &mut reports);
-            let is_refused = self.stopped_late.get(name).is_some_and(|at| at.elapsed() > CROSSING);
+            let is_refused = self.stopped_late.get(name).is_some_and(|at| at.elapsed() > MAX_CROSSING);
             if over && (outbox.is_delivered() || is_refused) {
                 done.push((name.clone(), !outbox.is_delivered()));
             }
@@ -292,7 +293,7 @@ impl Connected {
             self.outboxes.remove(&attempt);
             self.unwanted.remove(&attempt);
             self.stopped_late.remove(&attempt);
-            self.told_ready.remove(&attempt);
+            self.reported_ready.remove(&attempt);
             agent.forget(&attempt, is_taken);
         }
         if agent.poll(true) == LoopControl::End { Err(Outcome::End) } else { Ok(()) }
@@ -302,8 +303,8 @@ impl Connected {
     fn newly_ready(&mut self, agent: &Agent) -> Vec<FromAgent> {
         let ready = |attempt: &Attempt| {
             let port = attempt.gang()?.ready()?;
-            let is_news = !attempt.is_over() && self.told_ready.insert(attempt.attempt().clone());
-            is_news.then(|| FromAgent::Ready { attempt: attempt.attempt().clone(), port })
+            let is_new = !attempt.is_over() && self.reported_ready.insert(attempt.attempt().clone());
+            is_new.then(|| FromAgent::Ready { attempt: attempt.attempt().clone(), port })
         };
         agent.attempts.values().filter_map(ready).collect()
     }

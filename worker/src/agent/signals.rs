@@ -2,11 +2,11 @@
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// The signals that an agent handles.
+/// Streams of the handled signals.
 pub(super) struct Signals {
     terminate: Signal,
     interrupt: Signal,
-    let_go: Signal,
+    detach: Signal,
 }
 
 impl Signals {
@@ -14,7 +14,7 @@ impl Signals {
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
-            let_go: signal(SignalKind::user_defined1())?,
+            detach: signal(SignalKind::user_defined1())?,
         })
     }
 
@@ -23,7 +23,7 @@ impl Signals {
         tokio::select! {
             _ = self.terminate.recv() => false,
             _ = self.interrupt.recv() => false,
-            _ = self.let_go.recv() => true,
+            _ = self.detach.recv() => true,
         }
     }
 }

@@ -36,16 +36,16 @@ pub(super) fn nvlink_groups(slots: &[Slot]) -> Vec<Vec<u32>> {
         return Vec::new();
     }
     match Reader::open() {
-        Ok(nvml) => joined(&gpus, |one, other| nvml.are_joined(one, other)),
+        Ok(nvml) => fully_connected_groups(&gpus, |one, other| nvml.have_nvlink(one, other)),
         Err(_) => Vec::new(),
     }
 }
 
 /// Groups of at least two GPUs that are all connected to each other.
-fn joined(gpus: &[(u32, &str)], are_joined: impl Fn(&str, &str) -> bool) -> Vec<Vec<u32>> {
+fn fully_connected_groups(gpus: &[(u32, &str)], have_nvlink: impl Fn(&str, &str) -> bool) -> Vec<Vec<u32>> {
     let mut groups: Vec<Vec<(u32, &str)>> = Vec::new();
     for gpu in gpus {
-        let fits = |group: &&mut Vec<(u32, &str)>| group.iter().all(|other| are_joined(gpu.1, other.1));
+        let fits = |group: &&mut Vec<(u32, &str)>| group.iter().all(|other| have_nvlink(gpu.1, other.1));
         match groups.iter_mut().find(fits) {
             Some(group) => group.push(*gpu),
             None => groups.push(vec![*gpu]),
@@ -60,14 +60,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_have_only_what_is_joined_to_all_in_them() {
+    fn each_gpu_of_a_group_is_connected_to_all_others() {
         let gpus = [(0, "a0"), (1, "b0"), (2, "a1"), (3, "b1"), (5, "c0")];
         let same_letter = |one: &str, other: &str| one.as_bytes()[0] == other.as_bytes()[0];
-        assert_eq!(joined(&gpus, same_letter), [vec![0, 2], vec![1, 3]]);
-        assert_eq!(joined(&gpus, |_, _| true), [vec![0, 1, 2, 3, 5]]);
-        assert_eq!(joined(&gpus, |_, _| false), Vec::<Vec<u32>>::new());
+        assert_eq!(fully_connected_groups(&gpus, same_letter), [vec![0, 2], vec![1, 3]]);
+        assert_eq!(fully_connected_groups(&gpus, |_, _| true), [vec![0, 1, 2, 3, 5]]);
+        assert_eq!(fully_connected_groups(&gpus, |_, _| false), Vec::<Vec<u32>>::new());
         // A chain, whose ends are not connected to each other.
         let next = |one: &str, other: &str| matches!((one, other), ("b0", "a0") | ("a1", "b0"));
-        assert_eq!(joined(&gpus[..3], next), [vec![0, 1]]);
+        assert_eq!(fully_connected_groups(&gpus[..3], next), [vec![0, 1]]);
     }
 }

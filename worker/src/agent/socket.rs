@@ -49,7 +49,7 @@ pub(super) enum NoSession {
 }
 
 impl NoSession {
-    pub(super) fn answered(answer: &tungstenite::http::Response<Option<Vec<u8>>>) -> Self {
+    pub(super) fn from_response(answer: &tungstenite::http::Response<Option<Vec<u8>>>) -> Self {
         let body = answer.body().as_deref().unwrap_or_default();
         let words = format!("it answered {} {}", answer.status(), detail(body));
         // A response without a code of Lockstep comes from a proxy in between.
@@ -74,7 +74,7 @@ impl std::fmt::Display for NoSession {
     }
 }
 
-/// The detail of a problem (RFC 9457), or the body itself if it is not one.
+/// The detail of a problem (RFC 9457), or the body itself if it is not a problem document.
 fn detail(body: &[u8]) -> String {
     let problem: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
     match problem.get("detail").and_then(serde_json::Value::as_str) {
@@ -100,15 +100,15 @@ pub(super) async fn receive(
             Some(frame) if !frame.reason.is_empty() => format!("the server closed it: {}", frame.reason),
             _ => "the server closed it".into(),
         }),
-        Some(Ok(Message::Binary(bytes))) => match understood(&bytes) {
-            Some(ToAgent::Part(part)) => Ok(unfinished.add(part)?.and_then(|whole| understood(&whole))),
+        Some(Ok(Message::Binary(bytes))) => match decode_message(&bytes) {
+            Some(ToAgent::Part(part)) => Ok(unfinished.add(part)?.and_then(|whole| decode_message(&whole))),
             message => Ok(message),
         },
         Some(Ok(_)) => Ok(None),
     }
 }
 
-fn understood(bytes: &[u8]) -> Option<ToAgent> {
+fn decode_message(bytes: &[u8]) -> Option<ToAgent> {
     let message = wire::decode(bytes);
     message
         .inspect_err(|error| {

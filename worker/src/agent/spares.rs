@@ -14,22 +14,22 @@ use std::{
 #[derive(Debug, Default)]
 pub(super) struct Spares {
     program: PathBuf,
-    /// By slot: the GPUs that have spares.
-    places: Mutex<BTreeMap<u32, Place>>,
+    /// By slot: the GPUs that can have spares.
+    slots_with_spares: Mutex<BTreeMap<u32, SpareSlot>>,
 }
 
 #[derive(Debug)]
-struct Place {
+struct SpareSlot {
     /// The process sees all GPUs of the agent, because it may become a rank of a job that uses several.
     gpu: RankGpu,
-    /// The number of attempts that have the slot. The next attempt may begin just before the previous one is over.
+    /// The number of attempts that use the slot. The next attempt may begin just before the previous attempt has ended.
     attempts: u32,
     spare: Option<Spare>,
 }
 
 impl Spares {
-    /// No process is started before [`Spares::fill`], and none on a GPU that only one process can use: a rank could start
-    /// there before the driver has closed the GPU for the spare.
+    /// No process is started before [`Spares::fill`]. GPUs in exclusive mode get no spare: a rank could start there
+    /// before the driver has released the GPU of the ended spare.
     pub(super) fn new(program: &Path, slots: &[Slot], warm: Warm) -> Self {
         let gpus = || slots.iter().filter_map(|slot| Some((slot, slot.uuid.clone()?)));
         let visible: Vec<String> = gpus().map(|(_, uuid)| uuid).collect();
@@ -37,60 +37,62 @@ impl Spares {
         let is_exclusive = |uuid: &str| nvml.as_ref().is_some_and(|nvml| nvml.is_exclusive(uuid));
         let is_kept = |(slot, uuid): &(&Slot, String)| warm.includes(slot) && !is_exclusive(uuid);
         let warm = (0..).zip(gpus()).filter(|(_, gpu)| is_kept(gpu));
-        let places = warm.map(|(ordinal, (slot, _))| {
+        let slots_with_spares = warm.map(|(ordinal, (slot, _))| {
             let gpu = RankGpu { ordinal, visible: visible.clone() };
-            (slot.index, Place { gpu, attempts: 0, spare: None })
+            (slot.index, SpareSlot { gpu, attempts: 0, spare: None })
         });
-        Self { program: program.to_owned(), places: Mutex::new(places.collect()) }
+        Self { program: program.to_owned(), slots_with_spares: Mutex::new(slots_with_spares.collect()) }
     }
 
-    /// Starts a process for each slot that no attempt has, unless there is one.
+    /// Starts a spare for each slot without an attempt and without a live spare.
     pub(super) fn fill(&self) {
-        for (slot, place) in &mut *self.places() {
-            if place.attempts > 0 || place.spare.as_mut().is_some_and(Spare::is_alive) {
+        for (slot, spare_slot) in &mut *self.slots_with_spares() {
+            if spare_slot.attempts > 0 || spare_slot.spare.as_mut().is_some_and(Spare::is_alive) {
                 continue;
             }
-            match Spare::start(&self.program, &place.gpu) {
-                Ok(spare) => place.spare = Some(spare),
-                Err(error) => tracing::warn!(slot, %error, "no process is kept ready for the next job"),
+            match Spare::start(&self.program, &spare_slot.gpu) {
+                Ok(spare) => spare_slot.spare = Some(spare),
+                Err(error) => {
+                    tracing::warn!(slot, %error, "the spare process for the next job cannot be started")
+                }
             }
         }
     }
 
-    /// Notes that an attempt has the slots of `ranks`.
+    /// Records that an attempt uses the slots of `ranks` (pairs of rank and slot).
     pub(super) fn reserve(&self, ranks: &[(u32, u32)]) {
-        let mut places = self.places();
+        let mut slots_with_spares = self.slots_with_spares();
         for (_, slot) in ranks {
-            if let Some(place) = places.get_mut(slot) {
-                place.attempts += 1;
+            if let Some(spare_slot) = slots_with_spares.get_mut(slot) {
+                spare_slot.attempts += 1;
             }
         }
     }
 
-    /// Notes that the attempt is over, and starts processes for the next.
+    /// Records that the attempt has ended, and starts spares for the next attempt.
     pub(super) fn release(&self, ranks: &[(u32, u32)]) {
-        let mut places = self.places();
+        let mut slots_with_spares = self.slots_with_spares();
         for (_, slot) in ranks {
-            if let Some(place) = places.get_mut(slot) {
-                place.attempts = place.attempts.saturating_sub(1);
+            if let Some(spare_slot) = slots_with_spares.get_mut(slot) {
+                spare_slot.attempts = spare_slot.attempts.saturating_sub(1);
             }
         }
-        drop(places);
+        drop(slots_with_spares);
         self.fill();
     }
 
-    /// The process for the next rank in a slot.
+    /// Takes the spare for the next rank in a slot.
     pub(super) fn take(&self, slot: u32) -> Option<Spare> {
-        self.places().get_mut(&slot)?.spare.take()
+        self.slots_with_spares().get_mut(&slot)?.spare.take()
     }
 
     /// Ends all processes, and starts no more.
     pub(super) fn close(&self) {
-        self.places().clear();
+        self.slots_with_spares().clear();
     }
 
-    fn places(&self) -> MutexGuard<'_, BTreeMap<u32, Place>> {
-        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    fn slots_with_spares(&self) -> MutexGuard<'_, BTreeMap<u32, SpareSlot>> {
+        self.slots_with_spares.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -99,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gpus_with_ample_memory_are_kept_open_and_each_process_sees_all_of_them() {
+    fn large_gpus_get_spares_and_each_spare_sees_all_gpus() {
         let slot = |index: u32, memory_bytes, uuid: Option<&str>| Slot {
             index,
             device: "cuda".into(),
@@ -114,8 +116,11 @@ mod tests {
         ];
         let kept = |slots: &[Slot], warm| {
             let spares = Spares::new(Path::new("none"), slots, warm);
-            let places = spares.places();
-            places.iter().map(|(slot, place)| (*slot, place.gpu.clone())).collect::<Vec<_>>()
+            let slots_with_spares = spares.slots_with_spares();
+            slots_with_spares
+                .iter()
+                .map(|(slot, spare_slot)| (*slot, spare_slot.gpu.clone()))
+                .collect::<Vec<_>>()
         };
         let visible: Vec<String> = ["GPU-a", "GPU-b", "GPU-c"].map(str::to_owned).to_vec();
         let gpu = |ordinal| RankGpu { ordinal, visible: visible.clone() };

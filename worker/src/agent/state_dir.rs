@@ -1,4 +1,4 @@
-//! The agent's own folder: its identity, and the attempts that it holds.
+//! The agent's own folder: the agent's identity, and its attempts.
 //!
 //! ```text
 //! <dir>/agent_id                       created once
@@ -17,7 +17,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// More than the files of an attempt and of its ranks at the start.
+/// Size of a probe file: more than an attempt and its ranks write at the start.
 const PROBE_BYTES: usize = 64 << 10;
 
 /// The agent's folder, locked for this process.
@@ -28,7 +28,7 @@ pub struct StateDir {
     _lock: File,
 }
 
-/// An attempt as stored on disk. Everything that the server left open is filled in.
+/// An attempt as stored on disk. The port and folder that the server left open are filled in.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StoredAttempt {
     /// The order to start, with a port and a job folder.
@@ -67,7 +67,7 @@ pub enum StateDirError {
 }
 
 impl StateDir {
-    /// Creates or opens the folder, and locks it. The lock ends with this process.
+    /// Creates or opens the folder, and locks it until this process ends.
     ///
     /// # Errors
     /// See [`StateDirError`].
@@ -91,7 +91,7 @@ impl StateDir {
                 // Even if the disk is full, an agent can take over the ranks of the previous agent.
                 let noted = lock.set_len(0).and_then(|()| lock.rewind());
                 if let Err(error) = noted.and_then(|()| write!(lock, "{}", std::process::id())) {
-                    tracing::warn!(%error, path = %lock_path.display(), "the process id could not be written into the lock file");
+                    tracing::warn!(%error, path = %lock_path.display(), "the process id cannot be written to the lock file");
                 }
             }
             Err(TryLockError::WouldBlock) => {
@@ -105,7 +105,7 @@ impl StateDir {
         Ok(Self { dir, agent_id, _lock: lock })
     }
 
-    /// The id of every agent that uses this folder. It is created once.
+    /// The id shared by all agents that use this folder, one after the other. Created once.
     pub fn agent_id(&self) -> &str {
         &self.agent_id
     }
@@ -142,13 +142,13 @@ impl StateDir {
         write_private(&self.attempt_path(&stored.start.attempt), &serde_json::to_vec_pretty(stored)?)
     }
 
-    /// Deletes a stored attempt, of which the server has all records or wants none.
+    /// Deletes a stored attempt after the server has all of its records or refuses them.
     pub fn forget(&self, attempt: &AttemptRef) {
         let path = self.attempt_path(attempt);
         if let Err(error) = fs::remove_file(&path)
             && error.kind() != io::ErrorKind::NotFound
         {
-            tracing::warn!(%error, path = %path.display(), "an ended attempt cannot be forgotten");
+            tracing::warn!(%error, path = %path.display(), "the file of an ended attempt cannot be removed");
         }
     }
 
@@ -157,11 +157,11 @@ impl StateDir {
         let stored = attempt_files(&self.dir).filter_map(|(path, read)| match read {
             Ok(Ok(stored)) => Some(stored),
             Ok(Err(error)) => {
-                tracing::warn!(%error, path = %path.display(), "not a stored attempt of this version");
+                tracing::warn!(%error, path = %path.display(), "the file is not a stored attempt of this version; it is skipped");
                 None
             }
             Err(error) => {
-                tracing::warn!(%error, path = %path.display(), "cannot be read");
+                tracing::warn!(%error, path = %path.display(), "the file of an attempt cannot be read; it is skipped");
                 None
             }
         });
@@ -170,8 +170,8 @@ impl StateDir {
         all
     }
 
-    /// Records which file the server keeps locked. It is stored only if the file is locked on this machine, because
-    /// otherwise the server is on another machine.
+    /// Records which file the server keeps locked, if the file is locked on this machine. Otherwise the server is on
+    /// another machine, and the record is removed.
     pub fn note_server(&self, lock: Option<&Path>) {
         let note = self.dir.join("server");
         let here = lock.filter(|lock| is_locked(lock) == Some(true));
@@ -191,7 +191,7 @@ impl StateDir {
     }
 
     /// Whether the server of the last connection has certainly ended: it ran on this machine, and its lock is free. A
-    /// refused connection proves less, because it may have led through a tunnel.
+    /// refused connection proves less, because the connection may go through a tunnel.
     pub fn server_is_gone(&self) -> bool {
         let noted = fs::read_to_string(self.dir.join("server"));
         noted.is_ok_and(|lock| is_locked(Path::new(&lock)) == Some(false))
@@ -277,7 +277,7 @@ mod tests {
 
     /// The server's database was restored, and the server uses the attempt's number again.
     #[test]
-    fn two_attempts_of_one_number_have_folders_and_notes_of_their_own() {
+    fn two_attempts_with_one_number_have_separate_folders() {
         let dir = tempfile::tempdir().unwrap();
         let state_dir = StateDir::open(dir.path()).unwrap();
         let job = lockstep_protocol::JobId::generate();
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_stays_the_same_and_is_alone_on_its_folder() {
+    fn a_folder_keeps_its_agent_id_and_admits_one_agent() {
         let dir = tempfile::tempdir().unwrap();
         let state_dir = StateDir::open(dir.path()).unwrap();
         let id = state_dir.agent_id().to_owned();

@@ -1,9 +1,8 @@
-//! Uploads checkpoints from a disk that the server does not share, while training continues. Removes them when they
+//! Uploads checkpoints from a disk that the server does not share, while training continues. Removes job folders that
 //! are no longer needed.
-//!
-//! The work follows from the disk only: `jobs/<job>/here.json` names the last attempt on this machine, and
-//! `checkpoints/` has its checkpoints. So a restarted agent continues where the previous one ended. The newest
-//! checkpoint is uploaded first, because another machine would continue from it.
+//! All state is on disk: `jobs/<job>/here.json` names the last attempt on this machine, and `checkpoints/` contains its
+//! checkpoints. So a restarted agent continues where the previous agent ended. The newest checkpoint is uploaded first,
+//! because another machine would continue from it.
 
 use super::{
     place::OwnDiskNote,
@@ -25,7 +24,7 @@ use tokio::io::{AsyncReadExt, AsyncSeekExt};
 
 /// Interval between two checks of the folders.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// Number of bytes of a file per request. The server accepts 8 MiB.
+/// Number of bytes of a file per request. The server accepts at most 8 MiB.
 const PIECE_BYTES: u64 = 4 << 20;
 /// Pauses after a failure.
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
@@ -40,7 +39,7 @@ const DAMAGED: &str = "DAMAGED";
 pub(super) struct Progress(Mutex<Option<Instant>>);
 
 impl Progress {
-    /// Whether all checkpoints from before `moment` are on the server, or the server does not want them.
+    /// Whether all checkpoints from before `moment` are on the server, or the server has refused them.
     pub(super) fn is_done_since(&self, moment: Instant) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|done| done > moment)
     }
@@ -50,7 +49,7 @@ impl Progress {
     }
 }
 
-/// Whether there is no job on the agent's own disk, so that nothing has to be uploaded.
+/// Whether the agent's own disk contains no job, so that nothing has to be uploaded.
 pub(super) fn is_empty(dir: &Path) -> bool {
     let Ok(entries) = fs::read_dir(dir.join("jobs")) else { return true };
     entries.flatten().all(|entry| OwnDiskNote::read(&entry.path()).is_none())
@@ -59,7 +58,7 @@ pub(super) fn is_empty(dir: &Path) -> bool {
 /// The state of uploads from a job's folder.
 #[derive(Default)]
 struct Known {
-    /// For each checkpoint that the server has or does not want, the SHA-256 of its manifest.
+    /// For each checkpoint that the server has or refuses, the SHA-256 of its manifest.
     done: HashMap<String, String>,
     /// After a failure: when to try again, and the pauses after that.
     wait: Option<(Instant, Backoff)>,
@@ -87,11 +86,11 @@ pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, progress: Arc<Progres
 /// The result of uploading one checkpoint.
 #[derive(Debug, PartialEq, Eq)]
 enum Sent {
-    /// The server has it, or has refused it permanently.
+    /// The server has the checkpoint, or has refused it permanently.
     Done,
-    /// Its files have changed since it was written, so it cannot be uploaded.
+    /// The files have changed since they were written, so the checkpoint cannot be uploaded.
     Damaged,
-    /// The server does not yet have the report about it.
+    /// The server does not yet have the report about the checkpoint, or the checkpoint was replaced meanwhile.
     NotYet,
 }
 
@@ -152,9 +151,8 @@ impl Uploads {
         for name in names.iter().rev() {
             let path = folder.join(name).join(MANIFEST);
             let Ok(text) = fs::read(&path) else { continue };
-            // On a machine without rank 0, checkpoints from before this attempt belong to earlier attempts. The
-            // newest may exist only here. For the others, a refusal of the server is final, because they were
-            // reported before this attempt began.
+            // On a machine without rank 0, checkpoints from before this attempt belong to earlier attempts. They were
+            // reported before this attempt began, so a refusal of the server is final.
             let is_earlier = !here.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE));
             let may_be_reported = is_held && !is_earlier;
             let sum = hex::encode(Sha256::digest(&text));
@@ -187,7 +185,7 @@ impl Uploads {
         }
         known.asked = Some(Instant::now());
         let keep = match self.remote.client(&here.attempt)?.needed().await {
-            // Files are removed only on a response of the server itself.
+            // Files are removed only if the server itself has responded.
             Ok(needed) => needed.keep,
             Err(failed) => return Err(failed),
         };
@@ -237,8 +235,8 @@ async fn upload(
         while offset < wanted.size_bytes {
             let size = (wanted.size_bytes - offset).min(PIECE_BYTES);
             let Ok(piece) = read(&folder.join(file), offset, size).await else {
-                // Retention has removed the checkpoint meanwhile, or a newer one of the same step has replaced it.
-                // The next round checks again.
+                // The checkpoint may be damaged, or retention has removed it, or a newer checkpoint of the same step
+                // has replaced it. The next round checks again.
                 let is_same = fs::read(folder.join(MANIFEST)).is_ok_and(|now| now == text);
                 let is_damaged = is_same && is_damaged(folder.to_owned()).await;
                 return Ok(if is_damaged { Sent::Damaged } else { Sent::NotYet });
@@ -255,7 +253,7 @@ async fn upload(
         return if is_refused(&failed) && is_damaged(folder.to_owned()).await {
             Ok(Sent::Damaged)
         } else {
-            // The file may have been damaged in transit, or replaced meanwhile.
+            // A file may have been damaged in transit, or replaced meanwhile.
             Err(later(failed))
         };
     }
@@ -263,9 +261,8 @@ async fn upload(
     Ok(Sent::Done)
 }
 
-/// Handles the server's refusal to report the state of an upload. If `may_be_reported`, reports of the attempt may
-/// still be in flight, and one of them may report this checkpoint or end the attempt. The refusal is final only after
-/// these.
+/// Handles the server's refusal to report the state of an upload. If `may_be_reported`, a report in flight may still
+/// announce this checkpoint or end the attempt, so the refusal is not final.
 fn refused(failed: Failed, name: &str, may_be_reported: bool) -> Result<Sent, Failed> {
     match failed {
         Failed::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _) if may_be_reported => {
@@ -289,7 +286,7 @@ async fn is_damaged(folder: PathBuf) -> bool {
     matches!(checked, Ok(Err(CheckpointError::Damaged { .. })))
 }
 
-/// The next round asks the server again what it has, whatever the failure.
+/// Makes any failure temporary: the next round asks the server again what it has.
 fn later(failed: Failed) -> Failed {
     Failed::Later(failed.words().to_owned())
 }
@@ -312,7 +309,7 @@ mod tests {
     use std::time::SystemTime;
 
     #[tokio::test]
-    async fn what_an_earlier_attempt_has_left_is_asked_for_whatever_ranks_are_here_now() {
+    async fn checkpoints_of_earlier_attempts_are_offered_for_upload() {
         for has_rank_0 in [true, false] {
             let dir = tempfile::tempdir().unwrap();
             let (remote, asked) = super::super::asked::server();
@@ -338,7 +335,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_damaged_on_this_disk_is_sent_once_and_kept_and_what_was_damaged_on_its_way_again() {
+    async fn a_damaged_checkpoint_is_kept_and_damage_in_transit_is_retried() {
         for damage in [Some("abd"), Some("ab"), None] {
             let damaged_here = damage.is_some();
             let dir = tempfile::tempdir().unwrap();
@@ -383,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_is_the_last_word_only_when_no_report_is_on_its_way() {
+    fn a_refusal_is_final_only_without_reports_in_flight() {
         let never = |status| Failed::Never(status, "no".into());
         for status in [StatusCode::NOT_FOUND, StatusCode::FORBIDDEN] {
             assert_eq!(refused(never(status), "1-17", true), Ok(Sent::NotYet), "{status}");

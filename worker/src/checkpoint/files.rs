@@ -1,4 +1,4 @@
-//! Writing the folder of a checkpoint.
+//! Writes the folder of a checkpoint.
 
 use super::{
     AVERAGE, Best, CheckpointError, Files, MANIFEST, MODEL, Manifest, ManifestFile, OPTIMIZER, STATE,
@@ -18,20 +18,19 @@ use std::{
 static WRITTEN: AtomicU64 = AtomicU64::new(0);
 
 /// Writes a checkpoint to `directory` (the job's `checkpoints`, created if needed). Returns the size of all its files
-/// in bytes. `best` is the best checkpoint so far, including this one. If a complete checkpoint of the same name
-/// exists, it is the same step of the same job, and is kept. If it was written before the evaluation and the new one
-/// after it, the new one replaces it.
+/// in bytes. `best` is the best checkpoint so far, including this one. A complete checkpoint of the same name is of the
+/// same step of the same job and is kept, unless it lacks the evaluation that `snapshot` includes.
 ///
 /// # Errors
 /// The disk is full or not writable, or a checkpoint of this name cannot be read. Nothing incomplete is left under
 /// the checkpoint's name.
 pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Result<u64, CheckpointError> {
-    if let Some(size_bytes) = stands(directory, &snapshot.state)? {
+    if let Some(size_bytes) = size_if_complete(directory, &snapshot.state)? {
         return Ok(size_bytes);
     }
     let name = folder_name(snapshot.state.epoch, snapshot.state.step);
-    // After a rank is lost, another rank may write the same step while rank 0 is still writing it. Each uses a
-    // separate folder.
+    // After a rank is lost, another rank may write the same step while rank 0 still does. Each writer uses a separate
+    // folder.
     let writer = (std::process::id(), WRITTEN.fetch_add(1, Ordering::Relaxed));
     let temporary = directory.join(format!("{TEMPORARY}{name}.{}.{}", writer.0, writer.1));
     fs::create_dir_all(directory).map_err(at(directory))?;
@@ -44,15 +43,15 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
         .map_err(at(&temporary))
         .and_then(|()| write_tensors(&temporary, snapshot, str::to_owned))
         .and_then(|files| complete(directory, &temporary, &snapshot.state, best, files));
-    // Remove an incomplete or replaced folder, because the disk may be full. If that fails, the next start removes
-    // it.
+    // Remove an incomplete or replaced folder, because the disk may be full. If the removal fails, the next start
+    // repeats it.
     let _ = fs::remove_dir_all(&temporary);
     written
 }
 
 /// The size of the complete checkpoint of the same step that is kept instead of a new one with this state. `None` if
 /// there is no such checkpoint.
-pub(super) fn stands(directory: &Path, state: &State) -> Result<Option<u64>, CheckpointError> {
+pub(super) fn size_if_complete(directory: &Path, state: &State) -> Result<Option<u64>, CheckpointError> {
     let place = directory.join(folder_name(state.epoch, state.step));
     if !place.exists() {
         return Ok(None);
@@ -66,7 +65,7 @@ pub(super) fn stands(directory: &Path, state: &State) -> Result<Option<u64>, Che
             fs::remove_dir_all(&place).map_err(at(&place))?;
             Ok(None)
         }
-        // The checkpoint cannot be read, but may be intact. It is kept, and the caller tries again.
+        // The checkpoint cannot be read now, but may be intact. It is kept, and the caller may retry.
         Err(error) => Err(error),
     }
 }
@@ -84,10 +83,10 @@ fn exchange(one: &Path, other: &Path) -> rustix::io::Result<()> {
     renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE)
 }
 
-/// Renames a complete folder to its final name. If a folder has that name, the two are exchanged atomically. If the
-/// file system does not support that (NFS), a crash between two renames loses this checkpoint, but not the previous
-/// one. Returns false if another writer has written the same step meanwhile. That folder is kept; it lacks at most
-/// the evaluation of its step.
+/// Renames a complete folder to its final name. If a folder with that name exists, the two are exchanged atomically. On
+/// a file system without atomic exchange (NFS), a crash between two renames loses this checkpoint, but not the previous
+/// one. Returns false if another writer has written the same step meanwhile. The other writer's folder is kept; it
+/// lacks at most the evaluation of its step.
 pub(super) fn put(
     temporary: &Path,
     place: &Path,
@@ -96,7 +95,7 @@ pub(super) fn put(
     if !place.exists() {
         return match fs::rename(temporary, place) {
             Err(error) if place.exists() => {
-                tracing::debug!(%error, "another writer was first");
+                tracing::debug!(%error, "another writer has already written this checkpoint");
                 Ok(false)
             }
             renamed => renamed.map(|()| true),
@@ -141,7 +140,7 @@ pub(super) fn write_tensors(
     Ok(files)
 }
 
-/// Adds the file to an error, and has the fault point of `kind`.
+/// Adds the path to an error, and triggers the fault point of `kind`.
 fn written(
     kind: &str,
     path: &Path,
@@ -151,7 +150,7 @@ fn written(
     written.and_then(|file| fault::point(&point).map(|()| file)).map_err(at(path))
 }
 
-/// Adds the state and the manifest to `temporary`, which has `files`, and renames it to the checkpoint's name.
+/// Adds the state and the manifest to the folder `temporary` with `files`, and renames it to the checkpoint's name.
 /// Returns the size of all files.
 pub(super) fn complete(
     directory: &Path,
@@ -173,11 +172,11 @@ pub(super) fn complete(
     sync_directory(temporary)?;
     let size_bytes = size_of(temporary, &manifest);
     reached("checkpoint.synced", temporary)?;
-    let stands = put(temporary, &place, exchange).map_err(at(&place))?;
+    let is_placed = put(temporary, &place, exchange).map_err(at(&place))?;
     reached("checkpoint.renamed", &place)?;
     sync_directory(directory)?;
     reached("checkpoint.written", &place)?;
-    if stands { Ok(size_bytes) } else { validate(&place).map(|manifest| size_of(&place, &manifest)) }
+    if is_placed { Ok(size_bytes) } else { validate(&place).map(|manifest| size_of(&place, &manifest)) }
 }
 
 pub(super) fn write_json(path: &Path, value: &impl Serialize) -> io::Result<ManifestFile> {

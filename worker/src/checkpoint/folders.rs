@@ -16,7 +16,7 @@ pub fn folder_name(epoch: u32, step: u64) -> String {
 pub fn parse_folder_name(name: &str) -> Option<(u32, u64)> {
     let (epoch, step) = name.split_once('-')?;
     let parsed = (epoch.parse().ok()?, step.parse().ok()?);
-    // Only the form that this module writes: no signs, no leading zeros.
+    // Only the format that this module writes: no signs, no leading zeros.
     (folder_name(parsed.0, parsed.1) == name).then_some(parsed)
 }
 
@@ -39,22 +39,22 @@ pub fn list(directory: &Path) -> Result<Vec<(u32, u64)>, CheckpointError> {
     Ok(found)
 }
 
-/// The newest complete checkpoint, and the errors of newer ones.
+/// The newest complete checkpoint, and the errors of newer, damaged checkpoints.
 ///
 /// # Errors
 /// The directory or a file of a checkpoint cannot be read.
 pub fn newest(directory: &Path) -> Result<(Option<PathBuf>, Vec<CheckpointError>), CheckpointError> {
-    let mut torn = Vec::new();
+    let mut damaged = Vec::new();
     for (epoch, step) in list(directory)?.into_iter().rev() {
         let folder = directory.join(folder_name(epoch, step));
         match validate(&folder) {
-            Ok(_) => return Ok((Some(folder), torn)),
-            // The checkpoint may be intact, and an older one would be used in its place.
+            Ok(_) => return Ok((Some(folder), damaged)),
+            // The checkpoint may be intact. Skipping it would use an older checkpoint without need.
             Err(error @ CheckpointError::Io { .. }) => return Err(error),
-            Err(error) => torn.push(error),
+            Err(error) => damaged.push(error),
         }
     }
-    Ok((None, torn))
+    Ok((None, damaged))
 }
 
 /// Renames a damaged checkpoint, so that it no longer counts as a checkpoint, but can still be examined.
@@ -70,7 +70,7 @@ pub fn set_aside(folder: &Path) -> Result<(), CheckpointError> {
     fs::rename(folder, &aside).map_err(at(folder))
 }
 
-/// Whether there is an incomplete checkpoint: it is being written, or its writer was killed.
+/// Whether an incomplete checkpoint exists: it is being written, or its writer was killed.
 pub fn is_being_written(directory: &Path) -> bool {
     let unfinished = |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with(TEMPORARY);
     fs::read_dir(directory).is_ok_and(|entries| entries.flatten().any(unfinished))
@@ -91,7 +91,7 @@ pub fn remove_leftovers(directory: &Path) -> Result<(), CheckpointError> {
     Ok(())
 }
 
-/// Removes a checkpoint. It is renamed first, so that a partly removed checkpoint is never visible.
+/// Removes a checkpoint. The folder is renamed first, so that a partly removed checkpoint is never visible.
 ///
 /// # Errors
 /// The folder cannot be removed.

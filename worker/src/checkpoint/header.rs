@@ -10,9 +10,9 @@ use std::{
     io::Read,
 };
 
-/// Maximum size of a header. Headers normally have a few kilobytes.
+/// Maximum size of a header. A typical header has a few kilobytes.
 pub(super) const HEADER_BYTES: u64 = 16 << 20;
-/// Number of bytes of the length before the header.
+/// Size of the length field before the header.
 const LENGTH_BYTES: u64 = 8;
 
 /// A tensor's entry in the header.
@@ -25,7 +25,8 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// The number of bytes according to type and shape. `None` if it is not an integer, or if the type is unknown.
+    /// The size in bytes according to type and shape. `None` if the bits do not fill whole bytes, or if the type is
+    /// unknown.
     pub(super) fn bytes(&self) -> Option<u64> {
         let dtype: Dtype = serde_json::from_value(Value::String(self.dtype.clone())).ok()?;
         let mut bits = u64::try_from(dtype.bitsize()).ok()?;
@@ -36,7 +37,7 @@ impl Entry {
     }
 }
 
-/// A header that could be read.
+/// A parsed header.
 #[derive(Debug)]
 pub(super) struct Header {
     pub(super) tensors: BTreeMap<String, Entry>,
@@ -46,12 +47,12 @@ pub(super) struct Header {
     pub(super) data_bytes: u64,
 }
 
-/// Why there is no header.
+/// Why a file has no valid header.
 #[derive(Debug)]
 pub(super) enum NoHeader {
     /// The file was written by `torch.save`.
     Pickled,
-    /// Another reason, in a sentence.
+    /// A sentence with another reason.
     Other(String),
 }
 
@@ -61,31 +62,30 @@ fn is_pickled(bytes: &[u8]) -> bool {
     bytes.starts_with(b"PK\x03\x04") || matches!(bytes, [0x80, 2..=5, ..])
 }
 
-/// Reads the header of a file of `has` bytes.
+/// Reads the header of a file of `file_bytes` bytes.
 ///
 /// # Errors
 /// The file is not a safetensors file; the error tells what it is instead.
-pub(super) fn read(mut file: impl Read, has: u64) -> Result<Header, NoHeader> {
+pub(super) fn read(mut file: impl Read, file_bytes: u64) -> Result<Header, NoHeader> {
     let mut first = Vec::new();
     let begun = file.by_ref().take(LENGTH_BYTES).read_to_end(&mut first);
     begun.map_err(|e| NoHeader::Other(e.to_string()))?;
-    match read_after(&first, file, has) {
-        // The length of a header may begin with the same bytes. So a file is considered a pickle only if it has no
-        // valid header.
+    match read_after(&first, file, file_bytes) {
+        // The length field of a valid header may begin with the same bytes as a pickle. So the header is tried first.
         Err(NoHeader::Other(_)) if is_pickled(&first) => Err(NoHeader::Pickled),
         read => read,
     }
 }
 
 /// `first` has the first bytes of the file, [`LENGTH_BYTES`] if it is long enough.
-fn read_after(first: &[u8], file: impl Read, has: u64) -> Result<Header, NoHeader> {
+fn read_after(first: &[u8], file: impl Read, file_bytes: u64) -> Result<Header, NoHeader> {
     let other = |detail: String| NoHeader::Other(detail);
-    let after = has.saturating_sub(LENGTH_BYTES);
+    let after = file_bytes.saturating_sub(LENGTH_BYTES);
     let length = <[u8; LENGTH_BYTES as usize]>::try_from(first).map(u64::from_le_bytes);
     let length = match length {
         Err(_) => return Err(other("it has no header".into())),
         Ok(length) if length > after => {
-            let detail = "it has no header, or ends before its header does";
+            let detail = "it has no header, or is cut off within its header";
             return Err(other(detail.into()));
         }
         Ok(length) if length > HEADER_BYTES => {
@@ -110,12 +110,12 @@ fn read_after(first: &[u8], file: impl Read, has: u64) -> Result<Header, NoHeade
 }
 
 impl Header {
-    /// Checks that the tensors lie in the file one after another, each with the length that follows from its type and
-    /// shape, without gaps or other data.
+    /// Checks that the tensors follow each other in the file without gaps or other data, each with the length that
+    /// follows from its type and shape.
     ///
     /// # Errors
     /// The first invalid tensor, by name.
-    pub(super) fn check_places(&self) -> Result<(), String> {
+    pub(super) fn check_layout(&self) -> Result<(), String> {
         let mut places: Vec<_> =
             self.tensors.iter().map(|(name, entry)| (entry.data_offsets, name)).collect();
         places.sort();
@@ -129,7 +129,7 @@ impl Header {
         for (name, entry) in &self.tensors {
             let [begin, end] = entry.data_offsets;
             let wanted = entry.bytes();
-            if end.checked_sub(begin).is_none_or(|has| Some(has) != wanted) {
+            if end.checked_sub(begin).is_none_or(|file_bytes| Some(file_bytes) != wanted) {
                 let wanted = wanted.map_or_else(|| "no number of bytes".into(), |w| format!("{w} bytes"));
                 return Err(format!(
                     "{name} is {:?} of {}, which takes {wanted}, and lies from byte {begin} to {end}",
@@ -169,7 +169,7 @@ mod tests {
 
     fn places(header: &str, data: usize) -> Result<(), String> {
         let bytes = file(header, data);
-        read(&bytes[..], bytes.len() as u64).unwrap().check_places()
+        read(&bytes[..], bytes.len() as u64).unwrap().check_layout()
     }
 
     fn two(first: [u64; 2], second: [u64; 2], shape: &str) -> String {
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tensor_that_lies_wrong_is_named() {
+    fn a_tensor_with_invalid_offsets_is_named() {
         assert_eq!(places(&two([0, 8], [8, 20], "[3]"), 12 + 8), Ok(()));
         assert_eq!(places(&two([12, 20], [0, 12], "[3]"), 20), Ok(()), "in any order");
         for (header, data, words) in [
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_has_a_limit_and_what_is_longer_is_told_so() {
+    fn a_header_above_the_size_limit_is_refused() {
         let with = |bytes: u64| {
             let mut text = b"{}".to_vec();
             text.resize(usize::try_from(bytes).unwrap(), b' ');

@@ -1,4 +1,4 @@
-//! The manifest of a checkpoint: sizes and checksums, which reveal damage.
+//! The manifest of a checkpoint: sizes and checksums that reveal damage.
 
 use super::{CheckpointError, MANIFEST, STATE};
 pub use lockstep_protocol::checkpoint_files::{Files, Manifest, ManifestFile};
@@ -18,8 +18,8 @@ pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
 /// Checks every file of a checkpoint against the manifest.
 ///
 /// # Errors
-/// [`CheckpointError::Damaged`] names a missing or different file. [`CheckpointError::Io`]: a file cannot be read.
-/// This may be temporary, and the checkpoint may be intact.
+/// [`CheckpointError::Damaged`]: a file is missing or differs. [`CheckpointError::Io`]: a file cannot be read now, and
+/// the checkpoint may be intact.
 pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
     let (name, manifest) = manifest(folder)?;
     for (file, wanted) in &manifest.files {
@@ -40,12 +40,15 @@ pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointEr
     let manifest: Manifest =
         serde_json::from_slice(&text).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
     if manifest.version != 1 {
-        return Err(damaged(format!("{MANIFEST} is of version {}; this program reads 1", manifest.version)));
+        return Err(damaged(format!(
+            "{MANIFEST} has version {}, and this program reads version 1",
+            manifest.version
+        )));
     }
     if let Some(missing) = checkpoint_files::missing(|name| manifest.files.contains_key(name)) {
         return Err(damaged(format!("{MANIFEST} does not name {missing}")));
     }
-    // The file is read into memory, and may have been written on another machine.
+    // The state file is read into memory, and may come from another machine.
     let state = manifest.files.get(STATE).map_or(0, |file| file.size_bytes);
     if state > STATE_FILE_BYTES {
         return Err(damaged(format!("{STATE} has {state} bytes; at most {STATE_FILE_BYTES} are allowed")));
@@ -63,7 +66,10 @@ pub(super) fn check(
     let damaged = |detail: String| Err(CheckpointError::Damaged { name: name.into(), detail });
     let found = checksum(&folder.join(file)).map_err(|e| unreadable(folder, name, file, e))?;
     if found.size_bytes != wanted.size_bytes {
-        return damaged(format!("{file} has {} bytes, {} were written", found.size_bytes, wanted.size_bytes));
+        return damaged(format!(
+            "{file} has {} bytes, but {} were written",
+            found.size_bytes, wanted.size_bytes
+        ));
     }
     if found.sha256 != wanted.sha256 {
         return damaged(format!("{file}: its checksum does not match"));

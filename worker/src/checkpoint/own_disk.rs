@@ -1,4 +1,4 @@
-//! A note in a job's folder on a disk that the server does not share.
+//! A note in a job's folder: marks a disk that the server does not share.
 
 use lockstep_protocol::agent::AttemptRef;
 use serde::{Deserialize, Serialize};
@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The file of the note. It exists on machines with their own disk, which upload checkpoints to the server.
+/// The file name of the note. The file exists on machines with their own disk, which upload checkpoints to the server.
 pub(crate) const OWN_DISK_NOTE: &str = "here.json";
 
 /// The last attempt on this machine.

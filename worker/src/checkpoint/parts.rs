@@ -4,7 +4,7 @@
 
 use super::{
     AVERAGE, Best, CheckpointError, Files, MANIFEST, MODEL, OPTIMIZER, Snapshot, State, TEMPORARY, at,
-    files::{complete, stands, write_json, write_tensors},
+    files::{complete, size_if_complete, write_json, write_tensors},
     folders::folder_name,
     header::HEADER_BYTES,
     manifest::{check, manifest},
@@ -38,8 +38,8 @@ struct Places {
     weight_map: BTreeMap<String, String>,
 }
 
-/// The temporary folder of a checkpoint that several ranks write. `unique` must be the same on all ranks, and used
-/// only once.
+/// The temporary folder of a checkpoint that several ranks write. `unique` must be equal on all ranks, and used only
+/// once.
 pub fn parts_folder(directory: &Path, state: &State, unique: &str) -> PathBuf {
     directory.join(format!("{TEMPORARY}{}.{unique}", folder_name(state.epoch, state.step)))
 }
@@ -63,8 +63,8 @@ pub fn write_part(
     })
 }
 
-/// Completes the checkpoint whose parts are in `temporary`, otherwise as [`write`](super::write). `files` has the
-/// files of all ranks.
+/// Completes the checkpoint whose parts are in `temporary`, like [`write`](super::write). `files` lists the files of
+/// all ranks.
 ///
 /// # Errors
 /// As [`write`](super::write), or a part is missing.
@@ -75,7 +75,7 @@ pub fn complete_parts(
     best: Option<&Best>,
     mut files: Files,
 ) -> Result<u64, CheckpointError> {
-    if let Some(size_bytes) = stands(directory, state)? {
+    if let Some(size_bytes) = size_if_complete(directory, state)? {
         return Ok(size_bytes);
     }
     for kind in [MODEL, OPTIMIZER, AVERAGE] {
@@ -107,19 +107,19 @@ pub fn files_of(folder: &Path, kind: &str) -> Result<Vec<PathBuf>, String> {
     if whole.exists() || !index.exists() {
         return Ok(vec![whole]);
     }
-    let wrong = |detail: String| format!("{}: {detail}", index.display());
+    let invalid_index = |detail: String| format!("{}: {detail}", index.display());
     let text = files::read(&index, HEADER_BYTES).map_err(|detail| format!("{} {detail}", index.display()))?;
-    let places: Places = serde_json::from_slice(&text).map_err(|e| wrong(e.to_string()))?;
+    let places: Places = serde_json::from_slice(&text).map_err(|e| invalid_index(e.to_string()))?;
     let names = BTreeSet::from_iter(places.weight_map.into_values());
     match names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
-        Some(name) => Err(wrong(format!("it names {name:?}, which is not a plain file name"))),
-        None if names.is_empty() => Err(wrong("it names no file".into())),
+        Some(name) => Err(invalid_index(format!("it names {name:?}, which is not a plain file name"))),
+        None if names.is_empty() => Err(invalid_index("it names no file".into())),
         None => Ok(names.into_iter().map(|name| folder.join(name)).collect()),
     }
 }
 
-/// The files with the weights of a checkpoint's folder, or with its average if `path` is `ema.safetensors` in it.
-/// They are checked against the manifest, if there is one. For another file, the file itself.
+/// The files with the weights of a checkpoint's folder, or with its average if `path` is `ema.safetensors` in it. If
+/// the folder has a manifest, these files are checked against it. For another file, the file itself.
 ///
 /// # Errors
 /// As [`validate`](super::validate).
@@ -150,7 +150,7 @@ pub fn read_files(files: &[PathBuf]) -> Result<NamedTensors, String> {
     read_wanted(files, &|_| true)
 }
 
-/// Reads those tensors of several files whose names are `wanted`.
+/// Reads the tensors of several files whose names are `wanted`.
 ///
 /// # Errors
 /// As [`read_tensors`](super::read_tensors).

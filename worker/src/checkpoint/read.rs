@@ -1,4 +1,4 @@
-//! Reading a checkpoint.
+//! Reads a checkpoint.
 
 use super::{
     AVERAGE, CheckpointError, MODEL, OPTIMIZER, STATE, State, at,
@@ -14,7 +14,7 @@ use std::{fs, path::Path};
 /// Checks and reads a checkpoint: its state, parameters, and the slots of the optimizer.
 ///
 /// # Errors
-/// The checkpoint is damaged, or has values that are not finite.
+/// The checkpoint cannot be read, is damaged, or contains values that are not finite.
 pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), CheckpointError> {
     validate(folder)?;
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -32,7 +32,7 @@ pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), Checkp
     Ok((state, parameters, optimizer))
 }
 
-/// The running average of a checkpoint that has been checked, if it has one.
+/// The running average of a checkpoint, if it has one. The checkpoint's checksums must have been verified before.
 ///
 /// # Errors
 /// The average cannot be read, or has values that are not finite.
@@ -54,7 +54,7 @@ pub fn load_average(folder: &Path) -> Result<Option<NamedTensors>, CheckpointErr
 /// Checks a checkpoint, and returns the facts that are reported about it.
 ///
 /// # Errors
-/// The checkpoint is damaged.
+/// The checkpoint is damaged or cannot be read.
 pub fn info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
     let manifest = validate(folder)?;
     let path = folder.join(STATE);
@@ -74,7 +74,7 @@ pub fn info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
     })
 }
 
-/// The state of the checkpoint in `folder`, which is not checked.
+/// The state of the checkpoint in `folder`, without verification of checksums. `None` if it cannot be read.
 pub fn state(folder: &Path) -> Option<State> {
     serde_json::from_slice(&files::read(&folder.join(STATE), STATE_FILE_BYTES).ok()?).ok()
 }

@@ -25,9 +25,9 @@ pub struct State {
     /// Number of pictures in a step, over all ranks.
     pub global_batch_size: u64,
     pub steps_per_epoch: u64,
-    /// The accuracy of the validation after this step, if there was one.
+    /// The validation accuracy after this step, if it was measured.
     pub val_accuracy: Option<f64>,
-    /// The loss of the validation after this step, if there was one.
+    /// The validation loss after this step, if it was measured.
     pub val_loss: Option<f64>,
     /// The validation pictures of the run. Absent without validation.
     #[serde(default)]
@@ -37,12 +37,12 @@ pub struct State {
     pub divisions: Vec<Division>,
     /// The best checkpoint so far, including this one.
     pub best: Option<Best>,
-    /// With early stopping, after the first validation.
+    /// The state of early stopping after the first validation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stop: Option<StopProgress>,
     /// Versions of the programs that wrote the checkpoint.
     pub versions: BTreeMap<String, String>,
-    /// The number format of convolutions.
+    /// The floating-point format of convolutions.
     #[serde(default)]
     pub precision: Option<Precision>,
     /// The state of loss scaling, with float16.
@@ -61,14 +61,14 @@ pub struct OptimizerNote {
     pub updates: u64,
 }
 
-/// The position of the next picture.
+/// The position of the next picture in the training data.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct DataPosition {
     /// The epoch, from 0.
     pub epoch: u32,
-    /// Number of steps done in that epoch.
+    /// Number of completed steps in this epoch.
     pub step_in_epoch: u64,
-    /// Number of pictures done in that epoch, over all ranks, in the order of the epoch.
+    /// Number of processed pictures of this epoch, over all ranks, in the order of the epoch.
     pub samples_in_epoch: u64,
 }
 
@@ -98,20 +98,20 @@ pub struct StopProgress {
     /// The newest value that was an improvement by `min_delta`, and the epoch of its validation. [`Best`] has the best checkpoint.
     pub value: f64,
     pub epoch: u32,
-    /// Number of validations since then.
+    /// Number of validations since the best value.
     pub without: u32,
 }
 
 impl Best {
-    /// A checkpoint with this state as the best so far, if it is better than `best` by `metric`. If values are equal,
-    /// a lower loss is better; if losses are equal as well, the newer checkpoint is better.
+    /// A record of this state's checkpoint if it is better than `best` by `metric`. If values are equal, a lower loss
+    /// is better; if losses are equal too, the newer checkpoint is better.
     pub fn improved(best: Option<&Self>, metric: &str, state: &State) -> Option<Self> {
         let measured = match metric {
             "val_accuracy" => state.val_accuracy,
             "val_loss" => state.val_loss,
             _ => None,
         };
-        // If the loss is not finite, the network only guesses, and its accuracy is meaningless.
+        // If the loss is not finite, the accuracy is meaningless.
         let loss_is_finite = state.val_loss.is_none_or(f64::is_finite);
         let value = measured.filter(|value| value.is_finite() && loss_is_finite)?;
         let loss = state.val_loss;

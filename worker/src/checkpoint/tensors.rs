@@ -1,6 +1,6 @@
-//! Tensors in safetensors files (<https://github.com/huggingface/safetensors#format>). Files are read with the crate
-//! of that name. Writing is implemented here, because the order of the crate's header varies from run to run, and
-//! equal jobs must write identical bytes.
+//! Tensors in safetensors files (<https://github.com/huggingface/safetensors#format>). Writing is implemented here,
+//! because the order of the `safetensors` crate's header varies from run to run, and equal jobs must write identical
+//! bytes.
 
 use super::{
     ManifestFile,
@@ -24,14 +24,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The counter of batches in PyTorch's batch norm. It is required by `strict=True`.
-const TRACKED: &str = "num_batches_tracked";
+/// The counter of batches in PyTorch's batch norm, which `load_state_dict(strict=True)` requires.
+const BATCHES_TRACKED: &str = "num_batches_tracked";
 
-/// The weights of the largest network in float64 have a gigabyte. A larger file is not one of Lockstep's.
-const MAX_BYTES: u64 = 8 << 30;
+/// Maximum size of the tensors to read.
+const MAX_TENSOR_BYTES: u64 = 8 << 30;
 
 /// The supported types, for messages.
-const TYPES: &str = "float32, float64, bfloat16 and float16 are read";
+const SUPPORTED_TYPES: &str = "supported are float32, float64, bfloat16 and float16";
 
 /// A tensor to be written.
 struct Data<'a> {
@@ -56,7 +56,10 @@ pub(crate) fn write(
     if let Some(batches) = batches {
         for norm in tensors.keys().filter_map(|name| name.strip_suffix("running_mean")) {
             let bytes = Cow::Owned((batches as i64).to_le_bytes().to_vec());
-            all.insert(format!("{norm}{TRACKED}"), Data { dtype: Dtype::I64, shape: Vec::new(), bytes });
+            all.insert(
+                format!("{norm}{BATCHES_TRACKED}"),
+                Data { dtype: Dtype::I64, shape: Vec::new(), bytes },
+            );
         }
     }
     write_all(path, &all, metadata)
@@ -67,7 +70,7 @@ fn write_all(
     all: &BTreeMap<String, Data<'_>>,
     metadata: &BTreeMap<String, String>,
 ) -> io::Result<ManifestFile> {
-    // Putting wider types first keeps every tensor aligned, as the format requires.
+    // Writing wider types first keeps every tensor aligned, as the format requires.
     let mut ordered: Vec<_> = all.iter().collect();
     ordered.sort_by_key(|(_, data)| Reverse(data.dtype.bitsize()));
     let mut header = Map::new();
@@ -91,10 +94,10 @@ fn write_all(
 }
 
 /// Joins the tensors of `files`, the parts of a checkpoint, in a new file with the same bytes as [`write`] produces
-/// from all tensors. Both are in memory meanwhile.
+/// from all tensors. All tensors are in memory meanwhile.
 ///
 /// # Errors
-/// As [`read`], or the new file cannot be written; a sentence.
+/// As [`read`], or the new file cannot be written.
 pub fn join(files: &[PathBuf], path: &Path) -> Result<ManifestFile, String> {
     let read = |file: &PathBuf| read_bytes(file, open(file)?);
     let bytes: Vec<Vec<u8>> = files.iter().map(read).collect::<Result<_, _>>()?;
@@ -146,8 +149,8 @@ impl Hashing {
 /// is left out.
 ///
 /// # Errors
-/// The file cannot be read, is not a safetensors file, or has other types; a sentence. For a pickle of PyTorch, it
-/// tells how to convert the file.
+/// The file cannot be read, is not a safetensors file, or has unsupported types. For a PyTorch pickle, the error tells
+/// how to convert the file.
 pub fn read(path: &Path) -> Result<NamedTensors, String> {
     read_opened(path, open(path)?)
 }
@@ -167,29 +170,31 @@ pub(crate) fn read_opened(path: &Path, opened: (File, u64)) -> Result<NamedTenso
 /// As [`read`].
 pub(super) fn read_wanted(
     path: &Path,
-    (file, has): (File, u64),
+    (file, file_bytes): (File, u64),
     wanted: &dyn Fn(&str) -> bool,
 ) -> Result<NamedTensors, String> {
-    let naming = |e: String| format!("{}: {e}", path.display());
-    let mut header = header::read(&file, has).map_err(|why| no_header(path, why))?;
-    readable_types(&header).map_err(naming)?;
-    header.check_places().map_err(|e| naming(format!("not a whole safetensors file: {e}")))?;
-    header.tensors.retain(|name, _| !name.ends_with(TRACKED) && wanted(name));
+    let with_path = |e: String| format!("{}: {e}", path.display());
+    let mut header = header::read(&file, file_bytes).map_err(|why| no_header(path, why))?;
+    readable_types(&header).map_err(with_path)?;
+    header.check_layout().map_err(|e| with_path(format!("not a whole safetensors file: {e}")))?;
+    header.tensors.retain(|name, _| !name.ends_with(BATCHES_TRACKED) && wanted(name));
     let bytes: u64 = header.tensors.values().filter_map(Entry::bytes).sum();
-    if bytes > MAX_BYTES {
-        return Err(naming(format!("has {bytes} bytes of tensors, and up to {MAX_BYTES} are read")));
+    if bytes > MAX_TENSOR_BYTES {
+        return Err(with_path(format!(
+            "has {bytes} bytes of tensors; at most {MAX_TENSOR_BYTES} are allowed"
+        )));
     }
-    let first = has - header.data_bytes;
+    let first = file_bytes - header.data_bytes;
     let mut tensors = NamedTensors::new();
     for (name, Entry { dtype, shape, data_offsets: [begin, end] }) in header.tensors {
         let mut data = vec![0; (end - begin) as usize];
-        file.read_exact_at(&mut data, first + begin).map_err(|e| naming(format!("{name}: {e}")))?;
+        file.read_exact_at(&mut data, first + begin).map_err(|e| with_path(format!("{name}: {e}")))?;
         let values: Vec<f32> = match &*dtype {
             "F32" => bytemuck::pod_collect_to_vec(&data),
             "F64" => bytemuck::pod_collect_to_vec::<u8, f64>(&data).into_iter().map(|v| v as f32).collect(),
             "BF16" => halves(&data).map(|bits| half::bf16::from_bits(bits).to_f32()).collect(),
             "F16" => halves(&data).map(|bits| half::f16::from_bits(bits).to_f32()).collect(),
-            other => return Err(naming(format!("{name} is of type {other}; {TYPES}"))),
+            other => return Err(with_path(format!("{name} is of type {other}; {SUPPORTED_TYPES}"))),
         };
         tensors.insert(name, HostTensor { shape, values });
     }
@@ -197,15 +202,15 @@ pub(super) fn read_wanted(
 }
 
 fn read_bytes(path: &Path, opened: (File, u64)) -> Result<Vec<u8>, String> {
-    files::read_opened(opened, MAX_BYTES).map_err(|detail| format!("{} {detail}", path.display()))
+    files::read_opened(opened, MAX_TENSOR_BYTES).map_err(|detail| format!("{} {detail}", path.display()))
 }
 
-/// The header of a file, and its tensors, which have supported types.
+/// The header and the tensors of a file. Fails if a tensor's type is not supported.
 fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<(Header, SafeTensors<'a>), String> {
     let header = header::read(bytes, bytes.len() as u64).map_err(|why| no_header(path, why))?;
     readable_types(&header).map_err(|e| format!("{}: {e}", path.display()))?;
     let torn = |e: String| format!("{}: not a whole safetensors file: {e}", path.display());
-    header.check_places().map_err(torn)?;
+    header.check_layout().map_err(torn)?;
     let tensors = SafeTensors::deserialize(bytes).map_err(|e| torn(e.to_string()))?;
     Ok((header, tensors))
 }
@@ -225,11 +230,11 @@ fn no_header(path: &Path, why: NoHeader) -> String {
 /// Checks that [`read`] supports the types of all tensors.
 fn readable_types(header: &Header) -> Result<(), String> {
     let read = |(name, entry): &(&String, &Entry)| {
-        name.ends_with(TRACKED) || ["F32", "F64", "BF16", "F16"].contains(&&*entry.dtype)
+        name.ends_with(BATCHES_TRACKED) || ["F32", "F64", "BF16", "F16"].contains(&&*entry.dtype)
     };
     match header.tensors.iter().find(|tensor| !read(tensor)) {
         None => Ok(()),
-        Some((name, entry)) => Err(format!("{name} is of type {}; {TYPES}", entry.dtype)),
+        Some((name, entry)) => Err(format!("{name} is of type {}; {SUPPORTED_TYPES}", entry.dtype)),
     }
 }
 
@@ -247,32 +252,32 @@ pub fn shapes(path: &Path) -> Result<BTreeMap<String, Vec<usize>>, String> {
 /// As [`shapes`].
 pub(crate) fn shapes_opened(
     path: &Path,
-    (file, has): (File, u64),
+    (file, file_bytes): (File, u64),
 ) -> Result<BTreeMap<String, Vec<usize>>, String> {
-    let naming = |e: String| format!("{}: {e}", path.display());
-    let header = header::read(file, has).map_err(|why| no_header(path, why))?;
-    readable_types(&header).map_err(naming)?;
-    header.check_places().map_err(|e| naming(format!("not a whole safetensors file: {e}")))?;
+    let with_path = |e: String| format!("{}: {e}", path.display());
+    let header = header::read(file, file_bytes).map_err(|why| no_header(path, why))?;
+    readable_types(&header).map_err(with_path)?;
+    header.check_layout().map_err(|e| with_path(format!("not a whole safetensors file: {e}")))?;
     let mut shapes: BTreeMap<_, _> =
         header.tensors.into_iter().map(|(name, entry)| (name, entry.shape)).collect();
-    shapes.retain(|name, _| !name.ends_with(TRACKED));
+    shapes.retain(|name, _| !name.ends_with(BATCHES_TRACKED));
     Ok(shapes)
 }
 
 /// The size of each tensor of a file in bytes, from its header only.
 pub(super) fn sizes(path: &Path) -> Result<BTreeMap<String, u64>, String> {
-    let (file, has) = open(path)?;
-    let header = header::read(file, has).map_err(|why| no_header(path, why))?;
+    let (file, file_bytes) = open(path)?;
+    let header = header::read(file, file_bytes).map_err(|why| no_header(path, why))?;
     Ok(header.tensors.into_iter().map(|(name, entry)| (name, entry.bytes().unwrap_or(0))).collect())
 }
 
 /// The metadata of a file, from its header only.
 ///
 /// # Errors
-/// The file cannot be read, or is not a safetensors file; a sentence.
+/// The file cannot be read, or is not a safetensors file.
 pub fn metadata(path: &Path) -> Result<HashMap<String, String>, String> {
-    let (file, has) = open(path)?;
-    Ok(header::read(file, has).map_err(|why| no_header(path, why))?.metadata)
+    let (file, file_bytes) = open(path)?;
+    Ok(header::read(file, file_bytes).map_err(|why| no_header(path, why))?.metadata)
 }
 
 pub(super) fn open(path: &Path) -> Result<(File, u64), String> {

@@ -52,7 +52,7 @@ pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snap
 }
 
 #[test]
-fn what_is_written_is_read_and_the_same_twice() {
+fn checkpoints_are_read_back_and_deterministic() {
     let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let saved = snapshot(2, 120, Some(0.5));
     let size = write(one.path(), &saved, None).unwrap();
@@ -109,7 +109,7 @@ fn a_state_has_up_to_a_mebibyte() {
 }
 
 #[test]
-fn averaged_weights_lie_beside_the_others_and_are_checked_too() {
+fn averaged_weights_are_in_a_separate_file_and_checked() {
     let dir = tempfile::tempdir().unwrap();
     let mut saved = snapshot(1, 3, None);
     write(dir.path(), &saved, None).unwrap();
@@ -139,14 +139,14 @@ fn averaged_weights_lie_beside_the_others_and_are_checked_too() {
     let mut average = saved.parameters.clone();
     average.get_mut("fc.weight").unwrap().values[1] = f32::NAN;
     saved.average = Some(average);
-    assert!(saved.first_not_finite().unwrap().starts_with("of the average fc.weight holds NaN"));
+    assert!(saved.first_not_finite().unwrap().starts_with("of the average fc.weight contains NaN"));
     write(dir.path(), &saved, None).unwrap();
     let error = load_average(&dir.path().join("1-5")).unwrap_err();
     assert!(matches!(&error, CheckpointError::NotFinite { .. }), "{error}");
 }
 
 #[test]
-fn torn_ones_are_named_and_the_newest_whole_one_is_found() {
+fn damaged_checkpoints_are_named_and_the_newest_intact_one_is_found() {
     let dir = tempfile::tempdir().unwrap();
     assert!(newest(&dir.path().join("none")).unwrap().0.is_none());
     for step in [9, 10, 11, 100] {
@@ -173,7 +173,7 @@ fn torn_ones_are_named_and_the_newest_whole_one_is_found() {
 
 /// As when a rank is lost while rank 0 writes a checkpoint of the last step, which another rank then writes as well.
 #[test]
-fn two_that_write_the_same_step_do_not_disturb_each_other() {
+fn concurrent_writers_of_the_same_step_do_not_interfere() {
     let dir = tempfile::tempdir().unwrap();
     for step in 1..=20 {
         let begin = std::sync::Barrier::new(2);
@@ -193,7 +193,7 @@ fn two_that_write_the_same_step_do_not_disturb_each_other() {
 
 /// A link to itself cannot be opened (ELOOP). This error does not mean a missing file.
 #[test]
-fn a_checkpoint_that_cannot_be_read_for_now_stays() {
+fn a_temporarily_unreadable_checkpoint_is_kept() {
     let dir = tempfile::tempdir().unwrap();
     let saved = snapshot(1, 9, None);
     write(dir.path(), &saved, None).unwrap();
@@ -237,7 +237,7 @@ fn the_weights_of_a_checkpoint_are_checked_before_they_are_used_alone() {
 }
 
 #[test]
-fn only_our_folder_names_are_taken() {
+fn only_checkpoint_folder_names_are_accepted() {
     for name in ["1-2", "10-4000"] {
         assert!(parse_folder_name(name).is_some(), "{name}");
     }
@@ -247,7 +247,7 @@ fn only_our_folder_names_are_taken() {
 }
 
 #[test]
-fn a_directory_that_cannot_be_written_is_named() {
+fn an_unwritable_directory_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("checkpoints");
     fs::write(&file, "").unwrap();
@@ -256,7 +256,7 @@ fn a_directory_that_cannot_be_written_is_named() {
 }
 
 #[test]
-fn one_that_was_evaluated_takes_the_place_of_one_that_was_not_and_never_the_other_way() {
+fn evaluated_checkpoints_replace_unevaluated_ones_only() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("1-40");
     let accuracy = || load(&folder).unwrap().0.val_accuracy;
@@ -274,7 +274,7 @@ fn one_that_was_evaluated_takes_the_place_of_one_that_was_not_and_never_the_othe
 
 /// The error code of NFS.
 #[test]
-fn where_folders_cannot_be_exchanged_the_evaluated_one_is_stored_all_the_same() {
+fn evaluated_checkpoints_are_stored_without_atomic_exchange() {
     use rustix::io::Errno;
     let dir = tempfile::tempdir().unwrap();
     let (folder, aside) = (dir.path().join("1-40"), dir.path().join(".tmp-1-40"));

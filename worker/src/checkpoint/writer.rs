@@ -29,14 +29,14 @@ pub enum CheckpointEvent {
         /// The step of the checkpoint.
         step: u64,
     },
-    /// The checkpoint was dropped in favour of a newer one, because an earlier one was still being written.
+    /// The checkpoint was replaced by a newer one, because an earlier checkpoint was still being written.
     Dropped {
         /// The epoch of the checkpoint.
         epoch: u32,
         /// The step of the checkpoint.
         step: u64,
     },
-    /// The checkpoint could not be written (for example, the disk is full). The previous one is kept.
+    /// The checkpoint could not be written (for example, the disk is full). The previous checkpoint is kept.
     Failed {
         /// The epoch of the checkpoint.
         epoch: u32,
@@ -44,7 +44,7 @@ pub enum CheckpointEvent {
         step: u64,
         /// The operating system's error.
         reason: String,
-        /// Whether writing is tried again until it succeeds, because no newer checkpoint will follow.
+        /// Whether this was a retry. The last checkpoint is retried until it succeeds.
         again: bool,
     },
 }
@@ -62,7 +62,7 @@ struct Queue {
 #[derive(Debug, Default)]
 struct QueueState {
     waiting: Option<Snapshot>,
-    /// Whether the queue is closed, so that no further snapshot comes.
+    /// Whether the queue is closed to further snapshots.
     is_closed: bool,
 }
 
@@ -80,8 +80,8 @@ impl Queue {
         next
     }
 
-    /// Puts a snapshot into the queue when there is room. After `patience`, it replaces the waiting snapshot and
-    /// returns that.
+    /// Puts a snapshot into the queue when there is room. After `patience`, replaces the waiting snapshot and returns
+    /// the replaced one.
     fn put(&self, snapshot: Snapshot, patience: Duration) -> Option<Snapshot> {
         let waited = self.changed.wait_timeout_while(self.lock(), patience, |state| state.waiting.is_some());
         let replaced = waited.unwrap_or_else(PoisonError::into_inner).0.waiting.replace(snapshot);
@@ -100,11 +100,11 @@ impl Queue {
 pub struct CheckpointWriter {
     directory: PathBuf,
     queue: Arc<Queue>,
-    /// Whether the last snapshot had to replace another one, because the disk was too slow.
-    hangs: AtomicBool,
+    /// Whether the last snapshot had to replace a waiting snapshot, because the disk was too slow.
+    is_disk_slow: AtomicBool,
     events: Receiver<CheckpointEvent>,
     thread: Option<JoinHandle<()>>,
-    /// Set when no one waits for a full disk any more.
+    /// Set when the writer must no longer wait for a full disk.
     give_up: Arc<AtomicBool>,
     /// How long writing the newest checkpoint took, in milliseconds.
     took_ms: Arc<AtomicU64>,
@@ -114,7 +114,7 @@ impl CheckpointWriter {
     /// Starts a writer for `directory`. `best` is the best checkpoint so far.
     ///
     /// # Errors
-    /// No thread can be started.
+    /// The thread cannot be started.
     pub fn start(directory: &Path, spec: &CheckpointSpec, best: Option<Best>) -> std::io::Result<Self> {
         let queue = Arc::new(Queue::default());
         let incoming = queue.clone();
@@ -128,7 +128,7 @@ impl CheckpointWriter {
             while let Some(snapshot) = incoming.next() {
                 unwritten = retention.try_to_write(snapshot, false, &outgoing);
             }
-            // No newer snapshot will come, so this one is tried again, as long as someone waits for it.
+            // No newer snapshot will come, so this snapshot is retried until `give_up` is set.
             while let Some(snapshot) = unwritten {
                 std::thread::sleep(RETRY);
                 if given_up.load(Ordering::Relaxed) {
@@ -141,7 +141,7 @@ impl CheckpointWriter {
         Ok(Self {
             directory: directory.into(),
             queue,
-            hangs: AtomicBool::new(false),
+            is_disk_slow: AtomicBool::new(false),
             events,
             thread: Some(thread),
             give_up,
@@ -149,10 +149,9 @@ impl CheckpointWriter {
         })
     }
 
-    /// Queues a snapshot and fills in its `state.best`. One snapshot may wait while another is being written. A third
-    /// one waits for at most `patience`, during which the other ranks wait for this rank, and then replaces the
-    /// waiting one. So memory does not grow, and a disk that hangs does not block training. Returns the event of the
-    /// replaced snapshot.
+    /// Queues a snapshot. One snapshot may wait while another is being written. A third snapshot waits for at most
+    /// `patience`, during which the other ranks wait for this rank, and then replaces the waiting snapshot. So memory
+    /// does not grow, and a disk that hangs does not block training. Returns the event of the replaced snapshot.
     ///
     /// # Errors
     /// The values are not finite ([`CheckpointError::NotFinite`]): nothing is written, and existing checkpoints are
@@ -171,10 +170,10 @@ impl CheckpointWriter {
             let error = std::io::Error::other("the thread that writes checkpoints ended");
             return Err(CheckpointError::Io { path: self.directory.join(name), error });
         }
-        // If the disk hangs, waiting for each further snapshot would be in vain.
-        let patience = if self.hangs.load(Ordering::Relaxed) { Duration::ZERO } else { patience };
+        // If the disk hangs, waiting again for each further snapshot would be useless.
+        let patience = if self.is_disk_slow.load(Ordering::Relaxed) { Duration::ZERO } else { patience };
         let dropped = self.queue.put(snapshot, patience);
-        self.hangs.store(dropped.is_some(), Ordering::Relaxed);
+        self.is_disk_slow.store(dropped.is_some(), Ordering::Relaxed);
         Ok(dropped
             .map(|Snapshot { state, .. }| CheckpointEvent::Dropped { epoch: state.epoch, step: state.step }))
     }
@@ -190,7 +189,7 @@ impl CheckpointWriter {
     }
 
     /// Closes the queue of snapshots. Returns `None` when all are on disk and reported, otherwise the events after a
-    /// short wait. A full disk is tried again; drop the writer to give up.
+    /// short wait. Writes to a full disk are retried; drop the writer to give up.
     pub fn finish(&mut self) -> Option<Vec<CheckpointEvent>> {
         self.queue.close();
         match self.events.recv_timeout(Duration::from_millis(500)) {
@@ -212,7 +211,7 @@ impl Drop for CheckpointWriter {
     }
 }
 
-/// Keeps the newest checkpoints and the best one.
+/// Keeps the newest checkpoints and the best checkpoint, and removes others.
 #[derive(Debug)]
 pub struct Retention {
     directory: PathBuf,
@@ -229,8 +228,8 @@ impl Retention {
         Self { directory: directory.into(), keep, metric, best, took_ms: Arc::default() }
     }
 
-    /// Writes a snapshot, and sends the events of this checkpoint and of older ones. Returns the snapshot if it could
-    /// not be written.
+    /// Writes a snapshot, and sends the events of this checkpoint and of removed checkpoints. Returns the snapshot if
+    /// writing failed.
     fn try_to_write(
         &mut self,
         snapshot: Snapshot,
@@ -239,14 +238,14 @@ impl Retention {
     ) -> Option<Snapshot> {
         let directory = self.directory.clone();
         let (is_written, news) = self.add(&snapshot.state, again, |best| write(&directory, &snapshot, best));
-        // If no one receives events any more, only the files matter.
+        // Sending fails if no one receives events any more. Only the files matter then.
         let _ = news.into_iter().try_for_each(|item| events.send(item));
         (!is_written).then_some(snapshot)
     }
 
-    /// Writes the checkpoint of `state` by calling `write` with the best checkpoint so far; `write` returns its size.
-    /// Then removes older checkpoints. Returns whether it was written, and the events of this checkpoint and of older
-    /// ones. `again`: writing has been tried before.
+    /// Writes the checkpoint of `state` by calling `write` with the best checkpoint so far; `write` returns the size in
+    /// bytes. Then removes older checkpoints. Returns whether the checkpoint was written, and the events of this
+    /// checkpoint and of removed ones. `again`: this is a retry.
     pub fn add(
         &mut self,
         state: &State,
@@ -257,9 +256,10 @@ impl Retention {
         let before = self.best.clone();
         match self.write(state, write, &mut news) {
             Ok(()) => (true, news),
-            // The checkpoint was written, but an older one could not be removed. That is tried again next time.
+            // The checkpoint was written, but an older checkpoint could not be removed. The next call retries the
+            // removal.
             Err(error) if !news.is_empty() => {
-                tracing::warn!(%error, "an old checkpoint stays for now");
+                tracing::warn!(%error, "an old checkpoint cannot be removed now; the removal is retried after the next checkpoint");
                 (true, news)
             }
             Err(error) => {
@@ -285,7 +285,7 @@ impl Retention {
         let took_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.took_ms.store(took_ms, Ordering::Relaxed);
         events.push(CheckpointEvent::Written(state.info(self.best.as_ref(), size_bytes)));
-        // The newest by step. An earlier attempt may have left later steps than this one.
+        // Keep the newest by step. An earlier attempt may have written later steps than this attempt.
         let mut others = list(&self.directory)?;
         others.truncate(others.len().saturating_sub(self.keep));
         others.retain(|other| *other != (epoch, step));
@@ -320,10 +320,10 @@ mod tests {
         for (step, accuracy) in accuracies {
             writer.save(snapshot(1, *step, *accuracy), LONG).unwrap();
         }
-        to_the_end(writer)
+        finish_and_collect_events(writer)
     }
 
-    fn to_the_end(mut writer: CheckpointWriter) -> Vec<CheckpointEvent> {
+    fn finish_and_collect_events(mut writer: CheckpointWriter) -> Vec<CheckpointEvent> {
         let mut all = Vec::new();
         while let Some(events) = writer.finish() {
             all.extend(events);
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_and_the_best_stay() {
+    fn the_newest_and_the_best_checkpoints_are_kept() {
         let dir = tempfile::tempdir().unwrap();
         let spec = CheckpointSpec { keep: 2, ..CheckpointSpec::default() };
         let accuracies = [(10, Some(0.5)), (20, Some(0.9)), (30, None), (40, Some(0.7)), (50, Some(0.8))];
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn the_lowest_loss_can_be_best() {
+    fn the_lowest_loss_is_best_with_keep_best_val_loss() {
         let dir = tempfile::tempdir().unwrap();
         let spec = CheckpointSpec { keep: 0, keep_best: "val_loss".into(), ..CheckpointSpec::default() };
         keep_all(dir.path(), &spec, &[(1, Some(0.9)), (2, Some(0.1)), (3, Some(0.2)), (4, Some(0.3))]);
@@ -377,13 +377,13 @@ mod tests {
                 CheckpointEvent::Written(info) => Some((info.step, info.best)),
                 _ => None,
             };
-            let reported: Vec<_> = to_the_end(writer).into_iter().filter_map(best).collect();
+            let reported: Vec<_> = finish_and_collect_events(writer).into_iter().filter_map(best).collect();
             assert_eq!(reported, [(1, false), (2, true)], "{metric} {accuracy:?} {loss:?}");
         }
     }
 
     #[test]
-    fn what_has_diverged_is_not_written_and_what_was_before_stands() {
+    fn a_diverged_snapshot_is_refused_and_older_checkpoints_kept() {
         let dir = tempfile::tempdir().unwrap();
         let writer = CheckpointWriter::start(dir.path(), &CheckpointSpec::default(), None).unwrap();
         writer.save(snapshot(1, 1, Some(0.5)), LONG).unwrap();
@@ -393,19 +393,19 @@ mod tests {
         assert!(matches!(error, CheckpointError::NotFinite { .. }));
         let words = error.to_string();
         assert!(
-            words.contains("checkpoint 1-2") && words.contains("fc.weight holds NaN at place 7"),
+            words.contains("checkpoint 1-2") && words.contains("fc.weight contains NaN at index 7"),
             "{words}"
         );
         let mut spoilt = snapshot(1, 2, None);
         spoilt.optimizer.get_mut("conv1.weight.exp_avg").unwrap().values[0] = f32::INFINITY;
         let words = writer.save(spoilt, LONG).unwrap_err().to_string();
-        assert!(words.contains("optimizer's state conv1.weight.exp_avg holds inf"), "{words}");
-        to_the_end(writer);
+        assert!(words.contains("optimizer's state conv1.weight.exp_avg contains inf"), "{words}");
+        finish_and_collect_events(writer);
         assert_eq!(list(dir.path()).unwrap(), [(1, 1)]);
     }
 
     #[test]
-    fn a_disk_that_says_no_is_reported_and_waited_for() {
+    fn a_failing_disk_is_reported_and_retried() {
         let dir = tempfile::tempdir().unwrap();
         let place = dir.path().join("checkpoints");
         std::fs::write(&place, "").unwrap();
@@ -435,7 +435,7 @@ mod tests {
 
     /// A pipe without a reader behaves like a disk that does not respond.
     #[test]
-    fn a_disk_that_hangs_holds_nobody_up_and_the_newest_waits_for_it() {
+    fn a_hanging_disk_does_not_block_and_the_newest_snapshot_waits() {
         let dir = tempfile::tempdir().unwrap();
         let pipe = dir.path().join("1-1").join(MANIFEST);
         fs::create_dir(pipe.parent().unwrap()).unwrap();
@@ -452,7 +452,7 @@ mod tests {
         assert!(began.elapsed() < LONG);
         // The pipe responds with its end.
         drop(File::options().write(true).open(&pipe).unwrap());
-        let written = to_the_end(writer).into_iter().map(|event| match event {
+        let written = finish_and_collect_events(writer).into_iter().map(|event| match event {
             CheckpointEvent::Written(info) => info.step,
             other => panic!("{other:?}"),
         });

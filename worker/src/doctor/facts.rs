@@ -1,4 +1,4 @@
-//! Facts on which the machines of a job must agree, and the address at which other machines reach this one.
+//! Facts on which the machines of a job must agree, and the address at which other machines reach this machine.
 
 use lockstep_host::{
     NCCL_INTERFACE, boot_id, cores,
@@ -17,13 +17,13 @@ use std::{
 };
 
 /// The environment variable in which sshd passes the addresses and ports of both ends of a session.
-const CONNECTION: &str = "SSH_CONNECTION";
+const SSH_CONNECTION: &str = "SSH_CONNECTION";
 
 /// Facts about this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Facts {
     pub hostname: String,
-    /// Equal if two entries denote the same machine.
+    /// Equal for two descriptions of the same machine.
     pub network_id: String,
     /// The address to which other machines connect.
     pub address: IpAddr,
@@ -44,12 +44,16 @@ impl Facts {
     /// Determines the facts, using this process's environment variables.
     ///
     /// # Errors
-    /// The machine has no address; a sentence.
+    /// The machine has no address, or its interfaces cannot be listed.
     pub fn find() -> Result<Self, String> {
         let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
-        let address =
-            address(&all, variable(NCCL_INTERFACE).as_deref(), variable(CONNECTION).as_deref(), by_route)?;
+        let address = address(
+            &all,
+            variable(NCCL_INTERFACE).as_deref(),
+            variable(SSH_CONNECTION).as_deref(),
+            by_route,
+        )?;
         let libraries = Libraries::find();
         let driver =
             fs::read_to_string("/proc/driver/nvidia/version").ok().and_then(|text| version_in(&text));
@@ -117,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_driver_s_version_is_in_either_of_its_lines() {
+    fn the_version_is_found_in_both_formats_of_the_driver_s_description() {
         let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\nGCC version: 12.2.0";
         let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs)";
         assert_eq!(version_in(closed).as_deref(), Some("535.183.01"));
@@ -127,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interface_comes_before_ssh_s_end_and_that_before_the_default_route() {
+    fn the_interface_precedes_the_ssh_address_and_it_the_default_route() {
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
         let all = [
             ("lo".to_owned(), ip("127.0.0.1")),

@@ -44,12 +44,12 @@ pub(super) fn findings(quick: bool) -> Vec<Finding> {
     findings
 }
 
-/// Whether GPUs decode JPEG files. `found` describes the decoder of one of them.
+/// Whether GPUs decode JPEG files. `found` describes the decoder of one GPU.
 fn jpeg_decoder(found: Result<String, String>) -> Finding {
     match found {
         Ok(found) => finding("JPEG decoder", Grade::Ok, format!("in each GPU: {found}"), ""),
         Err(why) => {
-            let advice = "JPEG files are decoded on cores. A100, A30 and GPUs of the Ada, Hopper and Blackwell families have a decoder; it needs the \
+            let advice = "JPEG files are decoded on CPU cores. A100, A30 and GPUs of the Ada, Hopper and Blackwell families have a decoder; it needs the \
                           driver's libnvcuvid.so.1, which a container gets with \
                           NVIDIA_DRIVER_CAPABILITIES=compute,utility,video.";
             finding("JPEG decoder", Grade::Note, why, advice)
@@ -74,7 +74,7 @@ fn gpu(gpu: &Gpu) -> Finding {
     }
     if *memory_used_bytes > memory_bytes / 10 {
         let advice =
-            "Other programs hold its memory (nvidia-smi shows them): jobs may run out of it, and slow down.";
+            "Other programs use its memory (nvidia-smi shows them): jobs may run out of memory or slow down.";
         return finding(&what, Grade::Note, found, advice);
     }
     finding(&what, Grade::Ok, found, "")
@@ -105,7 +105,7 @@ fn links(libraries: &Libraries, gpus: &[Gpu]) -> Vec<Finding> {
             return vec![finding("links", Grade::Note, error, advice)];
         }
     };
-    // All connections are usually of the same kind: one line.
+    // Connections of the same kind are combined in one finding.
     let mut kinds: Vec<(&str, bool, Vec<String>)> = Vec::new();
     for Link { between: (one, other), by, peer_access } in &links {
         let pair = format!("{one}-{other}");
@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_machine_without_gpus_gets_one_note_about_them() {
+    fn a_machine_without_gpus_gets_one_note() {
         let about: Vec<_> = findings(false);
         if about.len() == 1 {
             assert_eq!((about[0].what.as_str(), about[0].grade), ("GPUs", Grade::Note));
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_is_missing_is_a_problem_with_a_way_to_get_it() {
+    fn a_missing_library_is_a_problem_with_advice() {
         let nothing = Libraries::default();
         let cudnn = library(&nothing, Library::Cudnn, 1, Some("13.0"));
         assert_eq!((cudnn.what.as_str(), cudnn.grade), ("cuDNN", Grade::Problem));
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_needs_a_jpeg_decoder_and_without_one_the_doctor_says_what_decodes() {
+    fn a_missing_jpeg_decoder_is_a_note_that_names_the_cpu() {
         assert_eq!(library(&Libraries::default(), Library::Nvjpeg, 1, None).grade, Grade::Note);
         let without = jpeg_decoder(Err("this GPU has no JPEG decoder".into()));
         assert_eq!(without.grade, Grade::Note);

@@ -1,8 +1,7 @@
 //! Measures the network link from one machine to another: whether ranks can connect, the round trip time, the
 //! throughput, and the difference of the clocks.
-//!
-//! Each machine listens on a port chosen by its kernel, as ranks do. A probe connects from another machine and
-//! authenticates with the secret. Then the caller sends one byte for each request.
+//! Each machine listens on a port chosen by its kernel, as ranks do. A caller connects from another machine and
+//! authenticates with the shared secret. Then the caller sends one byte for each request.
 
 use lockstep_comm::handshake::HandshakeTerms;
 use serde::{Deserialize, Serialize};
@@ -21,20 +20,21 @@ const PURPOSE: &str = "doctor";
 const CLOCK: u8 = b'c';
 /// Request: data until the caller closes the connection.
 const DATA: u8 = b'd';
-/// Time limits for connecting, and for the next byte.
-const CONNECT: Duration = Duration::from_secs(5);
-const SILENCE: Duration = Duration::from_secs(5);
-/// Maximum number of round trips, and of their total time.
-const ROUNDS: usize = 200;
-const ROUNDS_TIME: Duration = Duration::from_secs(1);
-/// Time during which TCP adapts its speed. It is not measured.
-const WARM: Duration = Duration::from_millis(400);
-const MEASURED: Duration = Duration::from_millis(600);
+/// Time limit for connecting.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time limit for the next byte.
+const READ_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum number of round trips.
+const MAX_ROUND_TRIPS: usize = 200;
+const MAX_ROUND_TRIPS_TIME: Duration = Duration::from_secs(1);
+/// Time for TCP's slow start, excluded from the measurement.
+const WARM_UP: Duration = Duration::from_millis(400);
+const MEASURE_TIME: Duration = Duration::from_millis(600);
 const BLOCK: usize = 256 << 10;
-/// Maximum number of callers at the same time. A machine is in only one pair at a time.
+/// Maximum number of concurrent callers. A measurement needs only one.
 const MAX_CALLERS: usize = 8;
-/// Time limit for a caller that does not disconnect.
-const LONGEST: Duration = Duration::from_secs(60);
+/// Maximum time to serve one caller.
+const MAX_SERVE_TIME: Duration = Duration::from_secs(60);
 
 /// A measurement of a link from one end.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -44,7 +44,7 @@ pub struct LinkMeasurement {
     pub round_trip_ms: f64,
     /// The throughput from the called machine to the caller.
     pub bytes_per_second: f64,
-    /// By how much the called machine's clock is ahead of the caller's.
+    /// How far the called machine's clock is ahead of the caller's clock.
     pub clock_ahead_ms: f64,
     /// The uncertainty of `clock_ahead_ms`.
     pub clock_within_ms: f64,
@@ -103,8 +103,8 @@ pub fn listen(ip: IpAddr, secret: Vec<u8>) -> io::Result<u16> {
 
 fn serve(mut stream: TcpStream, secret: &[u8]) -> io::Result<()> {
     HandshakeTerms { secret, purpose: PURPOSE }.answer(&mut stream)?;
-    stream.set_read_timeout(Some(LONGEST))?;
-    stream.set_write_timeout(Some(LONGEST))?;
+    stream.set_read_timeout(Some(MAX_SERVE_TIME))?;
+    stream.set_write_timeout(Some(MAX_SERVE_TIME))?;
     let began = Instant::now();
     let mut wanted = [0];
     loop {
@@ -113,7 +113,7 @@ fn serve(mut stream: TcpStream, secret: &[u8]) -> io::Result<()> {
             CLOCK => stream.write_all(&now_ns().to_le_bytes())?,
             DATA => {
                 let block = vec![0x5a; BLOCK];
-                while began.elapsed() < LONGEST {
+                while began.elapsed() < MAX_SERVE_TIME {
                     stream.write_all(&block)?;
                 }
                 return Ok(());
@@ -126,39 +126,45 @@ fn serve(mut stream: TcpStream, secret: &[u8]) -> io::Result<()> {
 /// Connects to the machine that listens at `to`, and measures the link.
 ///
 /// # Errors
-/// The connection fails, or no data arrives; a sentence that begins with what was attempted.
+/// The connection fails, or no data arrives. The message begins with what was attempted.
 pub fn probe(to: SocketAddr, secret: &[u8]) -> Result<LinkMeasurement, String> {
     let began = Instant::now();
-    let mut stream = TcpStream::connect_timeout(&to, CONNECT).map_err(|e| match e.kind() {
-        io::ErrorKind::TimedOut => format!("connecting to {to}: no answer in {} s", CONNECT.as_secs()),
+    let mut stream = TcpStream::connect_timeout(&to, CONNECT_TIMEOUT).map_err(|e| match e.kind() {
+        io::ErrorKind::TimedOut => {
+            format!("connecting to {to}: no answer in {} s", CONNECT_TIMEOUT.as_secs())
+        }
         _ => format!("connecting to {to}: {e}"),
     })?;
     let connect_ms = millis(began.elapsed());
     HandshakeTerms { secret, purpose: PURPOSE }
         .call(&mut stream, 0)
         .map_err(|e| format!("connected to {to}, which does not answer as Lockstep does: {e}"))?;
-    stream.set_read_timeout(Some(SILENCE)).map_err(|e| e.to_string())?;
-    let clock = clock(&mut stream).map_err(|e| format!("connected to {to}, but then {}", lost(&e)))?;
-    let bytes_per_second = speed(&mut stream).map_err(|e| {
-        format!("connected to {to}; short messages pass, but {} during a bulk transfer", lost(&e))
+    stream.set_read_timeout(Some(READ_TIMEOUT)).map_err(|e| e.to_string())?;
+    let clock = measure_clock(&mut stream)
+        .map_err(|e| format!("connected to {to}, but then {}", describe_read_error(&e)))?;
+    let bytes_per_second = measure_throughput(&mut stream).map_err(|e| {
+        format!(
+            "connected to {to}; short messages pass, but {} during a bulk transfer",
+            describe_read_error(&e)
+        )
     })?;
     Ok(LinkMeasurement { connect_ms, bytes_per_second, ..clock })
 }
 
-fn lost(error: &io::Error) -> String {
+fn describe_read_error(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-            format!("no data arrived for {} s", SILENCE.as_secs())
+            format!("no data arrived for {} s", READ_TIMEOUT.as_secs())
         }
         _ => error.to_string(),
     }
 }
 
-fn clock(stream: &mut TcpStream) -> io::Result<LinkMeasurement> {
+fn measure_clock(stream: &mut TcpStream) -> io::Result<LinkMeasurement> {
     let began = Instant::now();
     let mut trips = Vec::new();
     let (mut ahead, mut within) = (0.0, f64::MAX);
-    while trips.len() < ROUNDS && (began.elapsed() < ROUNDS_TIME || trips.len() < 2) {
+    while trips.len() < MAX_ROUND_TRIPS && (began.elapsed() < MAX_ROUND_TRIPS_TIME || trips.len() < 2) {
         let sent_at = now_ns();
         let sent = Instant::now();
         stream.write_all(&[CLOCK])?;
@@ -185,10 +191,10 @@ fn clock(stream: &mut TcpStream) -> io::Result<LinkMeasurement> {
 }
 
 /// The throughput in bytes per second, after TCP has adapted its speed.
-fn speed(stream: &mut TcpStream) -> io::Result<f64> {
+fn measure_throughput(stream: &mut TcpStream) -> io::Result<f64> {
     stream.write_all(&[DATA])?;
     let mut block = vec![0; BLOCK];
-    // A few bytes arrive together with the first one. The measurement begins after them.
+    // The measurement begins after the first bytes have arrived.
     if stream.read(&mut block)? == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
@@ -202,11 +208,11 @@ fn speed(stream: &mut TcpStream) -> io::Result<f64> {
         }
         let at = began.elapsed();
         match counted {
-            None if at >= WARM => counted = Some(at),
+            None if at >= WARM_UP => counted = Some(at),
             None => {}
             Some(since) => {
                 bytes += got;
-                if at >= since + MEASURED {
+                if at >= since + MEASURE_TIME {
                     return Ok(bytes as f64 / (at - since).as_secs_f64());
                 }
             }
@@ -230,7 +236,7 @@ mod tests {
     const LOOPBACK: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
 
     #[test]
-    fn over_loopback_the_way_is_short_and_the_clock_one() {
+    fn loopback_has_a_short_round_trip_and_equal_clocks() {
         let port = listen(LOOPBACK, b"secret".into()).unwrap();
         let link = probe((LOOPBACK, port).into(), b"secret").unwrap();
         assert!(link.round_trip_ms > 0.0 && link.bytes_per_second > 1e6, "{link:?}");
@@ -238,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_measurements_each_number_is_the_better_one() {
+    fn best_takes_the_better_value_of_each_kind() {
         let link = |round_trip_ms, bytes_per_second, clock_ahead_ms, clock_within_ms| LinkMeasurement {
             connect_ms: round_trip_ms,
             round_trip_ms,
@@ -253,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_another_secret_or_is_nobody_is_told_apart() {
+    fn a_wrong_secret_and_a_closed_port_have_different_errors() {
         let port = listen(LOOPBACK, b"secret".into()).unwrap();
         let error = probe((LOOPBACK, port).into(), b"other").unwrap_err();
         assert!(error.contains("does not answer as Lockstep does"), "{error}");
@@ -263,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn one_caller_too_many_is_turned_away_and_a_place_becomes_free() {
+    fn a_caller_above_the_limit_is_refused_until_another_leaves() {
         let port = listen(LOOPBACK, b"secret".into()).unwrap();
         let to = SocketAddr::from((LOOPBACK, port));
         let call = || {

@@ -11,20 +11,20 @@ use lockstep_protocol::{
 };
 use std::{path::Path, time::Instant};
 
-/// Maximum number of mistakes that are listed. All are counted.
-const MISTAKES: usize = 5000;
-/// Maximum number of correct predictions that are listed per class.
-const RIGHT: usize = 24;
+/// Maximum number of listed mistakes. All mistakes are counted.
+const MAX_MISTAKES: usize = 5000;
+/// Maximum number of listed correct predictions per class.
+const MAX_CORRECT_PER_CLASS: usize = 24;
 /// Maximum number of classes of a confusion matrix. A matrix of this size takes 800 MB.
-const MOST_CLASSES: usize = 10_000;
+const MAX_CLASSES: usize = 10_000;
 
 pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, String> {
     let start = Instant::now();
     let spec = &request.spec;
     let mut model = Model::open(Path::new(&request.model), Output::Logits)?;
-    if model.classes.len() > MOST_CLASSES {
+    if model.classes.len() > MAX_CLASSES {
         return Err(format!(
-            "the model has {} classes, but a confusion matrix can have at most {MOST_CLASSES}; evaluate it by nearest neighbours (`lockstep \
+            "the model has {} classes, but a confusion matrix can have at most {MAX_CLASSES}; evaluate it by nearest neighbours (`lockstep \
              evaluate --knn 20`)",
             model.classes.len()
         ));
@@ -46,7 +46,7 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
         for ((logits, label), index) in all.into_iter().zip(&batch.labels).zip(&batch.indices) {
             let logits = logits.map_err(|e| format!("validation picture {index} {e}"))?;
             let probabilities = softmax(&logits);
-            // The first of equal values, as in PyTorch's argmax.
+            // `rev` and `max_by` (the last maximum) return the first of equal values, as PyTorch's argmax does.
             let predicted = (0..classes).rev().max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap_or(0);
             let truth = *label as usize;
             confusion[truth][predicted] += 1;
@@ -59,13 +59,13 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
             };
             if predicted != truth {
                 mistakes.push(one);
-            } else if right[truth].len() < RIGHT {
+            } else if right[truth].len() < MAX_CORRECT_PER_CLASS {
                 right[truth].push(one);
             }
         }
     }
     mistakes.sort_by(|a, b| b.confidence.total_cmp(&a.confidence).then(a.index.cmp(&b.index)));
-    mistakes.truncate(MISTAKES);
+    mistakes.truncate(MAX_MISTAKES);
     let samples: u64 = confusion.iter().flatten().sum();
     let correct: u64 = (0..classes).map(|c| confusion[c][c]).sum();
     let (validation, trained_on, note) = compare(Path::new(&request.model), &data, &spec.data);
@@ -99,7 +99,7 @@ pub(super) fn open_dataset(
         mean: Some(model.mean.clone()),
         std: Some(model.std.clone()),
         resize_size: model.resize,
-        // An option of training. It would resize pictures although the model's were not resized.
+        // A training option that would also resize validation pictures.
         random_resized_crop: false,
         ..spec.data.clone()
     };
@@ -120,8 +120,8 @@ pub(super) fn open_dataset(
     Ok((data, listed))
 }
 
-/// Describes the pictures: how many of them were trained on, if known, and how they differ from the pictures with
-/// which the checkpoint was measured in its run.
+/// Describes the validation pictures: how many of them were trained on, if known, and whether they differ from those of
+/// the checkpoint's run.
 pub(super) fn compare(
     model: &Path,
     data: &DataSource,
@@ -146,7 +146,7 @@ pub(super) fn compare(
     let trained_on = is_known.then(|| data.trained_on(&foreign_divisions(&state.divisions, spec)));
     match trained_on {
         None if has_moved => notes.push(
-            "it is not known whether some of these pictures were trained on: the pictures of the dataset have changed, and the folds with them"
+            "it is not known whether some of these pictures were trained on: the dataset's pictures, and therefore its folds, have changed"
                 .into(),
         ),
         None => notes.push(
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn scores_follow_from_who_is_taken_for_whom() {
+    fn scores_follow_from_the_confusion_matrix() {
         // 8 of 10 cats are recognised, 1 dog is predicted as a cat, and nothing is predicted as a bird.
         let names = ["cat", "dog", "bird"].map(String::from);
         let found = scores(&names, &[vec![8, 2, 0], vec![1, 9, 0], vec![0, 4, 0]]);

@@ -1,4 +1,4 @@
-//! Inspection of models and datasets. An agent handles each request in a separate process (`lockstep inspect`). So an
+//! Inspects models and datasets. An agent handles most requests in a separate process (`lockstep inspect`). So an
 //! invalid picture or model cannot disturb the agent and its ranks, and memory is freed with the reply. Models run on
 //! the CPU engine, because GPUs are reserved for training.
 
@@ -30,15 +30,15 @@ use tokio::{
     sync::{Semaphore, SemaphorePermit},
 };
 
-/// Limits of concurrent requests. A request waits only for requests in the same queue.
+/// Limits of concurrent requests per queue. A request waits only for requests in the same queue.
 static LONG: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 static PREDICTIONS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 static SHORT: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
-/// Inspecting a dataset of a million pictures uses all cores for minutes.
+/// Has its own limit, because inspecting a dataset of a million pictures uses all cores for minutes.
 static DATASETS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
-/// Checks of paths. On a file system that hangs, each blocks forever.
+/// Checks of paths. On a file system that hangs, each check blocks forever.
 static PATHS: Semaphore = Semaphore::const_new(8);
-/// Progress is requested repeatedly, possibly for paths on a file system that hangs.
+/// Requests for progress are repeated, possibly for paths on a file system that hangs.
 static PROGRESS: Semaphore = Semaphore::const_new(1);
 /// Training has priority: inspections use idle cores.
 const NICENESS: i32 = 10;
@@ -48,7 +48,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Handles a request in a separate process, which ends when the future is dropped.
 ///
 /// # Errors
-/// An error in the request, or a failure of the process; a sentence.
+/// An error in the request, or a failure of the process.
 pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentReply, String> {
     let permits = match request {
         AgentRequest::HasFiles { .. } => {
@@ -69,7 +69,7 @@ pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentRepl
         },
     };
     let _permit = permits.acquire().await.map_err(|e| e.to_string())?;
-    ask(program, request).await?
+    send_to_process(program, request).await?
 }
 
 /// Sends a request to a separate process, which ends when the future is dropped. The inner error concerns the request
@@ -77,8 +77,11 @@ pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentRepl
 ///
 /// # Errors
 /// A failure of the process; a sentence.
-async fn ask(program: &Path, request: &AgentRequest) -> Result<Result<AgentReply, String>, String> {
-    let words = serde_json::to_vec(request).map_err(|e| e.to_string())?;
+async fn send_to_process(
+    program: &Path,
+    request: &AgentRequest,
+) -> Result<Result<AgentReply, String>, String> {
+    let json = serde_json::to_vec(request).map_err(|e| e.to_string())?;
     let failed = |what: &str, e: std::io::Error| format!("the inspecting process {what}: {e}");
     let mut command = Command::new(program);
     for name in SECRETS {
@@ -93,13 +96,13 @@ async fn ask(program: &Path, request: &AgentRequest) -> Result<Result<AgentReply
         .spawn()
         .map_err(|e| failed("cannot be started", e))?;
     if let Some(mut to) = child.stdin.take() {
-        // A process that ended before it read everything reports why below.
-        let _ = to.write_all(&words).await;
+        // If the process ends before it has read everything, its reply or exit status tells why.
+        let _ = to.write_all(&json).await;
     }
-    let done = child.wait_with_output().await.map_err(|e| failed("is lost", e))?;
+    let done = child.wait_with_output().await.map_err(|e| failed("cannot be awaited", e))?;
     serde_json::from_slice(&done.stdout).map_err(|_| {
-        let said = String::from_utf8_lossy(&done.stderr);
-        let last = said.lines().next_back().map(|last| format!(": {last}")).unwrap_or_default();
+        let stderr = String::from_utf8_lossy(&done.stderr);
+        let last = stderr.lines().next_back().map(|last| format!(": {last}")).unwrap_or_default();
         format!("{PROCESS_ENDED}{}{last}", done.status)
     })
 }
@@ -134,7 +137,7 @@ pub(crate) fn request_blocking(
             }
         };
         tokio::select! {
-            reply = ask(program, request) => reply,
+            reply = send_to_process(program, request) => reply,
             () = cancellation => Err("cancelled".into()),
         }
     })
@@ -144,25 +147,25 @@ pub(crate) fn request_blocking(
 /// JSON.
 ///
 /// # Errors
-/// The errors of these pipes.
+/// Errors of these streams.
 pub fn run() -> std::io::Result<()> {
-    let mut words = Vec::new();
-    std::io::stdin().read_to_end(&mut words)?;
-    let request = serde_json::from_slice(&words).map_err(|e| format!("not a request: {e}"));
+    let mut json = Vec::new();
+    std::io::stdin().read_to_end(&mut json)?;
+    let request = serde_json::from_slice(&json).map_err(|e| format!("not a request: {e}"));
     // A job waits for the reply to this request.
     if !matches!(request, Ok(AgentRequest::Fingerprint { .. })) {
-        // If the priority cannot be changed, it stays unchanged.
+        // A failure leaves the priority unchanged.
         let _ = rustix::process::nice(NICENESS);
     }
     let answer = request.and_then(answer);
-    let words = serde_json::to_vec(&answer).map_err(std::io::Error::other)?;
-    std::io::stdout().write_all(&words)
+    let json = serde_json::to_vec(&answer).map_err(std::io::Error::other)?;
+    std::io::stdout().write_all(&json)
 }
 
 /// Handles a request in this thread.
 ///
 /// # Errors
-/// An error in the request or in the files; a sentence.
+/// An error in the request or in the files.
 pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
     match request {
         AgentRequest::HasFiles { paths } => Ok(AgentReply::Files {
@@ -190,7 +193,7 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
                 return Err(allowed.refusal(&path));
             }
             let mut info = lockstep_data::inspect(&resolved).map_err(|e| e.to_string())?;
-            // Without a fingerprint of the server, machines only compare their copies with each other.
+            // A dataset without a registered fingerprint is compared only among machines.
             let found = lockstep_data::fingerprint::DatasetFingerprint::of_inspected(&resolved);
             info.fingerprint = found.and_then(|found| serde_json::to_value(found).ok());
             let Some(resolved) = resolved.to_str() else {
@@ -215,7 +218,7 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
             Ok(AgentReply::ValidationSet { found })
         }
         AgentRequest::Predict { model, pictures, embed } => {
-            let predictions = predict::named(Path::new(&model), pictures, embed)?;
+            let predictions = predict::predict_named(Path::new(&model), pictures, embed)?;
             Ok(AgentReply::Predictions { predictions })
         }
     }
@@ -227,7 +230,7 @@ mod tests {
     use lockstep_protocol::inspect::{Pick, was_killed};
 
     #[tokio::test]
-    async fn short_requests_wait_neither_for_long_ones_nor_for_predictions() {
+    async fn short_requests_do_not_wait_for_long_ones_or_predictions() {
         let _evaluations = LONG.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
         let predictions = PREDICTIONS.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
         let here = env!("CARGO_MANIFEST_DIR");
@@ -249,7 +252,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_request_for_progress_never_waits_for_another() {
+    async fn concurrent_progress_requests_do_not_wait() {
         let _hanging = PROGRESS.acquire().await.unwrap();
         let asked = AgentRequest::InspectProgress { path: "/nothing there".into() };
         let answering = request(Path::new("/bin/false"), &asked);
@@ -258,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_may_be_longer_than_a_pipe_holds_and_a_process_that_dies_is_none() {
+    fn long_replies_arrive_and_a_dead_process_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let answering = |body: &str| {
             let program = dir.path().join("program");

@@ -1,4 +1,4 @@
-//! A trained model as its safetensors file describes it: weights, class names, and how its pictures were prepared.
+//! A trained model as described by its safetensors file: weights, class names, and how its pictures were prepared.
 
 use crate::checkpoint;
 use lockstep_comm::SingleRank;
@@ -20,15 +20,15 @@ pub(super) const BATCH: usize = 32;
 const SIDES: RangeInclusive<usize> = 8..=4096;
 /// Maximum length of the short side of resized pictures, as in a job specification.
 const MAX_RESIZE: usize = 8192;
-/// Allowed numbers of classes of a model whose probabilities are computed.
-const CLASSES: RangeInclusive<usize> = 1..=100_000;
+/// Allowed number of classes when probabilities are computed.
+const CLASS_COUNTS: RangeInclusive<usize> = 1..=100_000;
 
 /// What a model computes for a picture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Output {
     /// A value per class, before softmax.
     Logits,
-    /// The input of the last layer. That layer is not read, so its size has no limit.
+    /// The input of the last layer. The last layer is not read, so its size has no limit.
     Embedding,
 }
 
@@ -42,14 +42,14 @@ pub(super) struct Model {
     pub(super) channels: usize,
     pub(super) mean: Vec<f32>,
     pub(super) std: Vec<f32>,
-    /// Whether pictures were scaled as a whole, instead of their largest centred square.
+    /// Whether whole pictures were scaled, instead of their largest centred square.
     pub(super) whole_pictures: bool,
     /// The length to which the short side was resized before the centre crop. `None`: the largest centred square was
     /// scaled, as in older versions.
     pub(super) resize: Option<u32>,
 }
 
-/// The content of a model's file, checked.
+/// The validated content of a model's file.
 struct ModelFile {
     network: Network,
     weights: NamedTensors,
@@ -68,7 +68,7 @@ impl ModelFile {
     /// Reads a checkpoint's folder, or a `model.safetensors` file.
     ///
     /// # Errors
-    /// Why the file cannot be used, in a sentence.
+    /// A sentence that says why the file cannot be used.
     fn read(path: &Path, output: Output) -> Result<Self, String> {
         let files = checkpoint::model_files(path).map_err(|e| e.to_string())?;
         let Some(path) = files.first() else { return Err(format!("{} has no weights", path.display())) };
@@ -116,7 +116,7 @@ impl ModelFile {
         };
         if let Some(found) = lockstep_engine::first_not_finite(&weights) {
             return Err(naming(format!(
-                "{found}; its training has diverged, so it has no answers: choose another checkpoint"
+                "{found}; its training has diverged, so it cannot predict: choose another checkpoint"
             )));
         }
         let whole_pictures = about.get("whole_pictures").is_some_and(|text| text == "true");
@@ -131,11 +131,11 @@ impl ModelFile {
 /// last layer is not read. `fold_batch_norm`: see [`onnx::encode`].
 ///
 /// # Errors
-/// Why the model cannot be used, in a sentence.
+/// Why the model cannot be used.
 pub fn to_onnx(path: &Path, embed: bool, fold_batch_norm: bool) -> Result<Vec<u8>, String> {
     let output = if embed { Output::Embedding } else { Output::Logits };
     let ModelFile { network, weights, margin, mut metadata, .. } = ModelFile::read(path, output)?;
-    // The format of the safetensors file.
+    // This key describes the safetensors file, not the model.
     metadata.remove("format");
     let metadata = metadata.into_iter().collect();
     onnx::encode(&network, &weights, margin.as_ref(), fold_batch_norm, &metadata)
@@ -146,13 +146,13 @@ impl Model {
     /// Opens a checkpoint's folder, or a `model.safetensors` file.
     ///
     /// # Errors
-    /// Why the file cannot be used, in a sentence.
+    /// A sentence that says why the file cannot be used.
     pub(super) fn open(path: &Path, output: Output) -> Result<Self, String> {
         let ModelFile { network, weights, margin, classes, mean, std, whole_pictures, resize, .. } =
             ModelFile::read(path, output)?;
         let config = EngineConfig {
             batch_size: BATCH,
-            // The optimizer does not matter, because the model is not trained.
+            // Not used, because the model is not trained.
             optimizer: Optimizer::default(),
             loss: LossConfig { margin, ..LossConfig::default() },
             accumulate: 1,
@@ -196,22 +196,22 @@ fn check_sizes(
     mean: &[f32],
     std: &[f32],
 ) -> Result<(), String> {
-    if classes > *CLASSES.end() {
+    if classes > *CLASS_COUNTS.end() {
         return Err(format!(
             "has {classes} classes, but probabilities are computed for at most {} classes; use embeddings (`lockstep predict --embed`, \
              `lockstep evaluate --knn 20`, `lockstep export onnx --embed`)",
-            CLASSES.end()
+            CLASS_COUNTS.end()
         ));
     }
-    if !SIDES.contains(&image_size) || ![1, 3].contains(&channels) || !CLASSES.contains(&classes) {
+    if !SIDES.contains(&image_size) || ![1, 3].contains(&channels) || !CLASS_COUNTS.contains(&classes) {
         return Err(format!(
             "is not a valid model: {image_size} pixels, {}, {}",
             plural(channels as u64, "channel"),
             plural(classes as u64, "class")
         ));
     }
-    let sound = |values: &[f32]| values.len() == channels && lockstep_engine::all_finite(values);
-    if !sound(mean) || !sound(std) || std.iter().any(|s| *s <= 0.0) {
+    let is_valid = |values: &[f32]| values.len() == channels && lockstep_engine::all_finite(values);
+    if !is_valid(mean) || !is_valid(std) || std.iter().any(|s| *s <= 0.0) {
         return Err(format!("its mean and std are not those of {}", plural(channels as u64, "channel")));
     }
     Ok(())
@@ -231,7 +231,7 @@ fn value<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     serde_json::from_str(text).map_err(|e| format!("its metadata: {e}"))
 }
 
-/// Computed in float64, so that the values sum to 1. `logits` must be finite.
+/// Softmax, computed in float64 so that the values sum to 1. `logits` must be finite.
 pub(super) fn softmax(logits: &[f32]) -> Vec<f32> {
     let log_sum = log_sum_exp(logits);
     logits.iter().map(|v| (f64::from(*v) - log_sum).exp() as f32).collect()
@@ -252,7 +252,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_file_says_of_itself_has_limits() {
+    fn sizes_in_a_model_file_are_limited() {
         let grey = [0.5];
         let colour = [0.5; 3];
         for (side, classes) in [(8, 1), (4096, 100_000)] {

@@ -68,7 +68,7 @@ fn embed(
     Ok((all, labels))
 }
 
-/// The class with the largest sum of votes; of equals, the class of the nearer neighbour.
+/// The class with the largest sum of votes; for equal sums, the class of the nearer neighbour.
 fn vote(nearest: &[Neighbour], weight: impl Fn(f32) -> f64) -> Option<u32> {
     let mut votes: Vec<(u32, f64)> = Vec::new();
     for Neighbour { similarity, label } in nearest {
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbours_vote_by_similarity_or_by_number() {
+    fn votes_are_weighted_by_similarity_or_counted() {
         let nearest =
             [(1.0, 7), (0.8, 3), (0.6, 3)].map(|(similarity, label)| Neighbour { similarity, label });
         let weight = |similarity: f32| (f64::from(similarity) / TEMPERATURE).exp();

@@ -1,4 +1,4 @@
-//! Classification and embedding of users' pictures.
+//! Classifies and embeds users' pictures.
 
 use super::model::{BATCH, Model, Output, softmax};
 use crate::checkpoint;
@@ -8,7 +8,7 @@ use lockstep_host::tensors::{HostTensor, NamedTensors};
 use lockstep_protocol::inspect::{NamedPicture, Prediction, Probability};
 use std::{collections::BTreeMap, path::Path};
 
-/// Maximum number of pixels per request. Decoding this many takes a few seconds.
+/// Maximum number of pixels per request, which take a few seconds to decode.
 const MAX_PIXELS: u64 = 256 << 20;
 
 /// Predicts the classes of pictures with the model at `path` (a checkpoint's folder, or a safetensors file). Pictures
@@ -84,7 +84,7 @@ fn outputs(path: &Path, pictures: Vec<(String, Vec<u8>)>, output: Output) -> Res
     Ok(predictions)
 }
 
-pub(super) fn named(
+pub(super) fn predict_named(
     path: &Path,
     pictures: Vec<NamedPicture>,
     embeds: bool,
@@ -100,15 +100,15 @@ pub(super) fn named(
     outputs(path, pictures, if embeds { Output::Embedding } else { Output::Logits })
 }
 
-/// Fails if the pictures have too many pixels for one request. Only headers are read. The limit is needed because
-/// large pictures that compress well fit in a small request.
+/// Fails if the pictures have too many pixels for one request. Reads only headers. A small request can contain huge
+/// pictures that compress well.
 fn check_pixels<'a>(pictures: impl Iterator<Item = &'a [u8]>) -> Result<(), String> {
     let pixels: u64 = pictures.filter_map(Picture::size_of).map(|(w, h)| u64::from(w) * u64::from(h)).sum();
     if pixels <= MAX_PIXELS {
         return Ok(());
     }
     Err(format!(
-        "the pictures have {pixels} pixels together; one request may have at most {MAX_PIXELS} ({} megapixels): send fewer at a time, or \
+        "the pictures have {pixels} pixels together; one request may have at most {MAX_PIXELS} ({} megapixels): send fewer pictures at a time, or \
          smaller ones",
         MAX_PIXELS >> 20
     ))
@@ -140,11 +140,11 @@ fn input(model: &Model, bytes: &[u8]) -> Result<Vec<f32>, String> {
         None if model.whole_pictures => picture.stretched(side),
         None => picture.centre_square(side),
     };
-    let normal = |(i, v): (usize, &u8)| {
+    let normalised = |(i, v): (usize, &u8)| {
         let channel = i % model.channels;
         (f32::from(*v) / 255.0 - model.mean[channel]) / model.std[channel]
     };
-    Ok(picture.pixels.iter().enumerate().map(normal).collect())
+    Ok(picture.pixels.iter().enumerate().map(normalised).collect())
 }
 
 /// ITU-R BT.709 luminance. Grey pictures are unchanged.
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_has_a_limit_of_pixels_and_what_has_more_is_not_decoded() {
+    fn a_request_above_the_pixel_limit_is_refused_undecoded() {
         let (large, small) = (png(8 << 10), png(1));
         let check = |pictures: &[&Vec<u8>]| check_pixels(pictures.iter().map(|bytes| bytes.as_slice()));
         assert_eq!(check(&[&large; 4]), Ok(()));
@@ -180,6 +180,8 @@ mod tests {
         let content = base64::engine::general_purpose::STANDARD.encode(&large);
         let pictures = vec![NamedPicture { name: "large".into(), content }; 5];
         // This is checked before the model is opened, which does not exist.
-        assert!(named(Path::new("/nowhere"), pictures, false).unwrap_err().contains("(256 megapixels)"));
+        assert!(
+            predict_named(Path::new("/nowhere"), pictures, false).unwrap_err().contains("(256 megapixels)")
+        );
     }
 }

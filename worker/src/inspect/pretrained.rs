@@ -10,14 +10,14 @@ use lockstep_host::{
 use lockstep_protocol::{agent::AllowedFolders, inspect::FitWeights};
 use std::path::{Path, PathBuf};
 
-/// Why a network cannot start from these weights. `None` if it can.
+/// Why a network cannot start from these weights. `None` if the weights fit.
 pub(super) fn mistake(request: &FitWeights) -> Option<String> {
     let (file, given) = match shapes(Path::new(&request.weights), request.allowed.as_ref()) {
         Ok(given) => given,
         Err(why) => return Some(why),
     };
     let FitWeights { model, image_size, channels, classes, .. } = request;
-    // A network that cannot be built is reported elsewhere.
+    // Validation of the job reports a network that cannot be built.
     let network = net::build(model, *image_size as usize, *channels as usize, *classes as usize).ok()?;
     let wanted: Shapes = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
     let problems = compare(&given, &wanted, Some(network.head())).err()?;
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_fit_are_taken_also_with_other_classes_and_others_are_refused_by_name() {
+    fn matching_weights_fit_with_other_classes_and_others_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let ours = model(Arch::ResNet20, Stem::Auto);
         let file = write(dir.path(), &ours, |_| {});
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_that_leads_out_of_the_allowed_folders_is_not_read() {
+    fn a_link_out_of_the_allowed_folders_is_not_read() {
         let dir = tempfile::tempdir().unwrap();
         let ours = || model(Arch::ResNet20, Stem::Auto);
         let outside = write(dir.path(), &ours(), |_| {});
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_safetensors_file_is_told_what_it_is() {
+    fn another_file_format_is_named_in_the_error() {
         let dir = tempfile::tempdir().unwrap();
         let ours = || model(Arch::ResNet20, Stem::Auto);
         let whole = std::fs::read(write(dir.path(), &ours(), |_| {})).unwrap();
@@ -151,7 +151,7 @@ mod tests {
             ),
             (&b""[..], "it has no header"),
             (&b"a letter to my aunt"[..], "it has no header"),
-            (&whole_numbers[..], "is of type I32; float32, float64, bfloat16 and float16 are read"),
+            (&whole_numbers[..], "is of type I32; supported are float32, float64, bfloat16 and float16"),
         ] {
             std::fs::write(&file, content).unwrap();
             let said = mistake(&asked(&file, ours(), 10)).unwrap();

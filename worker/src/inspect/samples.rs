@@ -7,14 +7,14 @@ use lockstep_protocol::inspect::{Pick, Sample, Samples};
 use std::path::Path;
 
 /// Maximum number of pictures in a reply.
-const MOST: usize = 200;
-/// Larger pictures are reduced to this side, in pixels.
-const SIDE: u32 = 160;
+const MAX_PICTURES: usize = 200;
+/// Larger pictures are reduced to this longest side, in pixels.
+const MAX_SIDE: u32 = 160;
 
 pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
     match pick {
         Pick::Stored { split, class, shuffle, offset, limit } => {
-            let limit = (limit as usize).min(MOST);
+            let limit = (limit as usize).min(MAX_PICTURES);
             let found = stored(path, &split, class.as_deref(), shuffle, offset, limit)?;
             let samples = found.pictures.into_iter().map(|(index, label, file, picture)| {
                 let png = png(picture)?;
@@ -27,7 +27,8 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
             let source = DataSource::open(path, &data, seed)?;
             let shape = &source.shape;
             let all = if validation { shape.validation_samples } else { shape.train_samples };
-            // The last page of augmented pictures ends with the last picture. It must begin at an existing one.
+            // Positions after the last picture are dropped from a page of augmented pictures, unless the first is
+            // invalid too.
             if !epochs.is_empty() && places.first().is_some_and(|first| *first < all) {
                 places.retain(|place| *place < all);
             }
@@ -36,7 +37,7 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
                 if epochs.is_empty() { vec![None] } else { epochs.into_iter().map(Some).collect() };
             let mut samples = Vec::new();
             let wanted = places.into_iter().flat_map(|place| epochs.iter().map(move |e| (place, *e)));
-            for (index, epoch) in wanted.take(MOST) {
+            for (index, epoch) in wanted.take(MAX_PICTURES) {
                 let (label, picture) = source.picture(validation, index, epoch)?;
                 samples.push(Sample { index, label, epoch, file: None, png: png(picture)? });
             }
@@ -46,7 +47,7 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
 }
 
 fn png(picture: Picture) -> Result<String, DataError> {
-    let Picture { width, height, channels, pixels } = small(picture);
+    let Picture { width, height, channels, pixels } = shrink(picture);
     let colour = if channels == 1 { ExtendedColorType::L8 } else { ExtendedColorType::Rgb8 };
     let mut bytes = Vec::new();
     PngEncoder::new(&mut bytes)
@@ -55,13 +56,13 @@ fn png(picture: Picture) -> Result<String, DataError> {
     Ok(base64::engine::general_purpose::STANDARD.encode(bytes))
 }
 
-fn small(picture: Picture) -> Picture {
+fn shrink(picture: Picture) -> Picture {
     let longest = picture.width.max(picture.height);
-    if longest <= SIDE || picture.channels != 3 {
+    if longest <= MAX_SIDE || picture.channels != 3 {
         return picture;
     }
     let Picture { width, height, channels, pixels } = picture;
-    let side = |n: u32| (u64::from(n) * u64::from(SIDE) / u64::from(longest)).max(1) as u32;
+    let side = |n: u32| (u64::from(n) * u64::from(MAX_SIDE) / u64::from(longest)).max(1) as u32;
     match image::RgbImage::from_raw(width, height, pixels) {
         Some(whole) => {
             let scaled = image::imageops::resize(&whole, side(width), side(height), FilterType::Triangle);

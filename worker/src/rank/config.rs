@@ -38,9 +38,9 @@ pub fn stop_within_secs() -> u32 {
     KILLED_AFTER_SECS - TO_LEAVE_SECS
 }
 
-/// The default of Slurm's KillWait and of Kubernetes' terminationGracePeriodSeconds.
+/// Time from SIGTERM to SIGKILL: the default of Slurm's KillWait and of Kubernetes' terminationGracePeriodSeconds.
 pub const KILLED_AFTER_SECS: u32 = 30;
-/// Time for ranks to end after that, and for their agent to report it.
+/// The part of this time that is reserved for ranks to exit, and for their agent to report it.
 pub const TO_LEAVE_SECS: u32 = 10;
 
 impl RankConfig {

@@ -47,7 +47,7 @@ impl RankError {
         }
     }
 
-    /// The ranks whose machines do not answer, if that is the reason.
+    /// The ranks whose machines do not respond, if this is the reason.
     pub(super) fn unreachable(&self) -> &[u32] {
         match self {
             RankError::Train(error) => error.unreachable(),

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-const EVERY: Duration = Duration::from_secs(2);
+const MACHINE_EVERY: Duration = Duration::from_secs(2);
 const DEVICE_EVERY: Duration = Duration::from_secs(1);
 
 /// Reports metrics of the machine until the result is dropped. `None` if another rank of this machine reports them.
@@ -29,13 +29,13 @@ pub(super) fn start(
     // Rates are relative to the previous measurement.
     usage.sample();
     let measure = move || metrics(&usage.sample());
-    Sampler::start("machine metrics", EVERY, observer, progress, measure).map(Some)
+    Sampler::start("machine metrics", MACHINE_EVERY, observer, progress, measure).map(Some)
 }
 
 /// Reports the metrics of the rank's device once a second until the result is dropped. `None` if the device has none.
 ///
 /// # Errors
-/// The device cannot be monitored; a sentence. Training continues without.
+/// Why the device cannot be monitored. Training continues without its metrics.
 pub(super) fn start_device(
     config: &RankConfig,
     observer: Arc<dyn Observer>,
@@ -66,7 +66,7 @@ mod tests {
     use std::path::Path;
 
     #[test]
-    fn every_metric_is_one_that_servers_know() {
+    fn servers_know_every_machine_metric() {
         let found = metrics(&UsageSampler::new(Path::new("/")).sample());
         assert!(found.iter().any(|(name, value)| *name == "memory_used_bytes" && *value > 0.0), "{found:?}");
         assert!(found.iter().all(|(name, _)| lockstep_protocol::metric::NAMES.contains(name)), "{found:?}");

@@ -9,13 +9,13 @@ use std::{
     time::Duration,
 };
 
-/// How often the agent's lease is checked. The lease must be expired in two successive checks, so that a machine that
-/// was asleep does not end its ranks.
+/// How often the agent's lease is checked. Ranks end if the lease has expired in two successive checks, so that ranks
+/// of a machine that was suspended can continue.
 const LEASE_EVERY: Duration = Duration::from_secs(1);
 
 /// Handles signals and the lease:
 /// - SIGTERM and SIGINT: stops in order. If the step, the other ranks and the checkpoint take longer than the configuration allows, it
-///   ends by force, and the error says what is lost. (An agent kills the rank before that, and reports it.)
+///   exits by force, and the error says what is lost.
 /// - SIGUSR1: stops in order, however long the step takes.
 /// - SIGHUP is ignored.
 /// - An expired lease of the agent: ends at once, because others may have the job.

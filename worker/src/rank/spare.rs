@@ -15,13 +15,13 @@ use std::{
 };
 
 /// Opens `gpu`, and waits until the program that started this process writes the path of a rank's configuration to the
-/// standard input; then becomes this rank. Ends if the input is closed without a path: that program has ended.
+/// standard input; then becomes this rank. Ends if the input is closed without a path, because that program has ended.
 pub fn run_spare(gpu: &RankGpu) -> ! {
     let device = registry::device_of(Some(gpu), Device::Auto);
     device.backend.warm_up(device.ordinal, gpu.visible.len() as u32, None);
     let mut path = Vec::new();
     if io::stdin().read_to_end(&mut path).is_err() || path.is_empty() {
-        // The GPU may still be being opened.
+        // A thread may still be opening the GPU, so exit handlers must not run.
         exit_without_handlers(EXIT_FINISHED);
     }
     let path = PathBuf::from(OsString::from_vec(path));
@@ -30,9 +30,10 @@ pub fn run_spare(gpu: &RankGpu) -> ! {
         leave(EXIT_FAILED, FAIL_WITHIN);
     }
     if !device.backend.is_sound() {
-        // The GPU could not be opened, or has been reset. A new program in this process opens it again, and reports errors.
+        // The GPU could not be opened, or has been reset. Executing the program again opens the GPU again and reports
+        // errors.
         let error = restart(&path);
-        tracing::error!("the rank's program does not start: {error}");
+        tracing::error!("the rank's program cannot be started: {error}");
         leave(EXIT_FAILED, FAIL_WITHIN);
     }
     run(&path)
@@ -47,7 +48,7 @@ fn redirect(config_path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Replaces the program of this process by that of a new rank. Returns only if this fails.
+/// Replaces this process's program by a new rank's program (exec). Returns only if this fails.
 fn restart(config_path: &Path) -> io::Error {
     match own_program() {
         Ok(program) => Command::new(program).arg("rank").arg(config_path).exec(),

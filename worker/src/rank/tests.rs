@@ -91,7 +91,7 @@ fn trained(gpu: Option<RankGpu>) -> NamedTensors {
 }
 
 #[test]
-fn weights_and_datasets_are_not_read_by_a_link_that_leads_out_of_the_folders_they_may_come_from() {
+fn links_out_of_the_allowed_folders_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().canonicalize().unwrap().join(name);
     for folder in ["private", "first", "second", "third", "root"] {
@@ -132,7 +132,7 @@ fn weights_and_datasets_are_not_read_by_a_link_that_leads_out_of_the_folders_the
 }
 
 #[test]
-fn a_third_backend_trains_a_rank_that_has_a_device_of_its_own() {
+fn a_third_backend_trains_a_rank_on_its_own_device() {
     let gpu = RankGpu { ordinal: 1, visible: vec!["GPU-a".into(), toy::device("b")] };
     let weights = trained(Some(gpu));
     // Another test may end the calls in progress at any time.
@@ -148,7 +148,7 @@ fn a_third_backend_trains_a_rank_that_has_a_device_of_its_own() {
 
 /// As when the watchdog, the agent's lease or a signal ends a rank.
 #[test]
-fn a_rank_that_is_ended_ends_what_is_under_way_on_a_third_backend() {
+fn ending_a_rank_ends_work_on_a_third_backend() {
     let why = "steps have stopped for 60 s";
     let noted = || toy::ASKED.lock().unwrap().iter().filter(|what| **what == format!("abort: {why}")).count();
     toy::device("");
@@ -162,7 +162,7 @@ fn a_rank_that_is_ended_ends_what_is_under_way_on_a_third_backend() {
 }
 
 #[test]
-fn what_leaves_the_machine_in_clear_is_said_with_what_to_do() {
+fn unencrypted_traffic_is_reported_with_advice() {
     for on_cores in [true, false] {
         let words = unencrypted_warning(on_cores);
         assert!(words.contains("are not encrypted") && words.contains("private network"), "{words}");

@@ -36,12 +36,12 @@ impl Sampler {
         let mut last = progress.load(Ordering::Relaxed);
         let watch = move || {
             let (flag, changed) = &*asked_to_end;
-            let mut over = flag.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut has_ended = flag.lock().unwrap_or_else(PoisonError::into_inner);
             loop {
-                (over, _) = changed
-                    .wait_timeout_while(over, every, |over| !*over)
+                (has_ended, _) = changed
+                    .wait_timeout_while(has_ended, every, |has_ended| !*has_ended)
                     .unwrap_or_else(PoisonError::into_inner);
-                if *over {
+                if *has_ended {
                     return;
                 }
                 let step = progress.load(Ordering::Relaxed);
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn every_metric_is_told_once_a_step_and_none_while_training_stands_still() {
+    fn a_metric_has_one_value_per_step_and_none_without_progress() {
         let (sender, reports) = mpsc::channel();
         let observer = Arc::new(Reports(Mutex::new(sender)));
         let progress = Arc::new(AtomicU64::new(3));

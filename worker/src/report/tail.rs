@@ -1,6 +1,6 @@
-//! Reading a file of records.
+//! Reads a file of records.
 
-use super::{HEADER, LONGEST_RECORD};
+use super::{HEADER_BYTES, MAX_RECORD_BYTES};
 use lockstep_protocol::{agent::AttemptEvent, wire};
 use std::{
     fs::File,
@@ -14,7 +14,7 @@ const POLL_BYTES: u64 = 1 << 20;
 
 /// How long invalid bytes must stay unchanged before they count as damage. While a writer on a full disk truncates an
 /// incomplete record, a reader may briefly see some of its bytes as zeros.
-const BEFORE_DAMAGE_IS_BELIEVED: Duration = Duration::from_millis(2);
+const DAMAGE_CONFIRMATION_DELAY: Duration = Duration::from_millis(2);
 
 /// Reads a file of records while it grows.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ pub enum TailError {
         /// The operating system's error.
         error: io::Error,
     },
-    /// A record that is followed by others is damaged.
+    /// A record before the end of the file is damaged.
     #[error("{path}: record {record} at byte {offset} is damaged: {detail}")]
     Damaged {
         /// The path of the file.
@@ -79,7 +79,7 @@ impl Tail {
         let mut events = Vec::new();
         let read = self.read_on(&mut events);
         if read.is_err() {
-            // By the next call, the path may lead to another file (on a disk that has returned).
+            // By the next call, the path may name another file (on a remounted disk).
             self.file = None;
         }
         match read {
@@ -104,7 +104,7 @@ impl Tail {
             let mut found = record_at(file, self.offset).map_err(io)?;
             if let RecordAt::Damage(_) = found {
                 // The writer may have been truncating an incomplete record. Damage persists.
-                std::thread::sleep(BEFORE_DAMAGE_IS_BELIEVED);
+                std::thread::sleep(DAMAGE_CONFIRMATION_DELAY);
                 let again = record_at(file, self.offset).map_err(io)?;
                 if again != found {
                     found = RecordAt::Nothing;
@@ -125,7 +125,7 @@ impl Tail {
                 events.push(wire::decode(&payload).map_err(|e| damaged(e.to_string()))?);
                 read += payload.len() as u64;
             }
-            self.offset += (HEADER + payload.len()) as u64;
+            self.offset += (HEADER_BYTES + payload.len()) as u64;
             self.next += 1;
         }
         Ok(())
@@ -145,26 +145,26 @@ enum RecordAt {
 
 fn record_at(file: &mut File, offset: u64) -> io::Result<RecordAt> {
     let length = file.metadata()?.len();
-    if offset + HEADER as u64 > length {
+    if offset + HEADER_BYTES as u64 > length {
         return Ok(RecordAt::Nothing);
     }
     file.seek(SeekFrom::Start(offset))?;
-    let mut header = [0; HEADER];
-    if !filled(file.read_exact(&mut header))? {
+    let mut header = [0; HEADER_BYTES];
+    if !is_complete(file.read_exact(&mut header))? {
         return Ok(RecordAt::Nothing);
     }
     let [a, b, c, d, e, f, g, h] = header;
     let size = u32::from_le_bytes([a, b, c, d]);
     let crc = u32::from_le_bytes([e, f, g, h]);
-    if size > LONGEST_RECORD {
+    if size > MAX_RECORD_BYTES {
         return Ok(RecordAt::Damage(format!("it claims {size} bytes")));
     }
-    let end = offset + HEADER as u64 + u64::from(size);
+    let end = offset + HEADER_BYTES as u64 + u64::from(size);
     if end > length {
         return Ok(RecordAt::Nothing);
     }
     let mut payload = vec![0; size as usize];
-    if !filled(file.read_exact(&mut payload))? {
+    if !is_complete(file.read_exact(&mut payload))? {
         return Ok(RecordAt::Nothing);
     }
     if size != 0 && crc32fast::hash(&payload) == crc {
@@ -179,7 +179,7 @@ fn record_at(file: &mut File, offset: u64) -> io::Result<RecordAt> {
 
 /// Whether all bytes could be read. A writer whose disk is full truncates an incomplete record, possibly during the
 /// read.
-fn filled(read: io::Result<()>) -> io::Result<bool> {
+fn is_complete(read: io::Result<()>) -> io::Result<bool> {
     match read {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),

@@ -16,7 +16,7 @@ fn removed(step: u64) -> AttemptEvent {
 }
 
 #[test]
-fn a_record_that_a_full_disk_takes_back_while_it_is_read_is_waited_for() {
+fn a_record_undone_by_a_full_disk_is_waited_for() {
     let dir = tempfile::tempdir().unwrap();
     let path = events_path(dir.path(), 0);
     let mut records = Records::append_to(&path).unwrap();
@@ -49,7 +49,7 @@ fn a_record_that_a_full_disk_takes_back_while_it_is_read_is_waited_for() {
 }
 
 #[test]
-fn what_is_reported_is_read_in_order_with_nan() {
+fn reports_are_read_in_order_including_nan() {
     let dir = tempfile::tempdir().unwrap();
     let reporter = Reporter::create(dir.path(), 3).unwrap();
     reporter.metric("loss", 1, 2.5);
@@ -101,7 +101,7 @@ fn a_rank_of_an_attempt_runs_once() {
 }
 
 #[test]
-fn a_torn_end_waits_and_is_cut_by_the_next_writer() {
+fn an_incomplete_end_waits_and_is_truncated_by_the_next_writer() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("agent.events");
     let mut records = Records::append_to(&path).unwrap();
@@ -126,7 +126,7 @@ fn a_torn_end_waits_and_is_cut_by_the_next_writer() {
 }
 
 #[test]
-fn damage_in_the_middle_is_named_not_skipped() {
+fn damage_in_the_middle_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("rank.0.events");
     let mut records = Records::append_to(&path).unwrap();

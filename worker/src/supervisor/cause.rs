@@ -11,19 +11,19 @@ use lockstep_protocol::{
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RankEnd {
     pub rank: u32,
-    /// `None` while it runs.
+    /// How the rank ended. `None` while the rank runs.
     pub exit: Option<Exit>,
-    /// Whether it was still running when it was asked to end. Its exit status is then not a cause.
+    /// Whether the rank was still running when it was asked to end. Its exit status is then not a cause.
     pub asked_to_end: bool,
-    /// Number of optimizer steps done, according to its records.
+    /// Number of optimizer steps done, according to the rank's records.
     pub step: u64,
-    /// Whether it has recorded that its training is complete.
+    /// Whether the rank has recorded that its training is complete.
     pub finished: bool,
-    /// The last failure that it reported.
+    /// The first failure that the rank reported.
     pub failure: Option<Failure>,
-    /// The last line printed outside its log (a panic, an error of the dynamic linker).
+    /// The last line printed outside the rank's log (a panic, an error of the dynamic linker).
     pub last_stderr_line: Option<String>,
-    /// Whether it printed that memory could not be allocated.
+    /// Whether the rank printed that memory could not be allocated.
     pub no_memory: bool,
 }
 
@@ -37,7 +37,7 @@ pub struct Failure {
 }
 
 impl RankEnd {
-    /// Whether it ended successfully.
+    /// Whether the rank ended successfully.
     pub fn is_success(&self) -> bool {
         match self.exit {
             Some(Exit::Status(EXIT_FINISHED)) => true,
@@ -46,31 +46,31 @@ impl RankEnd {
         }
     }
 
-    /// Whether it is running, or has ended like a rank that was asked to stop or pauses.
+    /// Whether the rank has reported no failure, and is running or has finished, stopped or paused in order.
     pub fn is_stopping(&self) -> bool {
         let in_order =
             matches!(self.exit, None | Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED | EXIT_FINISHED)));
         in_order && self.failure.is_none()
     }
 
-    /// Whether it was killed or died unobserved, instead of ending by itself.
+    /// Whether the rank was killed or its end was not observed, and no report explains it.
     pub fn is_death(&self) -> bool {
         let unexplained = !self.is_success() && self.failure.is_none();
         unexplained && matches!(self.exit, Some(Exit::Signal(_) | Exit::Unseen))
     }
 
-    /// Whether it reported a failure of its own, rather than only the loss of another rank.
+    /// Whether the rank reported a failure of its own, rather than only the loss of another rank.
     pub fn has_own_reason(&self) -> bool {
         self.failure.as_ref().is_some_and(|failure| !failure.secondary)
     }
 
-    /// Whether it ended because it could not allocate memory: Rust's runtime prints that and aborts.
+    /// Whether the rank ended because it could not allocate memory: Rust's runtime prints that and aborts.
     pub fn was_refused_memory(&self) -> bool {
         self.exit == Some(Exit::Signal(6)) && self.no_memory
     }
 
     /// How well this rank's end explains the end of the attempt: the lowest number is the best explanation. `None` if
-    /// it explains nothing.
+    /// the end explains nothing.
     fn precedence(&self) -> Option<u32> {
         if self.is_success() {
             return None;
@@ -87,7 +87,7 @@ impl RankEnd {
         }
     }
 
-    /// How an attempt ends whose cause is this rank's end.
+    /// The ending of an attempt whose cause is this rank's end.
     pub fn ending(&self) -> Ending {
         let (rank, step) = (self.rank, self.step);
         let kind = match (&self.failure, self.exit) {
@@ -105,7 +105,7 @@ impl RankEnd {
     }
 }
 
-/// The rank whose end explains the others'.
+/// The rank whose end explains the ends of the others.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FailureCause<'a> {
     pub rank: &'a RankEnd,
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_rank_comes_before_those_that_lost_it() {
+    fn a_killed_rank_precedes_the_ranks_that_lost_it() {
         let killed = RankEnd { rank: 1, exit: Some(Exit::Signal(9)), step: 41, ..Default::default() };
         let ranks = [lost_connection(0), killed];
         assert_eq!(reason(&ranks), "rank 1 was killed by signal 9 at step 41");
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ranks_own_words_come_before_signals() {
+    fn a_rank_s_own_reason_precedes_signals() {
         let failure = Failure {
             reason: "the loss is NaN".into(),
             code: FailureCode::Diverged,
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ranks_were_told_to_do_is_no_cause() {
+    fn an_ordered_stop_is_not_a_cause() {
         let ended = RankEnd {
             rank: 0,
             exit: Some(Exit::Signal(15)),
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_finished_unseen_has_succeeded() {
+    fn a_rank_that_recorded_its_finish_has_succeeded() {
         let unseen = RankEnd { rank: 0, exit: Some(Exit::Unseen), step: 9, ..Default::default() };
         assert_eq!(
             reason(std::slice::from_ref(&unseen)),

@@ -1,4 +1,4 @@
-//! The ranks of one attempt or measurement on this machine, which are watched and ended together.
+//! The ranks of one attempt or measurement on this machine, watched and ended together.
 
 use super::{
     cause::{FailureCause, RankEnd, failure_cause},
@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 const KILL_EVERY: Duration = Duration::from_secs(1);
 /// How often to check whether processes left behind by ranks have ended.
 const SWEEP_EVERY: Duration = Duration::from_millis(20);
-/// Ranks that still exist this long after the first SIGKILL are reported, and no longer waited for.
-const UNKILLABLE: Duration = Duration::from_secs(30);
+/// Ranks that still exist this long after the first SIGKILL are reported as unkillable and no longer awaited.
+const UNKILLABLE_AFTER: Duration = Duration::from_secs(30);
 
 /// How ranks are asked to end, from the least to the most urgent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,14 +47,14 @@ impl Stop {
     }
 }
 
-/// What happens to ranks whose supervisor goes away before they have ended.
+/// What happens to ranks whose supervisor is dropped before they have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Orphans {
-    /// They continue to run; the next supervisor adopts them.
+    /// The ranks continue to run; the next supervisor adopts them.
     Stay,
-    /// They get SIGTERM.
+    /// The ranks get SIGTERM.
     Terminate,
-    /// They are killed and waited for.
+    /// The ranks are killed, and their ends are awaited.
     Kill,
 }
 
@@ -62,12 +62,12 @@ pub enum Orphans {
 /// explain the failure better than the known cause.
 #[derive(Debug, Clone, Copy)]
 pub struct EndDelays {
-    /// If the cause is certain.
+    /// The delay if the cause is certain.
     pub certain: Duration,
-    /// If the end of another rank may be a better explanation.
+    /// The delay if the end of another rank may be a better explanation.
     pub provisional: Duration,
-    /// If all ranks are stopping in order without an order from this supervisor: rank 0 may still be writing their
-    /// checkpoint.
+    /// The delay if all ranks are stopping in order without an order from this supervisor: rank 0 may still be writing
+    /// their checkpoint.
     pub stopping: Duration,
 }
 
@@ -84,10 +84,9 @@ struct Stopping {
 pub struct RankGroup<N: RecordSink> {
     pub ranks: Vec<Rank<N>>,
     stopping: Option<Stopping>,
-    /// Since when a failure of a rank is known.
-    trouble_since: Option<Instant>,
-    /// Whether suspended ranks get SIGKILL instead of SIGTERM. They do not react to SIGTERM while others wait for
-    /// them.
+    /// The time since which a failure of a rank is known.
+    failure_since: Option<Instant>,
+    /// Whether suspended ranks get SIGKILL instead of SIGTERM, because a suspended process does not react to SIGTERM.
     kill_suspended: bool,
     orphans: Orphans,
 }
@@ -95,7 +94,7 @@ pub struct RankGroup<N: RecordSink> {
 impl<N: RecordSink> RankGroup<N> {
     /// An empty group.
     pub fn new(orphans: Orphans) -> Self {
-        Self { ranks: Vec::new(), stopping: None, trouble_since: None, kill_suspended: false, orphans }
+        Self { ranks: Vec::new(), stopping: None, failure_since: None, kill_suspended: false, orphans }
     }
 
     /// Sends SIGKILL instead of SIGTERM to ranks that are suspended.
@@ -133,7 +132,7 @@ impl<N: RecordSink> RankGroup<N> {
             true if self.ends().all(RankEnd::is_stopping) => delays.stopping,
             true => delays.provisional,
         };
-        self.trouble_since.get_or_insert_with(Instant::now).elapsed() >= limit
+        self.failure_since.get_or_insert_with(Instant::now).elapsed() >= limit
     }
 
     /// Whether the ranks have been asked to end.
@@ -141,7 +140,7 @@ impl<N: RecordSink> RankGroup<N> {
         self.stopping.is_some()
     }
 
-    /// Asks all ranks to end. After an earlier order, only a more urgent one has an effect.
+    /// Asks all ranks to end. After an earlier order, only a more urgent order has an effect.
     pub fn stop(&mut self, how: Stop) {
         match self.stopping {
             None => {
@@ -164,8 +163,8 @@ impl<N: RecordSink> RankGroup<N> {
             Stop::Save { within } => {
                 let in_order =
                     |exit| matches!(exit, Exit::Status(EXIT_STOPPED | EXIT_PAUSED | EXIT_FINISHED));
-                let broken = self.ends().any(|end| end.exit.is_some_and(|exit| !in_order(exit)));
-                if broken || since.elapsed() >= within {
+                let has_failed = self.ends().any(|end| end.exit.is_some_and(|exit| !in_order(exit)));
+                if has_failed || since.elapsed() >= within {
                     self.stop(Stop::Terminate);
                 }
             }
@@ -181,13 +180,13 @@ impl<N: RecordSink> RankGroup<N> {
     /// Whether ranks still exist although they were killed repeatedly.
     pub fn is_unkillable(&self) -> bool {
         self.stopping
-            .is_some_and(|stopping| stopping.how == Stop::Kill && stopping.since.elapsed() > UNKILLABLE)
+            .is_some_and(|stopping| stopping.how == Stop::Kill && stopping.since.elapsed() > UNKILLABLE_AFTER)
     }
 
-    /// Verifies that no process of the ranks is left, including processes that they started. Names processes that
-    /// cannot be killed.
+    /// Kills processes that the ranks have left behind, and verifies that they end. Returns a description of processes
+    /// that cannot be killed.
     pub async fn sweep(&mut self) -> Option<String> {
-        let until = Instant::now() + UNKILLABLE;
+        let until = Instant::now() + UNKILLABLE_AFTER;
         loop {
             // Sweeps the process group of every rank, even after an error with one of them.
             let left = self.ranks.iter_mut().filter_map(|rank| (!rank.process.sweep()).then_some(())).count();
@@ -201,7 +200,7 @@ impl<N: RecordSink> RankGroup<N> {
         }
         let named = self.ranks.iter().flat_map(|rank| {
             let of = rank.end.rank;
-            rank.process.remains().into_iter().map(move |(pid, state)| {
+            rank.process.remaining().into_iter().map(move |(pid, state)| {
                 let why = if state == 'D' { ", blocked in the kernel" } else { "" };
                 format!("rank {of} (process {pid}, state {state}{why})")
             })
@@ -212,8 +211,8 @@ impl<N: RecordSink> RankGroup<N> {
 
     fn signal(&mut self, signal: Signal) {
         for rank in &mut self.ranks {
-            let deaf = self.kill_suspended && signal == Signal::TERM && rank.process.is_suspended();
-            rank.process.signal(if deaf { Signal::KILL } else { signal });
+            let needs_kill = self.kill_suspended && signal == Signal::TERM && rank.process.is_suspended();
+            rank.process.signal(if needs_kill { Signal::KILL } else { signal });
         }
     }
 }
@@ -259,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn who_goes_away_leaves_ranks_as_they_were_to_be_left() {
+    fn dropping_a_group_treats_orphans_as_configured() {
         let (ranks, pid) = asleep(Orphans::Kill);
         drop(ranks);
         assert!(!runs(pid), "it is waited for");
@@ -277,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_more_urgent_stop_counts_and_what_ended_by_it_is_no_cause() {
+    fn only_a_more_urgent_stop_counts_and_its_ends_are_no_cause() {
         let (mut ranks, pid) = asleep(Orphans::Kill);
         ranks.stop(Stop::Kill);
         // A less urgent order is ignored: otherwise the group would wait for the checkpoint of a killed rank.

@@ -1,7 +1,6 @@
-//! Rank processes of an attempt: starting them with a configuration file, and adopting them by a later supervisor.
-//!
-//! A rank outlives its agent. Its identity is stored on disk next to its records: process id, start time and boot id.
-//! Process ids are reused, but not together with the same start time.
+//! Starts rank processes of an attempt with a configuration file, and adopts rank processes of an earlier supervisor.
+//! A rank outlives its agent. The rank's identity is stored on disk next to its records: process id, start time and
+//! boot id. Process ids are reused, but not together with the same start time.
 
 use super::{
     proc_fs::find_rank,
@@ -27,36 +26,35 @@ pub fn rank_file(attempt_dir: &Path, rank: u32, extension: &str) -> PathBuf {
     attempt_dir.join(format!("rank.{rank}.{extension}"))
 }
 
-/// The variables of a rank's process, in addition to inherited ones.
+/// The environment variables of a rank's process, in addition to inherited variables.
 fn environment(config: &RankConfig) -> io::Result<Vec<(OsString, OsString)>> {
     let mut variables = config.device().backend.environment(config.gpu.as_ref())?;
     let interface = config.start.network.as_ref().and_then(|network| network.interface.as_ref());
     if let Some(interface) = interface.filter(|_| nccl_variable().is_none()) {
-        // Without `=`, NCCL takes a name as a prefix.
+        // Without `=`, NCCL treats the name as a prefix.
         variables.push((NCCL_INTERFACE.into(), format!("={interface}").into()));
     }
     Ok(variables)
 }
 
-/// Writes `rank.<r>.json` and creates `rank.<r>.stderr`. Returns the path of the first and the second.
+/// Writes `rank.<r>.json` and creates `rank.<r>.stderr`. Returns the path of the former and the file of the latter.
 fn write_files(config: &RankConfig) -> io::Result<(PathBuf, File)> {
     let dir = config.attempt_dir();
     let config_path = rank_file(&dir, config.rank, "json");
     write_private(&config_path, &serde_json::to_vec_pretty(config)?)?;
     let stderr_path = rank_file(&dir, config.rank, "stderr");
-    let stderr = File::create(&stderr_path).map_err(|e| named(&stderr_path, e))?;
+    let stderr = File::create(&stderr_path).map_err(|e| with_path(&stderr_path, e))?;
     Ok((config_path, stderr))
 }
 
-/// Adds the file to an error.
-fn named(path: &Path, error: io::Error) -> io::Error {
+/// Adds the path to an error.
+fn with_path(path: &Path, error: io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
 /// The configurations of the ranks of `start` on this machine, which share its cores evenly.
-///
-/// `devices` has a device for each rank, in rank order; every rank sees all of them. It is empty for ranks on CPU
-/// cores. `lease` is the file with the deadline until which ranks may continue without an agent.
+/// `devices` contains a device for each rank, in rank order; every rank sees all devices. Empty for ranks on CPU cores.
+/// `lease` is the file with the deadline until which ranks may continue without an agent.
 pub fn configs(
     start: &StartAttempt,
     devices: &[String],
@@ -81,8 +79,9 @@ pub fn configs(
 }
 
 impl RankProcess {
-    /// Writes `rank.<r>.json` and starts the rank with it. The output of the rank goes to `rank.<r>.stderr`. A `spare` of
-    /// the rank's slot becomes the rank, if a new process would be like it. Otherwise its end is awaited.
+    /// Writes `rank.<r>.json` and starts the rank with it. The output of the rank goes to `rank.<r>.stderr`. A `spare`
+    /// of the rank's slot becomes the rank, unless a new process would differ from the spare. Such a spare is killed
+    /// first.
     ///
     /// # Errors
     /// The error names the file or program that could not be used.
@@ -106,36 +105,37 @@ impl RankProcess {
             .stdin(Stdio::null())
             .stdout(stdout)
             .stderr(stderr);
-        let mut process =
-            Self::spawn(config.rank, &mut command, UnixProcessGroup::Own).map_err(|e| named(program, e))?;
+        let mut process = Self::spawn(config.rank, &mut command, UnixProcessGroup::Own)
+            .map_err(|e| with_path(program, e))?;
         process.record(&config.attempt_dir())?;
         Ok(process)
     }
 
-    /// Makes a spare process the rank. `None` if a new process would differ from it, or if it has just ended.
+    /// Turns a spare process into the rank. `None` if a new process would differ from the spare, or if the spare has
+    /// ended.
     fn of_spare(program: &Path, config: &RankConfig, mut spare: Spare) -> io::Result<Option<Self>> {
         let config = RankConfig { gpu: Some(spare.gpu().clone()), ..config.clone() };
-        if !spare.is_like(program, &environment(&config)?) {
+        if !spare.is_usable_as(program, &environment(&config)?) {
             spare.end();
             return Ok(None);
         }
         let (config_path, _) = write_files(&config)?;
         let Some(mut process) = spare.into_process(config.rank) else { return Ok(None) };
         let dir = config.attempt_dir();
-        // Before the process becomes the rank, because its arguments do not name the rank. If this agent dies before it
-        // tells the process, the process ends by itself, and the next agent finds a rank that has ended.
+        // Recorded before the process becomes the rank, because its arguments do not name the rank. If this agent dies
+        // before it writes the path, the process ends by itself, and the next agent finds a rank that has ended.
         process.record(&dir)?;
-        // The path fits into the pipe as a whole.
+        // The path fits into the pipe's buffer, so writing does not block.
         if process.tell(config_path.as_os_str().as_bytes()).is_err() {
             spare::kill_and_wait(process);
-            // The new process is found by its arguments until it has its own file.
+            // Without this file, the new process is found by its arguments until it has its own file.
             fs::remove_file(rank_file(&dir, config.rank, "pid"))?;
             return Ok(None);
         }
         Ok(Some(process))
     }
 
-    /// Writes the file by which a later agent finds the process, or ends it.
+    /// Writes the file by which a later agent finds the process. Kills the process if the file cannot be written.
     fn record(&mut self, attempt_dir: &Path) -> io::Result<()> {
         let path = rank_file(attempt_dir, self.rank, "pid");
         let written = write_whole(&path, &serde_json::to_vec(&self.identity)?);
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exit_status_and_what_was_printed_are_kept() {
+    fn the_exit_status_and_the_output_are_kept() {
         let dir = tempfile::tempdir().unwrap();
         let config = config(dir.path());
         let mut process =
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_on_a_gpu_sees_those_of_its_attempt_and_finds_libraries() {
+    fn a_gpu_rank_sees_its_attempt_s_gpus_and_finds_libraries() {
         let dir = tempfile::tempdir().unwrap();
         let script = program(dir.path(), "echo \"$CUDA_VISIBLE_DEVICES|$LD_LIBRARY_PATH|$HOME\"");
         let printed = |config: &RankConfig| {
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_is_started_with_what_its_backend_wants() {
+    fn a_rank_gets_its_backend_s_environment() {
         let dir = tempfile::tempdir().unwrap();
         let script = program(dir.path(), &format!("echo \"${}\"", toy::VISIBLE));
         let mut config = config(dir.path());
@@ -282,7 +282,7 @@ mod tests {
         echo spare\nelse echo new\nfi\nexec sleep 1000";
 
     #[test]
-    fn a_spare_becomes_the_rank_if_a_new_process_would_be_like_it() {
+    fn a_spare_becomes_the_rank_unless_a_new_process_would_differ() {
         let dir = tempfile::tempdir().unwrap();
         let script = program(dir.path(), EITHER);
         let gpu = RankGpu { ordinal: 1, visible: vec![toy::device("a"), toy::device("b")] };
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_agent_finds_it_with_and_without_its_pid_file_and_ends_it() {
+    fn a_later_agent_finds_a_rank_with_and_without_its_pid_file() {
         for lose_file in [false, true] {
             let dir = tempfile::tempdir().unwrap();
             let config = config(dir.path());
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_with_the_same_number_is_not_taken_for_the_rank() {
+    fn a_process_with_a_reused_id_is_not_the_rank() {
         let dir = tempfile::tempdir().unwrap();
         let own = stat(std::process::id().cast_signed()).unwrap();
         let identity = Identity {

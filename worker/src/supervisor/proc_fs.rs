@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-/// The fields of a process that are used.
+/// The used fields of `/proc/<pid>/stat`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Stat {
     /// `R`, `S`, `D`, `T`, `Z`, ...
@@ -17,7 +17,7 @@ pub(super) struct Stat {
 }
 
 impl Stat {
-    /// Whether the process has ended, possibly without having been waited for.
+    /// Whether the process has ended. It may still be a zombie.
     pub(super) fn has_ended(&self) -> bool {
         matches!(self.state, 'Z' | 'X')
     }
@@ -54,7 +54,7 @@ pub(super) fn find_rank(config_path: &Path) -> Option<(i32, Stat)> {
         let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
         let arguments: Vec<_> = line.split(|b| *b == 0).collect();
         arguments.windows(2).any(|pair| pair == [&b"rank"[..], wanted]).then_some(())?;
-        // Not a child of the rank that has not executed another program yet.
+        // Excludes a forked child of the rank, which has the same arguments until it executes another program.
         stat(pid).filter(|s| s.group == pid).map(|s| (pid, s))
     })
 }

@@ -23,7 +23,7 @@ pub enum Exit {
     Unseen,
 }
 
-/// As displayed by the standard library: `exit status: 1`, `signal: 9 (SIGKILL)`.
+/// Formats the end as the standard library does: `exit status: 1`, `signal: 9 (SIGKILL)`.
 impl fmt::Display for Exit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -37,8 +37,8 @@ impl fmt::Display for Exit {
 /// The process group of a rank's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnixProcessGroup {
-    /// A separate group: Ctrl-C in the parent's terminal does not reach it, and the processes that it starts end with
-    /// it.
+    /// A separate group: Ctrl-C in the parent's terminal does not reach the rank, and processes that the rank starts
+    /// end with it.
     Own,
     /// The parent's group: Ctrl-C ends both.
     Inherited,
@@ -55,13 +55,13 @@ pub(super) struct Identity {
 }
 
 impl Identity {
-    /// The identity of a process that is running, or has ended and was not waited for.
+    /// The identity of a process that is running or is a zombie.
     pub(super) fn of(pid: i32) -> Self {
         Self { pid, start_time: stat(pid).map_or(0, |s| s.start_time), boot_id: boot_id() }
     }
 }
 
-/// A rank process, started by this process or by an earlier one.
+/// A rank process, started by this process or by an earlier supervisor.
 #[derive(Debug)]
 pub struct RankProcess {
     pub(super) rank: u32,
@@ -89,15 +89,15 @@ impl RankProcess {
         Ok(Self { rank, group, identity, child: Some(child), exit: None })
     }
 
-    /// Adopts a process that an earlier process started in a separate group. `None`: it was not found, so it has
-    /// ended.
+    /// Adopts a process that an earlier supervisor started in a separate group. `identity` is `None` if no process was
+    /// found, so the rank has ended.
     pub(super) fn adopted(rank: u32, identity: Option<Identity>) -> Self {
         let exit = identity.is_none().then_some(Exit::Unseen);
         let identity = identity.unwrap_or(Identity { pid: 0, start_time: 0, boot_id: String::new() });
         Self { rank, group: UnixProcessGroup::Own, identity, child: None, exit }
     }
 
-    /// Its rank.
+    /// The rank of the process.
     pub fn rank(&self) -> u32 {
         self.rank
     }
@@ -126,7 +126,7 @@ impl RankProcess {
                     (None, Some(signal)) => Exit::Signal(signal),
                     (None, None) => Exit::Unseen,
                 }),
-                Some(Err(_)) | None => (!self.is_there()).then_some(Exit::Unseen),
+                Some(Err(_)) | None => (!self.is_running()).then_some(Exit::Unseen),
             };
         }
         self.exit
@@ -144,16 +144,16 @@ impl RankProcess {
     pub(super) fn kill_and_wait(&mut self) {
         self.signal(Signal::KILL);
         if let Some(child) = self.child.as_mut().filter(|_| self.exit.is_none()) {
-            // Fails if another process has waited for it, which also means that it has ended.
+            // Fails if the process was already reaped, so it has ended.
             let _ = child.wait();
         }
     }
 
     /// The remaining processes of the rank: the process itself, and processes of its own group that it started. Each
     /// has a state as in proc_pid_stat(5); `D` means blocked in the kernel.
-    pub fn remains(&self) -> Vec<(i32, char)> {
+    pub fn remaining(&self) -> Vec<(i32, char)> {
         let Identity { pid: own, start_time, .. } = self.identity;
-        // The number of a group is not reused while the group has members. So if the process id has been reused, no
+        // The id of a process group is not reused while the group has members. So if the process id has been reused, no
         // process of this group is left.
         if own == 0 || stat(own).is_some_and(|s| s.start_time != start_time) {
             return Vec::new();
@@ -169,9 +169,9 @@ impl RankProcess {
             .collect()
     }
 
-    /// Kills what is left of the group after the process itself has ended. True if nothing is left.
+    /// Kills the remaining processes of the rank. Returns true if none were left.
     pub fn sweep(&mut self) -> bool {
-        if self.remains().is_empty() {
+        if self.remaining().is_empty() {
             return true;
         }
         self.send(Signal::KILL);
@@ -183,11 +183,11 @@ impl RankProcess {
         self.exit.is_none() && stat(self.identity.pid).is_some_and(|s| s.is_suspended())
     }
 
-    fn is_there(&self) -> bool {
+    fn is_running(&self) -> bool {
         stat(self.identity.pid).is_some_and(|s| s.start_time == self.identity.start_time && !s.has_ended())
     }
 
-    /// The process may end at this moment; the next poll shows that.
+    /// Sends a signal and ignores errors: the process may just have ended, which the next poll shows.
     fn send(&self, signal: Signal) {
         let Some(pid) = Pid::from_raw(self.identity.pid) else { return };
         if fault::point("rank.signal").is_ok() {
@@ -204,32 +204,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_end_is_said_as_the_system_says_it() {
+    fn an_exit_is_formatted_as_by_the_standard_library() {
         assert_eq!(Exit::Status(7).to_string(), "exit status: 7");
         assert_eq!(Exit::Signal(9).to_string(), "signal: 9 (SIGKILL)");
     }
 
     #[test]
-    fn killing_one_that_shares_our_process_group_spares_this_process() {
+    fn killing_a_rank_in_our_process_group_spares_this_process() {
         let mut command = Command::new("sleep");
         let mut process =
             RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Inherited).expect("sleep is there");
-        assert_eq!((process.poll(), process.remains().len()), (None, 1));
+        assert_eq!((process.poll(), process.remaining().len()), (None, 1));
         process.kill_and_wait();
         assert_eq!(process.poll(), Some(Exit::Signal(9)));
         assert!(process.sweep());
     }
 
     #[test]
-    fn a_stranger_who_has_the_number_of_a_rank_is_spared_with_its_group() {
+    fn a_process_with_a_reused_id_and_its_group_are_not_killed() {
         let mut command = Command::new("sleep");
         let mut stranger =
             RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Own).expect("sleep is there");
         let Identity { pid, start_time, boot_id } = &stranger.identity;
         let before = Identity { pid: *pid, start_time: start_time - 1, boot_id: boot_id.clone() };
         let mut rank = RankProcess::adopted(0, Some(before));
-        assert!(rank.sweep(), "{:?}", rank.remains());
-        assert_eq!((stranger.poll(), stranger.remains().len()), (None, 1));
+        assert!(rank.sweep(), "{:?}", rank.remaining());
+        assert_eq!((stranger.poll(), stranger.remaining().len()), (None, 1));
         stranger.kill_and_wait();
     }
 }

@@ -1,4 +1,4 @@
-//! One rank from the view of its supervisor: its process and its records.
+//! A supervisor's view of one rank: its process and its records.
 
 use super::{
     cause::{Failure, RankEnd},
@@ -13,10 +13,10 @@ use std::{
     time::Instant,
 };
 
-/// Limits of a dead rank's output outside its log.
-const STDERR_LINES: usize = 20;
-const STDERR_BYTES: u64 = 64 << 10;
-const STDERR_LINE_BYTES: usize = 4096;
+/// Limits of the output outside the log that is shown of a dead rank.
+const MAX_STDERR_LINES: usize = 20;
+const MAX_STDERR_BYTES: u64 = 64 << 10;
+const MAX_STDERR_LINE_BYTES: usize = 4096;
 
 /// The records of a rank that a supervisor's caller stores, in addition to [`RankEnd`].
 pub trait RecordSink {
@@ -93,7 +93,7 @@ impl<N: RecordSink> Rank<N> {
         if self.end.exit.is_none()
             && let Some(exit) = self.process.poll()
         {
-            // Records that cannot be read now are reported by the next call.
+            // An error is ignored here: the next call of `read` returns it.
             let _ = self.read();
             self.end.exit = Some(exit);
             self.end.last_stderr_line = self.stderr_lines().pop();
@@ -109,7 +109,7 @@ impl<N: RecordSink> Rank<N> {
     /// The end of the output outside the log.
     fn stderr_text(&self) -> String {
         let path = self.records.as_ref().map(|(dir, _)| rank_file(dir, self.end.rank, "stderr"));
-        let bytes = path.map(|path| files::end_of(&path, STDERR_BYTES)).unwrap_or_default();
+        let bytes = path.map(|path| files::end_of(&path, MAX_STDERR_BYTES)).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 }
@@ -117,8 +117,8 @@ impl<N: RecordSink> Rank<N> {
 /// The last non-empty lines of a text, truncated to the limits.
 fn last_lines(text: &str) -> Vec<String> {
     let lines: Vec<_> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
-    let cut = |line: &&str| line[..line.floor_char_boundary(STDERR_LINE_BYTES)].to_owned();
-    lines[lines.len().saturating_sub(STDERR_LINES)..].iter().map(cut).collect()
+    let truncate = |line: &&str| line[..line.floor_char_boundary(MAX_STDERR_LINE_BYTES)].to_owned();
+    lines[lines.len().saturating_sub(MAX_STDERR_LINES)..].iter().map(truncate).collect()
 }
 
 impl RankEnd {
@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_what_a_rank_printed_the_last_twenty_lines_are_shown() {
+    fn the_last_twenty_lines_of_stderr_are_shown() {
         let text = |lines: usize| (1..=lines).map(|n| format!("line {n}  \n\n")).collect::<String>();
         let all: Vec<_> = (1..=20).map(|n| format!("line {n}")).collect();
         assert_eq!(last_lines(&text(20)), all);

@@ -1,4 +1,4 @@
-//! A spare process: a rank's program that has opened a GPU, and waits until it becomes a rank there.
+//! A spare process: a rank's program that has opened a GPU, and waits to become a rank there.
 
 use super::process::{RankProcess, UnixProcessGroup};
 use lockstep_engine::registry;
@@ -16,14 +16,14 @@ use std::{
     time::Duration,
 };
 
-/// Time limit for the end of a spare whose GPU a new process needs.
-const END_WITHIN: Duration = Duration::from_secs(3);
+/// How long to wait for the end of a spare whose GPU a new process needs.
+const END_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// A process that was started as `rank --spare GPU`. It ends when this is dropped, or when the process that started it
+/// A process started as `rank --spare GPU`. It is killed when this value is dropped, and ends by itself when its parent
 /// ends, because its standard input is then closed.
 #[derive(Debug)]
 pub struct Spare {
-    /// `None` after it has become a rank.
+    /// `None` after the spare has become a rank or was killed.
     process: Option<RankProcess>,
     gpu: RankGpu,
     environment: Vec<(OsString, OsString)>,
@@ -59,8 +59,8 @@ impl Spare {
         self.process.as_mut().is_some_and(|process| process.poll().is_none())
     }
 
-    /// Whether a new process of `program` with these additional variables would be like this one.
-    pub(super) fn is_like(&mut self, program: &Path, environment: &[(OsString, OsString)]) -> bool {
+    /// Whether the spare is alive, and has the same program and additional variables as a new process would have.
+    pub(super) fn is_usable_as(&mut self, program: &Path, environment: &[(OsString, OsString)]) -> bool {
         self.is_alive()
             && self.environment == environment
             && version(program).is_ok_and(|version| version == self.version)
@@ -73,7 +73,7 @@ impl Spare {
         }
     }
 
-    /// The process, which becomes that of `rank` when it is told the path of a configuration.
+    /// The process, which becomes `rank` when the path of a configuration is written to it.
     pub(super) fn into_process(mut self, rank: u32) -> Option<RankProcess> {
         let mut process = self.process.take()?;
         process.rank = rank;
@@ -94,12 +94,12 @@ impl Drop for Spare {
     }
 }
 
-/// Kills a process, and waits for its end on a thread of its own: a driver may take a second to close a GPU. The
-/// receiver is disconnected at the end.
+/// Kills a process, and waits for its end in a separate thread, because closing a GPU may take a second. The receiver
+/// is disconnected when the process has ended.
 fn kill(mut process: RankProcess) -> Receiver<()> {
     process.signal(Signal::KILL);
     let (ended, end) = channel();
-    // Without a thread the process stays in the table of processes until this one ends.
+    // If no thread can be started, the process stays a zombie until this process ends.
     let _ = thread::Builder::new().name("spare".into()).spawn(move || {
         process.kill_and_wait();
         drop(ended);
@@ -107,12 +107,12 @@ fn kill(mut process: RankProcess) -> Receiver<()> {
     end
 }
 
-/// Kills a process, and waits until it no longer uses its GPU, but at most for [`END_WITHIN`].
+/// Kills a process, and waits until it no longer uses its GPU, but at most for [`END_TIMEOUT`].
 pub(super) fn kill_and_wait(process: RankProcess) {
-    let _ = kill(process).recv_timeout(END_WITHIN);
+    let _ = kill(process).recv_timeout(END_TIMEOUT);
 }
 
-/// What differs between two versions of a program's file.
+/// Identifies the version of an executable: device, inode and modification time.
 fn version(program: &Path) -> io::Result<(u64, u64, i64, i64)> {
     fs::metadata(program).map(|file| (file.dev(), file.ino(), file.mtime(), file.mtime_nsec()))
 }

@@ -3,7 +3,7 @@
 use super::{launch::rank_file, proc_fs::stat, process::Identity};
 use std::{fs, path::Path};
 
-/// The unit of CPU times in `/proc`, on every supported architecture.
+/// Clock ticks per second of CPU times in `/proc`, on every supported architecture.
 const TICKS_PER_SEC: f64 = 100.0;
 
 /// The CPU time so far, and the memory now. Two values belong to the same process if `process` is equal.
@@ -17,7 +17,7 @@ pub struct RankUsage {
     pub memory_bytes: u64,
 }
 
-/// The usage of a running rank, which is identified by its `.pid` file.
+/// The usage of a running rank, whose process is named by the rank's `.pid` file.
 pub fn rank_usage(attempt_dir: &Path, rank: u32) -> Option<RankUsage> {
     let recorded = fs::read(rank_file(attempt_dir, rank, "pid")).ok()?;
     let Identity { pid, start_time, .. } = serde_json::from_slice(&recorded).ok()?;
@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_works_is_measured_and_another_one_of_its_number_is_not() {
+    fn a_running_process_is_measured_and_a_reused_id_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let own = Identity::of(std::process::id().cast_signed());
         let write = |identity: &Identity| {

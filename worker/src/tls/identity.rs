@@ -12,21 +12,21 @@ use std::{
 };
 
 /// Maximum size of a file. A chain has a few kilobytes.
-const FILE_BYTES: u64 = 1 << 20;
+const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Maximum length of a password.
-const PASSWORD_BYTES: usize = 1024;
+const MAX_PASSWORD_BYTES: usize = 1024;
 
 /// The paths of a client's certificate and key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum IdentityFiles {
-    /// PEM. The client's certificate comes first, then the certificates between it and the authority.
+    /// PEM. The client's certificate comes first, then the intermediate certificates.
     Pem {
         /// The certificate chain.
         certificate: PathBuf,
         /// The key. Other users must not be able to read it.
         key: PathBuf,
     },
-    /// PKCS#12, the format in which many authorities issue certificates.
+    /// PKCS#12, a format in which many certificate authorities issue certificates.
     Pkcs12 {
         /// The certificate and the key.
         file: PathBuf,
@@ -45,7 +45,7 @@ impl IdentityFiles {
     /// Reads the files, which may have changed since the last call.
     ///
     /// # Errors
-    /// A sentence that tells what to change.
+    /// What is wrong with a file, and what to change.
     pub(super) fn read(&self) -> Result<Identity, String> {
         match self {
             Self::Pem { certificate, key } => {
@@ -98,9 +98,9 @@ pub fn password_of(path: &Path) -> Result<String, String> {
     let text = String::from_utf8(read(path, Some("password"))?)
         .map_err(|_| format!("{} is not text (UTF-8)", path.display()))?;
     let line = text.lines().next().unwrap_or_default();
-    if line.is_empty() || line.len() > PASSWORD_BYTES {
+    if line.is_empty() || line.len() > MAX_PASSWORD_BYTES {
         return Err(format!(
-            "{} must have a password of 1 to {PASSWORD_BYTES} bytes in its first line",
+            "{} must contain a password of 1 to {MAX_PASSWORD_BYTES} bytes in its first line",
             path.display()
         ));
     }
@@ -133,7 +133,7 @@ fn unpack(bytes: &[u8], password: &str) -> Result<Identity, String> {
     let [key] = archive.keys.as_slice() else {
         return Err(format!("there are {} private keys in it; it must have one", archive.keys.len()));
     };
-    // The key's own certificate has the same id. The others are between it and the authority.
+    // The key's own certificate has the key's id. The others are intermediate certificates.
     let id = key.local_key_id.as_ref().map(AsRef::<[u8]>::as_ref);
     let own = archive.certs.iter().position(|bag| id.is_some() && bag.local_key_id.as_deref() == id);
     let own = own.unwrap_or(0);
@@ -147,20 +147,19 @@ fn unpack(bytes: &[u8], password: &str) -> Result<Identity, String> {
     Ok(Identity { chain, key })
 }
 
-/// Reads a file. If `private` (a description for the message) is given, other users must not be able to read the
-/// file, as for the server's key.
+/// Reads a file. If `private` (a description for the message) is given, other users must not be able to read the file.
 fn read(path: &Path, private: Option<&str>) -> Result<Vec<u8>, String> {
     let shown = path.display();
     let failed = |error: std::io::Error| format!("{shown}: {error}");
     let file = File::open(path).map_err(failed)?;
     let about = file.metadata().map_err(failed)?;
-    if !about.is_file() || about.len() > FILE_BYTES {
-        return Err(format!("{shown} is not a file of at most {} KiB", FILE_BYTES >> 10));
+    if !about.is_file() || about.len() > MAX_FILE_BYTES {
+        return Err(format!("{shown} is not a file of at most {} KiB", MAX_FILE_BYTES >> 10));
     }
     // The mode must be 0600, or 0640 if root owns the file, as in Debian's group `ssl-cert`.
-    let open_to = about.mode() & if about.uid() == 0 { 0o037 } else { 0o077 };
+    let readable_by_others = about.mode() & if about.uid() == 0 { 0o037 } else { 0o077 };
     if let Some(what) = private
-        && open_to != 0
+        && readable_by_others != 0
     {
         return Err(format!(
             "the {what} {shown} can be read by others (mode {:04o}); close it with `chmod 600 {shown}`",
@@ -168,7 +167,7 @@ fn read(path: &Path, private: Option<&str>) -> Result<Vec<u8>, String> {
         ));
     }
     let mut content = Vec::new();
-    file.take(FILE_BYTES).read_to_end(&mut content).map_err(failed)?;
+    file.take(MAX_FILE_BYTES).read_to_end(&mut content).map_err(failed)?;
     Ok(content)
 }
 
@@ -178,14 +177,14 @@ mod tests {
     use std::{fs, os::unix::fs::PermissionsExt};
 
     #[test]
-    fn a_password_is_a_line_of_a_file_that_others_cannot_read() {
+    fn a_password_file_must_be_private_and_have_one_valid_line() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("password");
         for (text, right) in [
             ("secret\nmore\n".to_owned(), Some("secret")),
             (String::new(), None),
-            ("a".repeat(PASSWORD_BYTES), Some("a")),
-            ("a".repeat(PASSWORD_BYTES + 1), None),
+            ("a".repeat(MAX_PASSWORD_BYTES), Some("a")),
+            ("a".repeat(MAX_PASSWORD_BYTES + 1), None),
         ] {
             fs::write(&path, &text).unwrap();
             fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
@@ -199,12 +198,12 @@ mod tests {
     }
 
     #[test]
-    fn files_have_a_longest_length() {
+    fn files_above_the_size_limit_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("long");
-        fs::write(&path, vec![b'a'; FILE_BYTES as usize]).unwrap();
+        fs::write(&path, vec![b'a'; MAX_FILE_BYTES as usize]).unwrap();
         assert!(read(&path, None).is_ok());
-        fs::write(&path, vec![b'a'; FILE_BYTES as usize + 1]).unwrap();
+        fs::write(&path, vec![b'a'; MAX_FILE_BYTES as usize + 1]).unwrap();
         assert!(read(&path, None).unwrap_err().contains("1024 KiB"));
     }
 }

@@ -1,6 +1,6 @@
-//! The choice of a run's plan before anything is allocated (`parallel.mode = "auto"`), and the predictions for it.
+//! Chooses a run's plan before anything is allocated (`parallel.mode = "auto"`), and predicts its cost.
 
-use super::{TrainError, Training, start::shared_json};
+use super::{TrainError, Training, start::broadcast_json};
 use crate::planning::{self, Planned};
 use lockstep_engine::net::Network;
 use lockstep_protocol::spec::JobSpec;
@@ -13,25 +13,25 @@ pub(super) struct Choice {
     pub(super) planned: Option<Planned>,
 }
 
-/// Collective. `network` is for the largest pictures of training. If there is a plan to choose, unknown figures of
-/// this machine are measured.
+/// Collective. `network` is for the largest training pictures. With `auto`, unknown figures of this machine are
+/// measured.
 pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choice, TrainError> {
     let &Training { spec, device, local_ranks, threads, .. } = training;
     let (group, is_first) = (training.group.as_ref(), training.is_first());
     let sample = planning::sample(spec, network, device, threads);
     let plans = is_first && (spec.parallel.is_auto() || spec.parallel.is_hybrid());
-    let kept = if plans { planning::kept(&sample, device, group.size()) } else { None };
+    let stored = if plans { planning::stored_figures(&sample, device, group.size()) } else { None };
     if !spec.parallel.is_auto() {
-        let planned = kept.and_then(|machine| Planned::of(spec, network, &machine).ok());
+        let planned = stored.and_then(|machine| Planned::of(spec, network, &machine).ok());
         return Ok(Choice { spec: spec.clone(), planned });
     }
-    let machine = match shared_json(group, is_first.then_some(kept.is_some()))? {
-        true => kept,
+    let machine = match broadcast_json(group, is_first.then_some(stored.is_some()))? {
+        true => stored,
         false => {
             training.log(["measuring operators and links, to choose a plan"]);
             let found = planning::measure(&sample, device, local_ranks, group, training.store.as_deref())?;
             if is_first {
-                planning::keep(&found, &sample, device, group.size());
+                planning::store_figures(&found, &sample, device, group.size());
             }
             is_first.then_some(found)
         }
@@ -42,6 +42,6 @@ pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choic
         planned.lacks_memory(&machine).map_or(Ok((planned, resolved)), Err)
     });
     let said = planned.as_ref().map(|of| of.as_ref().map(|(_, spec)| spec.clone()).map_err(Clone::clone));
-    let spec = shared_json::<Result<JobSpec, String>>(group, said)?.map_err(TrainError::Impossible)?;
+    let spec = broadcast_json::<Result<JobSpec, String>>(group, said)?.map_err(TrainError::Impossible)?;
     Ok(Choice { spec, planned: planned.and_then(Result::ok).map(|(planned, _)| planned) })
 }

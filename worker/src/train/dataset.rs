@@ -1,4 +1,4 @@
-//! The dataset of a run. It must be the same on every rank, otherwise the run ends before its first step.
+//! The dataset of a run, which must be the same on every rank: otherwise the run ends before its first step.
 
 use super::{TrainError, Training};
 use crate::checkpoint;
@@ -6,7 +6,7 @@ use lockstep_data::loader::{DataSource, Mixing, Shape};
 use lockstep_protocol::{dataset::too_few_classes, numbers::plural};
 
 /// Maximum number of broken files that are named in the log.
-const NAMED: usize = 20;
+const MAX_NAMED_FILES: usize = 20;
 
 /// Opens the dataset. Checks that all ranks have the same pictures, and makes them use the same normalisation.
 pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
@@ -17,12 +17,12 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
     }
     let mixing = Mixing::from(&spec.train);
     data.set_mixing(mixing);
-    // A GPU mixes the pictures in its memory in float32, and the host mixes bytes. For the same bits in every run,
-    // only one of these may be used.
+    // A GPU mixes resident pictures in float32, and the host mixes bytes. For the same bits in every run, only the host
+    // mixes.
     if spec.train.deterministic && mixing.is_on() {
         data.stay();
     }
-    // A GPU shifts the views of pictures in its memory before it scales them, and the host after that.
+    // A GPU shifts the views of resident pictures before scaling, and the host after scaling.
     let side = data.shape.image_size;
     let is_scaled = data.resident().is_some_and(|all| (all.height, all.width) != (side, side));
     if spec.evaluate.views == 6 && is_scaled {
@@ -33,17 +33,17 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
         let weights = weights
             .of(&data.shape.classes, &counts)
             .map_err(|why| TrainError::Impossible(format!("loss.class_weights: {why}")))?;
-        training.log([in_words(&data.shape.classes, &weights, &counts)]);
+        training.log([describe_class_weights(&data.shape.classes, &weights, &counts)]);
         data.set_class_weights(weights);
     }
     training.log(description(&data.shape));
-    same_everywhere(training, &data)?;
-    normalise_alike(training, &mut data)?;
+    check_same_dataset(training, &data)?;
+    share_normalisation(training, &mut data)?;
     Ok(data)
 }
 
 /// A log line about the weights of classes: the smallest and the largest.
-fn in_words(classes: &[String], weights: &[f32], counts: &[u64]) -> String {
+fn describe_class_weights(classes: &[String], weights: &[f32], counts: &[u64]) -> String {
     let by_weight = |a: &usize, b: &usize| weights[*a].total_cmp(&weights[*b]);
     let one = |class: Option<usize>| {
         let class = class.unwrap_or(0);
@@ -61,15 +61,15 @@ fn description(shape: &Shape) -> Vec<String> {
     if !skipped.is_empty() {
         let are = if skipped.len() == 1 { "is" } else { "are" };
         lines.push(format!("{} {are} left out:", plural(skipped.len() as u64, "broken file")));
-        lines.extend(skipped.iter().take(NAMED).map(|file| format!("  {}", one_line(file))));
+        lines.extend(skipped.iter().take(MAX_NAMED_FILES).map(|file| format!("  {}", one_line(file))));
     }
     lines.extend(shape.notes.iter().cloned());
     lines
 }
 
 /// Makes all ranks normalise with the mean and standard deviation of rank 0, or of the checkpoint from which the run
-/// continues. These values depend on which pictures could be read, and on how this version reads them.
-fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(), TrainError> {
+/// continues. A rank's own values depend on which pictures it could read, and on how this version reads them.
+fn share_normalisation(training: &Training<'_>, data: &mut DataSource) -> Result<(), TrainError> {
     let (asked, channels) = (&training.spec.data, data.shape.channels);
     let of_checkpoint = |key: &str| -> Option<Vec<f32>> {
         let about = checkpoint::about(training.resume?).ok()?;
@@ -89,13 +89,13 @@ fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(),
 
 /// Checks that all ranks have the same pictures in the same order. Otherwise they would train on some pictures twice
 /// and on others never.
-fn same_everywhere(training: &Training<'_>, data: &DataSource) -> Result<(), TrainError> {
+fn check_same_dataset(training: &Training<'_>, data: &DataSource) -> Result<(), TrainError> {
     let group = &training.group;
     if group.size() == 1 {
         return Ok(());
     }
     let (count, digest) = (data.shape.train_samples + data.shape.validation_samples, data.digest());
-    // Divided into pieces that float32 represents exactly.
+    // The all-gather is of float32, so numbers are divided into 16-bit pieces, which float32 represents exactly.
     let piece = |bits: u64| (bits & 0xffff) as f32;
     let own = [piece(count >> 16), piece(count), piece(u64::from(digest >> 16)), piece(digest.into())];
     let mut all = vec![0.0f32; own.len() * group.size() as usize];
@@ -105,7 +105,7 @@ fn same_everywhere(training: &Training<'_>, data: &DataSource) -> Result<(), Tra
         let count = |rank: usize| f64::from(all[rank * 4]) * 65536.0 + f64::from(all[rank * 4 + 1]);
         Err(TrainError::Impossible(format!(
             "rank {rank} has another dataset than rank 0 ({} pictures and {}, or other classes, names, contents or order). Copy the \
-             dataset to all machines, and change none of it while a job starts",
+             dataset to all machines, and do not change it while a job starts",
             count(rank),
             count(0)
         )))
@@ -121,12 +121,12 @@ fn one_line(file: &impl std::fmt::Display) -> String {
 pub(super) fn report_broken(training: &Training<'_>, data: &DataSource) {
     let (news, count) = data.newly_broken();
     let before = count - news.len();
-    for file in news.iter().take(NAMED.saturating_sub(before)) {
+    for file in news.iter().take(MAX_NAMED_FILES.saturating_sub(before)) {
         let file = one_line(file);
         training.observer.log(&format!("{file}; it is left out. Restore it before the job is paused or restarted: a job can only continue with the pictures with which it began"));
     }
-    // Further pictures are only counted: a line each time their number has doubled.
-    if count > NAMED && count.ilog2() != before.max(1).ilog2() {
+    // Further pictures are only counted, with a line each time the count has doubled.
+    if count > MAX_NAMED_FILES && count.ilog2() != before.max(1).ilog2() {
         training.observer.log(&format!("{count} pictures could not be read and are left out by this rank"));
     }
 }

@@ -12,7 +12,7 @@ const DECODER: &str = "LOCKSTEP_DECODER";
 /// The choice for a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DecoderChoice {
-    /// The GPU decodes the files that it can decode, and cores decode the others.
+    /// The GPU decodes the files that it supports, and CPU cores decode the others.
     Auto,
     Cores,
     /// As `Auto`, but the job fails if the GPU cannot decode.
@@ -36,8 +36,8 @@ impl DecoderChoice {
     /// Checks whether the GPU's decoder should be opened.
     ///
     /// # Errors
-    /// The decoder should not be opened. The reason is given if it is to be logged.
-    fn of_job(self, on_gpu: bool, decodes_jpeg: bool, deterministic: bool) -> Result<(), Option<String>> {
+    /// The decoder should not be opened. `Some` contains the reason to log.
+    fn check_job(self, on_gpu: bool, decodes_jpeg: bool, deterministic: bool) -> Result<(), Option<String>> {
         match self {
             Self::Gpu if !on_gpu && decodes_jpeg => Err(Some("this rank has no GPU".into())),
             _ if !on_gpu || !decodes_jpeg => Err(None),
@@ -59,7 +59,7 @@ pub(super) fn choose_decoder(
     let choice = DecoderChoice::of(std::env::var_os(DECODER).as_deref()).map_err(TrainError::Impossible)?;
     let DeviceChoice { backend, ordinal } = training.device;
     let wanted =
-        choice.of_job(backend.needs().decodes, data.decodes_jpeg(), training.spec.train.deterministic);
+        choice.check_job(backend.needs().decodes, data.decodes_jpeg(), training.spec.train.deterministic);
     let opened = wanted.and_then(|()| backend.decoder(ordinal, precision).map_err(Some));
     Ok(match opened {
         Ok(decoder) => {
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_gpu_decodes_where_it_is_one_and_nobody_wants_otherwise() {
+    fn a_gpu_rank_decodes_jpeg_unless_told_otherwise() {
         let of = |value: &str| DecoderChoice::of(Some(OsStr::new(value)));
         assert_eq!(DecoderChoice::of(None), Ok(DecoderChoice::Auto));
         assert_eq!(of(""), Ok(DecoderChoice::Auto));
@@ -93,12 +93,12 @@ mod tests {
             (DecoderChoice::Gpu, (false, true, false), Err(Some("this rank has no GPU".into()))),
             (DecoderChoice::Gpu, (true, false, false), Err(None)),
         ] {
-            assert_eq!(choice.of_job(job.0, job.1, job.2), expected, "{choice:?} {job:?}");
+            assert_eq!(choice.check_job(job.0, job.1, job.2), expected, "{choice:?} {job:?}");
         }
         for (choice, deterministic, word) in
             [(DecoderChoice::Auto, true, "train.deterministic"), (DecoderChoice::Cores, false, DECODER)]
         {
-            let why = choice.of_job(true, true, deterministic).unwrap_err().unwrap();
+            let why = choice.check_job(true, true, deterministic).unwrap_err().unwrap();
             assert!(why.contains(word), "{why}");
         }
     }

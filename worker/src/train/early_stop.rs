@@ -1,5 +1,6 @@
-//! Early stopping (`[stop]`): every rank follows the metric through the validations. The values are sums over all ranks, so all ranks
-//! decide the same; the progress is part of each checkpoint, so a continued run decides the same, too.
+//! Early stopping (`[stop]`): every rank follows the metric of the validations. The values are sums over all ranks, so
+//! all ranks make the same decision. The progress is part of each checkpoint, so a continued run makes the same
+//! decision too.
 
 use super::{Outcome, Run, TrainError};
 use crate::checkpoint::StopProgress;
@@ -10,7 +11,7 @@ use lockstep_protocol::{
 };
 
 impl Run<'_> {
-    /// Takes the values of a validation into account.
+    /// Updates the progress of early stopping after a validation.
     pub(super) fn follow_validation(&mut self, evaluation: &Evaluation, averaged: Option<&Evaluation>) {
         let stop = &self.training.spec.stop;
         let of = if stop.metric.starts_with("val_ema_") { averaged } else { Some(evaluation) };
@@ -25,7 +26,7 @@ impl Run<'_> {
         reason(progress, &self.training.spec.stop)
     }
 
-    /// Ends a run that has not improved. All ranks are at the same step, and its checkpoint is written or being written.
+    /// Ends a run that has not improved. All ranks are at the same step, whose checkpoint is written or being written.
     pub(super) fn stopped_early(&mut self, why: String) -> Result<Outcome, TrainError> {
         let step = self.step;
         self.training.log([format!("stopped early after step {step}: {why}")]);
@@ -87,7 +88,7 @@ mod tests {
             min_delta,
             goal: None,
         };
-        // Equal values are no improvement; an improvement counts anew.
+        // Equal values are no improvement; an improvement resets the count.
         let (number, why) = end(&stop("val_accuracy", 2, 0.0), &[0.5, 0.5, 0.6, 0.6, 0.6, 0.9]).unwrap();
         assert_eq!(number, 5);
         assert_eq!(why, "validation accuracy has not improved on the 60.0 % of epoch 3 in 2 validations");

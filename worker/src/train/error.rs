@@ -22,7 +22,7 @@ pub enum TrainError {
     /// The machine has less memory than the job needs. Nothing was allocated.
     #[error("{0}")]
     Memory(String),
-    /// Values exceed the range of float32 (which bfloat16 shares). `what` is a sentence without a full stop.
+    /// Values exceed the range of float32 (which bfloat16 shares). `what` describes the values, without a full stop.
     #[error(
         "{what}: training has diverged at step {step} (epoch {epoch}). Try a lower lr (it was {lr}), or \
          train.warmup_epochs"
@@ -61,13 +61,13 @@ impl TrainError {
         )
     }
 
-    /// Whether other ranks are lost, and this rank was not ended itself. (A program that ends this rank may start
+    /// Whether other ranks are lost, and this rank was not asked to end. (A program that ends this rank may start
     /// another attempt in the same folder.)
     pub fn has_lost_ranks(&self) -> bool {
         matches!(self.comm(), Some(CommError::Disconnected { .. } | CommError::Unreachable { .. }))
     }
 
-    /// The ranks whose machines do not answer, if that is the reason.
+    /// The ranks whose machines do not respond, if this is the reason.
     pub fn unreachable(&self) -> &[u32] {
         match self.comm() {
             Some(CommError::Unreachable { peers, .. }) => peers,

@@ -1,5 +1,5 @@
-//! Evaluation: validation passes over the weights and over their moving average (EMA), stopping during an evaluation,
-//! and reports.
+//! Evaluation: validation passes with the weights and with their moving average (EMA), votes to stop during an
+//! evaluation, and reports.
 
 use super::{Run, TrainError, Training, dataset::report_broken, plan::RunPlan, votes::Votes};
 use lockstep_comm::Reduction;
@@ -18,9 +18,8 @@ use lockstep_protocol::{
 use std::{sync::atomic::Ordering, time::Instant};
 
 impl Run<'_> {
-    /// Evaluates after the steps so far, in bfloat16 if the range of float16 does not suffice. Returns false if all
-    /// ranks voted to stop before the end, and nothing was measured. The evaluation is then due when the run
-    /// continues.
+    /// Evaluates the current weights, in bfloat16 if the range of float16 does not suffice. Returns false if the ranks
+    /// voted to stop before the end: nothing was measured, and the evaluation is due when the run continues.
     pub(super) fn evaluate(&mut self) -> Result<bool, TrainError> {
         if self.data.shape.validation_samples == 0 {
             return Ok(true);
@@ -28,7 +27,7 @@ impl Run<'_> {
         self.drain()?;
         self.check_state()?;
         let completed = match self.validate() {
-            // The sums over all ranks are not finite, so all ranks take this path.
+            // All ranks see the same sums over all ranks, so all of them take this path.
             Err(TrainError::Diverged { .. }) if self.engine.precision() == Precision::Fp16 => {
                 self.fall_back_to_bfloat16("the validation's loss")? && self.validate()?
             }
@@ -43,8 +42,8 @@ impl Run<'_> {
         Ok(completed)
     }
 
-    /// Runs validation passes over the weights and, if there is one, over their average. Returns false if all ranks
-    /// voted to stop before the end.
+    /// Runs a validation pass with the weights and, if it exists, with their average. Returns false if the ranks voted
+    /// to stop before the end.
     fn validate(&mut self) -> Result<bool, TrainError> {
         self.throughput.report("evaluating");
         if !self.training.spec.parallel.sync_batch_norm {
@@ -110,7 +109,7 @@ impl Run<'_> {
         self.has_own_weights = false;
         self.set_parameters_everywhere(average.as_ref())?;
         let measured = self.validation_pass("the loss of the averaged weights in validation");
-        // After any other error, the other ranks take part in no further calls.
+        // After any other error, the other ranks join no further collective calls.
         if matches!(measured, Ok(_) | Err(TrainError::Diverged { .. })) {
             self.set_parameters_everywhere(own.as_ref())?;
             self.has_own_weights = true;
@@ -118,7 +117,7 @@ impl Run<'_> {
         measured
     }
 
-    /// Sets rank 0's `parameters` on every rank. No rank may still be using the previous ones.
+    /// Sets rank 0's `parameters` on every rank. No rank may still be using the previous parameters.
     fn set_parameters_everywhere(&mut self, parameters: Option<&NamedTensors>) -> Result<(), TrainError> {
         if let Some(parameters) = parameters {
             self.engine.set_parameters(parameters)?;
@@ -140,14 +139,15 @@ impl Run<'_> {
         let mut batches = self.data.validation(replica, replicas, batch_size, threads);
         let views = View::of(self.training.spec.evaluate.views);
         let mut votes = Votes::timed(0);
-        // The number of batches of the rank with the most pictures, because every rank must take part in every vote.
+        // Loops over the batch count of the rank with the most pictures, because every rank must take part in every
+        // vote.
         let most = self.data.shape.validation_samples.div_ceil(replicas.into());
         for number in 1..=most.div_ceil(batch_size as u64) {
             // Ranks that share a network compute each batch together, even if one of them has no pictures left.
             let none = parallel.is_hybrid().then(|| Ok(Batch::default()));
             if let Some(batch) = batches.next().or(none) {
                 let result = evaluate_batch(&mut *self.engine, &self.data.shape, &batch?, &views)?;
-                // Ranks that share the rows of pictures have the same results, which must be counted once.
+                // Ranks that share the rows of pictures have the same results, which are counted once.
                 if parallel.counts_pictures(group.rank()) {
                     sums[0] += result.loss_sum;
                     sums[1] += result.correct as f64;
@@ -185,7 +185,7 @@ impl Run<'_> {
     }
 }
 
-/// Loss and correct predictions of a batch, by the average of its views' logits if there are several.
+/// Loss and correct predictions of a batch. With several views, from the weighted average of the views' logits.
 fn evaluate_batch(
     engine: &mut dyn Engine,
     shape: &Shape,

@@ -1,11 +1,11 @@
-//! The change from float16 to bfloat16 during a run: another engine continues from the last finite state.
+//! Changes from float16 to bfloat16 during a run: another engine continues from the last finite state.
 
 use super::{Run, TrainError};
 use lockstep_engine::Engine;
 use lockstep_protocol::{agent::AttemptEvent, spec::Precision};
 use std::ops::{Deref, DerefMut};
 
-/// The current engine. `None` only while it is being replaced, because the next engine needs its memory.
+/// The current engine. `None` only during a replacement, because the next engine needs the memory of the current one.
 pub(super) struct CurrentEngine(pub(super) Option<Box<dyn Engine>>);
 
 impl Deref for CurrentEngine {
@@ -24,11 +24,10 @@ impl DerefMut for CurrentEngine {
 impl Run<'_> {
     /// Continues in bfloat16 because the range of float16 does not suffice for `what`. All ranks call this after the
     /// same step. Steps that were not finite have changed nothing, so the run continues from the last finite weights.
-    ///
-    /// The ranks vote on a stop twice. First before the change, because connecting the ranks again would be in vain:
-    /// the checkpoint has the skipped steps, so the next run changes to bfloat16 at once. Then after the change,
-    /// because it takes seconds, and a stop that arrived meanwhile must not wait for another step or evaluation.
-    /// Returns false if all ranks have agreed to stop; the engine then has the state to save.
+    /// The ranks vote on a stop twice. The first vote avoids a useless change: the checkpoint records the skipped
+    /// steps, so the next run changes to bfloat16 at once. The second vote follows the change, which takes seconds, so
+    /// that a stop that arrived meanwhile does not wait for another step or evaluation. Returns false if the ranks have
+    /// voted to stop; the engine then has the state to save.
     pub(super) fn fall_back_to_bfloat16(&mut self, what: &str) -> Result<bool, TrainError> {
         if !self.vote(true)? {
             return Ok(false);
@@ -52,7 +51,7 @@ impl Run<'_> {
         }
         let state = self.engine.own_state()?;
         if let Some(store) = &training.store {
-            // If a rank stopped while the others connect, it would end without a checkpoint and keep them waiting.
+            // A rank that stopped while the others connect would end without a checkpoint and keep them waiting.
             store.leave_stops_to_votes();
         }
         // No rank may unmap its memory before all ranks have reached this point.

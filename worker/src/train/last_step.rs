@@ -1,9 +1,9 @@
 //! After a rank is lost, the remaining ranks write a checkpoint of their last finished step, so that the next attempt
-//! continues from there, and not from the previous checkpoint. It is an ordinary checkpoint.
+//! continues from this step, not from the previous checkpoint.
 //!
 //! Surviving ranks may differ by one step, because some may have received the last gradients before the connection
-//! broke. Each rank keeps its own step, and the next attempt continues from the newest. The weights of a step have
-//! the same bits on every rank.
+//! broke. The first rank to write a step keeps it, and the next attempt continues from the newest step. The weights of
+//! a step have the same bits on every rank.
 //!
 //! In five cases nothing is written, and the next attempt continues from the newest checkpoint:
 //!
@@ -24,18 +24,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The lock of the rank that writes, because the ranks of a machine share the folder. It is not a valid name of a
+/// The lock file of the rank that writes, because the ranks of a machine share the folder. Not a valid name of a
 /// checkpoint.
 const LOCK: &str = ".last-step";
-/// Time limit for waiting for another rank that writes. An agent ends its ranks a few seconds after one of them has
-/// failed.
-const PATIENCE: Duration = Duration::from_secs(4);
+/// Time limit for waiting for another rank that writes. An agent ends its ranks a few seconds after a rank has failed.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(4);
 /// Number of checkpoints kept in a folder on a machine without rank 0. Elsewhere rank 0 removes old checkpoints.
-const KEPT: usize = 2;
+const MAX_CHECKPOINTS: usize = 2;
 
 impl Run<'_> {
-    /// Called after another rank is lost: writes a checkpoint of the last finished step, if this rank has all of it
-    /// and no other rank has written it.
+    /// Called after another rank is lost: writes a checkpoint of the last finished step, if this rank has the whole
+    /// state of this step and no other rank has written it.
     pub(super) fn keep_last_step(&mut self) {
         let kept = match self.has_whole_step() {
             Ok(true) => self.write_last_step(),
@@ -52,11 +51,12 @@ impl Run<'_> {
     /// steps up to it are reported.
     fn has_whole_step(&mut self) -> Result<bool, TrainError> {
         let spec = self.training.spec;
-        // Only rank 0 has the average, and if running statistics differ between ranks, only rank 0's count.
-        let is_alike =
+        // Only rank 0 has the average. If running statistics differ between ranks, those of rank 0 count.
+        let is_state_shared =
             spec.train.ema_decay <= 0.0 && (spec.parallel.sync_batch_norm || spec.model.freeze_norm);
-        // There is no engine while another one is connecting.
-        if !self.has_own_weights || self.engine.0.is_none() || !(is_alike || self.training.is_first()) {
+        // The engine is absent during the change to bfloat16.
+        if !self.has_own_weights || self.engine.0.is_none() || !(is_state_shared || self.training.is_first())
+        {
             return Ok(false);
         }
         let Some(results) = self.engine.undo_unfinished_steps() else { return Ok(false) };
@@ -67,7 +67,7 @@ impl Run<'_> {
         self.step -= self.in_flight.len() as u64;
         self.in_flight.clear();
         if self.averaged < self.step {
-            // The step was finished, but starting it had failed after that.
+            // The step was finished, but `step` failed before it updated the average.
             self.average()?;
         }
         Ok(self.step > self.began_after && self.not_finite.is_none())
@@ -78,7 +78,7 @@ impl Run<'_> {
         if let Some(mut writer) = self.writer.take() {
             while let Some(events) = writer.finish() {
                 announce(self.training, events);
-                if began.elapsed() > PATIENCE {
+                if began.elapsed() > WRITE_TIMEOUT {
                     break;
                 }
             }
@@ -86,7 +86,7 @@ impl Run<'_> {
         let directory = self.training.checkpoints;
         let (epoch, step) = (self.plan.epoch_of(self.step), self.step);
         fs::create_dir_all(directory)?;
-        let Some(_one_at_a_time) = lock(directory, PATIENCE.saturating_sub(began.elapsed()))? else {
+        let Some(_one_at_a_time) = lock(directory, WRITE_TIMEOUT.saturating_sub(began.elapsed()))? else {
             return Ok(());
         };
         if directory.join(checkpoint::folder_name(epoch, step)).exists() {
@@ -94,8 +94,8 @@ impl Run<'_> {
         }
         let is_own_folder = is_own_folder(directory);
         if is_own_folder {
-            // Leftovers of a rank that was killed while writing. Rank 0 removes them elsewhere, and decides which
-            // checkpoints are kept.
+            // Leftovers of a rank that was killed while writing. In shared folders, rank 0 removes leftovers and old
+            // checkpoints.
             checkpoint::remove_leftovers(directory)?;
         }
         let snapshot = self.snapshot(self.engine.own_state()?);
@@ -110,7 +110,7 @@ impl Run<'_> {
         announce(self.training, vec![CheckpointEvent::Written(info)]);
         if is_own_folder {
             let mut old = checkpoint::list(directory)?;
-            old.truncate(old.len().saturating_sub(KEPT));
+            old.truncate(old.len().saturating_sub(MAX_CHECKPOINTS));
             old.iter().try_for_each(|(epoch, step)| checkpoint::remove(directory, *epoch, *step))?;
         }
         Ok(())
@@ -134,7 +134,7 @@ mod tests {
     use lockstep_protocol::{agent::AttemptRef, job::JobId};
 
     #[test]
-    fn only_where_rank_0_is_not_are_old_checkpoints_another_rank_s_to_remove() {
+    fn other_ranks_remove_old_checkpoints_only_without_rank_0() {
         let job = tempfile::tempdir().unwrap();
         let directory = job.path().join("checkpoints");
         assert!(!is_own_folder(&directory), "the server's disk");

@@ -42,8 +42,8 @@ impl Layers {
         planned: Option<&Planned>,
         step: u64,
     ) -> Self {
-        // Done on all ranks: a timed step is not replayed as a graph, so its collectives match only those of ranks
-        // that also time the step.
+        // All ranks time the same step: a timed step is not replayed as a graph, so its collectives match only those of
+        // other timed steps.
         let mut layers = Self { timed: step + TIMED_STEP, ..Self::default() };
         if training.is_first() {
             (layers.description, layers.outputs) = network.describe();
@@ -55,7 +55,8 @@ impl Layers {
         layers
     }
 
-    /// Records that a step took `secs`. Returns the predicted and the measured time when enough steps are done.
+    /// Records that a step took `secs`. After enough steps, returns the predicted and the measured time in
+    /// milliseconds.
     fn compare(&mut self, step: u64, secs: f64) -> Option<[f32; 2]> {
         let plan = self.description.plan.as_mut()?;
         if step <= self.timed || plan.measured_step_ms.is_some() {

@@ -4,7 +4,7 @@ use crate::report::Observer;
 use lockstep_protocol::agent::{AttemptEvent, AxisTimes, RankReport};
 use std::time::{Duration, Instant};
 
-const EVERY: Duration = Duration::from_secs(1);
+const REPORT_EVERY: Duration = Duration::from_secs(1);
 
 /// Duration and waiting times of a step, in seconds.
 #[derive(Debug, Clone, Copy, Default)]
@@ -26,7 +26,7 @@ pub(super) struct ThroughputMeter<'a> {
     steps: u32,
     times: StepTimes,
     samples: u64,
-    /// The most recent step times and rate. They are reported again while there are no steps, such as during an
+    /// The most recent step times and rate, which are reported again while no step is done, such as during an
     /// evaluation.
     averages: [f64; 4],
     axis_ms: Option<AxisTimes>,
@@ -66,14 +66,14 @@ impl<'a> ThroughputMeter<'a> {
             self.times.axis_secs.get_or_insert_default().add(of_step, 1.0);
         }
         self.samples += u64::from(samples);
-        if first || self.last.elapsed() >= EVERY {
+        if first || self.last.elapsed() >= REPORT_EVERY {
             self.report("training");
         }
     }
 
-    /// Reports that work other than a step has made progress, if the last report is a second old.
+    /// Reports progress of work other than a step, if the last report is a second old.
     pub(super) fn still_alive(&mut self, status: &str) {
-        if self.last.elapsed() >= EVERY {
+        if self.last.elapsed() >= REPORT_EVERY {
             self.report(status);
         }
     }

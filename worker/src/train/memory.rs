@@ -1,12 +1,12 @@
-//! Checks that a machine has the memory that a run needs before any of it is allocated. The system overcommits
-//! memory, and kills processes when it runs out.
+//! Checks before any allocation that a machine has the memory that a run needs. The system overcommits memory, and
+//! kills processes when memory runs out.
 
 use super::TrainError;
 use lockstep_engine::{EngineConfig, Needs, net::Network};
 use lockstep_protocol::spec::JobSpec;
 
-/// The size of a float32, the type of weights and of a CPU rank's activations.
-const VALUE: u64 = 4;
+/// The size in bytes of a float32, the type of weights and of a CPU rank's activations.
+const VALUE_BYTES: u64 = 4;
 
 /// A lower bound of the memory that the ranks of a machine need. It excludes memory that a run may never need (a
 /// larger size of later epochs or of evaluation, batches that a split cannot fill), so that no run is refused by
@@ -34,27 +34,28 @@ impl RequiredMemory {
         let of_rank =
             samples.div_ceil(u64::from(world_size.max(1)).saturating_mul(config.accumulate.max(1) as u64));
         let pictures = (config.batch_size as u64).min(of_rank);
-        let parameters = (network.parameter_count() as u64).saturating_mul(VALUE);
+        let parameters = (network.parameter_count() as u64).saturating_mul(VALUE_BYTES);
         let each = match needs.host_memory {
             // Activations and their gradients. Weights and optimizer state may be shared by all ranks.
             true => pictures
                 .saturating_mul(network.kept_values())
-                .saturating_mul(VALUE)
+                .saturating_mul(VALUE_BYTES)
                 .saturating_add(parameters),
-            // A batch in transit to the GPU, with one byte per value. The engine checks the GPU's own memory.
+            // The batch in transit to the GPU, with one byte per value. The engine checks the GPU's memory.
             false => pictures.saturating_mul(network.tensors[network.input()].len() as u64),
         };
         let shared = if needs.host_memory { parameters } else { 0 };
         Self { pictures, each, shared, ranks: ranks.max(1) }
     }
 
-    /// Compares the requirement with the machine's memory `is`, in bytes.
+    /// Compares the requirement with the machine's memory, in bytes.
     ///
     /// # Errors
-    /// The machine has less. The message tells what is needed, what there is, and what to lower.
-    pub(super) fn check(&self, spec: &JobSpec, network: &Network, is: u64) -> Result<(), TrainError> {
+    /// The machine has less memory. The message tells the required and the available memory, and which settings to
+    /// lower.
+    pub(super) fn check(&self, spec: &JobSpec, network: &Network, available: u64) -> Result<(), TrainError> {
         let all = self.each.saturating_mul(self.ranks.into()).saturating_add(self.shared);
-        if all <= is {
+        if all <= available {
             return Ok(());
         }
         let of_ranks = match self.ranks {
@@ -65,11 +66,11 @@ impl RequiredMemory {
             if spec.train.global_batch_size.is_some() { "global_batch_size" } else { "batch_size" };
         Err(TrainError::Memory(format!(
             "a rank's {} pictures of {side} x {side} pixels take at least {} in {}{of_ranks}, and this machine has {}: lower \
-             data.image_size or train.{batch_key}, or take the batch in parts (train.accumulate)",
+             data.image_size or train.{batch_key}, or split the batch (train.accumulate)",
             self.pictures,
             gigabytes(self.each),
             network.arch,
-            gigabytes(is),
+            gigabytes(available),
             side = network.image_size
         )))
     }
@@ -98,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_may_take_what_there_is_and_not_a_byte_more() {
+    fn a_run_may_need_all_memory_and_not_a_byte_more() {
         let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
         let network = resnet::build(&model, 32, 3, 10).unwrap();
         let cpu = Needs { host_memory: true, ..Needs::default() };
@@ -107,7 +108,7 @@ mod tests {
         let parameters = 4 * network.parameter_count() as u64;
         assert_eq!(needed.each, 64 * 4 * network.kept_values() + parameters);
         let spec = JobSpec::default();
-        let check = |needed: &RequiredMemory, is: u64| needed.check(&spec, &network, is);
+        let check = |needed: &RequiredMemory, available: u64| needed.check(&spec, &network, available);
         // Weights are counted once.
         let all = 2 * needed.each + parameters;
         assert!(check(&needed, all).is_ok());

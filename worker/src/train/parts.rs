@@ -1,9 +1,9 @@
 //! Sharded checkpoints (`checkpoint.sharded`): every rank that shares the folder of checkpoints writes some tensors,
 //! while training continues. Each vote of the ranks includes whether all parts are on disk. Then rank 0 adds the
-//! index, the state and the manifest, and renames the checkpoint to its final name. So a checkpoint exists with all
-//! of its parts or not at all, whichever rank is lost meanwhile.
+//! index, the state and the manifest, and renames the checkpoint to its final name. So a checkpoint has all of its
+//! parts or does not exist, whichever rank is lost meanwhile.
 
-use super::{Run, TrainError, Training, plan::RunPlan, saving::announce, start::shared_json};
+use super::{Run, TrainError, Training, plan::RunPlan, saving::announce, start::broadcast_json};
 use crate::checkpoint::{
     Best, CheckpointError, CheckpointEvent, Files, Retention, Snapshot, State, TEMPORARY, complete_parts,
     parts_folder, write_part,
@@ -66,15 +66,15 @@ impl Parts {
             return Ok(None);
         }
         let directory = training.checkpoints;
-        // A full disk must not end the run. Without the mark, only rank 0 writes.
+        // A full disk must not end the run. If the marker folder cannot be created, only rank 0 writes.
         let make = || {
             fs::create_dir_all(directory)?;
             tempfile::Builder::new().prefix(TEMPORARY).tempdir_in(directory)
         };
-        let mark = training.is_first().then(make).and_then(Result::ok);
-        let name = mark.as_ref().and_then(|mark| mark.path().file_name()?.to_str());
+        let marker = training.is_first().then(make).and_then(Result::ok);
+        let name = marker.as_ref().and_then(|marker| marker.path().file_name()?.to_str());
         let name = training.is_first().then(|| name.unwrap_or_default().to_owned());
-        let run: String = shared_json(group, name)?;
+        let run: String = broadcast_json(group, name)?;
         let has_folder = !run.is_empty() && directory.join(&run).exists();
         let have_folder = group.all_gather_bytes(&[u8::from(has_folder)])?;
         let ranks: Vec<u32> = (0..)
@@ -132,7 +132,7 @@ impl Parts {
     }
 
     /// On rank 0: completes a checkpoint of which every rank has written its part. Returns the events to report, and
-    /// how long writing took.
+    /// the time that writing took.
     fn complete(
         &mut self,
         training: &Training<'_>,
@@ -151,7 +151,7 @@ impl Parts {
             None => complete_parts(training.checkpoints, &folder, state, best, files),
         };
         let news = self.retention.as_mut().map(|retention| retention.add(state, again, complete).1);
-        // Removed as for a whole checkpoint that is incomplete or replaced.
+        // Removes an incomplete or replaced checkpoint.
         let _ = fs::remove_dir_all(&folder);
         (news.unwrap_or_default(), began.elapsed() + Duration::try_from_secs_f64(longest).unwrap_or_default())
     }
@@ -169,9 +169,9 @@ impl Run<'_> {
         Ok(parts.begin(self.training, snapshot)?)
     }
 
-    /// Collective: waits until all parts of the current checkpoint are on disk, and completes it. Returns why it
-    /// could not be written: training continues, and the previous checkpoint is kept. `again` is the number of the
-    /// repeated attempt; only the first repetition is logged.
+    /// Collective: waits until all parts of the current checkpoint are on disk, and completes the checkpoint. The inner
+    /// error tells why it could not be written: training continues, and the previous checkpoint is kept. `again` is the
+    /// number of the retry; only the first retry is logged.
     pub(super) fn complete_parts(&mut self, again: Option<u64>) -> Result<Result<(), String>, TrainError> {
         let pending = self.parts.as_mut().and_then(|parts| parts.pending.take());
         let Some(Pending { folder, state, thread }) = pending else { return Ok(Ok(())) };
@@ -188,7 +188,7 @@ impl Run<'_> {
                 CheckpointEvent::Failed { reason, .. } => Some(reason.clone()),
                 _ => None,
             });
-            // One line for the first repeated attempt.
+            // Only the first retry gets a line.
             events.retain(|event| {
                 again.is_none_or(|tries| tries == 1) || !matches!(event, CheckpointEvent::Failed { .. })
             });
@@ -196,11 +196,11 @@ impl Run<'_> {
             self.warn_of_slow_checkpoints(took);
         }
         let failed = self.training.is_first().then_some(failed);
-        Ok(shared_json::<Option<String>>(group, failed)?.map_or(Ok(()), Err))
+        Ok(broadcast_json::<Option<String>>(group, failed)?.map_or(Ok(()), Err))
     }
 
-    /// Collective: waits until the newest checkpoint is on disk. If the disk is full, tries again for up to
-    /// `patience`. All ranks count the same attempts.
+    /// Collective: waits until the newest checkpoint is on disk. If writing fails, retries about once per second for up
+    /// to `patience`. All ranks make the same number of attempts.
     pub(super) fn flush_parts(&mut self, patience: Duration) -> Result<(), TrainError> {
         let mut tries = 0;
         let mut written = self.complete_parts(None)?;

@@ -1,4 +1,4 @@
-//! The plan of a run: the consequences of its specification, dataset and device, determined before anything is
+//! The parameters of a run that follow from its specification, dataset and device, determined before anything is
 //! allocated.
 
 use super::{TrainError, Training, memory::RequiredMemory};
@@ -34,7 +34,7 @@ pub(super) struct RunPlan {
     throughput: Throughput,
     pub(super) steps_per_epoch: u64,
     pub(super) total_steps: u64,
-    /// The number format, if the device has a choice.
+    /// The floating-point format, if the device supports several.
     pub(super) precision: Precision,
     /// Number of threads that prepare pictures, if each step prepares new ones.
     data_threads: usize,
@@ -63,7 +63,7 @@ impl RunPlan {
         let steps_per_epoch = spec.steps_per_epoch(shape.train_samples);
         if steps_per_epoch == 0 {
             return impossible(format!(
-                "{} training pictures are fewer than one step takes ({global_batch_size}: {replicas} ranks x batch {} \
+                "{} training pictures are fewer than one step uses ({global_batch_size}: {replicas} ranks x batch {} \
                  x accumulate {}). Lower train.{}, or set data.drop_remainder = false",
                 shape.train_samples,
                 spec.micro_batch_size(),
@@ -81,7 +81,7 @@ impl RunPlan {
             threads: training.threads.max(1),
         };
         let needs = training.device.backend.needs();
-        // The requirement of ranks that share a network depends on its splits.
+        // Hybrid ranks are excluded, because their requirement depends on how the network is split.
         if let Some(is) = memory_and_swap().filter(|_| !spec.parallel.is_hybrid()) {
             let of_split = (shape.train_samples, replicas);
             let needed = RequiredMemory::of(&network, &config, needs, training.local_ranks, of_split);
@@ -109,7 +109,7 @@ impl RunPlan {
         })
     }
 
-    /// Number of threads that prepare pictures. If pictures are in memory already, one suffices.
+    /// Number of threads that prepare pictures. One thread suffices if pictures are already in memory.
     pub(super) fn data_threads(&self, data: &DataSource) -> usize {
         if data.is_prepared_each_step() { self.data_threads } else { 1 }
     }
@@ -148,7 +148,7 @@ impl RunPlan {
                 .collect();
             lines.push(format!("pictures are {}; measured at {1}x{1}", sizes.join(", "), shape.image_size));
         }
-        // With `train.steps`, the number of epochs is known only now.
+        // `train.steps` may end the run before a configured epoch.
         let epochs = self.total_steps.div_ceil(self.steps_per_epoch);
         for (epoch, side) in shape.training_sizes.iter().filter(|(epoch, _)| u64::from(*epoch) >= epochs) {
             lines.push(format!(
@@ -182,7 +182,7 @@ impl RunPlan {
             ));
         }
         lines.push(format!(
-            "{} ({}) x batch {} x accumulate {} = {} a step; {}, {} an epoch",
+            "{} ({}) x batch {} x accumulate {} = {} per step; {}, {} per epoch",
             spec.parallel.sets_in_words(),
             engine.device_name(),
             self.config.batch_size,
@@ -229,8 +229,8 @@ impl RunPlan {
     }
 }
 
-/// A note if the last step of an epoch uses pictures of its beginning again, because there are fewer left than the
-/// `parts` into which a step is divided (one for each micro-batch of each rank).
+/// A note if the last step of an epoch reuses pictures from the beginning of the epoch, because fewer pictures are left
+/// than the `parts` into which a step is divided (one for each micro-batch of each rank).
 fn filled_up(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) -> Option<String> {
     let left = samples % global_batch_size.max(1);
     (!spec.data.drop_remainder && left > 0 && left < parts).then(|| {
@@ -252,13 +252,13 @@ pub(super) fn network(spec: &JobSpec, shape: &Shape) -> Result<Network, TrainErr
     planning::network(&spec.model, sides, shape.channels, shape.classes.len()).map_err(TrainError::Impossible)
 }
 
-/// One in this number of a CPU rank's threads prepares pictures. Decoding a picture takes a small fraction of the
-/// time of training on it.
-const TRAINING_TO_DATA: usize = 8;
+/// A CPU rank has one data thread per this many threads, because decoding a picture takes a small fraction of the time
+/// of training on it.
+const THREADS_PER_DATA_THREAD: usize = 8;
 
-/// Number of a rank's threads that prepare pictures. If the rank computes on a GPU, it may use all of its cores.
+/// Number of a rank's threads that prepare pictures. A rank that computes on a GPU may use all of its threads.
 fn data_threads(needs: Needs, threads: usize) -> usize {
-    if needs.leaves_threads { threads } else { threads.div_ceil(TRAINING_TO_DATA) }
+    if needs.leaves_threads { threads } else { threads.div_ceil(THREADS_PER_DATA_THREAD) }
 }
 
 /// Builds the engine of a plan with initial weights. `generation` is the number of engines before it in this process.
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn pictures_that_are_prepared_each_step_get_threads_by_what_else_the_cores_have_to_do() {
+    fn gpu_ranks_have_more_data_threads_than_cpu_ranks() {
         let given = RankGpu { ordinal: 0, visible: vec!["GPU-a".into()] };
         let on = |given| registry::device_of(given, Device::Auto);
         let (cpu, gpu) = (on(None), on(Some(&given)));

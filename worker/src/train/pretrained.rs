@@ -14,7 +14,7 @@ use lockstep_host::{
 use std::path::Path;
 
 /// Replaces `initial` by the weights of the file at `path`. `head`, the last layer, keeps its initial values if the
-/// file's does not fit. Also returns log lines about differences between the file and the network.
+/// file's last layer does not fit. Also returns log lines about differences between the file and the network.
 ///
 /// # Errors
 /// The file cannot be read, or a tensor does not fit, is missing, or does not belong to this network.
@@ -34,7 +34,7 @@ pub(super) fn weights(
     }
     // The only file, or the folder of several files.
     let path = if let [file] = &files[..] { file } else { &path };
-    let (weights, mapping) = take_over(given, initial, head).map_err(|problems| {
+    let (weights, mapping) = replace_weights(given, initial, head).map_err(|problems| {
         let arch = training.spec.model.arch.name();
         wrong(format!("{} does not hold a {arch} as this job builds it: {problems}", path.display()))
     })?;
@@ -51,8 +51,8 @@ pub(super) fn weights(
 /// Replaces `initial` by `given`, tensor by tensor.
 ///
 /// # Errors
-/// The tensors that do not fit, in a sentence.
-fn take_over(
+/// A description of the tensors that do not fit.
+fn replace_weights(
     mut given: NamedTensors,
     initial: NamedTensors,
     head: &str,
@@ -118,7 +118,8 @@ mod tests {
         let other_head =
             |difference: &str| format!("its {difference}: the last layer (fc) keeps its initial values");
         let begin = |prefix: &str| format!("its names begin with {prefix}, which this network's do not");
-        let left_out = |names: &str| format!("left out, as they lie in no layer of this network: {names}");
+        let left_out =
+            |names: &str| format!("left out because they belong to no layer of this network: {names}");
         let lightning = with(under("model.", small(10, 1)), "criterion.weight", &[10]);
         let bare = without_head(small(10, 1));
         for (given, takes_head, notes) in [
@@ -151,7 +152,7 @@ mod tests {
             ),
             (lightning, true, vec![begin("model."), left_out("criterion.weight")]),
         ] {
-            let (weights, mapping) = take_over(given, small(10, 2), "fc").unwrap();
+            let (weights, mapping) = replace_weights(given, small(10, 2), "fc").unwrap();
             assert_eq!(mapping.notes("fc"), notes);
             let (theirs, ours) = (small(10, 1), small(10, 2));
             assert!(weights.keys().eq(ours.keys()));
@@ -163,11 +164,11 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_do_not_fit_are_refused_with_names_of_both_sides() {
+    fn weights_that_do_not_fit_are_refused_by_name() {
         let problems = |change: &dyn Fn(&mut NamedTensors)| {
             let mut given = small(10, 1);
             change(&mut given);
-            take_over(given, small(10, 2), "fc").unwrap_err()
+            replace_weights(given, small(10, 2), "fc").unwrap_err()
         };
         let put = |name: &'static str, shape: &'static [usize]| {
             problems(&|given| drop(given.insert(name.into(), tensor(shape))))
@@ -193,13 +194,13 @@ mod tests {
             ),
             (
                 problems(&|given| given.extend(under("ema.", small(10, 1)))),
-                "it holds several networks, under \"\" and \"ema.\": keep the tensors of one",
+                "it contains several networks, under \"\" and \"ema.\": keep the tensors of one",
             ),
         ] {
             assert!(said.ends_with(wanted), "{said}");
         }
         let deeper = under("module.", network(Arch::ResNet32, Stem::Cifar, 3, 10, 1));
-        let said = take_over(deeper, small(10, 2), "fc").unwrap_err();
+        let said = replace_weights(deeper, small(10, 2), "fc").unwrap_err();
         assert!(
             said.starts_with("module.layer1.3.bn1.bias, ") && said.contains(" and 57 more are not in "),
             "{said}"
@@ -207,9 +208,9 @@ mod tests {
     }
 
     #[test]
-    fn another_first_convolution_is_summed_for_grey_or_refused_with_what_to_do() {
+    fn a_colour_convolution_is_summed_for_grey_and_others_are_refused() {
         let of = |stem: Stem, channels: usize| network(Arch::ResNet18, stem, channels, 10, 1);
-        let (weights, mapping) = take_over(of(Stem::Imagenet, 3), of(Stem::Imagenet, 1), "fc").unwrap();
+        let (weights, mapping) = replace_weights(of(Stem::Imagenet, 3), of(Stem::Imagenet, 1), "fc").unwrap();
         assert!(mapping.notes("fc")[0].contains("conv1.weight takes RGB and the pictures are grey"));
         let (theirs, ours) = (&of(Stem::Imagenet, 3)["conv1.weight"], &weights["conv1.weight"]);
         assert_eq!(ours.shape, [64, 1, 7, 7]);
@@ -236,7 +237,7 @@ mod tests {
                  those of data.dataset have 3)",
             ),
         ] {
-            assert_eq!(take_over(given, wanted, "fc").unwrap_err(), said);
+            assert_eq!(replace_weights(given, wanted, "fc").unwrap_err(), said);
         }
     }
 }

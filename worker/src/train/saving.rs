@@ -1,4 +1,4 @@
-//! Checkpoints of a run: their content, when they are waited for, and how a run ends with one.
+//! Checkpoints of a run: their content, when ranks wait for them, and the checkpoint at the end of a run.
 
 use super::{Outcome, Run, TrainError, Training};
 use crate::checkpoint::{
@@ -18,16 +18,16 @@ impl Run<'_> {
     /// thread, or each rank passes its part to its own thread. Writing continues during training.
     pub(super) fn save(&mut self) -> Result<(), TrainError> {
         self.drain()?;
-        // The call itself reports what happened to the previous checkpoint.
+        // A failure of the previous checkpoint is reported by the call itself.
         let _ = self.complete_parts(None)?;
         self.check_state()?;
-        // On every rank: this writes out the rank's reports. So even if the rank is killed right after, no step
-        // before a checkpoint is missing from its records.
+        // Called on every rank, because this flushes the rank's reports. So even if the rank is killed right after, no
+        // step before a checkpoint is missing from its records.
         self.throughput.report("checkpointing");
         let whole_checkpoints = Writers::default();
         let writers = self.parts.as_ref().map_or(&whole_checkpoints, |parts| &parts.writers);
         let contribution = self.engine.state_dict(writers)?;
-        // Every rank knows which checkpoint is the best, because any rank may have to write the next one.
+        // Every rank tracks the best checkpoint, because any rank may have to write the next checkpoint.
         let keep_best = &self.training.spec.checkpoint.keep_best;
         if let Some(best) = Best::improved(self.best.as_ref(), keep_best, &self.state(&StateDict::default()))
         {
@@ -42,9 +42,9 @@ impl Run<'_> {
             self.throughput.report("training");
             return Ok(());
         };
-        // Other ranks wait meanwhile, and must not consider this rank stalled.
+        // Other ranks wait for this rank meanwhile, and must not consider it stalled.
         let patience = self.stall_timeout() / 4;
-        let saved = writer.save(self.snapshot(*whole(contribution)?), patience);
+        let saved = writer.save(self.snapshot(*whole_state(contribution)?), patience);
         if let Err(CheckpointError::NotFinite { detail, .. }) = saved {
             return Err(self.diverged(detail));
         }
@@ -131,8 +131,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits until the newest checkpoint is on disk, because unwritten data is lost with this process. If the disk is
-    /// full, waits for up to half of the stall time-out.
+    /// Waits until the newest checkpoint is on disk, because unwritten data is lost when this process ends. While
+    /// writing fails, waits for up to half of the stall time-out.
     fn flush_checkpoints(&mut self) -> Result<(), TrainError> {
         let patience = self.stall_timeout() / 2;
         if self.parts.is_some() {
@@ -152,7 +152,7 @@ impl Run<'_> {
                     CheckpointEvent::Removed { .. } | CheckpointEvent::Dropped { .. } => failed,
                 };
             }
-            // One line for the first failure, and their number at the end.
+            // The first failure and the first retry get a line; the number of attempts follows at the end.
             events.retain(|event| {
                 let is_retry = matches!(event, CheckpointEvent::Failed { again: true, .. });
                 retries += u64::from(is_retry);
@@ -186,8 +186,8 @@ impl Run<'_> {
     }
 
     pub(super) fn warn_of_slow_checkpoints(&mut self, took: Duration) {
-        let warning = may_not_fit(took, self.training.stop_within);
-        // Once per run, because later checkpoints take equally long.
+        let warning = slow_checkpoint_warning(took, self.training.stop_within);
+        // Logged once per run, because later checkpoints take equally long.
         if let Some(warning) = warning.filter(|_| !self.slow_warned) {
             self.slow_warned = true;
             self.training.observer.log(&warning);
@@ -197,13 +197,13 @@ impl Run<'_> {
 
 /// A warning for the log if a checkpoint that took `took` to write may not be done in time: ranks that are asked to
 /// end have `within` for their step and its checkpoint.
-fn may_not_fit(took: Duration, within: Duration) -> Option<String> {
+fn slow_checkpoint_warning(took: Duration, within: Duration) -> Option<String> {
     // Half of the time, because the step comes first, and the disk may be slower then.
     (took > within / 2).then(|| {
         format!(
             "a checkpoint takes {:.1} s to write, and ranks that are asked to end (before a time limit, for a requeue, when their agent is \
-             stopped) have {} s for their step and its checkpoint: it may not be done by then, and the job continues from the previous one. Give \
-             them more time (Slurm's KillWait, or --killed-after of the agent), or write checkpoints more often (checkpoint.every_steps)",
+             stopped) have {} s for their step and its checkpoint: it may not be done in time, and the job then continues from the previous checkpoint. Give \
+             ranks more time (Slurm's KillWait, or --killed-after of the agent), or write checkpoints more often (checkpoint.every_steps)",
             took.as_secs_f64(),
             within.as_secs()
         )
@@ -215,7 +215,7 @@ fn may_not_fit(took: Duration, within: Duration) -> Option<String> {
 /// # Errors
 /// The rank contributes nothing: the engine considers another rank the first of the group, and the checkpoint would
 /// be lost.
-fn whole(contribution: Contribution) -> Result<Box<StateDict>, TrainError> {
+fn whole_state(contribution: Contribution) -> Result<Box<StateDict>, TrainError> {
     match contribution {
         Contribution::Whole(state_dict) => Ok(state_dict),
         Contribution::Part(_) | Contribution::Replica => Err(TrainError::Impossible(
@@ -269,7 +269,7 @@ pub(super) fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
                 observer.event(&AttemptEvent::Checkpoint(info));
             }
             CheckpointEvent::Dropped { epoch, step } => observer.log(&format!(
-                "checkpoint {epoch}-{step} was dropped: an earlier one is still being written to {}. Training continues, and the newest complete \
+                "checkpoint {epoch}-{step} was dropped: an earlier checkpoint is still being written to {}. Training continues, and the newest complete \
                  checkpoint is kept",
                 training.checkpoints.display()
             )),
@@ -277,7 +277,7 @@ pub(super) fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
                 "checkpoint {epoch}-{step} could not be written: {reason}; training continues, and the previous checkpoint is kept"
             )),
             CheckpointEvent::Failed { epoch, step, reason, again: true } => observer
-                .log(&format!("checkpoint {epoch}-{step} still cannot be written: {reason}; trying again")),
+                .log(&format!("checkpoint {epoch}-{step} still cannot be written: {reason}; retrying")),
             CheckpointEvent::Removed { epoch, step } => observer.event(&AttemptEvent::CheckpointRemoved { epoch, step }),
         }
     }
@@ -288,10 +288,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_checkpoint_that_may_not_be_done_in_time_is_warned_of() {
+    fn a_slow_checkpoint_gets_a_warning() {
         let within = Duration::from_secs(20);
-        assert_eq!(may_not_fit(Duration::from_secs(10), within), None);
-        let words = may_not_fit(Duration::from_millis(10_001), within).unwrap();
+        assert_eq!(slow_checkpoint_warning(Duration::from_secs(10), within), None);
+        let words = slow_checkpoint_warning(Duration::from_millis(10_001), within).unwrap();
         assert!(
             words.starts_with("a checkpoint takes 10.0 s to write") && words.contains("have 20 s"),
             "{words}"
@@ -299,9 +299,9 @@ mod tests {
     }
 
     #[test]
-    fn the_rank_that_writes_checkpoints_has_to_contribute_the_state() {
-        assert!(whole(Contribution::Whole(Box::default())).is_ok());
-        let error = whole(Contribution::Replica).unwrap_err().to_string();
+    fn a_writing_rank_without_state_is_an_error() {
+        assert!(whole_state(Contribution::Whole(Box::default())).is_ok());
+        let error = whole_state(Contribution::Replica).unwrap_err().to_string();
         assert!(error.starts_with("no checkpoint: "), "{error}");
     }
 }

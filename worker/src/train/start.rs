@@ -31,16 +31,16 @@ use lockstep_protocol::{
 use serde::{Serialize, de::DeserializeOwned};
 use std::path::{Path, PathBuf};
 
-/// Pictures whose patches decide the filters of a whitening convolution.
-const WHITENED_PICTURES: u64 = 2000;
+/// Maximum number of pictures whose patches determine the filters of a whitening convolution.
+const MAX_WHITENING_PICTURES: u64 = 2000;
 
 pub(super) struct InitialState {
-    /// Number of optimizer steps done before.
+    /// Number of optimizer steps done by earlier runs.
     pub(super) step: u64,
     pub(super) best: Option<Best>,
     pub(super) stop_progress: Option<StopProgress>,
     pub(super) skipped: SkippedSteps,
-    /// Whether the step has not been evaluated, because the earlier run was stopped before.
+    /// Whether `step` has not been evaluated, because the earlier run was stopped before the evaluation.
     pub(super) unmeasured: bool,
     /// See [`State::divisions`].
     pub(super) divisions: Vec<Division>,
@@ -48,15 +48,15 @@ pub(super) struct InitialState {
     pub(super) notes: Vec<String>,
 }
 
-/// The number format of the run. With `precision = "auto"`, a run that has changed from float16 to bfloat16 stays
-/// with it when it continues. The result is the same on every rank.
+/// The floating-point format of the run. With `precision = "auto"`, a run that has changed from float16 to bfloat16
+/// continues in bfloat16. The result is the same on every rank.
 pub(super) fn precision(training: &Training<'_>) -> Result<Precision, TrainError> {
     let asked = training.spec.train.precision;
     let Some(folder) = training.resume else { return Ok(asked) };
     if asked != Precision::Auto || !training.device.backend.needs().half_precision {
         return Ok(asked);
     }
-    // The newest readable checkpoint. If it is damaged, it will be set aside, and the previous one is used.
+    // The newest readable state. A damaged checkpoint is set aside later, and the previous checkpoint is used.
     let newest = || {
         let older = checkpoint::list(training.checkpoints).ok()?.into_iter().rev();
         let folders =
@@ -91,9 +91,9 @@ pub(super) fn begin(
             let (found, found_notes) = pretrained::weights(training, path, initial, plan.network.head())?;
             (weights, notes) = (Some(found), found_notes);
         }
-        // Ranks that share a network take their parts of it. Other ranks receive the weights below.
+        // Ranks that share a network set their parts of the weights here. Other ranks receive the weights below.
         if training.spec.parallel.is_hybrid() {
-            let weights = shared(training.group.as_ref(), engine.parameters()?, weights)?;
+            let weights = broadcast_tensors(training.group.as_ref(), engine.parameters()?, weights)?;
             engine.set_parameters(&weights)?;
         } else if let Some(weights) = weights {
             engine.set_parameters(&weights)?;
@@ -115,7 +115,7 @@ pub(super) fn begin(
         let folder = if path.is_dir() { Some(path) } else { path.parent() };
         let found =
             training.is_first().then(|| folder.and_then(checkpoint::state).map(|state| state.divisions));
-        divisions = shared_json(training.group.as_ref(), found.map(Option::unwrap_or_default))?;
+        divisions = broadcast_json(training.group.as_ref(), found.map(Option::unwrap_or_default))?;
         notes.extend(trained_on(training, data, &divisions));
     }
     Ok(InitialState {
@@ -129,11 +129,11 @@ pub(super) fn begin(
     })
 }
 
-/// Filters that whiten patches of training pictures, of at most [`WHITENED_PICTURES`] spread over the split. `skips`:
-/// without the pictures that can no longer be read.
+/// Filters that whiten patches of at most [`MAX_WHITENING_PICTURES`] training pictures, spread over the split. `skips`:
+/// leaves out pictures that can no longer be read.
 fn whitening(data: &DataSource, skips: bool) -> Result<HostTensor, TrainError> {
     let Shape { channels, train_samples, mean, std, .. } = &data.shape;
-    let count = (*train_samples).min(WHITENED_PICTURES);
+    let count = (*train_samples).min(MAX_WHITENING_PICTURES);
     let mut patches = None;
     for number in 0..count {
         let place = data.training_place(number * train_samples / count);
@@ -172,33 +172,33 @@ fn resume(
     let group = training.group.as_ref();
     let (mut state, mut parameters, mut optimizer, mut average) = (None, None, None, None);
     if training.is_first() {
-        let (place, loaded) = newest_whole(training, folder)?;
-        fits(training, &place, &shape.classes, &loaded.1, &engine.parameters()?)?;
+        let (place, loaded) = load_newest_valid(training, folder)?;
+        check_compatible(training, &place, &shape.classes, &loaded.1, &engine.parameters()?)?;
         if training.spec.train.ema_decay > 0.0 {
             average = checkpoint::load_average(&place)?;
         }
         (state, parameters, optimizer) = (Some(loaded.0), Some(loaded.1), Some(loaded.2));
     }
-    let state: State = shared_json(group, state)?;
-    let parameters = shared(group, engine.parameters()?, parameters)?;
+    let state: State = broadcast_json(group, state)?;
+    let parameters = broadcast_tensors(group, engine.parameters()?, parameters)?;
     let note = state.optimizer;
     let kind = training.spec.train.optimizer;
-    let carries_over = slots(note.kind) == slots(kind);
-    let optimizer = if carries_over {
-        let slots = shared(group, engine.optimizer_state()?.slots, optimizer)?;
+    let keeps_optimizer = slots(note.kind) == slots(kind);
+    let optimizer = if keeps_optimizer {
+        let slots = broadcast_tensors(group, engine.optimizer_state()?.slots, optimizer)?;
         Some(OptimizerState { slots, updates: note.updates })
     } else {
         None
     };
     // Only rank 0 has the average. If ranks share a network, each has the average of its part.
     let average = match training.spec.parallel.is_hybrid() {
-        true if shared_json(group, (group.rank() == 0).then_some(average.is_some()))? => {
-            Some(shared(group, engine.parameters()?, average)?)
+        true if broadcast_json(group, (group.rank() == 0).then_some(average.is_some()))? => {
+            Some(broadcast_tensors(group, engine.parameters()?, average)?)
         }
         _ => average,
     };
     let loaded = StateDict { parameters, optimizer, average, loss_scaling: state.loss_scaling };
-    // Ranks may share the weights, so all must have read the old ones before they change.
+    // Ranks may share the memory of the weights, so all must have read the old weights before they change.
     group.barrier()?;
     engine.load_state_dict(&loaded)?;
     // No rank may use the new weights before rank 0 has written them.
@@ -209,16 +209,20 @@ fn resume(
     {
         state.step
     } else {
-        // The batch size has changed: the step with the same position in the data.
+        // The batch size has changed: continue at the step with the same position in the data.
         let in_epoch = state.data_position.samples_in_epoch / plan.global_batch_size;
         u64::from(state.data_position.epoch) * plan.steps_per_epoch + in_epoch.min(plan.steps_per_epoch - 1)
     };
     if step > plan.total_steps {
         return Err(TrainError::Impossible(format!(
-            "checkpoint {} is of step {step}{} and the training ends at step {}: nothing is left to do; set more train.epochs \
+            "checkpoint {} is of step {step}{} and the training ends at step {}: nothing is left to do; increase train.epochs \
              (or train.steps)",
             checkpoint::folder_name(state.epoch, state.step),
-            if step == state.step { String::new() } else { format!(" ({})", counts_as(&state, plan, step)) },
+            if step == state.step {
+                String::new()
+            } else {
+                format!(" ({})", describe_renumbering(&state, plan, step))
+            },
             plan.total_steps
         )));
     }
@@ -234,7 +238,7 @@ fn resume(
     if state.random_state.seed != training.spec.train.seed {
         notes.push("train.seed is not the checkpoint's: the order of the pictures changes here".into());
     }
-    if !carries_over {
+    if !keeps_optimizer {
         notes.push(format!(
             "train.optimizer is {} and was {}, whose state is different: the optimizer's state starts again at zero",
             kind.name(),
@@ -242,7 +246,7 @@ fn resume(
         ));
     }
     if step != state.step {
-        notes.push(counts_as(&state, plan, step));
+        notes.push(describe_renumbering(&state, plan, step));
     }
     if training.is_first() {
         notes.extend(schedule_change(training, &state, folder, plan, step));
@@ -268,12 +272,12 @@ fn resume(
     Ok(InitialState { step, best, stop_progress, skipped, unmeasured, divisions, notes })
 }
 
-/// Why the checkpoint's step has another number in this run. The number denotes the position in the pictures.
-fn counts_as(state: &State, plan: &RunPlan, step: u64) -> String {
+/// Why the checkpoint's step has another number in this run. The position in the data is the same.
+fn describe_renumbering(state: &State, plan: &RunPlan, step: u64) -> String {
     let mut why = Vec::new();
     if state.global_batch_size != plan.global_batch_size {
         why.push(format!(
-            "a step takes {} pictures now and took {}",
+            "a step uses {} pictures now and used {}",
             plan.global_batch_size, state.global_batch_size
         ));
     }
@@ -282,14 +286,14 @@ fn counts_as(state: &State, plan: &RunPlan, step: u64) -> String {
         why.push(format!("an epoch has {steps} now and had {}", state.steps_per_epoch));
     }
     format!(
-        "{}: step {} counts as {step}, the same place in epoch {}",
+        "{}: step {} counts as {step}, the same position in epoch {}",
         why.join(", "),
         state.step,
         state.epoch
     )
 }
 
-/// A sentence about the learning rate, if it does not continue as in the checkpoint's run.
+/// A log line about the learning rate, if it does not continue as in the checkpoint's run.
 fn schedule_change(
     training: &Training<'_>,
     state: &State,
@@ -306,7 +310,7 @@ fn schedule_change(
     schedule::change(&before, state.step, &now, step)
 }
 
-/// Sentences about whether this run is measured with other pictures than the checkpoint, and on how many of them the
+/// Log lines if this run is validated with other pictures than the checkpoint, and on how many of these pictures the
 /// checkpoint was trained.
 fn compare_validation(training: &Training<'_>, data: &DataSource, state: &State) -> Vec<String> {
     let (now, before) = (data.shape.validation.as_ref(), state.validation.as_ref());
@@ -321,7 +325,7 @@ fn compare_validation(training: &Training<'_>, data: &DataSource, state: &State)
     std::iter::once(differ).chain(trained_on(training, data, &state.divisions)).collect()
 }
 
-/// A sentence about how many validation pictures the initial weights were trained on, according to the `divisions` of
+/// A log line about how many validation pictures the initial weights were trained on, according to the `divisions` of
 /// earlier runs.
 fn trained_on(training: &Training<'_>, data: &DataSource, divisions: &[Division]) -> Option<String> {
     let count = data.trained_on(&foreign_divisions(divisions, &training.spec.data));
@@ -333,9 +337,9 @@ fn trained_on(training: &Training<'_>, data: &DataSource, divisions: &[Division]
     })
 }
 
-/// Loads the checkpoint in `folder`, or the newest complete one before it. A damaged checkpoint is set aside and
-/// reported. If none is left, the run fails, because the user must decide whether to start again.
-fn newest_whole(
+/// Loads the checkpoint in `folder`, or the newest complete checkpoint before it. A damaged checkpoint is set aside and
+/// reported. If no checkpoint is left, the run fails, because the user must decide whether to start again.
+fn load_newest_valid(
     training: &Training<'_>,
     folder: &Path,
 ) -> Result<(PathBuf, (State, NamedTensors, NamedTensors)), TrainError> {
@@ -356,7 +360,7 @@ fn newest_whole(
             Err(error @ CheckpointError::Io { .. }) => return Err(error.into()),
             Err(error) => {
                 let observer = training.observer;
-                observer.log(&format!("{error}; it is set aside and the one before it is used"));
+                observer.log(&format!("{error}; it is set aside and the previous checkpoint is used"));
                 if place.exists() {
                     checkpoint::set_aside(&place)?;
                 }
@@ -366,13 +370,13 @@ fn newest_whole(
         }
     }
     Err(TrainError::Impossible(format!(
-        "no whole checkpoint is left to continue from ({}); submit the job again to start from the beginning",
+        "no valid checkpoint is left to continue from ({}); submit the job again to start from the beginning",
         damage.join("; ")
     )))
 }
 
 /// Checks that a complete checkpoint belongs to this job's network, and to the classes of its dataset.
-fn fits(
+fn check_compatible(
     training: &Training<'_>,
     folder: &Path,
     classes: &[String],
@@ -388,8 +392,8 @@ fn fits(
             training.spec.data.dataset
         )))
     };
-    // Tensors are not sufficient, because another dataset may have the same number of classes. Not every file has
-    // class names.
+    // Comparing tensors is not enough, because another dataset may have the same number of classes. Not every file
+    // contains class names.
     if let Ok(about) = checkpoint::about(folder)
         && let Some(text) = about.get("classes")
         && let Ok(trained) = serde_json::from_str::<Vec<String>>(text)
@@ -401,7 +405,7 @@ fn fits(
 }
 
 /// Sends rank 0's tensors `loaded` to every rank. `template` has the required names and shapes.
-fn shared(
+fn broadcast_tensors(
     group: &dyn ProcessGroup,
     template: NamedTensors,
     loaded: Option<NamedTensors>,
@@ -420,7 +424,7 @@ fn shared(
 }
 
 /// Sends rank 0's `value` to every rank, as JSON.
-pub(super) fn shared_json<T: Serialize + DeserializeOwned>(
+pub(super) fn broadcast_json<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     value: Option<T>,
 ) -> Result<T, TrainError> {

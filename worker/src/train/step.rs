@@ -60,7 +60,7 @@ impl Run<'_> {
         Ok(continues)
     }
 
-    /// Updates the moving average of the weights when that is due. Rank 0 keeps the average, and the other ranks
+    /// Updates the moving average of the weights when an update is due. Rank 0 keeps the average, and the other ranks
     /// receive it when it is evaluated. If ranks share a network, each keeps the average of its part.
     pub(super) fn average(&mut self) -> Result<(), TrainError> {
         let decay = self.schedule.average_decay(&self.training.spec.train, self.step);
@@ -76,9 +76,8 @@ impl Run<'_> {
         let mut vote = Ok(true);
         for result in self.engine.finish_steps()? {
             self.note_not_finite(Some(&result));
-            // Every rank votes after every step here, so no rank leaves before all ranks have seen the end of their
-            // steps. A stop takes effect at the next vote. After a failed vote, the remaining steps are still
-            // completed.
+            // Every rank votes after every step here, so no rank returns before all ranks have finished their steps. A
+            // stop takes effect at the next vote. After a failed vote, the remaining steps are still completed.
             if vote.is_ok() {
                 vote = self.vote(true);
             }
@@ -87,7 +86,7 @@ impl Run<'_> {
         vote.map(|_| ())
     }
 
-    /// Reports the oldest step in flight. `waited_secs` were spent waiting for other ranks after it.
+    /// Reports the oldest step in flight. `waited_secs` is the time of waiting for other ranks after the step.
     pub(super) fn report_step(&mut self, result: &StepResult, waited_secs: f64) {
         let Some(InFlight { step, lr, began, data_secs }) = self.in_flight.pop_front() else { return };
         // An asynchronous engine times the step itself, because the time measured here would include other steps.
@@ -123,8 +122,8 @@ impl Run<'_> {
         }
         let times = StepTimes { secs, data_secs, all_reduce_secs, axis_secs: result.axis_secs };
         self.throughput.step(step, epoch, times, result.samples);
-        let is_timed_apart = result.step_secs > 0.0;
-        self.compare_step_time(step, if is_timed_apart { secs } else { secs - data_secs });
+        let is_timed_by_engine = result.step_secs > 0.0;
+        self.compare_step_time(step, if is_timed_by_engine { secs } else { secs - data_secs });
     }
 
     /// Logs which pictures the GPU could not decode, if there are new reasons.

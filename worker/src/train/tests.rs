@@ -239,7 +239,7 @@ impl Bench {
 const BOTH: [Precision; 2] = [Precision::Fp16, Precision::Bf16];
 
 #[test]
-fn a_stop_while_bfloat16_takes_over_in_an_epoch_ends_all_ranks_after_that_step_with_a_checkpoint() {
+fn a_stop_during_a_switch_to_bfloat16_in_an_epoch_writes_a_checkpoint() {
     for ranks in [1, 2] {
         let bench = Bench::new(ranks);
         let ended = bench.train(Overflow::Gradients, StopIn::Fallback, None);
@@ -259,7 +259,7 @@ fn a_stop_while_bfloat16_takes_over_in_an_epoch_ends_all_ranks_after_that_step_w
 }
 
 #[test]
-fn a_stop_before_bfloat16_takes_over_in_an_evaluation_ends_all_ranks_without_connecting_again() {
+fn a_stop_before_a_switch_to_bfloat16_does_not_reconnect_ranks() {
     for ranks in [1, 2] {
         let bench = Bench::new(ranks);
         let ended = bench.train(Overflow::Validation, StopIn::Validation, None);
@@ -277,7 +277,7 @@ fn a_stop_before_bfloat16_takes_over_in_an_evaluation_ends_all_ranks_without_con
 }
 
 #[test]
-fn a_pause_after_an_evaluation_that_was_left_over_keeps_its_values() {
+fn a_pause_after_a_pending_evaluation_keeps_its_values() {
     let bench = Bench { pause_after: Some(1), ..Bench::new(1) };
     bench.train(Overflow::Validation, StopIn::Validation, None);
     assert_eq!(bench.state("1-20").val_loss, None);
@@ -287,7 +287,7 @@ fn a_pause_after_an_evaluation_that_was_left_over_keeps_its_values() {
 }
 
 #[test]
-fn a_stop_while_bfloat16_takes_over_in_an_evaluation_ends_all_ranks_before_it_begins_anew() {
+fn a_stop_during_a_switch_to_bfloat16_in_an_evaluation_ends_all_ranks() {
     for ranks in [1, 2] {
         let bench = Bench::new(ranks);
         let ended = bench.train(Overflow::Validation, StopIn::Fallback, None);
@@ -299,7 +299,7 @@ fn a_stop_while_bfloat16_takes_over_in_an_evaluation_ends_all_ranks_before_it_be
 }
 
 #[test]
-fn a_rank_whose_weights_differ_ends_the_run_on_all_ranks_before_they_are_kept() {
+fn differing_weights_end_the_run_before_a_checkpoint() {
     for (ranks, differs, named) in [(2, 1, "ranks 0 and 1"), (3, 0, "rank 0"), (3, 2, "rank 2")] {
         let bench = Bench { differs: Some(differs), ..Bench::new(ranks) };
         for ended in bench.all_ranks(Overflow::Nothing, StopIn::Never, None) {
@@ -314,7 +314,7 @@ fn a_rank_whose_weights_differ_ends_the_run_on_all_ranks_before_they_are_kept() 
 }
 
 #[test]
-fn of_replicas_only_rank_0_copies_its_weights_for_checkpoints() {
+fn only_rank_0_of_the_replicas_copies_weights_for_checkpoints() {
     let checkpoints = |ranks| {
         let bench = Bench::new(ranks);
         let ended = bench.train(Overflow::Nothing, StopIn::Never, None);

@@ -1,9 +1,8 @@
 //! The votes of the ranks: whether to continue, and whether values are finite.
-//!
-//! A stop concerns all ranks, and they must end after the same step. So the ranks add up how many of them were asked
-//! to stop. A few ranks vote after every step, which takes some microseconds. Many ranks vote about four times a
-//! second, or after every step if a step takes longer. The step of the next vote follows from the mean duration of a
-//! step over all ranks. That mean is part of the vote, so all ranks choose the same step.
+//! A stop concerns all ranks, which must end after the same step. So the ranks add up how many of them were asked to
+//! stop. A few ranks vote after every step, which takes some microseconds. Many ranks vote about four times per second,
+//! or after every step if a step takes longer. The step of the next vote follows from the mean duration of a step over
+//! all ranks. That mean is part of the vote, so all ranks choose the same step.
 
 use super::{Run, TrainError, parts::Parts};
 use lockstep_comm::Reduction;
@@ -14,10 +13,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Up to this many ranks vote after every step.
-const FEW_RANKS: u32 = 16;
+/// Maximum number of ranks that vote after every step.
+const MAX_RANKS_EVERY_STEP: u32 = 16;
 /// Time between two votes, as predicted from the duration of the last steps.
-const EVERY: Duration = Duration::from_millis(250);
+const VOTE_EVERY: Duration = Duration::from_millis(250);
 /// Maximum number of steps between two votes, because the prediction fails if steps become slower.
 const MAX_STEPS: u64 = 256;
 
@@ -34,10 +33,10 @@ pub(super) struct Votes {
 impl Votes {
     /// The votes of the steps after number `done`.
     pub(super) fn of_steps(world_size: u32, done: u64) -> Self {
-        Self { after_every_step: world_size <= FEW_RANKS, ..Self::timed(done) }
+        Self { after_every_step: world_size <= MAX_RANKS_EVERY_STEP, ..Self::timed(done) }
     }
 
-    /// Votes that are due only according to time, for any number of ranks.
+    /// Votes whose due steps depend only on time, for any number of ranks.
     pub(super) fn timed(done: u64) -> Self {
         Self { after_every_step: false, next: done + 1, last: (Instant::now(), done) }
     }
@@ -55,7 +54,7 @@ impl Votes {
 
     /// Records that all ranks have voted after step `step`, and that their steps take `mean_secs`.
     pub(super) fn voted(&mut self, step: u64, mean_secs: f64) {
-        let steps = (EVERY.as_secs_f64() / mean_secs.max(1e-9)) as u64;
+        let steps = (VOTE_EVERY.as_secs_f64() / mean_secs.max(1e-9)) as u64;
         self.next = step + steps.clamp(1, MAX_STEPS);
         self.last = (Instant::now(), step);
     }
@@ -81,14 +80,14 @@ impl Run<'_> {
         }
     }
 
-    /// Votes if a vote is due, or if `always`. Returns false if some rank was asked to stop; all ranks then know it.
+    /// Votes if a vote is due, or if `always`. Returns false, on all ranks, if some rank was asked to stop.
     ///
     /// # Errors
     /// [`TrainError::Diverged`] on all ranks if the values of any rank are not finite.
     pub(super) fn vote(&mut self, always: bool) -> Result<bool, TrainError> {
         let group = &self.training.group;
-        // `always` before a checkpoint or an evaluation: non-finite values are not saved, and neither is started
-        // after a stop.
+        // Callers pass `always` before a checkpoint or an evaluation, so that non-finite values are not saved and no
+        // evaluation starts after a stop.
         let due = always
             || self.votes.is_due(self.step)
             || self.step == self.plan.total_steps
@@ -151,8 +150,8 @@ impl Run<'_> {
             all.as_chunks::<8>().0.as_chunks::<2>().0.iter().map(|[all, part]| (*all, *part)).unzip();
         let parallel = &self.training.spec.parallel;
         let (of_stage, model) = (parallel.ranks_of_stage() as usize, parallel.model as usize);
-        let differing_parts = || differing(&of_parts, |rank| (rank / of_stage, rank % model));
-        match differing(&of_all, |rank| (rank / of_stage, 0)).or_else(differing_parts) {
+        let differing_parts = || describe_differing_ranks(&of_parts, |rank| (rank / of_stage, rank % model));
+        match describe_differing_ranks(&of_all, |rank| (rank / of_stage, 0)).or_else(differing_parts) {
             None => Ok(()),
             Some(what) => Err(TrainError::ReplicasDiffer { what, step: self.step }),
         }
@@ -168,7 +167,10 @@ impl Run<'_> {
 /// Compares the checksums of all ranks. Names the ranks whose weights differ from the majority's, in a sentence
 /// without a full stop. `None` if all ranks with the same part of the network (according to `part_of`) have the same
 /// weights.
-fn differing(checksums: &[[u8; 8]], part_of: impl Fn(usize) -> (usize, usize)) -> Option<String> {
+fn describe_differing_ranks(
+    checksums: &[[u8; 8]],
+    part_of: impl Fn(usize) -> (usize, usize),
+) -> Option<String> {
     let (mut ranks, mut has_majority) = (Vec::new(), true);
     let parts: BTreeSet<_> = (0..checksums.len()).map(&part_of).collect();
     for part in parts {
@@ -196,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_ranks_vote_after_every_step_and_many_about_four_times_a_second() {
+    fn few_ranks_vote_every_step_and_many_four_times_per_second() {
         let mut few = Votes::of_steps(16, 0);
         few.voted(1, 1e-3);
         assert!(few.is_due(2));
@@ -213,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_differ_are_named_and_all_of_them_without_a_majority() {
+    fn differing_ranks_are_named_and_all_ranks_without_a_majority() {
         for (checksums, named) in [
             (&[7, 7][..], None),
             (&[7, 8][..], Some("the weights of ranks 0 and 1 differ from each other")),
@@ -222,21 +224,24 @@ mod tests {
             (&[7, 7, 8, 8][..], Some("the weights of ranks 0, 1, 2 and 3 differ from each other")),
         ] {
             let checksums: Vec<_> = checksums.iter().map(|of: &u64| of.to_le_bytes()).collect();
-            assert_eq!(differing(&checksums, |_| (0, 0)).as_deref(), named);
+            assert_eq!(describe_differing_ranks(&checksums, |_| (0, 0)).as_deref(), named);
         }
         let of_two_parts: Vec<_> = [7, 8, 7, 8, 7, 9].map(u64::to_le_bytes).to_vec();
         let part = |rank| (0, rank % 2);
-        assert_eq!(differing(&of_two_parts[..4], part), None);
-        let named = differing(&of_two_parts, part);
+        assert_eq!(describe_differing_ranks(&of_two_parts[..4], part), None);
+        let named = describe_differing_ranks(&of_two_parts, part);
         assert_eq!(named.as_deref(), Some("the weights of rank 5 differ from those of the others"));
         let of_two_stages = [7, 7, 7, 8, 8, 9].map(u64::to_le_bytes);
         let stage = |rank| (rank / 3, 0);
-        assert_eq!(differing(&[&of_two_stages[..3], &[of_two_stages[3]; 3]].concat(), stage), None);
-        assert_eq!(differing(&of_two_stages, stage), named);
+        assert_eq!(
+            describe_differing_ranks(&[&of_two_stages[..3], &[of_two_stages[3]; 3]].concat(), stage),
+            None
+        );
+        assert_eq!(describe_differing_ranks(&of_two_stages, stage), named);
     }
 
     #[test]
-    fn the_time_of_a_step_is_the_mean_since_the_last_vote() {
+    fn step_time_is_the_mean_since_the_last_vote() {
         let mut votes = Votes::timed(0);
         let began = Instant::now();
         while began.elapsed() < Duration::from_millis(20) {

@@ -163,7 +163,7 @@ fn acknowledged(start: &StartAttempt, source: Source, records: u64) -> Acknowled
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_broken_connection_loses_nothing_and_the_end_comes_last() {
+async fn after_a_broken_connection_nothing_is_lost_and_the_end_is_last() {
     let dir = tempfile::tempdir().unwrap();
     // The rank ends when the test says so.
     let (start, options) =
@@ -211,7 +211,7 @@ async fn a_broken_connection_loses_nothing_and_the_end_comes_last() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn told_to_stop_it_ends_the_ranks_and_says_so() {
+async fn a_stopped_agent_ends_its_ranks_and_reports_it() {
     let dir = tempfile::tempdir().unwrap();
     let (start, options) = job(dir.path(), "while :; do sleep 0.05; done");
     let (listener, agent) = run(options).await;
@@ -227,7 +227,7 @@ async fn told_to_stop_it_ends_the_ranks_and_says_so() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_the_server_gave_to_others_is_ended_and_not_spoken_of() {
+async fn attempts_given_to_others_are_ended_without_reports() {
     let dir = tempfile::tempdir().unwrap();
     let (start, options) = job(dir.path(), "while :; do sleep 0.05; done");
     let (listener, agent) = run(options).await;
@@ -255,7 +255,7 @@ async fn what_the_server_gave_to_others_is_ended_and_not_spoken_of() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn refusals_and_questions() {
+async fn refusals_and_requests_are_handled() {
     let dir = tempfile::tempdir().unwrap();
     // Requests are handled by the same program, started as `inspect`.
     let script = r#"[ "$1" = inspect ] && { read question; echo "{\"Err\":\"asked: $(echo $question | tr -d '\"')\"}"; }; exit 0"#;

@@ -58,7 +58,7 @@ fn named(info: &DatasetInfo) -> BTreeSet<String> {
 }
 
 #[test]
-fn what_cannot_be_used_is_named_the_same_by_everybody_who_looks_and_nothing_is_waited_for() {
+fn unusable_files_are_named_equally_everywhere_without_blocking() {
     let dir = TempDir::new().expect("a folder");
     folder(dir.path(), 3);
     let train = dir.path().join("train");
@@ -129,7 +129,7 @@ fn what_cannot_be_used_is_named_the_same_by_everybody_who_looks_and_nothing_is_w
 }
 
 #[test]
-fn every_kind_of_picture_is_read_and_a_file_that_is_cut_off_is_named() {
+fn every_kind_of_picture_is_read_and_truncated_files_are_named() {
     let formats = ["png", "jpg", "webp", "gif", "bmp", "tiff"];
     let dir = TempDir::new().expect("a folder");
     let home = dir.path().join("train/cat");
@@ -164,7 +164,7 @@ fn every_kind_of_picture_is_read_and_a_file_that_is_cut_off_is_named() {
 }
 
 #[test]
-fn pictures_with_data_behind_them_are_whole() {
+fn pictures_with_trailing_data_are_complete() {
     let dir = TempDir::new().expect("a folder");
     folder(dir.path(), 1);
     let home = dir.path().join("train/cat");
@@ -190,7 +190,7 @@ fn pictures_with_data_behind_them_are_whole() {
 }
 
 #[test]
-fn large_pictures_weigh_no_more_than_small_ones() {
+fn large_pictures_count_like_small_ones() {
     let dir = TempDir::new().expect("a folder");
     let home = dir.path().join("train/cat");
     fs::create_dir_all(&home).expect("a folder");
@@ -245,7 +245,7 @@ fn black(width: u32, height: u32) -> Vec<u8> {
 }
 
 #[test]
-fn the_largest_picture_is_read_and_one_row_more_is_refused_in_words() {
+fn pictures_above_the_size_limit_are_refused_with_a_reason() {
     let most = 64 << 20;
     let (width, height) = (1 << 16, most >> 16);
     let largest = Picture::decode(&black(width, height)).expect("is read");
@@ -346,7 +346,7 @@ fn values_of_12_bits_in_16_are_refused_instead_of_read_as_black() {
 }
 
 #[test]
-fn a_folder_in_which_nothing_can_be_used_says_why() {
+fn a_folder_without_usable_files_is_refused_with_a_reason() {
     let dir = TempDir::new().expect("a folder");
     let train = dir.path().join("train");
     fs::create_dir_all(train.join(OsStr::from_bytes(b"caf\xe9"))).expect("a folder");
@@ -361,7 +361,7 @@ fn a_folder_in_which_nothing_can_be_used_says_why() {
 /// As torchvision's `ImageFolder` does ("Found no valid file for the classes ..."): as a class it would be one that no network
 /// can learn, and left out it would give the others other numbers.
 #[test]
-fn a_class_without_a_picture_is_refused_wherever_the_dataset_is_looked_at() {
+fn classes_without_pictures_are_refused_everywhere() {
     let dir = TempDir::new().expect("a folder");
     folder(dir.path(), 2);
     let all = |words: &str| {
@@ -387,7 +387,7 @@ fn a_class_without_a_picture_is_refused_wherever_the_dataset_is_looked_at() {
 }
 
 #[test]
-fn a_folder_that_only_measures_is_refused_with_what_makes_it_a_dataset() {
+fn a_folder_with_only_validation_pictures_is_refused_with_advice() {
     let dir = TempDir::new().expect("a folder");
     folder(dir.path(), 2);
     fs::rename(dir.path().join("train"), dir.path().join("val")).expect("renames");
@@ -406,7 +406,7 @@ fn a_folder_that_only_measures_is_refused_with_what_makes_it_a_dataset() {
 }
 
 #[test]
-fn cifar_files_that_cannot_be_read_are_named_and_not_waited_for() {
+fn unreadable_cifar_files_are_named_without_blocking() {
     let dir = TempDir::new().expect("a folder");
     fs::write(dir.path().join("data_batch_1.bin"), [vec![3], vec![7; 3072]].concat()).expect("writes");
     mknodat(CWD, dir.path().join("data_batch_2.bin"), FileType::Fifo, Mode::RUSR, 0).expect("a pipe");

@@ -278,7 +278,7 @@ fn twenty_training_steps_on_mixed_pictures_follow_pytorch_s_losses() {
 }
 
 #[test]
-fn the_average_of_twenty_training_steps_is_pytorch_s() {
+fn averaged_weights_of_twenty_steps_match_pytorch() {
     let runs: BTreeMap<String, SmoothedRun> = fixture("mixing.json");
     let of = &runs["average"];
     let (mut engine, every) = (of.engine(), of.every.unwrap());
@@ -337,7 +337,7 @@ struct Momentum {
 }
 
 #[test]
-fn a_step_of_a_grouped_network_is_pytorch_s() {
+fn a_step_of_a_grouped_network_matches_pytorch() {
     let expected: Step = fixture("grouped_step.json");
     let network = network(&expected.arch, "cifar", expected.image_size, 3, 10);
     let mut weights = weights(&network);

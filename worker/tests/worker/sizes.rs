@@ -43,7 +43,7 @@ fn batch(side: usize, step: usize, pictures: usize) -> Batch {
 }
 
 #[test]
-fn a_network_of_another_size_is_the_one_that_is_built_for_it() {
+fn a_resized_network_equals_one_built_for_that_size() {
     for arch in [Arch::ResNet20, Arch::ResNet18, Arch::ResNet50, Arch::ResNeXt50_32x4d] {
         for stem in [Stem::Cifar, Stem::Imagenet] {
             let model = ModelSpec { arch, stem, ..ModelSpec::default() };
@@ -57,7 +57,7 @@ fn a_network_of_another_size_is_the_one_that_is_built_for_it() {
 }
 
 #[test]
-fn an_engine_continues_at_another_size_bit_for_bit_as_one_that_was_built_for_it() {
+fn changing_the_image_size_gives_the_bits_of_a_new_engine() {
     for (arch, stem, sides, checked) in [
         (Arch::ResNet20, Stem::Cifar, [16, 24], 32),
         // With max pooling; a network whose gradients are not summed exactly.
@@ -124,7 +124,7 @@ fn plan(epoch: u32, first_step: u64) -> EpochPlan {
 }
 
 #[test]
-fn each_epoch_has_the_pictures_of_its_size_and_validation_those_of_its_own() {
+fn epochs_and_validation_have_pictures_of_their_sizes() {
     for random_resized_crop in [false, true] {
         let spec = DataSpec { random_resized_crop, ..DataSpec::default() };
         let sizes = [(1, 16), (3, 24), (4, 32)].map(|(epoch, size)| SizeFrom { epoch, size });

@@ -123,7 +123,7 @@ fn the_preview_is_what_the_network_gets() {
 }
 
 #[test]
-fn one_switch_does_not_change_what_another_does() {
+fn transforms_do_not_affect_each_other_s_random_numbers() {
     let dir = folder(16);
     let crops = DataSpec {
         horizontal_flip: false,
@@ -195,7 +195,7 @@ fn alternating_flips_show_both_views_in_two_epochs_and_borders_reflect() {
 }
 
 #[test]
-fn only_padded_crops_and_flips_are_left_to_the_engine() {
+fn only_padded_crops_and_flips_run_on_the_engine() {
     let pictures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist");
     let of = |spec: DataSpec| DataSource::open(&pictures, &spec, 0).expect("opens");
     assert!(of(DataSpec::default()).resident().is_some());
@@ -261,7 +261,7 @@ fn fixtures() -> std::path::PathBuf {
 
 /// Against `ImageOps.exif_transpose(Image.open(file)).convert("RGB")`.
 #[test]
-fn every_kind_of_file_has_pillow_s_pixels() {
+fn every_format_has_pillow_s_pixels() {
     let mut seen = 0;
     let mut wrong = Vec::new();
     for entry in fs::read_dir(fixtures()).expect("fixtures") {

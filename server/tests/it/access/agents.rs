@@ -47,7 +47,7 @@ async fn the_first_message_of_a_connection_has_a_length() {
 }
 
 #[tokio::test]
-async fn a_token_is_one_agent_s_and_no_other_scope_joins() {
+async fn a_token_belongs_to_one_agent_and_needs_the_agent_scope() {
     let server = TestServer::new().await;
     for scope in ["read", "submit", "admin"] {
         let (_, token) = server.make_token(&json!({"name": scope, "scope": scope})).await;
@@ -83,7 +83,7 @@ async fn a_token_is_one_agent_s_and_no_other_scope_joins() {
 }
 
 #[tokio::test]
-async fn an_agent_whose_token_is_revoked_is_cut_off() {
+async fn an_agent_with_a_revoked_token_is_disconnected() {
     let server = TestServer::new().await;
     let body = json!({"name": "a", "scope": "agent", "agent": "a"});
     let (id, token) = server.make_token(&body).await;
@@ -100,7 +100,7 @@ async fn an_agent_whose_token_is_revoked_is_cut_off() {
 }
 
 #[tokio::test]
-async fn a_report_counts_from_the_agent_that_has_the_attempt_alone() {
+async fn reports_are_accepted_only_from_the_attempt_s_agent() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();

@@ -14,7 +14,7 @@ async fn entries(server: &TestServer) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn everything_that_may_change_something_is_written_down() {
+async fn all_changing_requests_are_in_the_audit_log() {
     let server = TestServer::new().await;
     let (id, reader) = server.make_token(&json!({"name": "reader", "scope": "read"})).await;
     let reader = client(&reader);
@@ -68,7 +68,7 @@ async fn everything_that_may_change_something_is_written_down() {
 }
 
 #[tokio::test]
-async fn what_a_request_has_created_is_named() {
+async fn created_objects_are_named_in_the_audit_log() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     let job = server.submit(|s| s["name"] = json!("a job")).await.id.to_string();
@@ -87,7 +87,7 @@ async fn what_a_request_has_created_is_named() {
 
 /// Of an address the first 300 characters are written down, and as many of what else a request was about.
 #[tokio::test]
-async fn what_a_request_was_about_is_cut_after_300_characters() {
+async fn audit_details_are_truncated_after_300_characters() {
     let server = TestServer::new().await;
     let address = |chars: usize| {
         let start = "/api/v1/datasets/none?x=";

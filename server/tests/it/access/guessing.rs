@@ -57,7 +57,7 @@ async fn guess(url: &str, count: u32, addresses: u32, name: fn(u32) -> String) -
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "a measurement that takes minutes: cargo test --release --workspace --test server -- --ignored --nocapture ten_thousand"]
-async fn ten_thousand_wrong_passwords_leave_others_a_way_in() {
+async fn ten_thousand_wrong_passwords_do_not_lock_others_out() {
     let server = TestServer::new().await;
     server.add_person("ada", "admin").await;
     server.add_person("bob", "member").await;

@@ -45,7 +45,7 @@ fn named(name: &str) -> Value {
 }
 
 #[tokio::test]
-async fn members_change_their_own_jobs_and_admins_all() {
+async fn members_change_only_their_own_jobs_and_admins_all() {
     let server = TestServer::new().await;
     // Nothing starts.
     let _agent = Agent::with_pictures(&server, 2).await;
@@ -130,7 +130,7 @@ async fn members_change_their_own_jobs_and_admins_all() {
 }
 
 #[tokio::test]
-async fn what_is_private_is_seen_by_its_owner_and_admins_alone() {
+async fn private_jobs_are_visible_only_to_owners_and_admins() {
     // The agent says nothing while its job runs.
     let mut server = TestServer::with(|c| {
         c.lease = Duration::from_secs(600);
@@ -234,7 +234,7 @@ async fn what_is_private_is_seen_by_its_owner_and_admins_alone() {
 }
 
 #[tokio::test]
-async fn a_person_makes_tokens_of_its_own_within_its_role() {
+async fn users_create_tokens_within_their_role() {
     let server = TestServer::new().await;
     for (name, role) in [("mona", "member"), ("otto", "member"), ("ada", "admin")] {
         server.add_person(name, role).await;

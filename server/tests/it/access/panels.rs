@@ -98,7 +98,7 @@ async fn a_job_has_its_own_panels_or_its_projects() {
 }
 
 #[tokio::test]
-async fn as_many_panels_as_allowed_and_one_more() {
+async fn the_number_of_panels_is_limited() {
     let server = TestServer::new().await;
     let _agent = idle_agent(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -138,7 +138,7 @@ async fn as_many_panels_as_allowed_and_one_more() {
 }
 
 #[tokio::test]
-async fn who_may_change_a_job_changes_its_panels_and_members_a_projects() {
+async fn panels_are_changed_by_those_who_may_change_the_job_or_project() {
     let server = TestServer::new().await;
     let _agent = idle_agent(&server).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {

@@ -48,7 +48,7 @@ async fn try_from(server: &TestServer, from: [u8; 4], name: &str, password: &str
 }
 
 #[tokio::test]
-async fn an_admin_s_token_makes_the_first_admin_and_nobody_else_does() {
+async fn only_an_admin_s_token_creates_the_first_admin() {
     let server = TestServer::new().await;
     let (_, link) = server.post("/login-links", &json!({})).await;
     let path = link["url"].as_str().unwrap().replace(&format!("http://{}", server.address), "");
@@ -90,7 +90,7 @@ async fn an_admin_s_token_makes_the_first_admin_and_nobody_else_does() {
 }
 
 #[tokio::test]
-async fn a_person_signs_in_by_password_and_a_refusal_does_not_say_what_is_wrong() {
+async fn users_sign_in_by_password_and_refusals_reveal_nothing() {
     let server = TestServer::new().await;
     server.add_person("vera", "viewer").await;
     server.add_person("mona", "member").await;
@@ -133,7 +133,7 @@ async fn a_person_signs_in_by_password_and_a_refusal_does_not_say_what_is_wrong(
 }
 
 #[tokio::test]
-async fn guessing_is_limited_by_address_and_by_name_and_others_sign_in_meanwhile() {
+async fn password_guessing_is_limited_without_affecting_others() {
     let server = TestServer::new().await;
     server.add_person("ada", "admin").await;
     server.add_person("bob", "member").await;
@@ -176,7 +176,7 @@ async fn an_unknown_name_takes_as_long_as_a_wrong_password() {
 }
 
 #[tokio::test]
-async fn with_a_change_of_a_person_its_sessions_and_websockets_end() {
+async fn changing_a_user_ends_sessions_and_websockets() {
     let mut server = TestServer::new().await;
     server.add_person("ada", "member").await;
     for (n, change) in [
@@ -230,7 +230,7 @@ async fn with_a_change_of_a_person_its_sessions_and_websockets_end() {
 }
 
 #[tokio::test]
-async fn people_and_their_passwords_have_limits() {
+async fn users_and_passwords_have_limits() {
     let server = TestServer::new().await;
     let (least, most) = (*PASSWORD_CHARS.start(), *PASSWORD_CHARS.end());
     let longest_name = "a".repeat(PERSON_NAME_CHARS);
@@ -272,7 +272,7 @@ async fn people_and_their_passwords_have_limits() {
 }
 
 #[tokio::test]
-async fn everybody_changes_the_own_password_and_nobody_else_s() {
+async fn users_change_only_their_own_passwords() {
     let server = TestServer::new().await;
     server.add_person("ada", "viewer").await;
     let other = server.signed_in("ada").await;
@@ -310,7 +310,7 @@ async fn everybody_changes_the_own_password_and_nobody_else_s() {
 }
 
 #[tokio::test]
-async fn the_page_of_people_does_what_the_interface_does() {
+async fn the_users_page_matches_the_api() {
     let server = TestServer::new().await;
     server.add_person("ada", "admin").await;
     let ada = server.signed_in("ada").await;
@@ -345,7 +345,7 @@ async fn the_page_of_people_does_what_the_interface_does() {
 }
 
 #[tokio::test]
-async fn a_server_that_asks_nobody_has_no_people() {
+async fn a_server_without_authentication_has_no_users() {
     let server = TestServer::with(|c| c.no_auth = true).await;
     let body = json!({"name": "ada", "role": "admin", "password": PASSWORD});
     let (status, problem) = server.post("/people", &body).await;

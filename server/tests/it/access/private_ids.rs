@@ -46,7 +46,7 @@ async fn answer(
 }
 
 #[tokio::test]
-async fn a_private_id_is_answered_as_one_that_does_not_exist() {
+async fn private_ids_are_answered_like_unknown_ones() {
     let mut server = TestServer::with(|config| config.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let people = people(&server).await;

@@ -76,7 +76,7 @@ async fn pages(server: &TestServer, who: &Client, path: &str, key: &str) -> (Vec
 }
 
 #[tokio::test]
-async fn no_list_shows_what_is_private_to_somebody_else() {
+async fn lists_hide_private_jobs_of_others() {
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let People { vera, mona, otto, ada } = people(&server).await;
@@ -223,7 +223,7 @@ async fn no_list_shows_what_is_private_to_somebody_else() {
 }
 
 #[tokio::test]
-async fn what_people_change_on_a_job_is_streamed_to_those_who_see_it() {
+async fn changes_of_a_job_are_streamed_to_its_readers() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 2).await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);

@@ -64,7 +64,7 @@ async fn all_of(server: &TestServer, who: &Client, token: &str, id: &str) -> Vec
 }
 
 #[tokio::test]
-async fn a_public_fork_of_a_private_job_names_it_to_those_alone_who_see_it() {
+async fn a_public_fork_names_a_private_parent_only_to_its_readers() {
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let People { mona, otto, ada, .. } = people(&server).await;
@@ -113,7 +113,7 @@ async fn a_public_fork_of_a_private_job_names_it_to_those_alone_who_see_it() {
 }
 
 #[tokio::test]
-async fn a_fork_of_a_job_that_all_see_names_it_and_so_does_a_private_one_of_one_s_own() {
+async fn forks_name_public_parents_and_own_private_ones() {
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let People { mona, otto, .. } = people(&server).await;

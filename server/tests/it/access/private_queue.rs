@@ -12,7 +12,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 #[tokio::test]
-async fn a_private_job_has_a_place_in_the_queue_of_others_and_no_name() {
+async fn private_jobs_are_in_others_queues_without_names() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let People { vera, mona, otto, ada } = people(&server).await;

@@ -92,7 +92,7 @@ pub(super) async fn ask(server: &TestServer, client: &Client, method: &Method, p
 }
 
 #[tokio::test]
-async fn open_addresses_say_which_methods_they_have() {
+async fn open_routes_report_their_methods() {
     let server = TestServer::new().await;
     for token in ["", server.token.as_str()] {
         let client = client_without_redirects(token);
@@ -108,7 +108,7 @@ async fn open_addresses_say_which_methods_they_have() {
 }
 
 #[tokio::test]
-async fn every_route_refuses_strangers_and_scopes_that_do_not_suffice() {
+async fn every_route_refuses_missing_tokens_and_insufficient_scopes() {
     let server = TestServer::new().await;
     let mut tokens = Vec::new();
     for scope in ["read", "submit", "admin"] {
@@ -226,7 +226,7 @@ async fn without_authentication_everything_is_open_to_this_machine() {
 }
 
 #[tokio::test]
-async fn a_page_leads_to_the_form_and_back_and_a_header_must_be_a_bearer_s() {
+async fn pages_redirect_to_sign_in_and_headers_must_be_bearer_tokens() {
     let server = TestServer::new().await;
     let nobody = client_without_redirects("");
     let answer = nobody.get(server.url("/jobs?state=running&name=a%20b")).send().await.unwrap();

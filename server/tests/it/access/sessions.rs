@@ -106,7 +106,7 @@ async fn a_link_signs_in_once_and_the_session_outlives_the_server() {
 }
 
 #[tokio::test]
-async fn over_tls_links_are_https_and_the_cookie_is_for_tls_alone() {
+async fn over_tls_links_and_cookies_are_https_only() {
     let files = Files::new();
     let server = with_tls(files.issue("server", |_| {}), |_| {}).await;
     let base = format!("https://localhost:{}", server.address.port());
@@ -123,7 +123,7 @@ async fn over_tls_links_are_https_and_the_cookie_is_for_tls_alone() {
 }
 
 #[tokio::test]
-async fn a_token_is_pasted_and_guessing_is_limited() {
+async fn a_pasted_token_signs_in_and_guessing_is_limited() {
     let server = TestServer::new().await;
     let (reader, secret) = server.make_token(&json!({"name": "reader", "scope": "read"})).await;
     let agent = server.agent_token("machine").await;

@@ -11,7 +11,7 @@ use std::{
 };
 
 #[tokio::test]
-async fn a_token_is_shown_once_and_its_secret_is_kept_nowhere() {
+async fn a_token_is_shown_once_and_its_secret_never_stored() {
     let server = TestServer::new().await;
     let (status, made) = server.post("/tokens", &json!({"name": "ci", "scope": "submit"})).await;
     assert_eq!(status, 201, "{made}");
@@ -46,7 +46,7 @@ async fn a_token_is_shown_once_and_its_secret_is_kept_nowhere() {
 }
 
 #[tokio::test]
-async fn what_a_token_may_be_has_limits() {
+async fn tokens_have_limits() {
     let server = TestServer::new().await;
     let longest = "é".repeat(TOKEN_NAME_CHARS);
     let most = u64::from(TOKEN_DAYS) * 24 * 3600;
@@ -85,7 +85,7 @@ async fn what_a_token_may_be_has_limits() {
 }
 
 #[tokio::test]
-async fn a_person_has_up_to_fifty_tokens() {
+async fn users_have_up_to_fifty_tokens() {
     let server = TestServer::new().await;
     server.add_person("mona", "member").await;
     let (mona, _) = server.client_of("mona", "submit").await;
@@ -110,7 +110,7 @@ async fn a_person_has_up_to_fifty_tokens() {
 }
 
 #[tokio::test]
-async fn what_a_revoked_or_expired_token_has_open_is_closed_within_five_seconds() {
+async fn connections_of_revoked_or_expired_tokens_are_closed_in_five_seconds() {
     let server = TestServer::new().await;
     for expires in [None, Some(5)] {
         let body = json!({"name": "t", "scope": "read", "expires_in_secs": expires});
@@ -134,7 +134,7 @@ async fn what_a_revoked_or_expired_token_has_open_is_closed_within_five_seconds(
 }
 
 #[tokio::test]
-async fn the_server_s_own_token_is_private_and_comes_back() {
+async fn the_server_s_own_token_is_private_and_recreated() {
     let server = TestServer::new().await;
     let path = server.dir.path().join("token");
     let about = fs::symlink_metadata(&path).unwrap();

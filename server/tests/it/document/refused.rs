@@ -5,7 +5,7 @@ use crate::test_server::TestServer;
 use std::collections::BTreeSet;
 
 #[tokio::test]
-async fn what_comes_before_every_handler_is_documented_for_every_call() {
+async fn common_refusals_are_documented_for_every_call() {
     let server = TestServer::with(|c| {
         c.trusted_proxies = vec!["127.0.0.1".parse().unwrap()];
         c.requests_per_second = 1;

@@ -19,7 +19,7 @@ async fn closed_with(
 }
 
 #[tokio::test]
-async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
+async fn an_agent_with_a_wrong_protocol_is_told_so() {
     let server = TestServer::new().await;
     let token = server.agent_token("twice").await;
     // {"x": [[[...]]], "type": "leaving"}: what comes before the type is kept until it is known.
@@ -88,7 +88,7 @@ async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
 }
 
 #[tokio::test]
-async fn a_heartbeat_names_up_to_4096_attempts_and_64_of_them_are_answered() {
+async fn heartbeats_have_up_to_4096_attempts_of_which_64_are_answered() {
     let server = TestServer::new().await;
     let token = server.agent_token("many").await;
     let (mut socket, _) = connect_async(server.socket("/agent/socket", &token)).await.unwrap();
@@ -116,7 +116,7 @@ async fn a_heartbeat_names_up_to_4096_attempts_and_64_of_them_are_answered() {
 }
 
 #[tokio::test]
-async fn a_reader_of_a_stream_may_send_little_and_gets_a_close_code() {
+async fn readers_that_send_too_much_get_a_close_code() {
     let server = TestServer::new().await;
     let mut stream = Stream::open(server.socket("/stream", &server.token)).await;
     assert_eq!(stream.next().await.unwrap()["type"], "live");
@@ -142,7 +142,7 @@ async fn ends_within(mut socket: TcpStream, within: Duration) -> bool {
 }
 
 #[tokio::test]
-async fn connections_that_say_nothing_end_in_time() {
+async fn silent_connections_are_closed_in_time() {
     let patience = Duration::from_millis(400);
     let server = TestServer::with(|c| c.head_patience = patience).await;
     let began = Instant::now();
@@ -237,7 +237,7 @@ async fn one_address_has_a_quarter_of_the_connections() {
 }
 
 #[tokio::test]
-async fn a_body_that_stops_coming_is_answered_in_time() {
+async fn a_stalled_body_is_answered_in_time() {
     let patience = Duration::from_secs(1);
     let server = TestServer::with(|c| c.body_patience = patience).await;
     let mut agent = Agent::with_pictures(&server, 2).await;

@@ -28,7 +28,7 @@ async fn an_idempotency_key_has_up_to_255_characters() {
 }
 
 #[tokio::test]
-async fn a_dataset_s_name_and_path_are_as_long_as_may_be_and_no_longer() {
+async fn names_and_paths_of_datasets_have_maximum_lengths() {
     let server = TestServer::new().await;
     let mut agent = Agent::join(&server, 1).await;
     let new = |name: usize, path: usize| json!({"name": "n".repeat(name), "path": format!("/{}", "p".repeat(path - 1))});

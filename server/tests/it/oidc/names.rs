@@ -16,7 +16,7 @@ async fn people(server: &TestServer) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn somebody_new_is_added_with_the_role_that_is_set_and_no_name_is_taken_over() {
+async fn new_users_get_the_configured_role_and_existing_names_are_safe() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.role = Some(Role::Member)).await;
     server.add_person("bob", "admin").await;
@@ -79,7 +79,7 @@ async fn somebody_new_is_added_with_the_role_that_is_set_and_no_name_is_taken_ov
 }
 
 #[tokio::test]
-async fn who_is_disabled_or_removed_does_not_come_back_by_signing_in() {
+async fn disabled_and_removed_users_cannot_sign_in() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.role = Some(Role::Member)).await;
     let mut browser = Browser::new(&server);

@@ -67,7 +67,7 @@ async fn a_server_starts_while_the_provider_is_down_and_finds_it_when_it_is_up()
 }
 
 #[tokio::test]
-async fn new_keys_are_fetched_when_they_are_needed_and_not_too_often() {
+async fn new_keys_are_fetched_on_demand_with_a_rate_limit() {
     let provider = Provider::start().await;
     let rotate = |kid: &'static str| {
         let key = Signer::ec();
@@ -99,7 +99,7 @@ async fn new_keys_are_fetched_when_they_are_needed_and_not_too_often() {
 }
 
 #[tokio::test]
-async fn what_a_provider_answers_has_a_limit_and_is_https_elsewhere() {
+async fn responses_of_providers_are_limited_and_need_https() {
     const MOST: usize = 256 << 10;
     let at = "https://a.example";
     let whole =

@@ -28,7 +28,7 @@ async fn call(
 }
 
 #[tokio::test]
-async fn mlflow_s_calls_are_answered_as_by_mlflow() {
+async fn responses_to_mlflow_s_calls_match_mlflow() {
     let server = TestServer::new().await;
     let post = async |name: &str, fields: Value| {
         let (status, answer) = call(&server, &server.http, "POST", name, &fields).await;

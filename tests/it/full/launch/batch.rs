@@ -55,7 +55,7 @@ async fn a_batch_job_runs_the_job_and_ends_with_it() {
 }
 
 #[tokio::test]
-async fn a_cancelled_job_ends_its_batch_job_and_the_other_way_round() {
+async fn cancelling_a_job_or_its_batch_job_ends_both() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
@@ -102,7 +102,7 @@ async fn continues_and_is_cancelled(server: &Server, slurm: &Slurm, id: &str, ba
 }
 
 #[tokio::test]
-async fn before_its_time_limit_a_batch_job_keeps_a_checkpoint_and_queues_again() {
+async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
@@ -152,7 +152,7 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
 /// Slurm ends a job that is requeued as one that is preempted: it asks, and kills after KillWait. A checkpoint that is not done by then is
 /// all that is lost.
 #[tokio::test]
-async fn a_checkpoint_that_takes_longer_than_slurm_waits_costs_that_checkpoint_alone() {
+async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start_with(server.folder().path(), 1, 2, KILL_WAIT_SECS);
@@ -243,7 +243,7 @@ async fn a_sweep_is_an_array_whose_tasks_run_a_job_each() {
 }
 
 #[tokio::test]
-async fn a_job_of_a_sweep_that_is_cancelled_takes_its_task_along_and_the_others_go_on() {
+async fn cancelling_a_job_of_a_sweep_ends_only_its_task() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
@@ -280,7 +280,7 @@ async fn a_job_of_a_sweep_that_is_cancelled_takes_its_task_along_and_the_others_
 }
 
 #[tokio::test]
-async fn a_task_that_does_not_end_with_its_job_is_cancelled() {
+async fn tasks_that_outlive_their_job_are_cancelled() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);

@@ -25,7 +25,7 @@ fn follow(server: &Server, slurm: &Slurm, id: &str, args: &[&str], options: &[&s
 }
 
 #[tokio::test]
-async fn a_followed_batch_job_says_its_states_and_that_it_is_over() {
+async fn following_a_batch_job_shows_its_states_and_its_end() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
@@ -56,7 +56,7 @@ fn over_two_nodes(name: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_job_over_two_nodes_that_loses_one_for_good_ends_on_a_third_with_the_same_weights() {
+async fn after_losing_a_node_a_job_ends_on_a_third_with_the_same_weights() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 3);

@@ -86,7 +86,7 @@ fn anybody_shows(words: &str) -> bool {
 }
 
 #[tokio::test]
-async fn two_pods_train_a_job_and_end_with_it() {
+async fn two_pods_train_a_job_and_end_after_it() {
     let _turn = turn().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
@@ -118,7 +118,7 @@ async fn two_pods_train_a_job_and_end_with_it() {
 
 /// Before it, a launch may do nothing.
 #[tokio::test]
-async fn what_kubectl_applies_is_enough_for_a_launch() {
+async fn the_role_for_launches_is_sufficient() {
     if find_program("kubectl").is_none() {
         eprintln!("left out: there is no kubectl here (kubernetes-client in Debian)");
         return;
@@ -138,7 +138,7 @@ async fn what_kubectl_applies_is_enough_for_a_launch() {
 }
 
 #[tokio::test]
-async fn a_paused_job_s_pods_end_with_a_checkpoint_and_come_back() {
+async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     let _turn = turn().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
@@ -191,7 +191,7 @@ pub(super) async fn newest(server: &Server, id: &str) -> u64 {
 }
 
 #[tokio::test]
-async fn a_second_launch_takes_over_what_the_first_has_started() {
+async fn a_second_launch_takes_over_from_the_first() {
     let _turn = turn().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;

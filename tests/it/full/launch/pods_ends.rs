@@ -19,7 +19,7 @@ async fn pods(cluster: &Kubernetes) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn a_paused_job_s_pods_stay_until_its_checkpoint_is_on_the_server() {
+async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
     let _turn = turn().await;
     let mut server = server().await;
     let cluster = Kubernetes::start(&server).await;
@@ -54,7 +54,7 @@ async fn a_paused_job_s_pods_stay_until_its_checkpoint_is_on_the_server() {
 }
 
 #[tokio::test]
-async fn an_end_that_is_seen_while_the_server_is_away_is_told_when_it_is_back() {
+async fn ends_of_pods_are_reported_after_the_server_returns() {
     let _turn = turn().await;
     let mut server = server().await;
     let cluster = Kubernetes::start(&server).await;
@@ -112,7 +112,7 @@ async fn only_tokens_of_the_job_s_own_agents_are_revoked() {
 }
 
 #[tokio::test]
-async fn a_job_that_was_left_half_made_goes_with_its_token() {
+async fn a_partly_created_kubernetes_job_is_deleted_with_its_token() {
     let _turn = turn().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;

@@ -15,7 +15,7 @@ use std::{collections::BTreeSet, fs};
 const WATCH_SECS: f64 = 2.0;
 
 #[tokio::test]
-async fn an_api_server_that_is_away_and_forgets_is_followed_again() {
+async fn a_launch_follows_an_api_server_that_was_away_and_forgot() {
     let _turn = turn().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
@@ -62,7 +62,7 @@ async fn an_api_server_that_is_away_and_forgets_is_followed_again() {
 }
 
 #[tokio::test]
-async fn an_api_server_that_forgets_at_once_is_asked_less_and_less_often() {
+async fn an_api_server_that_forgets_immediately_is_queried_ever_less_often() {
     let _turn = turn().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
@@ -85,7 +85,7 @@ async fn an_api_server_that_forgets_at_once_is_asked_less_and_less_often() {
 }
 
 #[tokio::test]
-async fn kueue_starts_what_is_in_its_queue_and_pods_that_cannot_run_say_why() {
+async fn kueue_starts_queued_jobs_and_launches_say_why_pods_wait() {
     let _turn = turn().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
@@ -130,7 +130,7 @@ async fn kueue_starts_what_is_in_its_queue_and_pods_that_cannot_run_say_why() {
 }
 
 #[tokio::test]
-async fn what_kubernetes_refuses_is_said_and_nothing_is_left() {
+async fn errors_of_kubernetes_are_reported_and_nothing_is_left() {
     let _turn = turn().await;
     let server = server().await;
     let mut rules = kubernetes_rules();
@@ -179,7 +179,7 @@ async fn what_kubernetes_refuses_is_said_and_nothing_is_left() {
 
 /// Other than by a pod that is evicted, Kubernetes learns of this one's end from nobody.
 #[tokio::test]
-async fn a_dead_node_s_pod_is_replaced_once_kubernetes_is_told_and_the_launch_says_how() {
+async fn pods_of_a_dead_node_are_replaced_once_kubernetes_is_told() {
     let _turn = turn().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;

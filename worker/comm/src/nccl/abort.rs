@@ -1,4 +1,4 @@
-//! Aborting a communicator.
+//! Aborts communicators.
 
 #![allow(unsafe_code)] // NCCL frees a communicator by its pointer.
 
@@ -21,38 +21,38 @@ impl Handle for Comm {
         // An abort may take long, and the caller may have more groups to abort.
         let abort = move || {
             let Self(comm) = { self };
-            // SAFETY: the owner gives the handle away once, while no call uses it.
+            // SAFETY: the owner passes the handle on once, while no call uses it.
             unsafe { sys::ncclCommAbort(comm) };
-            ABORTS.with(|under_way| *under_way -= 1);
+            ABORTS.with(|pending| *pending -= 1);
         };
-        ABORTS.with(|under_way| *under_way += 1);
+        ABORTS.with(|pending| *pending += 1);
         // If no thread can be started, the end of the process frees the communicator.
         if std::thread::Builder::new().name("nccl abort".into()).spawn(abort).is_err() {
-            ABORTS.with(|under_way| *under_way -= 1);
+            ABORTS.with(|pending| *pending -= 1);
         }
     }
 }
 
 /// The number of aborts that NCCL has not finished.
 struct Aborts {
-    under_way: Mutex<usize>,
+    pending: Mutex<usize>,
     changed: Condvar,
 }
 
-static ABORTS: Aborts = Aborts { under_way: Mutex::new(0), changed: Condvar::new() };
+static ABORTS: Aborts = Aborts { pending: Mutex::new(0), changed: Condvar::new() };
 
 impl Aborts {
     fn with(&self, change: impl FnOnce(&mut usize)) {
-        change(&mut self.under_way.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut self.pending.lock().unwrap_or_else(PoisonError::into_inner));
         self.changed.notify_all();
     }
 }
 
 /// Waits until all aborts have finished, at most `limit`. Returns whether they have.
 pub fn wait_for_aborts(limit: Duration) -> bool {
-    let under_way = ABORTS.under_way.lock().unwrap_or_else(PoisonError::into_inner);
-    match ABORTS.changed.wait_timeout_while(under_way, limit, |under_way| *under_way > 0) {
-        Ok((under_way, _)) => *under_way == 0,
+    let pending = ABORTS.pending.lock().unwrap_or_else(PoisonError::into_inner);
+    match ABORTS.changed.wait_timeout_while(pending, limit, |pending| *pending > 0) {
+        Ok((pending, _)) => *pending == 0,
         Err(poisoned) => *poisoned.into_inner().0 == 0,
     }
 }

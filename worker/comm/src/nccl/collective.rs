@@ -193,8 +193,8 @@ impl Nccl {
         })
     }
 
-    /// Sends `gives` to other ranks and receives `takes` from them, all at once and in the order of `stream`. Each message is `(rank, address,
-    /// count)`. Two ranks list the messages between them in the same order.
+    /// Sends `sends` to other ranks and receives `receives` from them, in one NCCL group and in the order of `stream`.
+    /// Each message is `(rank, address, count)`. Two ranks list the messages between them in the same order.
     ///
     /// # Errors
     /// As [`Nccl::all_reduce`].
@@ -203,19 +203,19 @@ impl Nccl {
     /// As [`Nccl::all_reduce`], for each range.
     pub unsafe fn exchange(
         &self,
-        gives: &[(u32, u64, usize)],
-        takes: &[(u32, u64, usize)],
+        sends: &[(u32, u64, usize)],
+        receives: &[(u32, u64, usize)],
         dtype: DataType,
         stream: CUstream,
     ) -> Result<(), CommError> {
-        let gives = gives.iter().map(|range| (true, range));
-        let all: Vec<_> = gives.chain(takes.iter().map(|range| (false, range))).collect();
+        let sends = sends.iter().map(|range| (true, range));
+        let all: Vec<_> = sends.chain(receives.iter().map(|range| (false, range))).collect();
         self.call("exchange", |comm| {
             // SAFETY: as in `all_reduce_many`.
             unsafe {
-                grouped(&all, |&(is_given, &(peer, at, count))| {
+                grouped(&all, |&(is_send, &(peer, at, count))| {
                     let (peer, dtype, stream) = (peer.cast_signed(), nccl_type(dtype), stream.cast());
-                    if is_given {
+                    if is_send {
                         sys::ncclSend(at as *const _, count, dtype, peer, comm, stream)
                     } else {
                         sys::ncclRecv(at as *mut _, count, dtype, peer, comm, stream)

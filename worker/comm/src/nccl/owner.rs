@@ -49,16 +49,16 @@ impl<H: Handle> Owner<H> {
         }
     }
 
-    /// The lock is never held during a call, so it is never held for long.
+    /// The lock is never held during a call, so waiting for it is short.
     fn state(&self) -> MutexGuard<'_, State<H>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no other thread uses the handle, and takes it for one call.
+    /// Waits until no other thread uses the handle, and borrows it for one call.
     ///
     /// # Errors
-    /// The reason of an abort, also of one during the wait.
-    pub(super) fn using(&self) -> Result<HandleGuard<'_, H>, String> {
+    /// The reason of an abort, before or during the wait.
+    pub(super) fn acquire(&self) -> Result<HandleGuard<'_, H>, String> {
         let mut state = self.state();
         loop {
             match (&state.aborted, state.handle) {
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_of_many_threads_and_an_abort_never_meet() {
+    fn calls_of_many_threads_and_an_abort_never_overlap() {
         for round in 0..300 {
             let fake = Fake::default();
             let owner = Owner::new(&fake);
@@ -163,8 +163,8 @@ mod tests {
                     .map(|_| {
                         scope.spawn(|| {
                             loop {
-                                match owner.using() {
-                                    Ok(using) => using.handle.call(),
+                                match owner.acquire() {
+                                    Ok(acquire) => acquire.handle.call(),
                                     Err(reason) => return reason,
                                 }
                             }
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn an_abort_does_not_wait_for_a_call_that_hangs_and_waiting_callers_come_free() {
+    fn an_abort_does_not_wait_for_a_hung_call_and_frees_waiting_callers() {
         let fake = Fake::default();
         let owner = Owner::new(&fake);
         let (come_back, hang) = mpsc::channel::<()>();
@@ -201,13 +201,13 @@ mod tests {
         std::thread::scope(|scope| {
             let owner = &owner;
             let hanging = scope.spawn(move || {
-                let using = owner.using().unwrap();
+                let acquire = owner.acquire().unwrap();
                 inside.send(()).unwrap();
                 let _ = hang.recv_timeout(Duration::from_secs(60));
-                using.handle.call();
+                acquire.handle.call();
             });
             is_inside.recv_timeout(Duration::from_secs(20)).unwrap();
-            let waiting = scope.spawn(move || owner.using().map(drop));
+            let waiting = scope.spawn(move || owner.acquire().map(drop));
             let began = Instant::now();
             owner.abort("enough");
             assert!(began.elapsed() < Duration::from_secs(5));
@@ -221,15 +221,15 @@ mod tests {
     }
 
     #[test]
-    fn an_orderly_end_comes_before_an_abort_or_not_at_all() {
+    fn an_aborted_handle_cannot_be_taken() {
         let fake = Fake::default();
         let owner = Owner::new(&fake);
-        let using = owner.using().unwrap();
+        let acquire = owner.acquire().unwrap();
         assert!(owner.take().is_none(), "it is in use");
-        drop(using);
+        drop(acquire);
         assert!(owner.take().is_some());
         owner.abort("too late");
         assert_eq!(fake.freed.load(Ordering::SeqCst), 0, "the thread that uses it frees it");
-        assert_eq!(owner.using().unwrap_err(), "too late");
+        assert_eq!(owner.acquire().unwrap_err(), "too late");
     }
 }

@@ -20,8 +20,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Ranks with one GPU each. A call is announced over the ring first: the ring notices ranks that make another call or
-/// have exited, which NCCL does not.
+/// Ranks with one GPU each. Each call is first announced over the ring: unlike NCCL, the ring notices ranks that make
+/// another call or have exited.
 pub struct NcclProcessGroup {
     ring: Arc<Ring>,
     nccl: Arc<Nccl>,
@@ -74,7 +74,8 @@ impl NcclProcessGroup {
         })
     }
 
-    /// As [`Self::run`], for a call that replaces `values`. They are at `at` on the GPU.
+    /// As [`Self::run`], for a call that replaces `values`. `launch(at, stream)` gets the address of the values on the
+    /// GPU.
     fn run_in_place(
         &self,
         operation: &'static str,
@@ -244,7 +245,7 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
         })
     }
 
-    /// Each new group has its own communicator, so neither this group nor the new one ends with the other.
+    /// Each new group has its own communicator, so an error of one group does not end the other.
     fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
         let number = self.splits.fetch_add(1, Ordering::Relaxed);
         let name = format!("{}/split {number} color {}", self.name, color.unwrap_or_default());
@@ -280,7 +281,7 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
 
 impl NcclProcessGroup {
     fn check(&self, operation: &'static str) -> Result<(), CommError> {
-        self.ring.neighbours_are_there(operation)?;
+        self.ring.check_neighbours(operation)?;
         self.nccl.async_error()
     }
 
@@ -339,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_that_completed_before_its_neighbour_ended_succeeds() {
+    fn an_operation_completed_before_a_neighbour_exits_succeeds() {
         wait_for(1).unwrap();
         wait_for(2).unwrap();
         assert!(matches!(wait_for(3), Err(CommError::Disconnected { peer: 1, .. })));

@@ -1,4 +1,4 @@
-//! Device memory through which values of the host are copied.
+//! Device buffers for calls with values in host memory.
 
 #![allow(unsafe_code)] // Raw device addresses; all device memory is allocated here and outlives its use.
 

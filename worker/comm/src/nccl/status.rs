@@ -15,7 +15,7 @@ use std::{
 const CONFIG_MAGIC: u32 = 0xcafe_beef;
 /// The NCCL version that defines this layout of `ncclConfig_t`. Later versions accept it.
 const CONFIG_VERSION: u32 = 2_27_00;
-/// The value by which `ncclConfig_t` leaves a choice to NCCL.
+/// The value in `ncclConfig_t` that leaves a setting to NCCL.
 const UNDEFINED: c_int = c_int::MIN;
 
 /// `NCCL_CONFIG_INITIALIZER`, a macro of `nccl.h`, but non-blocking and with at most [`MAX_BLOCKS`] blocks.
@@ -70,7 +70,7 @@ mod tests {
 
     /// Kernels that wait for other ranks rely on this limit.
     #[test]
-    fn nccl_is_given_a_limit_of_blocks() {
+    fn the_configuration_limits_blocks() {
         assert_eq!(config().maxCTAs, MAX_BLOCKS.cast_signed());
     }
 }

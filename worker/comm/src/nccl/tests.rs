@@ -87,7 +87,7 @@ fn on_gpus(size: u32, body: impl Fn(Arc<NcclProcessGroup>) + Sync) {
 
 #[test]
 #[ignore = "needs 2 GPUs"]
-fn gpus_every_call_gives_what_the_ring_gives() {
+fn gpus_every_call_matches_the_ring() {
     on_gpus(2, |group| {
         let rank = group.rank();
         let own = [1.0 + rank as f32, 2.0, 3.0, 4.0 * rank as f32];
@@ -147,6 +147,6 @@ fn gpus_a_part_is_aborted_without_the_whole_and_ranks_that_disagree_get_an_error
             _ => count(&group).unwrap_err(),
         };
         assert!(matches!(error, CommError::Mismatch { .. } | CommError::Disconnected { .. }), "{error}");
-        assert!(began.elapsed() < Duration::from_secs(20), "NCCL alone would wait for ever");
+        assert!(began.elapsed() < Duration::from_secs(20), "NCCL alone would wait forever");
     });
 }

@@ -23,14 +23,14 @@ pub enum RendezvousError {
         /// The operating system's error.
         error: io::Error,
     },
-    /// Rank 0 does not answer.
+    /// Rank 0 does not respond, or rejects the handshake.
     #[error("rank 0 does not answer at {addr}:{port} after {secs:.0} s: {detail}")]
     Unreachable {
         /// The address of rank 0.
         addr: String,
         /// The port of rank 0.
         port: u16,
-        /// For how long this rank has tried to connect.
+        /// How long this rank has tried to connect.
         secs: f64,
         /// The last failure.
         detail: String,

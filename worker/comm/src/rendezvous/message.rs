@@ -7,7 +7,7 @@ use std::{
 };
 
 /// Maximum length of a message. Values are short, such as addresses.
-const LONGEST_MESSAGE: u32 = 1 << 20;
+const MAX_MESSAGE_BYTES: u32 = 1 << 20;
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
@@ -44,10 +44,10 @@ pub(super) fn receive<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result
     let mut length = [0; 4];
     stream.read_exact(&mut length)?;
     let length = u32::from_le_bytes(length);
-    if length > LONGEST_MESSAGE {
+    if length > MAX_MESSAGE_BYTES {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            format!("a message of {length} bytes, which is longer than allowed"),
+            format!("a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed"),
         ));
     }
     let mut body = vec![0; length as usize];
@@ -79,8 +79,8 @@ mod tests {
     }
 
     #[test]
-    fn a_message_has_up_to_a_mebibyte() {
-        assert!(!said(LONGEST_MESSAGE).contains("bytes"), "it is read, and is no request");
-        assert_eq!(said(LONGEST_MESSAGE + 1), "a message of 1048577 bytes, which is longer than allowed");
+    fn a_message_above_a_mebibyte_is_refused() {
+        assert!(!said(MAX_MESSAGE_BYTES).contains("bytes"), "it is read, and is no request");
+        assert_eq!(said(MAX_MESSAGE_BYTES + 1), "a message of 1048577 bytes; at most 1048576 are allowed");
     }
 }

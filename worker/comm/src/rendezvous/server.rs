@@ -1,7 +1,7 @@
 //! The server of the key-value store. It runs in the process of rank 0.
 
 use super::{
-    RendezvousConfig, RendezvousError, SLICE,
+    MAX_SERVER_WAIT, RendezvousConfig, RendezvousError,
     message::{Reply, Request, receive, send},
 };
 use crate::handshake::HandshakeTerms;
@@ -106,26 +106,26 @@ fn serve_rank(mut stream: TcpStream, secret: &[u8], shared: &SharedValues) {
 
 impl SharedValues {
     fn answer(&self, request: Request) -> Reply {
-        let mut shelved = self.values.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut values = self.values.lock().unwrap_or_else(PoisonError::into_inner);
         match request {
             Request::Set { key, value } => {
-                shelved.values.insert(key, value);
+                values.values.insert(key, value);
                 self.changed.notify_all();
                 Reply::Done
             }
             Request::Add { key, amount } => {
-                let count = shelved.counters.entry(key).or_default();
+                let count = values.counters.entry(key).or_default();
                 *count += amount;
                 Reply::Count(*count)
             }
             Request::Get { keys, wait_ms } => {
-                let wait = Duration::from_millis(wait_ms.min(SLICE.as_millis() as u64));
+                let wait = Duration::from_millis(wait_ms.min(MAX_SERVER_WAIT.as_millis() as u64));
                 let lacking = |s: &mut Values| keys.iter().any(|key| !s.values.contains_key(key));
-                let (shelved, _) = self
+                let (values, _) = self
                     .changed
-                    .wait_timeout_while(shelved, wait, lacking)
+                    .wait_timeout_while(values, wait, lacking)
                     .unwrap_or_else(PoisonError::into_inner);
-                Reply::Values(keys.iter().map(|key| shelved.values.get(key).cloned()).collect())
+                Reply::Values(keys.iter().map(|key| values.values.get(key).cloned()).collect())
             }
         }
     }

@@ -1,7 +1,7 @@
-//! The client of the key-value store. Each rank has one.
+//! The client of the key-value store, one per rank.
 
 use super::{
-    RendezvousConfig, RendezvousError, SLICE,
+    MAX_SERVER_WAIT, RendezvousConfig, RendezvousError,
     message::{Reply, Request, receive, send},
     server::Listener,
 };
@@ -19,7 +19,7 @@ use std::{
 /// Interval between two attempts to connect to rank 0, whose process may still be starting.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// A rank's connection to the store. On rank 0 it also owns the server.
+/// A rank's connection to the store. On rank 0, this value also owns the server.
 #[derive(Debug)]
 pub struct Store {
     config: RendezvousConfig,
@@ -33,7 +33,7 @@ impl Store {
     /// Connects to the store. Rank 0 starts the server first.
     ///
     /// # Errors
-    /// The port is taken, rank 0 does not answer in time, or the secrets differ.
+    /// The port is taken, rank 0 does not respond in time, or the secrets differ.
     pub fn join(config: RendezvousConfig) -> Result<Self, RendezvousError> {
         let listener = if config.rank == 0 { Some(Listener::open(&config)?) } else { None };
         let began = Instant::now();
@@ -42,14 +42,14 @@ impl Store {
             if config.stop.load(Ordering::Relaxed) {
                 return Err(RendezvousError::Stopped);
             }
-            let left = config.timeout.saturating_sub(began.elapsed());
-            let attempt = connect(&config.addr, config.port, left).and_then(|mut stream| {
+            let remaining = config.timeout.saturating_sub(began.elapsed());
+            let attempt = connect(&config.addr, config.port, remaining).and_then(|mut stream| {
                 terms.call(&mut stream, config.rank)?;
                 Ok(stream)
             });
             match attempt {
                 Ok(stream) => break stream,
-                Err(e) if left.is_zero() || e.kind() == io::ErrorKind::PermissionDenied => {
+                Err(e) if remaining.is_zero() || e.kind() == io::ErrorKind::PermissionDenied => {
                     return Err(RendezvousError::Unreachable {
                         addr: config.addr.clone(),
                         port: config.port,
@@ -57,7 +57,7 @@ impl Store {
                         detail: e.to_string(),
                     });
                 }
-                Err(_) => std::thread::sleep(RETRY.min(left)),
+                Err(_) => std::thread::sleep(RETRY.min(remaining)),
             }
         };
         let local_ip = stream.local_addr().map_err(RendezvousError::Lost)?.ip();
@@ -70,14 +70,13 @@ impl Store {
         &self.config
     }
 
-    /// From now on, a request to stop does not end a wait in this store. Ranks call this before training: they vote
-    /// on a stop and end after the same step, so a rank that is asked to stop must still take part in exchanges until
-    /// then.
+    /// From now on, a request to stop does not end a wait in this store. Ranks call this before training: they vote on
+    /// a stop and end after the same step, so a rank that is asked to stop must take part in exchanges until the vote.
     pub fn leave_stops_to_votes(&self) {
         self.stops_are_voted_on.store(true, Ordering::Relaxed);
     }
 
-    /// Whether this rank is asked to stop and should give up waiting for other ranks.
+    /// Whether this rank is asked to stop and should stop waiting for other ranks.
     pub(crate) fn gives_up(&self) -> bool {
         self.config.stop.load(Ordering::Relaxed) && !self.stops_are_voted_on.load(Ordering::Relaxed)
     }
@@ -96,12 +95,12 @@ impl Store {
         self.local_ip
     }
 
-    /// Sets a value, which all ranks can read.
+    /// Sets a value that all ranks can read.
     ///
     /// # Errors
     /// The connection to rank 0 is lost.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), RendezvousError> {
-        match self.ask(&Request::Set { key: key.into(), value: value.into() })? {
+        match self.request_reply(&Request::Set { key: key.into(), value: value.into() })? {
             Reply::Done => Ok(()),
             other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
         }
@@ -120,7 +119,7 @@ impl Store {
     /// # Errors
     /// The connection to rank 0 is lost.
     pub fn peek(&self, keys: &[String]) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
-        match self.ask(&Request::Get { keys: keys.to_vec(), wait_ms: 0 })? {
+        match self.request_reply(&Request::Get { keys: keys.to_vec(), wait_ms: 0 })? {
             Reply::Values(values) => Ok(values),
             other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
         }
@@ -131,7 +130,7 @@ impl Store {
     /// # Errors
     /// The connection to rank 0 is lost.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64, RendezvousError> {
-        match self.ask(&Request::Add { key: key.into(), amount })? {
+        match self.request_reply(&Request::Add { key: key.into(), amount })? {
             Reply::Count(count) => Ok(count),
             other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
         }
@@ -182,10 +181,10 @@ impl Store {
     ) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
         let began = Instant::now();
         loop {
-            let left = timeout.saturating_sub(began.elapsed());
-            let wait_ms = left.min(SLICE).as_millis() as u64;
-            match self.ask(&Request::Get { keys: keys.clone(), wait_ms })? {
-                Reply::Values(values) if left.is_zero() || values.iter().all(Option::is_some) => {
+            let remaining = timeout.saturating_sub(began.elapsed());
+            let wait_ms = remaining.min(MAX_SERVER_WAIT).as_millis() as u64;
+            match self.request_reply(&Request::Get { keys: keys.clone(), wait_ms })? {
+                Reply::Values(values) if remaining.is_zero() || values.iter().all(Option::is_some) => {
                     return Ok(values);
                 }
                 Reply::Values(_) => {}
@@ -197,7 +196,7 @@ impl Store {
         }
     }
 
-    fn ask(&self, request: &Request) -> Result<Reply, RendezvousError> {
+    fn request_reply(&self, request: &Request) -> Result<Reply, RendezvousError> {
         let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
         send(&mut stream, request).map_err(RendezvousError::Lost)?;
         receive(&mut stream).map_err(RendezvousError::Lost)
@@ -206,8 +205,8 @@ impl Store {
 
 impl Drop for Store {
     fn drop(&mut self) {
-        // Other ranks may still send requests, so only the port is closed now. The store itself ends with the
-        // process.
+        // Other ranks may still send requests, so only the port is closed now. Connections stay open until the process
+        // ends.
         if let Some(listener) = self.listener.take() {
             listener.close();
         }

@@ -32,7 +32,7 @@ fn ranks_exchange_values_and_count() {
 }
 
 #[test]
-fn who_does_not_come_is_named() {
+fn missing_ranks_are_named() {
     let port = unused_port();
     let store =
         Store::join(RendezvousConfig { timeout: Duration::from_millis(50), ..rendezvous_config(port, 0, 4) })
@@ -71,7 +71,7 @@ fn another_secret_is_refused_at_once() {
 }
 
 #[test]
-fn a_taken_port_is_said_so() {
+fn a_port_in_use_is_reported() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     let error = Store::join(rendezvous_config(port, 0, 1)).unwrap_err();
@@ -79,7 +79,7 @@ fn a_taken_port_is_said_so() {
 }
 
 #[test]
-fn told_to_stop_a_waiting_rank_gives_up() {
+fn a_waiting_rank_stops_on_request() {
     let port = unused_port();
     let store =
         Store::join(RendezvousConfig { timeout: Duration::from_secs(600), ..rendezvous_config(port, 0, 2) })
@@ -89,7 +89,7 @@ fn told_to_stop_a_waiting_rank_gives_up() {
 }
 
 #[test]
-fn once_stops_are_voted_on_a_rank_that_is_told_to_stop_waits_for_the_others() {
+fn with_voted_stops_a_stopped_rank_waits_for_the_others() {
     let port = unused_port();
     let short = Duration::from_millis(300);
     let store = Store::join(RendezvousConfig { timeout: short, ..rendezvous_config(port, 0, 2) }).unwrap();

@@ -1,9 +1,9 @@
 //! The collectives, hop by hop.
 
 use super::{
-    BLOCK, Ring, SHORT, Wire,
+    BLOCK_BYTES, MAX_GATHERED_BYTES, Ring, Wire,
     element::Element,
-    header::{self, HEADER},
+    header::{self, HEADER_BYTES},
     link::Link,
     sink::{Combine, Fill, HeaderSink, Sink},
 };
@@ -13,7 +13,7 @@ use std::ops::Range;
 impl Wire<'_> {
     /// Sends this rank's header and checks the previous rank's header, unless the call's first exchange has done so.
     pub(super) fn open(&mut self) -> Result<(), CommError> {
-        match self.unopened {
+        match self.pending_header {
             Some(_) => self.exchange(&[], &mut Fill::new(&mut [])),
             None => Ok(()),
         }
@@ -30,7 +30,7 @@ impl Wire<'_> {
             timeout: self.ring.timeout,
             operation: self.operation,
         };
-        let Some(call) = self.unopened.take() else {
+        let Some(call) = self.pending_header.take() else {
             link.exchange(&[], out, sink)?;
             self.sockets.sent_bytes += out.len() as u64;
             return Ok(());
@@ -41,13 +41,13 @@ impl Wire<'_> {
         });
         let done = link.exchange(&header::encode(call, self.sockets.sequence), out, &mut sink);
         if done.is_err() {
-            // A neighbour that found a mismatch has closed the connection. Its header explains the failure better
-            // than the closed connection does.
+            // A neighbour that found a mismatch has closed the connection. The neighbour's header explains the failure
+            // better than the closed connection does.
             sink.read_header(link.previous);
         }
         sink.result()?;
         done?;
-        self.sockets.sent_bytes += (HEADER + out.len()) as u64;
+        self.sockets.sent_bytes += (HEADER_BYTES + out.len()) as u64;
         Ok(())
     }
 
@@ -61,7 +61,7 @@ impl Wire<'_> {
         }
         for hop in 0..n - 1 {
             let (from, to) = ((rank + n - hop) % n, (rank + 2 * n - hop - 1) % n);
-            let (out, into) = two_of(slots, from * size..(from + 1) * size, to * size..(to + 1) * size);
+            let (out, into) = borrow_two(slots, from * size..(from + 1) * size, to * size..(to + 1) * size);
             self.exchange(out, &mut Fill::new(into))?;
         }
         Ok(())
@@ -77,11 +77,11 @@ impl Wire<'_> {
         // One block is received while the previous block is sent.
         let mut passed = 0..0;
         loop {
-            let coming = passed.end..bytes.len().min(passed.end + BLOCK);
+            let coming = passed.end..bytes.len().min(passed.end + BLOCK_BYTES);
             if coming.is_empty() && passed.is_empty() {
                 return Ok(());
             }
-            let (out, into) = two_of(bytes, passed, coming.clone());
+            let (out, into) = borrow_two(bytes, passed, coming.clone());
             let out = if next == root { &[] } else { out };
             self.exchange(out, &mut Fill::new(into))?;
             passed = coming;
@@ -99,14 +99,14 @@ impl Wire<'_> {
         if size == 0 {
             return Ok(());
         }
-        // The parts with the longest way come last.
+        // Parts are ordered by their number of remaining hops.
         let mut travelling: Vec<u8> =
             (1..n).flat_map(|ahead| &input[part((rank + ahead) % n)]).copied().collect();
         for hop in 1..n {
             let mut arriving = vec![0; travelling.len()];
             self.exchange(&travelling, &mut Fill::new(&mut arriving))?;
             output[part((rank + n - hop) % n)].copy_from_slice(&arriving[..size]);
-            travelling = arriving.split_off(size);
+            travelling = arriving.abort_with(size);
         }
         Ok(())
     }
@@ -184,16 +184,16 @@ impl Wire<'_> {
         done
     }
 
-    /// Up to [`SHORT`] bytes, every rank gathers all vectors and adds them in rank order. A longer vector is cut into
+    /// Up to [`MAX_GATHERED_BYTES`] bytes, every rank gathers all vectors and adds them in rank order. A longer vector is cut into
     /// one part per rank: part `r` is summed along the ring, starting with rank `r`, and the result is passed along
-    /// the ring once more. `scale` is applied to a complete part by the one rank that has it.
+    /// the ring once more. `scale` is applied to a complete part by the only rank that has it.
     fn reduce<T: bytemuck::Pod>(
         &mut self,
         values: &mut [T],
         combine: impl Fn(T, T) -> T + Copy,
         scale: impl Fn(&mut [T]),
     ) -> Result<(), CommError> {
-        if size_of_val(values) > SHORT {
+        if size_of_val(values) > MAX_GATHERED_BYTES {
             return self.reduce_long(values, combine, scale);
         }
         let n = self.ring.size as usize;
@@ -222,12 +222,12 @@ impl Wire<'_> {
             length * index / n..length * (index + 1) / n
         };
         for hop in 0..n - 1 {
-            let (out, target) = two_of(values, chunk(rank + n - hop), chunk(rank + 2 * n - hop - 1));
+            let (out, target) = borrow_two(values, chunk(rank + n - hop), chunk(rank + 2 * n - hop - 1));
             self.exchange_combining(out, target, combine)?;
         }
         scale(&mut values[chunk(rank + 1)]);
         for hop in 0..n - 1 {
-            let (out, into) = two_of(values, chunk(rank + 1 + n - hop), chunk(rank + n - hop));
+            let (out, into) = borrow_two(values, chunk(rank + 1 + n - hop), chunk(rank + n - hop));
             self.exchange(bytemuck::cast_slice(out), &mut Fill::new(bytemuck::cast_slice_mut(into)))?;
         }
         Ok(())
@@ -242,8 +242,8 @@ impl Ring {
     }
 }
 
-/// Two ranges of a slice, which do not overlap.
-fn two_of<T>(values: &mut [T], read: Range<usize>, write: Range<usize>) -> (&[T], &mut [T]) {
+/// Borrows two ranges of a slice, which must not overlap: one to read, one to write.
+fn borrow_two<T>(values: &mut [T], read: Range<usize>, write: Range<usize>) -> (&[T], &mut [T]) {
     if read.end <= write.start {
         let (left, right) = values.split_at_mut(write.start);
         (&left[read], &mut right[..write.end - write.start])

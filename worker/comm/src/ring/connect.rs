@@ -1,8 +1,8 @@
-//! How the ranks of a ring connect: each rank listens, the ranks exchange addresses, and each rank connects to the
-//! next one.
+//! Connects the ranks of a ring: each rank listens, the ranks exchange addresses, and each rank connects to the next
+//! rank.
 
 use super::{
-    BLOCK, End, Identity, Mesh, Ring, RingSockets,
+    BLOCK_BYTES, End, Identity, Mesh, Ring, RingSockets,
     liveness::{self, Neighbour},
 };
 use crate::{
@@ -54,13 +54,13 @@ impl Listeners {
 pub(super) struct Joining<'a> {
     pub(super) identity: Identity,
     pub(super) rank: u32,
-    /// By rank.
+    /// The addresses by rank.
     pub(super) addresses: Vec<Addresses>,
-    /// The longest wait for other ranks to connect.
+    /// Time limit for other ranks to connect.
     pub(super) patience: Duration,
     /// The time-out of the group's calls.
     pub(super) timeout: Duration,
-    /// Whether this rank should give up connecting.
+    /// Whether this rank should stop connecting.
     pub(super) gives_up: &'a (dyn Fn() -> bool + Sync),
 }
 
@@ -68,7 +68,7 @@ impl Ring {
     /// Collective: connects the ranks that meet at `store` in a group, and in its concurrent group.
     ///
     /// # Errors
-    /// A rank does not arrive, or does not answer within the store's time-out.
+    /// A rank does not arrive, or does not respond within the store's time-out.
     pub fn connect(store: &Store, timeout: Duration) -> Result<Arc<Self>, RendezvousError> {
         let rendezvous = store.config();
         let listeners = Listeners::bind(store.local_ip()).map_err(protocol)?;
@@ -114,14 +114,14 @@ impl Joining<'_> {
         let places = self.addresses.iter().map(|a| a.mesh).collect();
         let mesh = Mesh::start(&self.identity, self.rank, mesh, places, self.timeout, end.clone());
         let mesh = Arc::new(mesh.map_err(protocol)?);
-        // For example, one group has statistics and the other has gradients.
+        // For example, the concurrent group carries statistics and the main group gradients.
         let sockets = self.sockets("concurrent", &concurrent, |a| a.concurrent, end)?;
         let identity =
             Identity { name: format!("{}/concurrent", self.identity.name), ..self.identity.clone() };
         let concurrent = self.ring(identity, sockets, mesh.clone(), end, None);
         let sockets = self.sockets("main", &main, |a| a.main, end)?;
-        let is_apart = |a: &Addresses| a.main.ip() != self.addresses[0].main.ip();
-        if self.addresses.iter().any(is_apart) {
+        let is_elsewhere = |a: &Addresses| a.main.ip() != self.addresses[0].main.ip();
+        if self.addresses.iter().any(is_elsewhere) {
             self.watch_neighbours(&main, end)?;
         }
         Ok(Arc::new(self.ring(self.identity.clone(), sockets, mesh, end, Some(Arc::new(concurrent)))))
@@ -158,10 +158,10 @@ impl Joining<'_> {
         end: &End,
     ) -> Result<RingSockets, RendezvousError> {
         let (next, previous) = self.neighbours(name, listener, address, end)?;
-        Ok(RingSockets { next, previous, sequence: 0, block: vec![0.0; BLOCK / 8], sent_bytes: 0 })
+        Ok(RingSockets { next, previous, sequence: 0, block: vec![0.0; BLOCK_BYTES / 8], sent_bytes: 0 })
     }
 
-    /// Watches for machines that do not answer, if the ranks run on several machines.
+    /// Watches for neighbours' machines that do not respond. Used only if the ranks run on several machines.
     fn watch_neighbours(&self, listener: &TcpListener, end: &Arc<End>) -> Result<(), RendezvousError> {
         let (next, previous) = self.neighbours("liveness", listener, |a| a.main, end)?;
         let size = self.addresses.len() as u32;
@@ -191,7 +191,7 @@ impl Joining<'_> {
         let next = address(&self.addresses[next_rank as usize]);
         let terms = HandshakeTerms { secret: &self.identity.secret, purpose: &purpose };
         let previous_rank = (rank + size - 1) % size;
-        // At the same time: otherwise every rank would wait for the next rank's answer.
+        // Calls and accepts concurrently: otherwise every rank would wait for the next rank's response.
         let (called, accepted) = std::thread::scope(|scope| {
             let accepting = scope.spawn(|| self.accept(listener, &terms, previous_rank));
             let called = TcpStream::connect_timeout(&next, self.patience)

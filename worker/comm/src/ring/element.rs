@@ -44,7 +44,7 @@ impl Element for f64 {
     }
 }
 
-/// 16-bit types are computed in float32. Each result is rounded to the nearest value.
+/// 16-bit types are computed in float32. Each result is rounded to the nearest 16-bit value.
 macro_rules! sixteen_bits {
     ($($name:ident),*) => {$(
         impl Element for $name {

@@ -1,4 +1,4 @@
-//! The end of a group.
+//! The end of a process group, by a failure, a lost rank or an abort.
 
 use crate::CommError;
 use socket2::SockRef;
@@ -15,9 +15,9 @@ use std::{
 #[derive(Debug, Default)]
 pub(super) struct End {
     reason: OnceLock<String>,
-    /// The ranks whose machines do not answer, if that ended the group.
+    /// The ranks whose machines do not respond, if this ended the group.
     unreachable: OnceLock<Vec<u32>>,
-    /// The rank that closed a connection, and the error of the connection, if that ended the group.
+    /// The rank that closed a connection, and the error of the connection, if this ended the group.
     lost: OnceLock<(u32, String)>,
     aborted: AtomicBool,
     streams: Mutex<Vec<TcpStream>>,
@@ -28,7 +28,7 @@ pub(super) struct End {
 }
 
 impl End {
-    /// Ends this group. Closes its connections, so that calls that wait for them return.
+    /// Ends this group. Closes its connections, so that calls that wait on these connections return.
     pub(super) fn call(&self, reason: String) {
         let _ = self.reason.set(reason);
         for stream in self.streams.lock().unwrap_or_else(PoisonError::into_inner).iter() {
@@ -40,9 +40,9 @@ impl End {
         }
     }
 
-    /// Ends this group because the machines of `peers` do not answer.
+    /// Ends this group because the machines of `peers` do not respond.
     pub(super) fn lose(&self, peers: Vec<u32>, reason: String) {
-        if !self.has_come() {
+        if !self.has_ended() {
             let _ = self.unreachable.set(peers);
             self.call(reason);
         }
@@ -56,8 +56,8 @@ impl End {
         split.iter().filter_map(Weak::upgrade).for_each(|group| group.abort(reason));
     }
 
-    /// An abort of this group also aborts `group`.
-    pub(super) fn split_off(&self, group: &Arc<End>) {
+    /// Makes an abort of this group also abort `group`, which was split from this group.
+    pub(super) fn abort_with(&self, group: &Arc<End>) {
         let mut split = self.split.lock().unwrap_or_else(PoisonError::into_inner);
         split.retain(|other| other.strong_count() > 0);
         split.push(Arc::downgrade(group));
@@ -73,7 +73,7 @@ impl End {
     pub(super) fn add(&self, stream: &TcpStream) -> std::io::Result<()> {
         let clone = stream.try_clone()?;
         self.streams.lock().unwrap_or_else(PoisonError::into_inner).push(clone);
-        if self.has_come() {
+        if self.has_ended() {
             let _ = stream.shutdown(Shutdown::Both);
         }
         Ok(())
@@ -85,11 +85,11 @@ impl End {
         Ok(())
     }
 
-    pub(super) fn has_come(&self) -> bool {
+    pub(super) fn has_ended(&self) -> bool {
         self.reason.get().is_some()
     }
 
-    pub(super) fn not_ended(&self, operation: &'static str) -> Result<(), CommError> {
+    pub(super) fn check_not_ended(&self, operation: &'static str) -> Result<(), CommError> {
         let Some(reason) = self.reason.get() else { return Ok(()) };
         Err(match (self.unreachable.get(), self.lost.get()) {
             (Some(peers), _) => {
@@ -104,12 +104,12 @@ impl End {
 
     /// Ends the group because of `error`. Returns `error`, or the reason why the group had already ended.
     pub(super) fn failed(&self, error: CommError) -> CommError {
-        if let Err(aborted) = self.not_ended(error.operation()) {
+        if let Err(aborted) = self.check_not_ended(error.operation()) {
             // An abort shuts down connections, which a call sees as lost. Return the reason of the abort instead.
             return aborted;
         }
         if let CommError::Disconnected { peer, detail, .. } = &error {
-            // Other calls in progress report this rank as lost, too.
+            // Makes other calls in progress report this rank as lost, too.
             let _ = self.lost.set((*peer, detail.clone()));
         }
         self.call(error.to_string());
@@ -123,7 +123,7 @@ mod tests {
 
     /// The group and its concurrent group have calls in progress. Either may notice first that a rank has exited.
     #[test]
-    fn all_calls_under_way_have_lost_the_rank_that_one_of_them_has_lost() {
+    fn all_calls_in_progress_report_the_same_lost_rank() {
         let lost =
             || CommError::Disconnected { operation: "all_reduce", peer: 3, detail: "it is gone".into() };
         let end = End::default();
@@ -134,6 +134,6 @@ mod tests {
         let end = End::default();
         end.abort("asked to stop");
         assert!(matches!(end.failed(lost()), CommError::Aborted { .. }));
-        assert!(matches!(end.not_ended("barrier"), Err(CommError::Aborted { .. })));
+        assert!(matches!(end.check_not_ended("barrier"), Err(CommError::Aborted { .. })));
     }
 }

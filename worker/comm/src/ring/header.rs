@@ -5,9 +5,9 @@ use crate::{
     values::{DataType, Values},
 };
 
-/// `lock` in the byte order of this machine. A machine of the other byte order reads another number.
+/// The bytes `lock` as a number. A machine with the other byte order reads another number.
 const MAGIC: u32 = 0x6c6f_636b;
-pub(super) const HEADER: usize = 32;
+pub(super) const HEADER_BYTES: usize = 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Operation {
@@ -82,20 +82,20 @@ impl Call {
         [what, self.length as u64]
     }
 
-    /// Describes a call in the form of [`Call::packed`]. Another process wrote the numbers, so they may be invalid.
+    /// Describes a call encoded by [`Call::packed`]. Another process wrote the numbers, so they may be invalid.
     pub(crate) fn describe([what, length]: [u64; 2]) -> String {
-        words((what >> 40) as u32, (what >> 32) as u32 & 0xff, what as u32, length)
+        describe_fields((what >> 40) as u32, (what >> 32) as u32 & 0xff, what as u32, length)
     }
 }
 
-fn words(operation: u32, data_type: u32, detail: u32, length: u64) -> String {
+fn describe_fields(operation: u32, data_type: u32, detail: u32, length: u64) -> String {
     let name = Operation::from_code(operation).map_or("an unknown operation", Operation::name);
     format!("{name} of {length} {} values ({detail})", DataType::name_of_code(data_type))
 }
 
 /// Encodes the header of call number `sequence` on a connection.
-pub(super) fn encode(call: Call, sequence: u64) -> [u8; HEADER] {
-    let mut header = [0; HEADER];
+pub(super) fn encode(call: Call, sequence: u64) -> [u8; HEADER_BYTES] {
+    let mut header = [0; HEADER_BYTES];
     header[..4].copy_from_slice(&MAGIC.to_ne_bytes());
     header[4..8].copy_from_slice(&(call.operation as u32).to_ne_bytes());
     header[8..12].copy_from_slice(&call.detail.to_ne_bytes());
@@ -109,7 +109,7 @@ pub(super) fn encode(call: Call, sequence: u64) -> [u8; HEADER] {
 pub(super) fn compare(
     operation: &'static str,
     peer: u32,
-    theirs: &[u8; HEADER],
+    theirs: &[u8; HEADER_BYTES],
     (call, sequence): (Call, u64),
 ) -> Result<(), CommError> {
     let mine = encode(call, sequence);
@@ -119,15 +119,15 @@ pub(super) fn compare(
     let word = |at: usize| u32::from_ne_bytes(std::array::from_fn(|i| theirs[at + i]));
     let long = |at: usize| u64::from_ne_bytes(std::array::from_fn(|i| theirs[at + i]));
     let detail = if word(0) == MAGIC.swap_bytes() {
-        "runs on a machine of another byte order".to_string()
+        "runs on a machine with another byte order".to_string()
     } else if word(0) != MAGIC {
         "sent bytes that are not the header of a call".to_string()
     } else {
         format!(
             "is at call {}: {}; this rank is at call {sequence}: {}",
             long(16),
-            words(word(4), word(12), word(8), long(24)),
-            words(call.operation as u32, call.data_type as u32, call.detail, call.length as u64),
+            describe_fields(word(4), word(12), word(8), long(24)),
+            describe_fields(call.operation as u32, call.data_type as u32, call.detail, call.length as u64),
         )
     };
     Err(CommError::Mismatch { operation, peer, detail })

@@ -1,6 +1,6 @@
 //! Sends bytes to one rank while receiving from another.
 
-use super::{BLOCK, sink::Sink};
+use super::{BLOCK_BYTES, sink::Sink};
 use crate::CommError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::{
@@ -29,7 +29,7 @@ impl Link<'_> {
             let mut moved = false;
             if sent < length {
                 let of_out = sent.saturating_sub(header.len());
-                let block = &out[of_out..out.len().min(of_out + BLOCK)];
+                let block = &out[of_out..out.len().min(of_out + BLOCK_BYTES)];
                 // The header and the first bytes share a packet if they fit.
                 let written = match &header[sent.min(header.len())..] {
                     [] => next.write(block),
@@ -40,7 +40,7 @@ impl Link<'_> {
                         sent += n;
                         moved = true;
                     }
-                    Err(e) if is_passing(&e) => {}
+                    Err(e) if is_temporary(&e) => {}
                     Err(e) => return Err(lost(self.next_rank, e.to_string())),
                 }
             }
@@ -48,7 +48,7 @@ impl Link<'_> {
                 match sink.take(&mut previous) {
                     Ok(0) => return Err(lost(self.previous_rank, "it closed the connection".into())),
                     Ok(_) => moved = true,
-                    Err(e) if is_passing(&e) => {}
+                    Err(e) if is_temporary(&e) => {}
                     Err(e) => return Err(lost(self.previous_rank, e.to_string())),
                 }
             }
@@ -66,7 +66,8 @@ impl Link<'_> {
                     return Err(CommError::TimedOut { operation, peer, secs: self.timeout.as_secs_f64() });
                 }
                 Ok(_) => {
-                    // When everything has been sent, only this shows that the connection to the next rank is lost.
+                    // After everything has been sent, only these events show that the connection to the next rank is
+                    // lost.
                     let gone = PollFlags::HUP | PollFlags::ERR;
                     if sent == length && ready[0].revents().intersects(gone) {
                         return Err(lost(self.next_rank, "it closed the connection".into()));
@@ -80,6 +81,6 @@ impl Link<'_> {
     }
 }
 
-fn is_passing(error: &io::Error) -> bool {
+fn is_temporary(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }

@@ -1,5 +1,5 @@
-//! Detection of lost machines. The connections of calls do not show them: a machine that loses power or its network
-//! closes no connection, and a rank that computes is equally silent.
+//! Detects lost machines. The connections of calls do not reveal a lost machine: a machine that loses power or its
+//! network closes no connection, and a rank that computes is equally silent.
 //!
 //! Each rank keeps a separate connection to both neighbours and regularly sends a byte over it. A machine is alive if
 //! its kernel acknowledges the byte, so a rank that is slow or suspended counts as alive. The connections of calls
@@ -17,13 +17,13 @@ use std::{
 };
 
 /// Interval between two bytes.
-const EVERY: Duration = Duration::from_millis(250);
+const BEAT_EVERY: Duration = Duration::from_millis(250);
 /// The TCP user time-out: for how long the kernel retransmits a byte. The first retransmission is about 0.2 s after
 /// the byte was sent.
-const GIVE_UP: Duration = Duration::from_millis(1500);
-/// After one neighbour is lost, the wait for the other. Its machine may be lost as well, and the error should name
+const USER_TIMEOUT: Duration = Duration::from_millis(1500);
+/// After one neighbour is lost: how long to wait for the loss of the other neighbour, because the error should name
 /// both. The wait ends early if the other neighbour has sent something recently.
-const BOTH: Duration = Duration::from_millis(600);
+const SECOND_LOSS_WAIT: Duration = Duration::from_millis(600);
 
 /// A connection to a neighbour.
 #[derive(Debug)]
@@ -33,27 +33,26 @@ pub(super) struct Neighbour {
     pub(super) stream: TcpStream,
     /// When the neighbour last sent something.
     pub(super) heard: Instant,
-    /// Whether the neighbour's process has ended. The connections of calls report that, so this connection is no
-    /// longer watched.
+    /// Whether the neighbour's process has ended or its machine is lost. The connection is then no longer watched.
     pub(super) has_left: bool,
 }
 
-/// Ends the group as soon as the machine of a neighbour does not answer.
+/// Ends the group as soon as the machine of a neighbour does not respond.
 ///
 /// # Errors
 /// No thread can be started.
 pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result<()> {
     for neighbour in &neighbours {
-        SockRef::from(&neighbour.stream).set_tcp_user_timeout(Some(GIVE_UP))?;
+        SockRef::from(&neighbour.stream).set_tcp_user_timeout(Some(USER_TIMEOUT))?;
     }
     let watch = move || {
         let mut lost: Vec<(u32, String)> = Vec::new();
         let mut lost_at = None;
-        while !end.has_come() {
+        while !end.has_ended() {
             for neighbour in neighbours.iter_mut().filter(|neighbour| !neighbour.has_left) {
                 let Err(error) = neighbour.beat() else { continue };
                 neighbour.has_left = true;
-                if is_silence(&error) {
+                if is_machine_lost(&error) {
                     let detail = format!(
                         "rank {}: the machine {} does not answer ({error})",
                         neighbour.rank, neighbour.ip
@@ -62,9 +61,9 @@ pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result
                     lost_at.get_or_insert_with(Instant::now);
                 }
             }
-            let is_silent = |n: &Neighbour| !n.has_left && n.heard.elapsed() > 2 * EVERY;
+            let is_silent = |n: &Neighbour| !n.has_left && n.heard.elapsed() > 2 * BEAT_EVERY;
             if let Some(at) = lost_at
-                && (at.elapsed() > BOTH || !neighbours.iter().any(is_silent))
+                && (at.elapsed() > SECOND_LOSS_WAIT || !neighbours.iter().any(is_silent))
             {
                 // In a group of two ranks, both neighbours are the same rank.
                 lost.dedup_by_key(|(rank, _)| *rank);
@@ -74,7 +73,7 @@ pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result
             // An error on a connection ends the wait, although no events are requested.
             let here = neighbours.iter().filter(|neighbour| !neighbour.has_left);
             let mut ready: Vec<_> = here.map(|n| PollFd::new(&n.stream, PollFlags::empty())).collect();
-            let wait = if lost_at.is_some() { EVERY / 5 } else { EVERY };
+            let wait = if lost_at.is_some() { BEAT_EVERY / 5 } else { BEAT_EVERY };
             let _ = poll(&mut ready, Timespec::try_from(wait).ok().as_ref());
         }
     };
@@ -86,10 +85,10 @@ impl Neighbour {
     /// Sends a byte, and discards what has arrived.
     fn beat(&mut self) -> io::Result<()> {
         let mut stream = &self.stream;
-        let passing =
+        let is_temporary =
             |e: &io::Error| matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted);
         if let Err(error) = stream.write_all(&[0])
-            && !passing(&error)
+            && !is_temporary(&error)
         {
             return Err(error);
         }
@@ -97,7 +96,7 @@ impl Neighbour {
         let read = stream.read(&mut dropped);
         match read {
             Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
-            Err(error) if !passing(&error) => Err(error),
+            Err(error) if !is_temporary(&error) => Err(error),
             Err(_) => Ok(()),
             Ok(_) => {
                 self.heard = Instant::now();
@@ -107,8 +106,8 @@ impl Neighbour {
     }
 }
 
-/// Whether the error means that the machine does not answer. Other errors mean that the process there has ended.
-fn is_silence(error: &io::Error) -> bool {
+/// Whether the error means that the machine does not respond. Other errors mean that the process there has ended.
+fn is_machine_lost(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable

@@ -6,7 +6,7 @@
 use super::{
     Identity,
     end::End,
-    header::{self, Call, HEADER, Operation},
+    header::{self, Call, HEADER_BYTES, Operation},
     link::Link,
     sink::Fill,
 };
@@ -23,11 +23,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often a rank that waits for another's connection checks that the group still exists.
-const SLICE: Duration = Duration::from_millis(100);
-/// Time limit for connecting. A live machine answers sooner. The limit is short because an abort cannot interrupt
-/// this wait.
-const CONNECT_WITHIN: Duration = Duration::from_secs(10);
+/// How often a rank that waits for another rank's connection checks that the group still exists.
+const CHECK_EVERY: Duration = Duration::from_millis(100);
+/// Time limit for connecting. A live machine responds sooner. The limit is short because an abort cannot interrupt this
+/// wait.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A rank's connections for messages.
 #[derive(Debug)]
@@ -35,9 +35,9 @@ pub(super) struct Mesh {
     rank: u32,
     terms: OwnedHandshakeTerms,
     timeout: Duration,
-    /// By rank: the address at which it listens.
+    /// By rank: the address at which the rank listens.
     addresses: Vec<SocketAddr>,
-    /// By rank: the connection over which this rank sends to it.
+    /// By rank: the connection over which this rank sends messages to the rank.
     outgoing: Vec<Mutex<Option<Path>>>,
     incoming: Arc<Incoming>,
     end: Arc<End>,
@@ -105,9 +105,9 @@ impl Mesh {
     /// `to` must be another rank of the group.
     pub(super) fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
         const OPERATION: &str = "send";
-        self.end.not_ended(OPERATION)?;
-        let mut place = self.outgoing[to as usize].lock().unwrap_or_else(PoisonError::into_inner);
-        let path = match place.take() {
+        self.end.check_not_ended(OPERATION)?;
+        let mut slot = self.outgoing[to as usize].lock().unwrap_or_else(PoisonError::into_inner);
+        let path = match slot.take() {
             Some(path) => Ok(path),
             None => self.connect(to).map_err(|error| {
                 let detail = error.to_string();
@@ -121,7 +121,7 @@ impl Mesh {
             link.exchange(&header, values.bytes(), &mut Fill::new(&mut []))?;
             Ok(path)
         });
-        *place = Some(sent.map_err(|error| self.end.failed(error))?);
+        *slot = Some(sent.map_err(|error| self.end.failed(error))?);
         Ok(())
     }
 
@@ -133,13 +133,13 @@ impl Mesh {
         check: impl Fn() -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         const OPERATION: &str = "recv";
-        self.end.not_ended(OPERATION)?;
+        self.end.check_not_ended(OPERATION)?;
         let received = self.path_from(from, OPERATION, check).and_then(|path| {
             let mut path = path.lock().unwrap_or_else(PoisonError::into_inner);
             path.messages += 1;
             let call = Call::of(Operation::Message, &values.as_values());
             let link = self.link(&path.stream, from, OPERATION);
-            let mut theirs = [0; HEADER];
+            let mut theirs = [0; HEADER_BYTES];
             link.exchange(&[], &[], &mut Fill::new(&mut theirs))?;
             header::compare(OPERATION, from, &theirs, (call, path.messages))?;
             link.exchange(&[], &[], &mut Fill::new(values.bytes_mut()))
@@ -153,7 +153,7 @@ impl Mesh {
     }
 
     fn connect(&self, to: u32) -> io::Result<Path> {
-        let within = self.timeout.min(CONNECT_WITHIN);
+        let within = self.timeout.min(CONNECT_TIMEOUT);
         let mut stream = TcpStream::connect_timeout(&self.addresses[to as usize], within)?;
         self.end.add(&stream)?;
         self.terms.terms().call(&mut stream, self.rank)?;
@@ -178,11 +178,11 @@ impl Mesh {
                 let secs = self.timeout.as_secs_f64();
                 return Err(CommError::TimedOut { operation, peer: from, secs });
             }
-            let left = self.timeout.saturating_sub(began.elapsed());
+            let remaining = self.timeout.saturating_sub(began.elapsed());
             paths = self
                 .incoming
                 .changed
-                .wait_timeout(paths, left.min(SLICE))
+                .wait_timeout(paths, remaining.min(CHECK_EVERY))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
             // A rank that connected, sent a message and exited meanwhile has left a message that can still be read.
@@ -204,17 +204,17 @@ struct Acceptor {
 
 impl Acceptor {
     fn run(self) {
-        while !self.end.has_come() {
+        while !self.end.has_ended() {
             match self.listener.accept() {
-                // One connection at a time: an unknown peer that sends nothing delays the others by at most the
-                // handshake's time limit.
+                // Connections are accepted one at a time: an unknown peer that sends nothing delays the others by at
+                // most the handshake's time limit.
                 Ok((stream, _)) => {
                     let _ = self.take(stream);
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 // The group has ended, or no file descriptor is available at the moment.
-                Err(_) if self.end.has_come() => return,
-                Err(_) => std::thread::sleep(SLICE),
+                Err(_) if self.end.has_ended() => return,
+                Err(_) => std::thread::sleep(CHECK_EVERY),
             }
         }
     }

@@ -81,7 +81,7 @@ impl ProcessGroup for Ring {
 
     fn recv(&self, values: ValuesMut<'_>, from: u32) -> Result<(), CommError> {
         check::peer("recv", from, self.rank, self.size)?;
-        self.mesh.recv(values, from, || self.neighbours_are_there("recv"))
+        self.mesh.recv(values, from, || self.check_neighbours("recv"))
     }
 
     fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
@@ -98,7 +98,7 @@ impl ProcessGroup for Ring {
     }
 
     fn check(&self, operation: &'static str) -> Result<(), CommError> {
-        self.neighbours_are_there(operation)
+        self.check_neighbours(operation)
     }
 
     fn timeout(&self) -> Duration {

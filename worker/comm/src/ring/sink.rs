@@ -1,6 +1,6 @@
 //! Destinations of received bytes.
 
-use super::{BLOCK, header::HEADER};
+use super::{BLOCK_BYTES, header::HEADER_BYTES};
 use crate::CommError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::{
@@ -8,9 +8,9 @@ use std::{
     net::TcpStream,
 };
 
-/// How long, in nanoseconds, to wait for the header of a neighbour that has failed the call. The neighbour sent the
-/// header before it closed the connection.
-const LAST_HEADER: i64 = 200_000_000;
+/// How long to wait for the header of a neighbour whose call has failed. The neighbour sent the header before it closed
+/// the connection.
+const LAST_HEADER_WAIT_NS: i64 = 200_000_000;
 
 /// Receives bytes from a connection.
 pub(super) trait Sink {
@@ -38,7 +38,7 @@ impl Sink for Fill<'_> {
     }
 
     fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
-        let end = self.buffer.len().min(self.filled + 8 * BLOCK);
+        let end = self.buffer.len().min(self.filled + 8 * BLOCK_BYTES);
         let taken = from.read(&mut self.buffer[self.filled..end])?;
         self.filled += taken;
         Ok(taken)
@@ -84,14 +84,14 @@ impl<T: bytemuck::Pod, F: Fn(T, T) -> T> Sink for Combine<'_, T, F> {
 pub(super) struct HeaderSink<'a, C> {
     inner: &'a mut dyn Sink,
     check: C,
-    header: [u8; HEADER],
+    header: [u8; HEADER_BYTES],
     filled: usize,
     result: Result<(), CommError>,
 }
 
-impl<'a, C: Fn(&[u8; HEADER]) -> Result<(), CommError>> HeaderSink<'a, C> {
+impl<'a, C: Fn(&[u8; HEADER_BYTES]) -> Result<(), CommError>> HeaderSink<'a, C> {
     pub(super) fn new(inner: &'a mut dyn Sink, check: C) -> Self {
-        Self { inner, check, header: [0; HEADER], filled: 0, result: Ok(()) }
+        Self { inner, check, header: [0; HEADER_BYTES], filled: 0, result: Ok(()) }
     }
 
     /// The result of the check. `Ok` if the header has not arrived.
@@ -102,8 +102,8 @@ impl<'a, C: Fn(&[u8; HEADER]) -> Result<(), CommError>> HeaderSink<'a, C> {
     /// Reads the rest of the header and checks it, after the connection has failed. The header may explain the
     /// failure.
     pub(super) fn read_header(&mut self, mut from: &TcpStream) {
-        while self.filled < HEADER {
-            let wait = Timespec { tv_sec: 0, tv_nsec: LAST_HEADER };
+        while self.filled < HEADER_BYTES {
+            let wait = Timespec { tv_sec: 0, tv_nsec: LAST_HEADER_WAIT_NS };
             let ready = poll(&mut [PollFd::new(&from, PollFlags::IN)], Some(&wait));
             if !matches!(ready, Ok(1)) || !self.take(&mut from).is_ok_and(|taken| taken > 0) {
                 return;
@@ -112,18 +112,18 @@ impl<'a, C: Fn(&[u8; HEADER]) -> Result<(), CommError>> HeaderSink<'a, C> {
     }
 }
 
-impl<C: Fn(&[u8; HEADER]) -> Result<(), CommError>> Sink for HeaderSink<'_, C> {
+impl<C: Fn(&[u8; HEADER_BYTES]) -> Result<(), CommError>> Sink for HeaderSink<'_, C> {
     fn wanted(&self) -> usize {
-        HEADER - self.filled + self.inner.wanted()
+        HEADER_BYTES - self.filled + self.inner.wanted()
     }
 
     fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
-        if self.filled == HEADER {
+        if self.filled == HEADER_BYTES {
             return self.inner.take(from);
         }
         let taken = from.read(&mut self.header[self.filled..])?;
         self.filled += taken;
-        if self.filled == HEADER {
+        if self.filled == HEADER_BYTES {
             self.result = (self.check)(&self.header);
             if self.result.is_err() {
                 return Err(io::ErrorKind::InvalidData.into());

@@ -1,4 +1,4 @@
-//! Splitting a ring into groups.
+//! Splits a ring into groups.
 
 use super::{
     Call, Identity, Operation, Ring,
@@ -11,10 +11,10 @@ use std::{
     time::Duration,
 };
 
-/// Time limit for connecting. It is shorter than the time-out of a call, because live ranks connect soon.
-const CONNECT_WITHIN: Duration = Duration::from_secs(60);
+/// Time limit for connecting: shorter than the time-out of a call, because live ranks connect soon.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum length of a reason sent to other ranks, in bytes.
-const LONGEST_REASON: usize = 1000;
+const MAX_REASON_BYTES: usize = 1000;
 
 /// A rank's request, sent to the other ranks before a split.
 #[derive(Debug, Serialize, Deserialize)]
@@ -47,16 +47,16 @@ impl Ring {
         let addresses = listeners.as_ref().map_err(ToString::to_string);
         let addresses = addresses.and_then(|listeners| listeners.addresses().map_err(|e| e.to_string()));
         let request = serde_json::to_vec(&SplitRequest { color, key, addresses }).unwrap_or_default();
-        let tickets = self.tickets(&request)?;
+        let requests = self.requests(&request)?;
         let joined = match (color, listeners) {
             (Some(color), Ok(listeners)) => {
-                self.join(&tickets, color, number, listeners).and_then(build).map(Some)
+                self.join(&requests, color, number, listeners).and_then(build).map(Some)
             }
             _ => Ok(None),
         };
-        // All ranks or none: a rank in a group that others could not join would wait for them.
+        // The split succeeds on all ranks or on none: a rank in a group that others could not join would wait for them.
         let reason = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();
-        let reason: String = reason.chars().take(LONGEST_REASON / 4).collect();
+        let reason: String = reason.chars().take(MAX_REASON_BYTES / 4).collect();
         let reasons = self.all_gather_bytes(reason.as_bytes())?;
         match reasons.iter().position(|reason| !reason.is_empty()) {
             None => joined,
@@ -67,8 +67,8 @@ impl Ring {
         }
     }
 
-    /// The requests of all ranks, if all of them can listen.
-    fn tickets(&self, own: &[u8]) -> Result<Vec<SplitRequest>, CommError> {
+    /// Collective: gathers the requests of all ranks. Fails if a rank cannot listen.
+    fn requests(&self, own: &[u8]) -> Result<Vec<SplitRequest>, CommError> {
         let all = self.all_gather_bytes(own)?;
         let read = |(rank, text): (usize, &Vec<u8>)| -> Result<SplitRequest, CommError> {
             let request: SplitRequest = serde_json::from_slice(text)
@@ -84,13 +84,13 @@ impl Ring {
     /// Connects the ranks of `color`.
     fn join(
         &self,
-        tickets: &[SplitRequest],
+        requests: &[SplitRequest],
         color: u32,
         number: u64,
         listeners: Listeners,
     ) -> Result<Part, CommError> {
         let mut members: Vec<(i32, u32, Addresses)> = (0..)
-            .zip(tickets)
+            .zip(requests)
             .filter(|(_, request)| request.color == Some(color))
             .filter_map(|(rank, request)| Some((request.key, rank, *request.addresses.as_ref().ok()?)))
             .collect();
@@ -107,12 +107,12 @@ impl Ring {
             },
             rank,
             addresses: members.into_iter().map(|(_, _, addresses)| addresses).collect(),
-            patience: self.timeout.min(CONNECT_WITHIN),
+            patience: self.timeout.min(CONNECT_TIMEOUT),
             timeout: self.timeout,
-            gives_up: &|| end.has_come(),
+            gives_up: &|| end.has_ended(),
         };
         let ring = joining.connect(listeners).map_err(|error| failed(error.to_string()))?;
-        self.end.split_off(&ring.end);
+        self.end.abort_with(&ring.end);
         Ok(Part::Ring(ring))
     }
 }

@@ -1,6 +1,6 @@
 //! Rings whose ranks are threads, connected over loopback.
 
-use super::header::HEADER;
+use super::header::HEADER_BYTES;
 use super::*;
 use crate::{
     ProcessGroup, Reduction,
@@ -63,7 +63,7 @@ fn same_bits<T: Copy + PartialEq + std::fmt::Debug>(of_ranks: &[Vec<T>], bits: i
 #[test]
 fn sums_in_double_precision_are_right_and_bit_equal_at_any_size() {
     // The longest vector that is gathered whole, one value more, and a length with uneven parts.
-    let limit = SHORT / 8;
+    let limit = MAX_GATHERED_BYTES / 8;
     for world in 1..=5 {
         for length in [0, 1, 7, limit, limit + 1, 100_003] {
             let run = || {
@@ -123,7 +123,7 @@ fn a_long_sum_sends_less_than_twice_the_vector_whatever_the_number_of_ranks() {
         for (double, single) in sent {
             for (bytes, vector) in [(double, 8 * length as u64), (single, 4 * length as u64)] {
                 // The lengths of parts differ by at most one value.
-                let parts = 2 * (n - 1) * (vector / n + 8) + HEADER as u64;
+                let parts = 2 * (n - 1) * (vector / n + 8) + HEADER_BYTES as u64;
                 assert!(bytes <= parts && bytes < 2 * vector, "{world} ranks: {bytes} of {vector}");
             }
         }
@@ -221,7 +221,7 @@ fn a_silent_rank_times_out_and_a_dead_one_does_not_take_that_long() {
 }
 
 #[test]
-fn a_rank_that_waits_for_something_else_sees_at_once_that_a_neighbour_is_gone() {
+fn waiting_ranks_detect_lost_neighbours_immediately() {
     let waiting = std::sync::Barrier::new(3);
     on_ranks(3, Duration::from_secs(600), |ring| {
         ring.check("a step").unwrap();

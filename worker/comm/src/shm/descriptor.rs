@@ -1,8 +1,8 @@
-//! How the other ranks open rank 0's shared memory.
+//! Allocates shared memory on rank 0, and opens it on the other ranks.
 
 use super::{
     VARIABLE,
-    layout::{Head, beginning},
+    layout::{Head, group_bytes},
     mapping::{Anonymous, Mapping, SharedSlice},
 };
 use lockstep_host::boot_id;
@@ -28,11 +28,11 @@ pub(super) type Opened = (Anonymous, Arc<Mapping>);
 
 /// Allocates memory for `world` ranks, or returns the reason of the failure.
 pub(super) fn make(world: usize) -> Result<(ShmDescriptor, Opened), String> {
-    allowed()?;
+    check_enabled()?;
     let made = || -> io::Result<Opened> {
         let file = Anonymous::create()?;
-        file.grow(0, beginning(world))?;
-        let memory = file.map(0, beginning(world))?;
+        file.grow(0, group_bytes(world))?;
+        let memory = file.map(0, group_bytes(world))?;
         Ok((file, memory))
     };
     let (file, memory) = made().map_err(|e| format!("shared memory cannot be allocated: {e}"))?;
@@ -47,13 +47,13 @@ pub(super) fn make(world: usize) -> Result<(ShmDescriptor, Opened), String> {
 
 /// Opens the memory that rank 0 describes, or returns the reason of the failure.
 pub(super) fn open(descriptor: &ShmDescriptor, world: usize) -> Result<Opened, String> {
-    allowed()?;
+    check_enabled()?;
     if descriptor.boot_id != boot_id() {
         return Err("runs on another machine than rank 0".into());
     }
     let open = || -> io::Result<Opened> {
         let file = Anonymous::of_process(descriptor.pid, descriptor.fd)?;
-        let memory = file.map(0, beginning(world))?;
+        let memory = file.map(0, group_bytes(world))?;
         Ok((file, memory))
     };
     let (file, memory) = open().map_err(|e| format!("rank 0's memory cannot be opened: {e}"))?;
@@ -71,7 +71,7 @@ pub(super) fn head(memory: &Arc<Mapping>) -> SharedSlice<Head> {
     unsafe { memory.view(0, 1) }
 }
 
-fn allowed() -> Result<(), String> {
+fn check_enabled() -> Result<(), String> {
     match std::env::var(VARIABLE) {
         Ok(value) if value == "0" => Err(format!("{VARIABLE} is 0")),
         _ => Ok(()),

@@ -3,10 +3,10 @@
 use super::{mapping::whole_pages, wait_queue::WaitQueue};
 use std::sync::atomic::AtomicU64;
 
-/// Longest vector summed in shared memory: sums and sums of squares for 4096 channels.
-pub(super) const SLOT: usize = 8192;
+/// Maximum length of a vector summed in shared memory: sums and sums of squares for 4096 channels.
+pub(super) const SLOT_VALUES: usize = 8192;
 
-/// The beginning of the memory. One [`Line`] per rank follows, then two slots of [`SLOT`] numbers per rank.
+/// The beginning of the memory. One [`Line`] per rank follows, then two slots of [`SLOT_VALUES`] numbers per rank.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(super) struct Head {
@@ -31,6 +31,6 @@ pub(super) fn slots_at(world: usize) -> usize {
 }
 
 /// The number of bytes that the group itself uses.
-pub(super) fn beginning(world: usize) -> usize {
-    whole_pages(slots_at(world) + 2 * world * SLOT * size_of::<f64>())
+pub(super) fn group_bytes(world: usize) -> usize {
+    whole_pages(slots_at(world) + 2 * world * SLOT_VALUES * size_of::<f64>())
 }

@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-/// A multiple of the page size on x86-64, and of most page sizes elsewhere.
+/// A multiple of the page size: of 4 KiB on x86-64, and of up to 64 KiB elsewhere.
 const PAGE: usize = 64 << 10;
 
 /// `bytes`, rounded up to whole pages.
@@ -44,8 +44,7 @@ impl Anonymous {
         self.0.as_raw_fd()
     }
 
-    /// Allocates `bytes` of zeros at `offset` now. If memory ran out later, at the first access, the process would
-    /// get a SIGBUS.
+    /// Allocates `bytes` of zeros at `offset` now. Otherwise, a lack of memory at the first access would be a SIGBUS.
     pub(super) fn grow(&self, offset: usize, bytes: usize) -> io::Result<()> {
         Ok(rustix::fs::fallocate(&self.0, FallocateFlags::empty(), offset as u64, bytes as u64)?)
     }

@@ -2,7 +2,7 @@
 
 use super::{
     SharedMemory, descriptor,
-    layout::{Head, Line, SLOT, beginning, slots_at},
+    layout::{Head, Line, SLOT_VALUES, group_bytes, slots_at},
     mapping::{Anonymous, Mapping, SharedSlice, whole_pages},
     wait_queue::WaitQueue,
 };
@@ -43,7 +43,7 @@ impl ShmProcessGroup {
     /// ranks cannot share memory, it returns the ring itself.
     ///
     /// # Errors
-    /// A rank does not answer within the store's time-out.
+    /// A rank does not respond within the store's time-out.
     pub fn meet(store: &Store, ring: Arc<Ring>) -> Result<Arc<dyn ProcessGroup>, RendezvousError> {
         Self::over(&ring, |what, value| store.exchange(what, value))
     }
@@ -62,7 +62,7 @@ impl ShmProcessGroup {
         })
     }
 
-    /// The group, or the reason why there is none; the reason is the same on all ranks.
+    /// The group, or the reason why memory cannot be shared; the reason is the same on all ranks.
     pub(super) fn among<E>(
         ring: &Arc<Ring>,
         exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
@@ -82,7 +82,8 @@ impl ShmProcessGroup {
                 .and_then(|described| described.map_err(|_| String::new()))
                 .and_then(|descriptor| descriptor::open(&descriptor, size)),
         };
-        // The first rank that cannot open the memory gives the reason. Rank 0's own failure is reported separately.
+        // The first rank with a non-empty message gives the reason. After a failure of rank 0, other ranks send an
+        // empty reason.
         let word = match &opened {
             Ok(_) => "joined",
             Err(reason) => reason,
@@ -101,15 +102,15 @@ impl ShmProcessGroup {
 
     fn new(ring: Arc<Ring>, file: Anonymous, memory: &Arc<Mapping>) -> Self {
         let world = ring.size() as usize;
-        let slots = |half| slots_at(world) + half * world * SLOT * size_of::<f64>();
+        let slots = |half| slots_at(world) + half * world * SLOT_VALUES * size_of::<f64>();
         // SAFETY: any bits are valid numbers, and `round` decides which rank uses which slot when.
         #[allow(unsafe_code)]
         let (lines, slots) = unsafe {
-            let slots = [0, 1].map(|half| memory.view(slots(half), world * SLOT));
+            let slots = [0, 1].map(|half| memory.view(slots(half), world * SLOT_VALUES));
             (memory.view(size_of::<Head>(), world), slots)
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let own = Mutex::new(FilePosition { calls: 0, used: beginning(world) });
+        let own = Mutex::new(FilePosition { calls: 0, used: group_bytes(world) });
         Self { ring, spins: world <= cores, file, head: descriptor::head(memory), lines, slots, own }
     }
 
@@ -132,7 +133,7 @@ impl ShmProcessGroup {
     ) -> Result<Duration, CommError> {
         let limit = self.ring.timeout();
         let watch = |quiet: Duration| {
-            self.ring.neighbours_are_there(operation)?;
+            self.ring.check_neighbours(operation)?;
             if quiet > limit {
                 let (peer, secs) = (behind() as u32, limit.as_secs_f64());
                 return Err(CommError::TimedOut { operation, peer, secs });
@@ -140,7 +141,7 @@ impl ShmProcessGroup {
             Ok(())
         };
         match self.queue().wait(self.spins, idle, ready, watch) {
-            // The ring may already know why a rank has exited.
+            // `Ring::failed` returns the reason if the ring already knows why a rank has exited.
             Err(_) if ready() => Ok(Duration::ZERO),
             Err(error) => Err(self.ring.failed(error)),
             Ok(waited) => Ok(waited),
@@ -148,10 +149,8 @@ impl ShmProcessGroup {
     }
 
     /// One call: publishes `mine`, and passes to `read` the values that all ranks have published, in rank order.
-    ///
-    /// A rank writes its slot and then increments its counter. From then until their own next call, the other ranks
-    /// read the slot. The rank reuses the slot two calls later. By then, all other ranks have made the call in
-    /// between.
+    /// A rank writes its slot and then increments its counter. The other ranks read the slot before their own next
+    /// call. The rank reuses the slot two calls later, when all other ranks have made the call in between.
     fn round<R>(
         &self,
         what: Call,
@@ -160,14 +159,15 @@ impl ShmProcessGroup {
         read: impl FnOnce(&[f64], Duration) -> R,
     ) -> Result<R, CommError> {
         let name = what.operation.name();
-        self.ring.not_ended(name)?;
+        self.ring.check_not_ended(name)?;
         let mut own = self.own.lock().unwrap_or_else(PoisonError::into_inner);
         own.calls += 1;
         let (call, half) = (own.calls, (own.calls % 2) as usize);
         let rank = self.ring.rank() as usize;
         // SAFETY: no rank reads this slot before this rank's counter is incremented.
         #[allow(unsafe_code)]
-        unsafe { self.slots[half].part(rank * SLOT..rank * SLOT + mine.len()) }.copy_from_slice(mine);
+        unsafe { self.slots[half].part(rank * SLOT_VALUES..rank * SLOT_VALUES + mine.len()) }
+            .copy_from_slice(mine);
         let packed = what.packed();
         let line = &self.lines[rank];
         line.what[half].iter().zip(packed).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
@@ -203,14 +203,14 @@ impl ShmProcessGroup {
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<Duration, CommError> {
         let what = Call::of(Operation::AllReduce, &(&*values).into()).reducing(Reduction::Sum);
-        if values.len() > SLOT {
+        if values.len() > SLOT_VALUES {
             self.announce(what)?;
             return self.ring.all_reduce(values.into(), Reduction::Sum).map(|()| Duration::ZERO);
         }
         let mine = values.to_vec();
         self.round(what, &mine, idle, |slots, waited| {
             values.fill(-0.0);
-            for slot in slots.chunks_exact(SLOT) {
+            for slot in slots.chunks_exact(SLOT_VALUES) {
                 values.iter_mut().zip(slot).for_each(|(sum, value)| *sum += value);
             }
             waited
@@ -315,7 +315,7 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
     }
 
     fn check(&self, operation: &'static str) -> Result<(), CommError> {
-        self.ring.neighbours_are_there(operation)
+        self.ring.check_neighbours(operation)
     }
 
     fn timeout(&self) -> Duration {

@@ -52,7 +52,7 @@ fn sums_of_any_length_are_the_same_on_every_rank_call_after_call() {
 }
 
 #[test]
-fn what_goes_over_the_ring_keeps_its_place_among_the_calls() {
+fn ring_calls_keep_their_order_among_shared_memory_calls() {
     on_ranks(3, TIMEOUT, |group| {
         for _ in 0..3 {
             let mut values = vec![group.rank() as f32; 100_000];
@@ -71,7 +71,7 @@ fn what_goes_over_the_ring_keeps_its_place_among_the_calls() {
 }
 
 #[test]
-fn what_a_rank_writes_the_others_see_and_they_work_while_they_wait() {
+fn ranks_see_each_other_s_writes_and_work_while_waiting() {
     on_ranks(3, TIMEOUT, |group| {
         let memory = group.shared_memory(3 << 20).unwrap().unwrap();
         let second = group.shared_memory(100).unwrap().unwrap();
@@ -119,7 +119,7 @@ fn ranks_that_disagree_get_an_error() {
 }
 
 #[test]
-fn a_silent_rank_times_out_by_name_and_a_dead_one_is_noticed_at_once() {
+fn a_silent_rank_times_out_by_name_and_a_dead_one_is_detected_immediately() {
     let over = std::sync::Barrier::new(3);
     let errors = on_ranks(3, Duration::from_millis(300), |group| {
         if group.rank() == 1 {
@@ -170,7 +170,7 @@ fn abort_ends_a_wait_from_another_thread() {
 }
 
 #[test]
-fn a_rank_that_cannot_open_the_memory_keeps_all_of_them_apart() {
+fn if_one_rank_cannot_open_the_memory_none_share_it() {
     let port = unused_port();
     let why = "runs on another machine than rank 0";
     std::thread::scope(|scope| {

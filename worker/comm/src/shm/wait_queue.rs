@@ -1,4 +1,4 @@
-//! Waiting for other processes: spins for a moment, then sleeps.
+//! Waits for other processes: spins for a moment, then sleeps.
 
 use rustix::{
     event::Timespec,
@@ -10,16 +10,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Spins before the thread first yields, about 50 us.
+/// Number of spins before the thread first yields, about 50 us.
 const SPINS: u32 = 1000;
-/// After that, each spin yields to other threads, until this time has passed without work. If each rank has a core,
-/// most waits are shorter, and waking a thread often takes longer than the wait.
+/// After [`SPINS`], each spin yields to other threads, until this time has passed without work. If each rank has a
+/// core, most waits are shorter than this, and waking a thread often takes longer than the wait.
 const YIELD_FOR: Duration = Duration::from_millis(2);
 /// After spinning, the thread sleeps and wakes at this interval to check that all ranks are alive, because a dead
 /// rank wakes no one.
 const SLEEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
-/// A futex in shared memory. All zeros are a valid new one.
+/// A futex in shared memory. All zeros are a valid initial state.
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub(super) struct WaitQueue {
@@ -58,13 +58,13 @@ impl WaitQueue {
                 continue;
             }
             let began = Instant::now();
-            let mut looks = 0;
+            let mut spins_done = 0;
             let busy = loop {
                 if ready() {
                     break false;
                 }
-                looks += 1;
-                if spins && looks < SPINS {
+                spins_done += 1;
+                if spins && spins_done < SPINS {
                     std::hint::spin_loop();
                 } else if spins && began.elapsed() < YIELD_FOR {
                     std::thread::yield_now();

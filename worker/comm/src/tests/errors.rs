@@ -4,7 +4,7 @@ use super::*;
 use std::sync::Barrier;
 
 #[test]
-fn a_call_that_makes_no_sense_is_refused_and_the_group_continues() {
+fn invalid_calls_are_refused_and_the_group_continues() {
     for kind in KINDS {
         on_ranks(kind, 2, TIMEOUT, |group| {
             let (mut two, mut three) = ([0.0f32; 2], [0.0f32; 3]);
@@ -51,7 +51,7 @@ fn a_call_that_makes_no_sense_is_refused_and_the_group_continues() {
 type OnRank = fn(&dyn ProcessGroup) -> Result<(), CommError>;
 
 #[test]
-fn ranks_that_call_different_things_are_told_which() {
+fn differing_calls_of_ranks_are_named() {
     let cases: [(OnRank, OnRank, &str, &str); 8] = [
         (
             |g| g.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum),
@@ -112,7 +112,7 @@ fn ranks_that_call_different_things_are_told_which() {
 }
 
 #[test]
-fn a_message_of_another_length_or_type_is_refused_by_who_receives_it() {
+fn receivers_refuse_messages_of_another_length_or_type() {
     for kind in KINDS {
         for wrong in [Values::F32(&[0.0; 3]), Values::F64(&[0.0; 2]), Values::U8(&[])] {
             let over = Barrier::new(2);
@@ -134,7 +134,7 @@ fn a_message_of_another_length_or_type_is_refused_by_who_receives_it() {
 }
 
 #[test]
-fn who_waits_for_a_message_that_does_not_come_is_told_from_whom() {
+fn a_missing_message_times_out_with_the_sender_s_name() {
     for kind in KINDS {
         let over = Barrier::new(4);
         on_ranks(kind, 4, Duration::from_millis(300), |group| {

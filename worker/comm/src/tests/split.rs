@@ -70,7 +70,7 @@ fn a_group_that_was_split_is_split_again_down_to_one() {
 }
 
 #[test]
-fn an_abort_of_a_part_leaves_the_whole_and_the_other_part_alone() {
+fn aborting_a_subgroup_does_not_affect_other_groups() {
     for kind in KINDS {
         on_ranks(kind, 4, TIMEOUT, |all| {
             let part = all.split(Some(all.rank() / 2), 0).unwrap().unwrap();
@@ -100,7 +100,7 @@ fn an_abort_of_a_part_leaves_the_whole_and_the_other_part_alone() {
 }
 
 #[test]
-fn an_abort_of_the_whole_ends_its_parts_and_theirs() {
+fn aborting_a_group_aborts_all_its_subgroups() {
     for kind in KINDS {
         let over = Barrier::new(4);
         on_ranks(kind, 4, Duration::from_secs(600), |all| {
@@ -123,7 +123,7 @@ fn an_abort_of_the_whole_ends_its_parts_and_theirs() {
 }
 
 #[test]
-fn a_part_that_fails_does_not_end_the_whole() {
+fn a_failed_subgroup_does_not_end_the_group() {
     for kind in KINDS {
         on_ranks(kind, 2, Duration::from_secs(5), |all| {
             let part = all.split(Some(0), 0).unwrap().unwrap();
@@ -136,7 +136,7 @@ fn a_part_that_fails_does_not_end_the_whole() {
 }
 
 #[test]
-fn where_one_rank_cannot_join_its_group_none_gets_one_and_all_learn_why() {
+fn if_one_rank_cannot_join_a_split_all_fail_with_the_reason() {
     let port = unused_port();
     std::thread::scope(|scope| {
         for rank in 0..3 {
@@ -161,7 +161,7 @@ fn where_one_rank_cannot_join_its_group_none_gets_one_and_all_learn_why() {
 }
 
 #[test]
-fn a_group_of_all_ranks_meets_at_the_store_and_any_other_over_itself() {
+fn subgroups_connect_over_their_parent_group() {
     let port = unused_port();
     std::thread::scope(|scope| {
         for rank in 0..3 {

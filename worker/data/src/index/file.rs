@@ -1,9 +1,8 @@
 //! The index file of a dataset: facts about each picture, so that the start of a job need not read all pictures.
-//!
 //! The file is `datasets/<key>.index` in the cache directory. `key` is computed from the dataset's path and, if the
-//! file system reports birth times, from the birth of the folder: machines that share the cache directory may have
-//! different copies at the same path. Other machines share the index. An entry is valid only while the file's size
-//! and time of change are the same.
+//! file system reports birth times, from the birth time of the folder, because machines that share the cache directory
+//! may have different copies at the same path. Without birth times, such machines share the index. An entry is valid
+//! only while the file's size and modification time are unchanged.
 //!
 //! ```text
 //! 8 bytes           "LSINDEX" and the format's version, 3
@@ -19,7 +18,7 @@
 //!
 //! `<key>.part` has the same format: blocks are appended to it as they are made, and the blocks of an interrupted run
 //! are read before work begins. `<key>.lock` is locked while an index is built, `<key>.folders` is described in
-//! `folders.rs`, and `<key>.progress` has the number of pictures that are done.
+//! `folders.rs`, and `<key>.progress` contains the number of examined pictures.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -40,12 +39,12 @@ pub(crate) struct Entry {
     /// The file name, or the member's path in its shard.
     #[serde(with = "serde_bytes")]
     pub(crate) name: Vec<u8>,
-    /// In bytes.
+    /// Size in bytes.
     pub(crate) size: u64,
-    /// The time of the last change of the file, see [`lockstep_host::files::modified_ns`]. 0 in a shard, which has
-    /// its own stamp.
+    /// The file's modification time, see [`lockstep_host::files::modified_ns`]. 0 for a member of a shard, because the
+    /// shard has a stamp.
     pub(crate) modified_ns: i64,
-    /// The offset of its bytes in the shard. 0 for a file.
+    /// The offset of the picture in the shard. 0 for a file.
     pub(crate) offset: u64,
     /// 1 JPEG, 2 PNG, 3 WebP, 4 GIF, 5 BMP, 6 TIFF; 0 for other formats.
     pub(crate) format: u8,
@@ -53,18 +52,18 @@ pub(crate) struct Entry {
     pub(crate) width: u32,
     /// In pixels; 0 if the picture is broken.
     pub(crate) height: u32,
-    /// The hash of its bytes, see [`content_hash`]. 0 if the picture is broken.
+    /// The hash of the picture's bytes, see [`content_hash`]. 0 if the picture is broken.
     pub(crate) hash: u64,
-    /// In a shard: the number or name of the class.
+    /// The number or name of the class, if the picture is in a shard.
     pub(crate) label: Option<String>,
     /// The reason why the picture cannot be used, as a phrase to follow its name.
     pub(crate) broken: Option<String>,
-    /// Whether the picture could not be read. The next attempt may succeed, so this is not stored.
+    /// Whether the picture could not be read. The next attempt may succeed, so the entry is not stored.
     #[serde(skip)]
-    pub(crate) passing: bool,
+    pub(crate) is_transient: bool,
 }
 
-/// Size and time of change of a shard.
+/// Size and modification time of a shard.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Stamp {
     pub(crate) size: u64,
@@ -77,7 +76,7 @@ pub(super) struct Block {
     /// The stamp, if the container is a shard.
     pub(super) stamp: Option<Stamp>,
     /// The reason why the shard as a whole cannot be used.
-    pub(super) trouble: Option<String>,
+    pub(super) shard_error: Option<String>,
     pub(super) entries: Vec<Entry>,
 }
 
@@ -85,7 +84,7 @@ pub(super) struct Block {
 #[derive(Debug, Serialize)]
 pub(super) struct BlockRef<'a> {
     pub(super) stamp: Option<Stamp>,
-    pub(super) trouble: Option<&'a str>,
+    pub(super) shard_error: Option<&'a str>,
     pub(super) entries: Vec<&'a Entry>,
 }
 
@@ -135,8 +134,9 @@ impl Facts {
             let (bytes, ours) = &self.buffers[*buffer];
             let mut block: Block = rmp_serde::from_slice(&bytes[body.clone()]).ok()?;
             if !ours && block.stamp.is_some() {
-                // A shard is always read as a whole.
-                let whole = block.trouble.is_none() && block.entries.iter().all(|e| e.broken.is_none());
+                // A shard is read as a whole, so its block is used only if nothing in it was broken for the other
+                // version.
+                let whole = block.shard_error.is_none() && block.entries.iter().all(|e| e.broken.is_none());
                 return whole.then_some(block);
             }
             block.entries.retain(|entry| *ours || entry.broken.is_none());

@@ -2,8 +2,8 @@
 //! examined.
 //!
 //! Adding, removing, renaming or replacing a file changes the times of its folder, so an unchanged folder has the
-//! files that are in the index. Overwriting a file in place does not change its folder. That is noticed when the file
-//! is read, and then [`FolderCacheFile::forget`] makes the next start examine every file.
+//! files that are in the index. Overwriting a file in place does not change its folder. Such a change is noticed when
+//! the file is read, and [`FolderCacheFile::forget`] then makes the next start examine every file.
 
 use super::{Entry, Facts, IndexStore};
 use lockstep_host::files;
@@ -19,7 +19,7 @@ use std::{
 
 /// The version of the file's format. Other versions are ignored.
 const VERSION: u32 = 1;
-/// The record of a hundred thousand folders has 10 MB.
+/// Size limit of the cache file. The cache of a hundred thousand folders has 10 MB.
 const MAX_BYTES: u64 = 256 << 20;
 
 /// Identifies a folder and the set of its files.
@@ -103,7 +103,7 @@ pub(crate) fn load_cached(root: &Path, store: &IndexStore) -> CachedFolders {
         if FolderStamp::of(&root.join(path)) != Some(known.stamp) {
             return None;
         }
-        let entries = in_order(&facts, path.as_bytes());
+        let entries = ordered_entries(&facts, path.as_bytes());
         let whole = entries.len() as u64 == known.files && check(&entries) == known.check;
         whole.then(|| (PathBuf::from(path), (known.stamp, entries)))
     };
@@ -112,7 +112,7 @@ pub(crate) fn load_cached(root: &Path, store: &IndexStore) -> CachedFolders {
 }
 
 /// The entries of a folder in the index, by name.
-fn in_order(facts: &Facts, container: &[u8]) -> Vec<Entry> {
+fn ordered_entries(facts: &Facts, container: &[u8]) -> Vec<Entry> {
     let mut blocks: Vec<_> = facts.of(container).collect();
     let ordered = |entries: &[Entry]| entries.is_sorted_by(|a, b| a.name < b.name);
     if let [block] = &mut blocks[..]
@@ -160,9 +160,10 @@ impl FolderCacheFile {
     ) {
         let Some(path) = &self.path else { return };
         let known = examined.filter_map(|(path, stamp, entries)| {
-            // A broken file is not read again, so a repair in place shows only in the file's own size and time.
-            let sound = |entry: &Entry| !entry.passing && entry.broken.is_none();
-            let whole = !entries.is_empty() && entries.iter().all(sound);
+            // Folders with broken files are left out: a repair in place changes the file's size and time, but not the
+            // folder.
+            let is_intact = |entry: &Entry| !entry.is_transient && entry.broken.is_none();
+            let whole = !entries.is_empty() && entries.iter().all(is_intact);
             let fits = whole && stamp.is_older_than(min_age, began);
             let known = || Known { stamp, files: entries.len() as u64, check: check(entries) };
             Some((path.to_str().filter(|_| fits)?.to_owned(), known()))

@@ -12,19 +12,19 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// The version of the picture reader. Increase it when the reader supports more files: files that another version
-/// found broken are then read again.
-const READER: u32 = 1;
-/// Datasets with fewer pictures get no index, because reading them takes little time.
-const WORTH: usize = 1000;
-/// Up to this many unknown pictures are read without storing the result.
-const FEW: usize = 64;
-/// Number of indexes kept for one path at which different folders have been.
-const COPIES: usize = 64;
-/// Indexes that were not used for this long are removed.
-const UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
+/// The version of the picture reader. Increase it when the reader supports more files, so that files that another
+/// version found broken are read again.
+const READER_VERSION: u32 = 1;
+/// Minimum number of pictures of a dataset with an index. Reading fewer pictures takes little time.
+const MIN_PICTURES: usize = 1000;
+/// Minimum number of unknown pictures for which results are stored.
+const MIN_UNKNOWN: usize = 64;
+/// Maximum number of indexes kept for different folders at one path.
+const MAX_INDEXES_PER_PATH: usize = 64;
+/// Age of last use after which an index is removed.
+const MAX_UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
 const DAY: Duration = Duration::from_secs(24 * 3600);
-/// The times of file systems have a granularity of up to two seconds. A second change within it is not visible.
+/// Times of file systems have a granularity of up to two seconds, within which a second change is not visible.
 const MIN_AGE: Duration = Duration::from_secs(3);
 const PROGRESS_EVERY: Duration = Duration::from_millis(300);
 
@@ -33,8 +33,8 @@ const PROGRESS_EVERY: Duration = Duration::from_millis(300);
 pub(crate) struct IndexStore {
     /// `None` if nothing is stored.
     dir: Option<PathBuf>,
-    worth: usize,
-    few: usize,
+    min_pictures: usize,
+    min_unknown: usize,
     reader: u32,
     /// Whether unchanged folders are trusted, that is, not listed.
     trusts_folders: bool,
@@ -45,7 +45,14 @@ impl IndexStore {
     /// The store in the user's cache directory.
     pub(crate) fn of_user() -> Self {
         let dir = lockstep_host::cache::dir().map(|dir| dir.join("datasets"));
-        Self { dir, worth: WORTH, few: FEW, reader: READER, trusts_folders: false, min_age: Some(MIN_AGE) }
+        Self {
+            dir,
+            min_pictures: MIN_PICTURES,
+            min_unknown: MIN_UNKNOWN,
+            reader: READER_VERSION,
+            trusts_folders: false,
+            min_age: Some(MIN_AGE),
+        }
     }
 
     /// Makes the store trust folders that have not changed since all their files were examined: they are neither
@@ -63,14 +70,14 @@ impl IndexStore {
         self.min_age
     }
 
-    /// A store in `dir`, for datasets of at least `worth` pictures.
+    /// A store in `dir`, for datasets of at least `min_pictures` pictures.
     #[cfg(test)]
-    pub(crate) fn at(dir: &Path, worth: usize) -> Self {
+    pub(crate) fn at(dir: &Path, min_pictures: usize) -> Self {
         Self {
             dir: Some(dir.to_owned()),
-            worth,
-            few: 1,
-            reader: READER,
+            min_pictures,
+            min_unknown: 1,
+            reader: READER_VERSION,
             trusts_folders: false,
             min_age: None,
         }
@@ -90,14 +97,14 @@ impl IndexStore {
 
     /// Sets the number of unknown pictures above which results are stored.
     #[cfg(test)]
-    pub(super) fn of_few(self, few: usize) -> Self {
-        Self { few, ..self }
+    pub(super) fn with_min_unknown(self, min_unknown: usize) -> Self {
+        Self { min_unknown, ..self }
     }
 
     /// Whether results are stored for a dataset with this number of pictures, `unknown` of which are not in the
     /// index.
     pub(super) fn keeps(&self, pictures: usize, unknown: usize) -> bool {
-        self.dir.is_some() && pictures >= self.worth && unknown >= self.few
+        self.dir.is_some() && pictures >= self.min_pictures && unknown >= self.min_unknown
     }
 
     pub(super) fn file(&self, dataset: &Path, extension: &str) -> Option<PathBuf> {
@@ -137,7 +144,7 @@ impl IndexStore {
         facts.add(&file("index"), dataset, self.reader);
         let part_path = file("part");
         let whole = facts.add(&part_path, dataset, self.reader);
-        // Left by a process that was killed.
+        // A killed process may have left the file behind.
         let _ = fs::remove_file(file("progress"));
         let open = || -> io::Result<File> {
             let mut part = File::options().create(true).truncate(false).write(true).open(&part_path)?;
@@ -197,12 +204,12 @@ fn folder_of(dataset: &Path) -> Option<String> {
 fn mark_used(file: &Path) {
     let old = |found: fs::Metadata| found.modified().is_ok_and(|t| t.elapsed().is_ok_and(|t| t > DAY));
     if fs::metadata(file).is_ok_and(old) {
-        // This fails for another user's index, which is left to that user.
+        // Fails for another user's index, which is left to its user.
         let _ = File::options().write(true).open(file).and_then(|file| file.set_modified(SystemTime::now()));
     }
 }
 
-/// Removes unused indexes of other folders at the dataset's path. A dataset that is copied anew for each job is
+/// Removes unused indexes of other folders at the dataset's path. A dataset that is copied again for each job is
 /// another folder each time.
 fn remove_unused(index: &Path, dataset: &Path) {
     let (Some(dir), key) = (index.parent(), path_key(dataset)) else { return };
@@ -217,7 +224,7 @@ fn remove_unused(index: &Path, dataset: &Path) {
         .collect();
     others.sort_by(|a, b| b.cmp(a));
     for (number, (used, path)) in others.into_iter().enumerate() {
-        if number + 1 >= COPIES || used.elapsed().is_ok_and(|since| since > UNUSED) {
+        if number + 1 >= MAX_INDEXES_PER_PATH || used.elapsed().is_ok_and(|since| since > MAX_UNUSED) {
             for extension in ["index", "folders", "part", "lock", "progress"] {
                 let _ = fs::remove_file(path.with_extension(extension));
             }
@@ -225,7 +232,7 @@ fn remove_unused(index: &Path, dataset: &Path) {
     }
 }
 
-/// The number of a dataset's pictures that have been read, of all.
+/// The progress of building an index: number of examined pictures (or shards), and of all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
     pub done: u64,
@@ -256,7 +263,7 @@ impl IndexBuilder {
         self.part.write_all(&bytes)
     }
 
-    /// Publishes the progress, a few times a second.
+    /// Publishes the progress, at most a few times per second.
     pub(super) fn publish(&mut self, progress: Progress) {
         if self.published.is_none_or(|published| published.elapsed() >= PROGRESS_EVERY) {
             self.published = Some(Instant::now());
@@ -288,7 +295,7 @@ impl IndexBuilder {
 impl Drop for IndexBuilder {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.progress_path);
-        // The file has only a head and no results.
+        // Remove the part file if it contains only a head and no results.
         let head = MAGIC.len() + 16 + self.dataset.as_os_str().len();
         if self.part.metadata().is_ok_and(|found| found.len() <= head as u64) {
             let _ = fs::remove_file(&self.part_path);

@@ -77,7 +77,7 @@ fn say(store: &IndexStore, dataset: &Path, containers: Vec<PathBuf>, alter: impl
         blocks.push((path.as_os_str().as_bytes(), block));
     }
     let refs =
-        blocks.iter().map(|(name, b)| (*name, block_of(b.stamp, b.trouble.as_deref(), b.entries.iter())));
+        blocks.iter().map(|(name, b)| (*name, block_of(b.stamp, b.shard_error.as_deref(), b.entries.iter())));
     builder.finish(refs).unwrap();
 }
 
@@ -107,7 +107,7 @@ fn at_folders(place: &Fixture) -> Catalog {
 }
 
 #[test]
-fn what_is_known_is_not_read_again_and_what_changed_is() {
+fn only_changed_files_are_read_again() {
     let place = Fixture::new(2, 4);
     let first = place.open().unwrap();
     assert_eq!(counts(&first), (8, vec![]));
@@ -137,7 +137,7 @@ fn what_is_known_is_not_read_again_and_what_changed_is() {
 }
 
 #[test]
-fn small_datasets_and_those_without_a_place_have_no_index_and_open_all_the_same() {
+fn datasets_open_without_an_index_if_small_or_without_cache() {
     let place = Fixture::new(1, 3);
     assert_eq!(counts(&place.open().unwrap()).0, 3);
     assert!(place.kept("index").is_none(), "three are too few");
@@ -150,7 +150,7 @@ fn small_datasets_and_those_without_a_place_have_no_index_and_open_all_the_same(
 }
 
 #[test]
-fn what_an_interrupted_run_found_is_not_looked_for_again() {
+fn results_of_an_interrupted_run_are_reused() {
     let place = Fixture::new(2, 4);
     place.open().unwrap();
     place.say(|entry| entry.width = 77);
@@ -166,7 +166,7 @@ fn what_an_interrupted_run_found_is_not_looked_for_again() {
 }
 
 #[test]
-fn a_damaged_index_costs_time_and_nothing_else() {
+fn a_damaged_index_is_rebuilt() {
     let place = Fixture::new(2, 4);
     let identity = |catalog: &Catalog| catalog.fingerprint(place.data.path()).unwrap();
     let whole = identity(&place.open().unwrap());
@@ -185,7 +185,7 @@ fn a_damaged_index_costs_time_and_nothing_else() {
 }
 
 #[test]
-fn the_same_pictures_elsewhere_or_touched_are_the_same_dataset_and_others_are_not() {
+fn moved_or_touched_pictures_are_the_same_dataset() {
     let place = Fixture::new(2, 4);
     let first = place.open().unwrap().fingerprint(place.data.path()).unwrap();
     assert_eq!(first.pictures, 8);
@@ -218,7 +218,7 @@ fn the_same_pictures_elsewhere_or_touched_are_the_same_dataset_and_others_are_no
 }
 
 #[test]
-fn a_file_that_cannot_be_read_now_is_looked_at_again() {
+fn temporarily_unreadable_files_are_checked_again() {
     let place = Fixture::new(1, 4);
     // A regular file that no user can read, not even root.
     let odd = place.picture("class-0000/odd.png");
@@ -232,7 +232,7 @@ fn a_file_that_cannot_be_read_now_is_looked_at_again() {
 }
 
 #[test]
-fn shards_are_remembered_until_they_change() {
+fn shards_are_cached_until_they_change() {
     let data = tempfile::tempdir().unwrap();
     let cache = tempfile::tempdir().unwrap();
     let fixture =
@@ -240,7 +240,7 @@ fn shards_are_remembered_until_they_change() {
     let shard = data.path().join("train.tar");
     let bytes = fs::read(fixture).unwrap();
     fs::write(&shard, &bytes).unwrap();
-    let store = IndexStore::at(cache.path(), 0).of_few(0);
+    let store = IndexStore::at(cache.path(), 0).with_min_unknown(0);
     let open = || Catalog::open_with(data.path(), &store);
     assert_eq!(open().unwrap().splits[0].labels.len(), 6);
     say(&store, data.path(), vec!["train.tar".into()], |entry| entry.label = Some("cat".into()));
@@ -253,7 +253,7 @@ fn shards_are_remembered_until_they_change() {
 }
 
 #[test]
-fn copies_of_machines_that_share_the_cache_have_an_index_each() {
+fn machines_that_share_a_cache_have_separate_indexes() {
     let place = Fixture::new(1, 4);
     if fs::metadata(place.data.path()).unwrap().created().is_err() {
         // The file system reports no birth times, so it does not distinguish the folders.
@@ -296,7 +296,7 @@ fn copies_of_machines_that_share_the_cache_have_an_index_each() {
 }
 
 #[test]
-fn what_another_version_found_broken_is_looked_at_again() {
+fn files_broken_for_another_version_are_checked_again() {
     let place = Fixture::new(1, 4);
     place.open().unwrap();
     place.say(|entry| {
@@ -316,9 +316,10 @@ fn what_another_version_found_broken_is_looked_at_again() {
 }
 
 #[test]
-fn a_few_pictures_are_looked_at_without_the_lock() {
+fn a_few_pictures_are_checked_without_the_lock() {
     let place = Fixture::new(1, 8);
-    let open = |few: usize| Catalog::open_with(place.data.path(), &place.store().of_few(few)).unwrap();
+    let open =
+        |few: usize| Catalog::open_with(place.data.path(), &place.store().with_min_unknown(few)).unwrap();
     assert_eq!(counts(&open(9)).0, 8);
     assert!(place.kept("index").is_none() && place.kept("lock").is_none());
     assert_eq!(counts(&open(8)).0, 8);
@@ -326,7 +327,7 @@ fn a_few_pictures_are_looked_at_without_the_lock() {
 }
 
 #[test]
-fn progress_is_told_only_while_somebody_makes_an_index() {
+fn progress_is_reported_only_while_an_index_is_built() {
     let place = Fixture::new(1, 4);
     place.open().unwrap();
     let (store, dataset) = (place.store(), place.data.path());
@@ -350,14 +351,14 @@ fn progress_is_told_only_while_somebody_makes_an_index() {
 }
 
 #[test]
-fn where_sizes_are_not_told_pictures_are_read_all_the_same() {
+fn pictures_are_read_without_known_sizes() {
     let dir = folder(1, 1);
     let path = dir.path().join("train/class-0000/000000.png");
     let bytes = fs::read(&path).unwrap();
     let (_, modified_ns) = lockstep_host::files::stat_with_time(&path).unwrap();
-    let found = FoundFile { name: "000000.png".into(), size: 0, modified_ns, unsure: false };
+    let found = FoundFile { name: "000000.png".into(), size: 0, modified_ns, needs_check: false };
     let entry = examine(&path, &found);
-    assert!(entry.passing, "it may be one that is being written");
+    assert!(entry.is_transient, "it may be one that is being written");
     let mut listing = crate::Listing::new(dir.path());
     listing.add_container(Path::new("train/class-0000"), crate::listing::ContainerKind::Folder);
     listing.push(&entry);

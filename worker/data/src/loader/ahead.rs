@@ -7,8 +7,8 @@ use std::{
     thread,
 };
 
-/// Runs `make(0)`, `make(1)`, ... on `threads` threads, and returns the results in order. Each thread keeps up to
-/// `ahead` finished results waiting. Dropping the iterator ends the threads.
+/// Runs `make(0)`, `make(1)`, ... on `threads` threads, and returns the results in order. Each thread works up to
+/// `ahead` results ahead. Dropping the iterator ends the threads.
 pub(super) fn prepare_ahead(
     count: usize,
     threads: usize,

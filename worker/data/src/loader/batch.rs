@@ -1,4 +1,4 @@
-//! Batches, and how they are made: pictures are opened, transformed and put together.
+//! Makes batches: opens pictures, transforms them and puts them together.
 
 use super::{
     mix::MixParams,
@@ -14,7 +14,7 @@ use crate::{
 };
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Which fields of a [`Batch`] have its pictures. This depends on how much of the transform the engine does itself.
+/// Which field of a [`Batch`] contains the pictures, depending on how much of the transform the engine does itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum BatchFormat {
     /// [`Batch::images`].
@@ -22,7 +22,7 @@ pub enum BatchFormat {
     Normalised,
     /// [`Batch::bytes`]: transformed, but not normalised.
     Bytes,
-    /// [`Batch::augment_params`]: the engine has all pictures in its memory and augments them itself.
+    /// [`Batch::augment_params`]: the engine has all pictures in its memory and augments them.
     AugmentParams,
 }
 
@@ -31,7 +31,7 @@ pub enum BatchFormat {
 pub struct Batch {
     /// Normalised pixels, NHWC: `labels.len() * image_size * image_size * channels` values.
     pub images: Vec<f32>,
-    /// Pixels as bytes, NHWC, of the same number.
+    /// Pixels as bytes, NHWC, as many as in `images`.
     pub bytes: Vec<u8>,
     /// The augmentation parameters of each picture; see `AugmentParams::packed`.
     pub augment_params: Vec<u32>,
@@ -48,12 +48,12 @@ pub struct Batch {
     pub mix_params: Option<MixParams>,
     /// The position of each picture in its split, for tests and error messages.
     pub indices: Vec<u64>,
-    /// The number of pictures in this micro-batch over all ranks, by which engines divide. It follows from the plan,
-    /// so ranks need not exchange it. A single rank counts `labels` instead.
+    /// The number of pictures in this micro-batch over all ranks, by which engines divide. The number follows from the
+    /// plan, so ranks need not exchange it. A single rank counts `labels` instead.
     pub global_samples: usize,
-    /// With class weights: the sum of the weights of this micro-batch's labels over all ranks, by which engines divide in place of
-    /// `global_samples`. It follows from the plan, too. `None` if pictures are mixed: PyTorch divides the loss of target
-    /// probabilities by the number of pictures.
+    /// With class weights: the sum of the weights of this micro-batch's labels over all ranks, by which engines divide
+    /// instead of by `global_samples`. The sum follows from the plan too. `None` if pictures are mixed: PyTorch divides
+    /// the loss of target probabilities by the number of pictures.
     pub global_weight: Option<f64>,
 }
 
@@ -67,7 +67,7 @@ impl Batch {
     /// Checks that each label is below `classes`, and that mixed pictures have one label each.
     ///
     /// # Errors
-    /// A sentence that names the invalid label.
+    /// A message that names the invalid label.
     pub fn check_labels(&self, classes: usize) -> Result<(), String> {
         let (own, others) = (self.labels.len(), self.mixed_labels.len());
         if others != 0 && others != own {
@@ -105,7 +105,7 @@ pub(super) struct BatchBuilder<'a> {
     pub(super) transform: &'a Transform,
     pub(super) format: BatchFormat,
     pub(super) workers: &'a Workers,
-    /// Decodes JPEG files, if there is a device. Cores decode the files that it refuses.
+    /// The device that decodes JPEG files, if any. CPU cores decode the files that the device refuses.
     pub(super) device: Option<&'a OnDevice>,
 }
 
@@ -170,17 +170,17 @@ enum Outputs<'a> {
 }
 
 impl Pictures<'_> {
-    /// Makes the pictures `numbers` of the batch. `begun` tells how far each picture of the batch is prepared; it is
-    /// empty if none is.
+    /// Makes the pictures `numbers` of the batch. `begun` tells how far each picture of the batch is prepared; empty if
+    /// no picture is.
     fn fill(&self, work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]) -> Result<(), DataError> {
         let BatchBuilder { transform, workers, .. } = *self.builder;
         let Transform { side, channels, .. } = *transform;
         workers.each(work, numbers, |number, scratch| {
             let begun = begun.get(number).copied().unwrap_or(PartialPicture::Nothing);
             self.one(number, begun, scratch, &mut |bytes, erased| match &self.outputs {
-                Outputs::Bytes(outputs) => locked(&outputs[number]).copy_from_slice(bytes),
+                Outputs::Bytes(outputs) => lock(&outputs[number]).copy_from_slice(bytes),
                 Outputs::Normalised(outputs) => {
-                    let mut out = locked(&outputs[number]);
+                    let mut out = lock(&outputs[number]);
                     transform.normalise(bytes, &mut out);
                     if let Some(erased) = erased {
                         erase(&mut out, side * channels, channels, erased);
@@ -227,7 +227,7 @@ impl Pictures<'_> {
 }
 
 /// Only one thread makes each picture, so the lock is never contended.
-fn locked<T>(output: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock<T>(output: &Mutex<T>) -> MutexGuard<'_, T> {
     output.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -5,20 +5,20 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-/// The broken pictures of a part. [`Part::with_others`](super::part::Part::with_others) describes how they are
-/// replaced.
+/// The broken pictures of a part. [`Part::with_replacements`](super::part::Part::with_replacements) describes how they
+/// are replaced.
 #[derive(Debug)]
 pub(super) struct Broken {
-    /// Whether broken files are allowed (`data.broken_files = "skip"`). Otherwise the first one is an error.
+    /// Whether broken files are allowed (`data.broken_files = "skip"`). Otherwise the first broken file is an error.
     pub(super) allowed: bool,
     counts: Mutex<BrokenCounts>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct BrokenCounts {
-    /// Number of pictures requested so far, up to the number of all.
+    /// Number of pictures requested so far, at most the number of all.
     pub(super) asked: usize,
-    /// Places in the split.
+    /// Positions of broken pictures in the split.
     pub(super) broken: BTreeSet<u32>,
     /// Lines that have not been reported yet.
     pub(super) news: Vec<String>,
@@ -29,7 +29,7 @@ impl Broken {
         Self { allowed, counts: Mutex::default() }
     }
 
-    /// Lines for the pictures found since the last call, and the number of all broken pictures.
+    /// Log lines for the pictures found since the last call, and the number of all broken pictures.
     pub(super) fn news(&self) -> (Vec<String>, usize) {
         let mut counts = self.counts();
         (std::mem::take(&mut counts.news), counts.broken.len())

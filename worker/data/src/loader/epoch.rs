@@ -34,10 +34,10 @@ struct Preparation {
 impl DataSource {
     /// The micro-batches of the plan's rank in one epoch, in order, prepared ahead.
     ///
-    /// The epoch is a seeded permutation of the split. Optimizer step `s` takes the pictures `[s * global, (s + 1) *
-    /// global)` of the permutation. Micro-batch `a` of rank `r` is a contiguous range of them, in the order (a, r),
-    /// so the union over ranks is the same for any number of ranks. Augmentation is seeded by (seed, epoch, place of
-    /// the picture in its split), and mixing by (seed, epoch, step).
+    /// The epoch is a seeded permutation of the split. Optimizer step `s` uses the pictures `[s * global, (s + 1) *
+    /// global)` of the permutation. Micro-batch `a` of rank `r` is a contiguous range of these pictures, in the order
+    /// (a, r), so the union over ranks is the same for any number of ranks. Augmentation is seeded by (seed, epoch,
+    /// place of the picture in its split), and mixing by (seed, epoch, step).
     ///
     /// Every rank knows the labels of all ranks, so ranks need not exchange the sum of their class weights. A picture that is
     /// replaced because it cannot be read counts in this sum with its own class.
@@ -55,13 +55,13 @@ impl DataSource {
             let all = shard::of_step(samples, &plan, step);
             let Transform { side, channels, .. } = *builder.transform;
             let mix = mixing.draw(seed, plan.epoch, all.start, side);
-            // The picture with which the first one is mixed comes last, and `Mix::apply` removes it from the batch.
+            // The picture with which the first picture is mixed comes last, and `Mix::apply` removes it from the batch.
             let before = if places.start > all.start { places.start - 1 } else { all.end - 1 };
             let places = places.chain(mix.as_ref().map(|_| before));
             let part = builder.part;
             let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
             let make = |chosen: &[u32]| builder.make(chosen, Some(plan.epoch));
-            let mut batch = part.with_others(&chosen, make)?;
+            let mut batch = part.with_replacements(&chosen, make)?;
             if let Some(mix) = mix {
                 batch = mix.apply(batch, side, channels);
             }
@@ -79,7 +79,7 @@ impl DataSource {
     /// The batches of `rank`'s part of the validation split. Each sample is in the part of exactly one rank.
     pub fn validation(&self, rank: u32, world_size: u32, batch_size: usize, threads: usize) -> Batches {
         let share = shard::even_share(self.validation.chosen.len(), rank, world_size);
-        self.not_augmented(self.validation.clone(), share, batch_size, threads)
+        self.prepare_unaugmented(self.validation.clone(), share, batch_size, threads)
     }
 
     /// The training pictures in their order, in batches, prepared as for validation.
@@ -95,11 +95,11 @@ impl DataSource {
             broken: Broken::new(broken.allowed),
         };
         let all = 0..part.chosen.len();
-        self.not_augmented(Arc::new(part), all, batch_size, threads)
+        self.prepare_unaugmented(Arc::new(part), all, batch_size, threads)
     }
 
     /// The pictures of `part` at the places `share`, in batches, prepared as for validation.
-    fn not_augmented(
+    fn prepare_unaugmented(
         &self,
         part: Arc<Part>,
         share: Range<usize>,
@@ -148,7 +148,7 @@ impl DataSource {
     fn preparation(&self, threads: usize) -> Result<Preparation, DataError> {
         const AHEAD: usize = 2;
         if threads <= 1 || !self.is_prepared_each_step() {
-            let workers = Arc::new(Workers::alone(threads));
+            let workers = Arc::new(Workers::without_threads(threads));
             return Ok(Preparation { lanes: threads, ahead: AHEAD, workers });
         }
         let mut kept = self.workers.lock().unwrap_or_else(PoisonError::into_inner);

@@ -3,8 +3,8 @@
 //!
 //! Each picture of an optimizer step is mixed with the previous picture of the step, and the first with the last:
 //! torchvision's `batch.roll(1, 0)`, where the batch consists of the pictures of all ranks and micro-batches in the
-//! step. The pictures of a rank's micro-batch are consecutive in it, so a rank opens one more picture for each
-//! micro-batch: the picture before its first one. The parameters are drawn once per step, from (seed, epoch, the
+//! step. The pictures of a rank's micro-batch are consecutive in this batch, so a rank opens one more picture for each
+//! micro-batch: the picture before its first picture. The parameters are drawn once per step, from (seed, epoch, the
 //! step's first place in the order of the epoch).
 
 use super::{Batch, Mix, MixParams};
@@ -63,8 +63,8 @@ impl Mix {
         Self { lambda, cut: Some([rows, columns]) }
     }
 
-    /// Mixes each picture of `batch` (NHWC, `side` pixels) with the previous one. The first is mixed with the last,
-    /// which is then removed from the batch. Pictures in the engine's memory are left to the engine.
+    /// Mixes each picture of `batch` (NHWC, `side` pixels) with the previous picture. The first picture is mixed with
+    /// the last picture, which is then removed from the batch. Pictures in the engine's memory are left to the engine.
     pub fn apply(&self, mut batch: Batch, side: usize, channels: usize) -> Batch {
         let (lambda, rest) = (self.lambda, 1.0 - self.lambda);
         self.mix(&mut batch.images, side, channels, |own, other| own * lambda + other * rest);
@@ -93,7 +93,7 @@ impl Mix {
     ) {
         let (row, size) = (side * channels, side * side * channels);
         let Some(count) = (values.len() / size).checked_sub(1) else { return };
-        // From the last to the first, so that each picture is mixed with the unmixed previous one.
+        // From the last to the first, so that each picture is mixed with the unmixed previous picture.
         for number in (0..count).rev() {
             let (own, other) = match number {
                 0 => {
@@ -119,15 +119,15 @@ impl Mix {
     }
 }
 
-/// Draws from Beta(alpha, alpha), as the fraction that one of two numbers of Gamma(alpha) has of their sum.
+/// Draws from Beta(alpha, alpha), as a / (a + b) for two draws a and b from Gamma(alpha).
 fn beta(random: &mut Random, alpha: f64) -> f64 {
     let [a, b] = [(); 2].map(|()| ln_gamma(random, alpha));
     1.0 / (1.0 + (b - a).exp())
 }
 
-/// Draws the logarithm of a number of Gamma(alpha, 1) (Marsaglia, Tsang 2000). For alpha below 1, the number is
-/// obtained from Gamma(alpha + 1) and a power of a uniform number. Its logarithm is finite even if the number itself
-/// would round to 0.
+/// Draws the logarithm of a Gamma(alpha, 1) variate (Marsaglia, Tsang 2000). For alpha below 1, the variate is obtained
+/// from Gamma(alpha + 1) and a power of a uniform variate. The logarithm is finite even if the variate would round to
+/// 0.
 fn ln_gamma(random: &mut Random, alpha: f64) -> f64 {
     let positive = |random: &mut Random| 1.0 - random.uniform(0.0, 1.0);
     let (shape, boost) =
@@ -171,13 +171,13 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_alpha_that_a_job_may_have_takes_one_of_the_two() {
+    fn the_smallest_alpha_gives_lambda_near_0_or_1() {
         let mixing = Mixing { mixup: f64::from(f32::from_bits(1)), cutmix: 0.0 };
         assert!(draws(mixing).iter().all(|mix| mix.lambda == 0.0 || mix.lambda == 1.0));
     }
 
     #[test]
-    fn a_fair_coin_chooses_where_both_are_on() {
+    fn a_fair_coin_chooses_between_mixup_and_cutmix() {
         let all = draws(Mixing { mixup: 0.2, cutmix: 1.0 });
         let cuts = all.iter().filter(|mix| mix.cut.is_some()).count();
         assert!((9_650..=10_350).contains(&cuts), "{cuts} of 20,000 are cut");
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn lambda_of_a_cut_is_the_share_of_pixels_that_stay() {
+    fn lambda_of_cutmix_is_the_fraction_of_remaining_pixels() {
         for mix in draws(Mixing { mixup: 0.0, cutmix: 1.0 }) {
             let bytes: Vec<u8> = [[1u8; 400], [0u8; 400]].concat();
             let batch = Batch { bytes, labels: vec![3, 5], indices: vec![0, 1], ..Batch::default() };
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_mixed_to_the_nearest() {
+    fn mixed_bytes_are_rounded_to_the_nearest() {
         for lambda in [0.0f32, 0.1, 0.37, 0.5, 0.999, 1.0] {
             let pairs: Vec<[u8; 2]> = (0..=255u8).flat_map(|a| [0, 1, 100, 255].map(|b| [a, b])).collect();
             let bytes = [0, 1].iter().flat_map(|i| pairs.iter().map(|pair| pair[*i])).collect();

@@ -1,5 +1,5 @@
-//! Preparation of batches with a decoding device. The device also crops and resizes the pictures that it decodes. CPU
-//! cores decode the other pictures at the same time.
+//! Prepares batches with a decoding device. The device also crops and resizes the pictures that it decodes. CPU cores
+//! decode the other pictures concurrently.
 
 mod output_spec;
 mod queue;
@@ -23,11 +23,11 @@ use std::{
     thread,
 };
 
-/// A picture that cores complete, by how far it is prepared.
+/// How far a picture is prepared when CPU cores complete it.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum PartialPicture<'a> {
     Nothing,
-    /// Its file has been read.
+    /// The picture's file has been read.
     Read(&'a [u8]),
     /// Decoded, and resized to the size at which the transform begins.
     Picture(&'a [u8]),
@@ -35,11 +35,11 @@ pub(super) enum PartialPicture<'a> {
     Cropped(&'a [u8]),
 }
 
-/// A file that has been read, and where it is decoded.
+/// Where a file that has been read is decoded.
 enum File {
     OnCores(Vec<u8>),
-    /// Not kept in memory. Cores read it again.
-    Passed,
+    /// The file is not kept in memory. CPU cores read it again.
+    Released,
     OnDevice(Vec<u8>, CropParams),
 }
 
@@ -81,25 +81,25 @@ pub(super) fn make(
         let place = chosen[number];
         let bytes = listing.read(place as usize)?;
         if bytes_read.fetch_add(bytes.len(), Ordering::Relaxed) + bytes.len() > device.max_held_bytes {
-            device.for_cores(CpuDecodeReason::LongBatch, 1);
-            return Ok(File::Passed);
+            device.count_for_cores(CpuDecodeReason::LongBatch, 1);
+            return Ok(File::Released);
         }
         let wanted =
             for_hardware(&bytes).and_then(|stored| output.wanted(stored, transform, params(place).as_ref()));
         Ok(match wanted {
             Ok(wanted) => File::OnDevice(bytes, wanted),
             Err(why) => {
-                device.for_cores(why, 1);
+                device.count_for_cores(why, 1);
                 File::OnCores(bytes)
             }
         })
     })?;
-    let takes = |number: &usize| matches!(files[*number], File::OnDevice(..));
-    let (of_device, of_cores): (Vec<usize>, Vec<usize>) = numbers.partition(takes);
+    let is_for_device = |number: &usize| matches!(files[*number], File::OnDevice(..));
+    let (of_device, of_cores): (Vec<usize>, Vec<usize>) = numbers.partition(is_for_device);
     let read: Vec<PartialPicture<'_>> = files
         .iter()
         .map(|file| match file {
-            File::Passed => PartialPicture::Nothing,
+            File::Released => PartialPicture::Nothing,
             File::OnCores(bytes) | File::OnDevice(bytes, _) => PartialPicture::Read(bytes),
         })
         .collect();
@@ -124,7 +124,7 @@ pub(super) fn make(
         }
         on_cores
     })?;
-    work.queue.outcome()
+    work.queue.into_outcome()
 }
 
 /// The pictures of a batch that the device decodes.
@@ -162,7 +162,7 @@ impl DeviceWork<'_> {
                 let (from, to) = claimed.get();
                 if from < to {
                     let is_first = !self.has_failed.swap(true, Ordering::Relaxed);
-                    self.device.failed(why, (to - from) as u64, is_first);
+                    self.device.count_failed(why, (to - from) as u64, is_first);
                 }
                 filled = None;
             }
@@ -178,7 +178,7 @@ impl DeviceWork<'_> {
             File::OnDevice(bytes, CropParams { stored, left, top, rows, columns, flip }) => {
                 Some(Encoded { bytes, stored: *stored, left: *left, top: *top, rows, columns, flip: *flip })
             }
-            File::OnCores(_) | File::Passed => None,
+            File::OnCores(_) | File::Released => None,
         };
         numbers.iter().filter_map(encoded).collect()
     }
@@ -186,7 +186,7 @@ impl DeviceWork<'_> {
     /// Completes the pictures `numbers` that the device has decoded. Cores make the pictures that it has refused.
     fn decoded(&self, numbers: &[usize], made: &[Option<&[u8]>]) -> Result<(), DataError> {
         let done = made.iter().flatten().count() as u64;
-        self.device.done(done, made.len() as u64 - done);
+        self.device.count_decoded(done, made.len() as u64 - done);
         let mut begun = self.read.to_vec();
         for (number, made) in numbers.iter().zip(made) {
             if let Some(pixels) = made {

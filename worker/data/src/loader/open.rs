@@ -22,15 +22,14 @@ use std::{
 
 impl DataSource {
     /// Reads the dataset's index and, if they fit in memory, its pictures.
-    ///
     /// With padded crops, CIFAR and IDX pictures are cropped at their own size and then scaled to the epoch's
-    /// `image_size`. So are square files that all have one size and are not larger than the network's largest input.
+    /// `image_size`. Square files of equal size that are not larger than the network's largest input are treated alike.
     /// For other files, the largest centred square is first scaled to that largest input, and then cropped. Random
-    /// resized crops are taken from the whole picture. Validation pictures that are resized and cropped at their
-    /// centre are also taken from the whole picture. In both cases files are decoded in each step.
+    /// resized crops are taken from the whole picture. Validation pictures that are resized and cropped at their centre
+    /// are also taken from the whole picture. In both cases files are decoded in each step.
     ///
     /// # Errors
-    /// Broken files, if the job says `fail`. Splits and sizes that do not fit the job.
+    /// There are broken files and `data.broken_files` is `fail`, or splits or sizes do not fit the job.
     pub fn open(path: &Path, spec: &DataSpec, seed: u64) -> Result<Self, DataError> {
         Self::open_as(path, spec, seed, ChangeDetection::Files)
     }
@@ -196,14 +195,14 @@ impl DataSource {
             measured: Vec::new(),
             format: BatchFormat::default(),
             mixing: Mixing::default(),
-            stays: false,
+            stays_on_host: false,
             device: None,
             workers: Mutex::default(),
         }
     }
 
     /// A source of `count` random RGB pictures of 32 x 32 pixels in 10 classes, which are cropped, flipped and scaled
-    /// to `side`. It has no validation pictures. Preparing them takes as long as preparing CIFAR-10's.
+    /// to `side`. The source has no validation pictures. Preparing a picture takes as long as for CIFAR-10.
     pub fn synthetic(count: usize, side: usize, seed: u64) -> Self {
         let size = [32, 32, 3];
         let mut random = Random::new(&[seed, count as u64]);
@@ -258,7 +257,7 @@ fn check_held_out(
     fraction: f64,
 ) -> Result<Vec<String>, DataError> {
     /// Maximum number of classes that a note names.
-    const NAMED: usize = 5;
+    const MAX_NAMED_CLASSES: usize = 5;
     let all = labels.len() as u64;
     if held_out.is_empty() {
         return Err(DataError::Invalid(format!(
@@ -277,13 +276,13 @@ fn check_held_out(
         let mut has = vec![false; classes.len()];
         places.iter().for_each(|place| has[labels[*place as usize] as usize] = true);
         let without: Vec<_> = classes.iter().zip(has).filter(|(_, has)| !has).map(|(name, _)| name).collect();
-        let named: Vec<_> = without.iter().take(NAMED).map(|name| format!("{name:?}")).collect();
-        let more = without.len().saturating_sub(NAMED);
+        let named: Vec<_> = without.iter().take(MAX_NAMED_CLASSES).map(|name| format!("{name:?}")).collect();
+        let more = without.len().saturating_sub(MAX_NAMED_CLASSES);
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         let have = if without.len() == 1 { "has" } else { "have" };
         (!without.is_empty()).then(|| {
             format!(
-                "{} {have} no {what} picture, as data.validation = {fraction} decides for each picture by itself: {}{more}",
+                "{} {have} no {what} picture, because data.validation = {fraction} decides independently for each picture: {}{more}",
                 plural(without.len() as u64, "class"),
                 named.join(", ")
             )
@@ -295,7 +294,7 @@ fn check_held_out(
 /// A note for the log if a class has fewer pictures than there are folds.
 ///
 /// # Errors
-/// The split has fewer pictures than there are folds, or the fold has none or all of them.
+/// The split has fewer pictures than there are folds, or the fold contains none or all of the pictures.
 fn check_folds(
     classes: &[String],
     labels: &[u32],
@@ -314,7 +313,7 @@ fn check_folds(
     let few = smallest.filter(|(_, count)| *count < u64::from(folds));
     let note = few.map(|(name, count)| {
         format!(
-            "class {name:?} has {}, fewer than data.folds = {folds}: some folds have no picture of it",
+            "class {name:?} has {}, fewer than data.folds = {folds}: some folds have no picture of this class",
             plural(count, "training picture")
         )
     });

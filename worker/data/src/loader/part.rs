@@ -1,4 +1,4 @@
-//! The pictures used for training or for validation, and how one of them is opened.
+//! The pictures used for training or for validation, and how a picture is opened.
 
 use super::broken::Broken;
 use crate::{
@@ -27,11 +27,11 @@ pub(super) struct Part {
     pub(super) files_digest: Option<u32>,
     /// The labels of the whole split.
     pub(super) labels: Arc<Vec<u32>>,
-    /// The places of these pictures in the split, in ascending order.
+    /// The positions of these pictures in the split, in ascending order.
     pub(super) chosen: Vec<u32>,
     /// Height, width and channels of a picture in memory, or of the square made from a file.
     pub(super) size: [usize; 3],
-    /// Whether the transform takes the whole picture of each file, whatever its size.
+    /// Whether the transform receives the whole picture of each file, whatever its size.
     pub(super) whole: bool,
     /// Pictures that can no longer be read.
     pub(super) broken: Broken,

@@ -1,8 +1,8 @@
-//! Replacement of pictures that break during training (`data.broken_files = "skip"`). In training, another picture of
-//! the split takes the place. In validation, the picture is left out.
+//! Replaces pictures that are found to be broken during training (`data.broken_files = "skip"`). In training, another
+//! picture of the split is used. In validation, the picture is left out.
 //!
 //! The replacement depends only on the split and the set of its broken pictures, not on the order in which a rank met
-//! them. So ranks that reach a file at different times, and other numbers of ranks, use the same replacement.
+//! them. So the replacement does not depend on the number of ranks, or on when a rank reads a file.
 
 use super::{
     batch::Batch,
@@ -14,27 +14,28 @@ use std::collections::BTreeSet;
 
 /// Purpose number of the random stream (see `shard.rs` for others).
 const REPLACEMENT: u64 = 10;
-/// Number of pictures that may be broken in a split of any size.
-const ALWAYS: usize = 16;
-/// The fraction (one in `SHARE`) of larger splits that may be broken. If more are broken, the disk is probably gone,
-/// and training on the rest makes no sense.
-const SHARE: usize = 10;
-/// Number of pictures drawn for one place. With a tenth of them broken, a few suffice.
-const DRAWN: usize = 1000;
+/// Number of pictures that may be broken in a split of any size, unless all are.
+const MIN_ALLOWED: usize = 16;
+/// One in this many pictures of a larger split may be broken. If more are broken, the disk has probably failed, and
+/// training on the rest is useless.
+const ALLOWED_ONE_IN: usize = 10;
+/// Maximum number of draws for one replacement. With at most a tenth of the pictures broken, a few suffice.
+const MAX_DRAWS: usize = 1000;
 
 /// Whether more pictures are broken than allowed, in training or in preparing a copy. `seen` pictures of a split of
 /// `all` have been read.
 pub fn too_many(broken: usize, seen: usize, all: usize) -> bool {
-    broken > ALWAYS.max(seen / SHARE) || (broken > 0 && broken >= all)
+    broken > MIN_ALLOWED.max(seen / ALLOWED_ONE_IN) || (broken > 0 && broken >= all)
 }
 
 impl Part {
-    /// Makes a batch of the `chosen` places. Each broken picture is replaced by another readable picture of the part.
+    /// Makes a batch of the pictures at the positions `chosen`. Each broken picture is replaced by another readable
+    /// picture of the part.
     ///
     /// # Errors
     /// Too many of the pictures that this rank has read are broken. They come in random order, so they are
     /// representative.
-    pub(super) fn with_others(
+    pub(super) fn with_replacements(
         &self,
         chosen: &[u32],
         make: impl Fn(&[u32]) -> Result<Batch, DataError>,
@@ -47,7 +48,7 @@ impl Part {
         loop {
             let places: Vec<u32> = {
                 let broken = &self.broken.counts().broken;
-                chosen.iter().map(|place| other(self, *place, broken)).collect()
+                chosen.iter().map(|place| replacement(self, *place, broken)).collect()
             };
             match make(&places) {
                 Err(error) if self.broken.allowed => self.note(&places, error)?,
@@ -64,8 +65,8 @@ impl Part {
         }
     }
 
-    /// Makes a batch of the `chosen` places without the broken pictures. Too many broken pictures are noticed when
-    /// the pictures of all ranks are counted, because the pictures of one rank are consecutive and not
+    /// Makes a batch of the pictures at the positions `chosen`, without the broken pictures. Too many broken pictures
+    /// are noticed when the pictures of all ranks are counted, because the pictures of one rank are consecutive and not
     /// representative.
     pub(super) fn without(
         &self,
@@ -97,7 +98,7 @@ impl Part {
         let mut found: Vec<_> =
             places.par_iter().map_init(Opener::default, look).filter_map(|found| found).collect();
         if found.is_empty() {
-            // The picture could be read this time. It still counts as broken, because every epoch needs it.
+            // The picture could be read this time. It still counts as broken, because every epoch reads it.
             let named = places.iter().find(|place| files.name(**place as usize) == *path);
             found.extend(named.map(|place| (*place, format!("{path} {detail}"))));
         }
@@ -123,15 +124,16 @@ pub fn too_many_text(broken: usize, all: usize, last: Option<&String>) -> String
     )
 }
 
-/// The picture used at `place`: its own, or else the first readable one of several drawn at random. Drawing the
-/// neighbour instead would give pictures of the same class, and the same picture for a whole run of broken ones.
-fn other(part: &Part, place: u32, broken: &BTreeSet<u32>) -> u32 {
+/// The picture used for position `place`: its own picture or, if this is broken, the first readable picture of several
+/// random draws. Using the neighbour instead would give pictures of the same class, and one picture for a whole run of
+/// broken pictures.
+fn replacement(part: &Part, place: u32, broken: &BTreeSet<u32>) -> u32 {
     if !broken.contains(&place) {
         return place;
     }
     let mut random = Random::new(&[REPLACEMENT, place.into()]);
-    let mut drawn = (0..DRAWN).map(|_| part.chosen[random.below(part.chosen.len() as u64) as usize]);
-    drawn.find(|other| !broken.contains(other)).unwrap_or(place)
+    let mut drawn = (0..MAX_DRAWS).map(|_| part.chosen[random.below(part.chosen.len() as u64) as usize]);
+    drawn.find(|replacement| !broken.contains(replacement)).unwrap_or(place)
 }
 
 #[cfg(test)]
@@ -233,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn another_picture_takes_the_place_whatever_the_number_of_ranks() {
+    fn replacements_do_not_depend_on_the_number_of_ranks() {
         let dir = folder();
         let alone = seen(dir.path(), 1);
         assert_eq!(alone.len(), 10, "five steps in each of two epochs");
@@ -256,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_of_broken_pictures_is_not_all_replaced_by_one() {
+    fn consecutive_broken_pictures_have_different_replacements() {
         let dir = folder();
         let source = open(dir.path(), BrokenFiles::Skip, none());
         for number in 2..16 {
@@ -281,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn each_is_told_once_and_validation_has_one_less() {
+    fn each_broken_picture_is_logged_once_and_left_out_of_validation() {
         let dir = folder();
         let source = open(dir.path(), BrokenFiles::Skip, Validation::Fraction(0.5));
         let counted = || -> usize {
@@ -304,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn without_skip_the_first_is_fatal_and_with_it_a_disk_that_is_gone() {
+    fn the_first_broken_picture_is_fatal_without_skip_and_too_many_with_it() {
         let dir = folder();
         let plan = EpochPlan {
             epoch: 0,

@@ -9,13 +9,13 @@ pub struct Shape {
     /// Side of the network's input in pixels for evaluation and predictions.
     pub image_size: usize,
     /// Sides of the training input in pixels, each with the epoch (from 0) in which it begins. The first begins in
-    /// epoch 0. None is larger than `image_size`.
+    /// epoch 0. No side is larger than `image_size`.
     pub training_sizes: Vec<(u32, usize)>,
     /// 1 or 3.
     pub channels: usize,
-    /// The names, in the order of the labels.
+    /// The names of the classes, in the order of the labels.
     pub classes: Vec<String>,
-    /// Number of training pictures, without held-out and broken ones.
+    /// Number of training pictures, without held-out and broken pictures.
     pub train_samples: u64,
     /// Number of validation pictures. 0 without validation.
     pub validation_samples: u64,
@@ -31,7 +31,7 @@ pub struct Shape {
     pub skipped: Vec<String>,
     /// Notes for the job's log about classes from which a fraction holds out no picture or every picture.
     pub notes: Vec<String>,
-    /// Whether the pictures are in a packed file and not square. Each is then scaled as a whole to the network's square
+    /// Whether the pictures are in a packed file and not square. Whole pictures are then scaled to the network's square
     /// input.
     pub whole_pictures: bool,
     /// The length to which the short side of validation pictures is resized before the centre crop. If absent, their

@@ -1,5 +1,4 @@
-//! The splits of a dataset as used by a job. Broken files are found, and pictures are decoded in advance if they fit
-//! in memory.
+//! Opens the splits of a dataset for a job: finds broken files, and decodes pictures in advance if they fit in memory.
 
 use super::part::Pixels;
 use crate::{
@@ -12,8 +11,7 @@ use lockstep_protocol::spec::DataSpec;
 use rayon::prelude::*;
 use std::sync::Arc;
 
-/// Pictures in folders are kept decoded in memory up to this many bytes per split. Larger splits are decoded on
-/// demand.
+/// Maximum size of a split whose decoded pictures are kept in memory. Larger splits are decoded on demand.
 pub(super) const CACHE_BYTES: usize = 1 << 30;
 
 /// A split whose broken files have been found.
@@ -42,7 +40,7 @@ pub(super) fn normalisation(
         match &train.pixels {
             Pixels::Memory(bytes) => Statistics::of_packed(bytes, size, channels).mean_std(),
             Pixels::Files { files, square } => {
-                // Enough for three digits. Decoding more pictures would delay the first step.
+                // Few pictures give three digits. Decoding more would delay the first step.
                 let every = files.len().div_ceil(STATISTICS_SAMPLES / 20).max(1);
                 let look = |i: usize| {
                     let picture = files.picture(i).ok()?;
@@ -79,13 +77,13 @@ pub(super) fn sizes(catalog: &Catalog, skipped: &[String]) -> Result<Option<(u32
             Samples::Listed(listing) => (0..listing.len()).for_each(|i| add(listing.dimensions(i))),
         }
         if split.labels.is_empty() {
-            return Err(none_left(&split.name, skipped));
+            return Err(no_readable_picture(&split.name, skipped));
         }
     }
     Ok(first.filter(|_| same))
 }
 
-fn none_left(split: &str, skipped: &[String]) -> DataError {
+fn no_readable_picture(split: &str, skipped: &[String]) -> DataError {
     DataError::Invalid(format!(
         "no readable picture in split {split:?}: {}{}",
         skipped.iter().take(20).cloned().collect::<Vec<_>>().join("; "),
@@ -93,7 +91,7 @@ fn none_left(split: &str, skipped: &[String]) -> DataError {
     ))
 }
 
-fn leave_out<T>(
+fn remove_broken<T>(
     listing: &mut Listing,
     labels: &mut Vec<u32>,
     examined: &[Result<T, DataError>],
@@ -156,7 +154,7 @@ pub(super) fn open_splits(
                             })
                         })
                         .collect();
-                    leave_out(&mut files, &mut labels, &decoded, skipped);
+                    remove_broken(&mut files, &mut labels, &decoded, skipped);
                     let mut hash = crc32fast::Hasher::new();
                     (0..files.len()).for_each(|number| files.add_to(&mut hash, number));
                     files_digest = Some(hash.finalize());
@@ -174,7 +172,7 @@ pub(super) fn open_splits(
             }
         };
         if labels.is_empty() {
-            return Err(none_left(&split.name, skipped));
+            return Err(no_readable_picture(&split.name, skipped));
         }
         opened.push(Opened {
             pixels,

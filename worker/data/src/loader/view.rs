@@ -1,16 +1,16 @@
-//! Views of the pictures of an evaluation (test-time augmentation).
+//! Views of evaluation pictures (test-time augmentation).
 
 use super::Batch;
 use crate::transform::reflected_window;
 
-/// The picture, or its mirror image, shifted by up to one pixel. Beyond its border the picture is mirrored.
+/// The picture, or its mirror image, shifted by up to one pixel. Pixels beyond the border are mirrored.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct View {
     /// Mirrored left to right.
     pub flip: bool,
     /// The first row and column of the view in the picture: -1, 0 or 1.
     pub shift: i8,
-    /// Share of the logits in the average over views.
+    /// Weight of the view's logits in the average over views.
     pub weight: f32,
 }
 
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn six_views_are_pytorch_s_padded_windows_and_weigh_one() {
+    fn six_views_match_pytorch_and_their_weights_sum_to_one() {
         // A picture of 3 x 3 pixels whose values are their places.
         let batch = Batch { images: (0..9).map(|v| v as f32).collect(), ..Batch::default() };
         let view = |flip, shift| View { flip, shift, weight: 1.0 }.apply(&batch, 3, 1).images;

@@ -1,4 +1,4 @@
-//! Threads that make pictures. Each has its own buffers.
+//! Threads that make pictures, and their buffers.
 
 use super::part::Opener;
 use crate::{DataError, transform::Pipeline};
@@ -12,10 +12,10 @@ pub(super) struct Scratch {
     pub(super) pipeline: Pipeline,
 }
 
-/// The threads that do a piece of work.
+/// The kind of work, which determines the threads that do it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
-    /// Decoding on cores.
+    /// Decoding on CPU cores.
     Decoding,
     /// The work before and after decoding on a device.
     AroundDevice,
@@ -25,15 +25,16 @@ pub(super) enum Work {
 pub(super) struct Workers {
     /// `None`: the calling thread does the work.
     pool: Option<ThreadPool>,
-    /// For work that must not wait for decoding on cores: reading files for a device, and completing its pictures.
+    /// For work that must not wait for decoding on CPU cores: reading files for a device, and completing the device's
+    /// pictures.
     side_pool: Option<ThreadPool>,
-    /// One for each thread that works at the same time.
+    /// The buffers, one set for each concurrent thread.
     scratch: Vec<Mutex<Scratch>>,
 }
 
 impl Workers {
-    /// No threads. Up to `callers` calling threads do the work themselves.
-    pub(super) fn alone(callers: usize) -> Self {
+    /// Starts no threads. Up to `callers` calling threads do the work themselves.
+    pub(super) fn without_threads(callers: usize) -> Self {
         Self { pool: None, side_pool: None, scratch: scratch(callers) }
     }
 

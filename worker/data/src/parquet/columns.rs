@@ -1,4 +1,4 @@
-//! Chooses the columns of a file that have the pictures and their classes.
+//! Chooses the columns with the pictures and their classes.
 
 use crate::{MAX_NAMES_BYTES, label::CLASSES};
 use ::parquet::{
@@ -9,13 +9,13 @@ use ::parquet::{
 use serde_json::Value;
 
 /// Usual names of picture columns, in order of preference.
-const PICTURES: [&str; 8] = ["image", "img", "picture", "jpg", "jpeg", "png", "webp", "bytes"];
+const PICTURE_NAMES: [&str; 8] = ["image", "img", "picture", "jpg", "jpeg", "png", "webp", "bytes"];
 /// Usual names of class columns, in order of preference. CIFAR-100 has `fine_label` and `coarse_label`.
-const LABELS: [&str; 7] = ["label", "labels", "fine_label", "cls", "class", "target", "label_name"];
+const LABEL_NAMES: [&str; 7] = ["label", "labels", "fine_label", "cls", "class", "target", "label_name"];
 /// The metadata key under which `datasets` describes the columns.
 const FEATURES_KEY: &str = "huggingface";
 /// Maximum number of columns that a message names.
-const NAMED: usize = 20;
+const MAX_NAMED_COLUMNS: usize = 20;
 
 /// Indices of leaf columns.
 #[derive(Debug)]
@@ -35,18 +35,19 @@ pub(super) fn choose(about: &FileMetaData) -> Result<Columns, String> {
         let feature = features.as_ref().and_then(|features| features.get(top(column)));
         feature.is_some_and(|feature| feature["_type"] == "ClassLabel")
     };
-    let with_columns = |why: &str| format!("{why}: its columns are {}", listed(&all));
-    let is_struct = |column: &ColumnDescriptor| holds_pictures(column) && column.path().parts().len() == 2;
-    let picture = named(&all, &PICTURES, holds_pictures)
-        .or_else(|| only(&all, is_struct))
-        .or_else(|| only(&all, holds_pictures))
+    let with_columns = |why: &str| format!("{why}: its columns are {}", describe_columns(&all));
+    let is_struct =
+        |column: &ColumnDescriptor| can_contain_pictures(column) && column.path().parts().len() == 2;
+    let picture = find_named(&all, &PICTURE_NAMES, can_contain_pictures)
+        .or_else(|| find_only(&all, is_struct))
+        .or_else(|| find_only(&all, can_contain_pictures))
         .ok_or_else(|| {
             with_columns(
                 "has no unambiguous column of pictures (image or img: their bytes, or {bytes, path})",
             )
         })?;
-    let label = named(&all, &LABELS, holds_labels)
-        .or_else(|| only(&all, |column| holds_labels(column) && is_class(column)))
+    let label = find_named(&all, &LABEL_NAMES, can_contain_labels)
+        .or_else(|| find_only(&all, |column| can_contain_labels(column) && is_class(column)))
         .ok_or_else(|| with_columns("has no unambiguous column of classes (label: whole numbers or text)"))?;
     let names = match features.as_ref().map(|features| &features[top(all[label])]["names"]) {
         Some(Value::Array(names)) if is_class(all[label]) => Some(texts(names)?),
@@ -56,7 +57,7 @@ pub(super) fn choose(about: &FileMetaData) -> Result<Columns, String> {
 }
 
 /// The first of `names` that is the name of a column for which `fits` is true.
-fn named(
+fn find_named(
     all: &[&ColumnDescriptor],
     names: &[&str],
     fits: impl Fn(&ColumnDescriptor) -> bool,
@@ -67,7 +68,7 @@ fn named(
 }
 
 /// The only column for which `fits` is true.
-fn only(all: &[&ColumnDescriptor], fits: impl Fn(&ColumnDescriptor) -> bool) -> Option<usize> {
+fn find_only(all: &[&ColumnDescriptor], fits: impl Fn(&ColumnDescriptor) -> bool) -> Option<usize> {
     let mut fitting = (0..all.len()).filter(|i| fits(all[*i]));
     fitting.next().filter(|_| fitting.next().is_none())
 }
@@ -77,7 +78,7 @@ fn top(column: &ColumnDescriptor) -> &str {
     column.path().parts().first().map_or("", String::as_str)
 }
 
-fn holds_pictures(column: &ColumnDescriptor) -> bool {
+fn can_contain_pictures(column: &ColumnDescriptor) -> bool {
     let fits = match column.path().parts() {
         [_] => true,
         [_, leaf] => leaf == "bytes",
@@ -86,7 +87,7 @@ fn holds_pictures(column: &ColumnDescriptor) -> bool {
     fits && column.max_rep_level() == 0 && column.physical_type() == Type::BYTE_ARRAY && !is_text(column)
 }
 
-fn holds_labels(column: &ColumnDescriptor) -> bool {
+fn can_contain_labels(column: &ColumnDescriptor) -> bool {
     let fits = match column.physical_type() {
         Type::INT32 | Type::INT64 => true,
         Type::BYTE_ARRAY => is_text(column),
@@ -101,7 +102,7 @@ fn is_text(column: &ColumnDescriptor) -> bool {
 }
 
 /// The columns, for a message.
-fn listed(all: &[&ColumnDescriptor]) -> String {
+fn describe_columns(all: &[&ColumnDescriptor]) -> String {
     let one = |column: &&ColumnDescriptor| {
         let kind = match column.physical_type() {
             Type::BYTE_ARRAY if is_text(column) => "text".to_owned(),
@@ -111,9 +112,9 @@ fn listed(all: &[&ColumnDescriptor]) -> String {
         let list = if column.max_rep_level() > 0 { "list of " } else { "" };
         format!("{} ({list}{kind})", column.path().string())
     };
-    let mut words: Vec<String> = all.iter().take(NAMED).map(one).collect();
-    if all.len() > NAMED {
-        words.push(format!("and {} more", all.len() - NAMED));
+    let mut words: Vec<String> = all.iter().take(MAX_NAMED_COLUMNS).map(one).collect();
+    if all.len() > MAX_NAMED_COLUMNS {
+        words.push(format!("and {} more", all.len() - MAX_NAMED_COLUMNS));
     }
     words.join(", ")
 }

@@ -1,8 +1,6 @@
 //! Access to the pages of a column, with a limit of the decompressed size. A page of a few kilobytes may claim to
-//! hold two gigabytes, and a page compressed with gzip may hold more than it claims.
-//!
-//! The depth of a schema's groups is not limited here. The crate `parquet` parses the footer as a whole, by
-//! recursion, so the depth cannot be checked before.
+//! contain two gigabytes, and a page compressed with gzip may contain more than it claims.
+//! The nesting depth of a schema is not limited here, because the crate `parquet` parses the whole footer recursively.
 
 use super::source::{Cursor, Source};
 use ::parquet::{
@@ -19,15 +17,15 @@ use std::{
 
 /// Maximum size of a decompressed page: twice the largest picture. pyarrow's pages have 1 MB or 1024 pictures.
 pub(super) const MAX_PAGE_BYTES: u64 = 2 * crate::picture::MAX_BYTES;
-/// The first bytes of a gzip stream (RFC 1952), and the maximum number of occurrences in a page at which a stream is
-/// tried.
-const GZIP: [u8; 3] = [0x1f, 0x8b, 8];
+/// The first bytes of a gzip stream (RFC 1952).
+const GZIP_MAGIC: [u8; 3] = [0x1f, 0x8b, 8];
+/// Maximum number of occurrences of these bytes in a page at which decompression is tried.
 const BEGINS: usize = 16;
 
 /// The error for a page that is too large.
 #[derive(Debug)]
 pub(super) struct TooLarge {
-    /// As far as it is known.
+    /// The size, as far as it is known.
     bytes: u64,
     max_bytes: u64,
 }
@@ -62,7 +60,7 @@ impl Pages {
     /// Decompresses gzip data to its end, whatever a header says. The stream follows the page header and, in pages of
     /// version 2, the levels.
     fn check_gzip(&self, data: &[u8]) -> Result<(), TooLarge> {
-        let begins = data.windows(GZIP.len()).enumerate().filter(|(_, bytes)| *bytes == GZIP);
+        let begins = data.windows(GZIP_MAGIC.len()).enumerate().filter(|(_, bytes)| *bytes == GZIP_MAGIC);
         for (begin, _) in begins.take(BEGINS) {
             let mut decoder = MultiGzDecoder::new(&data[begin..]).take(self.max_bytes + 1);
             // Other errors are reported by the code that decompresses the page.
@@ -174,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_read_as_thrift_writes_them_and_nothing_else_is_taken_for_them() {
+    fn page_sizes_are_parsed_and_other_bytes_are_not() {
         for size in [0, 1, 63, 64, 8192, i32::MAX as u32] {
             assert_eq!(uncompressed(&header(size)), Some(size.into()));
         }
@@ -188,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_at_the_limit_is_read_and_one_past_it_is_not() {
+    fn a_page_at_the_size_limit_is_read_and_a_larger_page_is_refused() {
         for indexed in [false, true] {
             let read = |size: u32| {
                 let content = [header(size), b"bytes".to_vec()].concat();
@@ -213,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gzip_page_that_holds_more_than_is_read_is_not_decompressed() {
+    fn a_gzip_page_that_decompresses_beyond_the_limit_is_refused() {
         let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
         gzip.write_all(&[0; 5000]).unwrap();
         let data = gzip.finish().unwrap();

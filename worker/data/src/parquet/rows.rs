@@ -2,7 +2,7 @@
 
 use super::{ParquetFile, Source, UnusableFile, guarded};
 use crate::{
-    index::{Entry, Members, described},
+    index::{Entry, Members, describe},
     label::{LABEL_BYTES, class_name},
     picture,
 };
@@ -26,27 +26,29 @@ pub(crate) const NO_LABEL: &str = "has no class: its label is null, negative, em
 pub(crate) fn of(file: &ParquetFile, path: &Path) -> Members {
     let (handle, size) = match files::open(path) {
         Ok(found) => found,
-        Err(detail) => return Members { trouble: Some(detail), passing: true, ..Members::default() },
+        Err(detail) => {
+            return Members { shard_error: Some(detail), is_transient: true, ..Members::default() };
+        }
     };
     let source = Arc::new(Source::new(handle, size));
     let mut members = Members::default();
     let mut troubles = 0;
     for group in 0..file.metadata.num_row_groups() {
         // Other row groups may be intact.
-        if let Err(UnusableFile { detail, passing }) =
+        if let Err(UnusableFile { detail, is_transient }) =
             file.examine_group(&source, group, &mut members.entries)
         {
-            members.passing |= passing;
+            members.is_transient |= is_transient;
             troubles += 1;
             let rows = (file.first_rows[group], file.first_rows[group + 1]);
             let place = format!("in its row group {group} (rows {} to {})", rows.0, rows.1.saturating_sub(1));
-            members.trouble.get_or_insert_with(|| format!("{detail}. This is {place}"));
+            members.shard_error.get_or_insert_with(|| format!("{detail}. This is {place}"));
         }
     }
-    if let Some(trouble) = members.trouble.as_mut().filter(|_| troubles > 1) {
-        trouble.push_str(&format!(" and in {} others", troubles - 1));
+    if let Some(shard_error) = members.shard_error.as_mut().filter(|_| troubles > 1) {
+        shard_error.push_str(&format!(" and in {} others", troubles - 1));
     }
-    members.passing |= members.entries.iter().any(|entry| entry.passing);
+    members.is_transient |= members.entries.iter().any(|entry| entry.is_transient);
     members
 }
 
@@ -131,5 +133,5 @@ fn entry(row: u64, picture: Option<ByteArray>, label: Option<String>) -> Entry {
         let detail = format!("has {} bytes; at most {} are allowed", entry.size, picture::MAX_BYTES);
         return Entry { broken: Some(detail), ..entry };
     }
-    described(Path::new(""), bytes, entry)
+    describe(Path::new(""), bytes, entry)
 }

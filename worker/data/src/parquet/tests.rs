@@ -70,7 +70,7 @@ fn agrees(catalog: &Catalog, part: &str) {
 }
 
 #[test]
-fn what_datasets_wrote_is_read_with_its_class_names() {
+fn files_of_datasets_are_read_with_class_names() {
     // The repository's folder, the folder of its files, and a pattern.
     for path in ["hub", "hub/data", "hub/data/{train,validation}-0000{0..1}-of-0000{1..2}.parquet"] {
         let catalog = open(&fixtures().join(path)).expect("opens");
@@ -83,7 +83,7 @@ fn what_datasets_wrote_is_read_with_its_class_names() {
 }
 
 #[test]
-fn what_pyarrow_wrote_is_read_whatever_the_codec_encoding_and_page() {
+fn files_of_pyarrow_are_read_with_every_codec_and_encoding() {
     for codec in ["none", "snappy", "gzip", "zstd"] {
         let catalog = open(&fixtures().join(format!("plain/train-{codec}.parquet"))).expect("opens");
         assert_eq!((catalog.splits.len(), broken(&catalog)), (1, vec![]), "{codec}");
@@ -94,7 +94,7 @@ fn what_pyarrow_wrote_is_read_whatever_the_codec_encoding_and_page() {
 }
 
 #[test]
-fn rows_that_are_none_are_named_and_the_rest_is_read() {
+fn invalid_rows_are_named_and_others_read() {
     let (dir, _) = with("odd/rows.parquet");
     let catalog = open(dir.path()).expect("opens");
     assert_eq!(catalog.splits[0].labels, [0, 2]);
@@ -136,7 +136,7 @@ fn files_without_the_columns_say_which_they_have() {
 }
 
 #[test]
-fn files_that_name_their_classes_differently_do_not_go_together() {
+fn files_with_different_class_names_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let hub = fixtures().join("hub/data/train-00000-of-00002.parquet");
     fs::copy(&hub, dir.path().join("train-0.parquet")).unwrap();
@@ -151,7 +151,7 @@ fn files_that_name_their_classes_differently_do_not_go_together() {
 }
 
 #[test]
-fn a_file_that_is_cut_off_or_something_else_is_named() {
+fn truncated_and_foreign_files_are_named() {
     let (dir, file) = with("plain/train-none.parquet");
     let whole = fs::read(&file).unwrap();
     for (bytes, wanted) in [
@@ -198,7 +198,7 @@ fn a_damaged_row_group_is_named_and_others_are_read() {
 
 /// A picture with changed bytes may still decode; the page's checksum reveals the change.
 #[test]
-fn a_page_that_is_not_what_its_checksum_says_is_damaged() {
+fn a_page_with_a_wrong_checksum_is_damaged() {
     let (dir, file) = with("odd/checksums.parquet");
     let whole = open(dir.path()).expect("opens");
     assert_eq!((whole.splits[0].labels.len(), broken(&whole)), (8, vec![]));
@@ -230,19 +230,19 @@ fn damage_does_not_end_the_program(step: usize) {
 }
 
 #[test]
-fn no_damage_ends_the_program() {
+fn no_damage_causes_a_panic() {
     damage_does_not_end_the_program(31);
 }
 
 mod full {
     #[test]
-    fn no_damage_ends_the_program_at_more_places() {
+    fn no_damage_at_more_positions_causes_a_panic() {
         super::damage_does_not_end_the_program(3);
     }
 }
 
 #[test]
-fn a_file_that_changes_under_a_job_is_found_out_and_one_that_is_only_touched_is_not() {
+fn changed_files_are_detected_and_touched_ones_accepted() {
     let (dir, file) = with("plain/train-none.parquet");
     let catalog = open(dir.path()).expect("opens");
     let listing = listing(&catalog, 0);
@@ -279,7 +279,7 @@ fn the_footer_of_a_file_that_was_touched_is_read_once_for_each_new_stamp() {
 }
 
 #[test]
-fn rows_are_looked_at_again_when_their_file_has_changed() {
+fn rows_are_checked_again_after_a_change_of_their_file() {
     let (dir, file) = with("plain/train-none.parquet");
     let cache = tempfile::tempdir().unwrap();
     let store = IndexStore::at(cache.path(), 0);
@@ -320,7 +320,7 @@ fn write(path: &Path, labels: &[i64]) {
 }
 
 #[test]
-fn a_test_split_without_labels_is_left_out_and_said() {
+fn an_unlabelled_test_split_is_omitted_and_reported() {
     use crate::{inspect, loader::DataSource};
     use lockstep_protocol::spec::{DataSpec, Validation};
 

@@ -1,14 +1,14 @@
-//! Decoding of a file to RGB pixels, with Pillow's semantics:
+//! Decodes a file to RGB pixels, with Pillow's semantics:
 //! `ImageOps.exif_transpose(Image.open(file)).convert("RGB")`.
 //!
 //! The alpha channel is dropped, and transparent pixels keep their colour. Colour profiles and gamma are not applied.
-//! Of 16 bits, the upper 8 are taken. A JPEG file with more pixels than allowed is decoded at half, a quarter or an
+//! Of 16 bits, the upper 8 are used. A JPEG file with more pixels than allowed is decoded at half, a quarter or an
 //! eighth of its sides.
 
 use super::{
     MAX_BYTES, PictureRef, format_of,
     jpeg::{CpuDecodeReason, Frame, Stored},
-    no_picture, too_large, whole,
+    not_a_picture_detail, too_large, whole,
 };
 use image::{ColorType, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, metadata::Orientation};
 use jpeg_decoder::PixelFormat;
@@ -19,12 +19,12 @@ use zune_jpeg::{
 };
 
 /// Buffers larger than this are freed before the next picture.
-const KEPT_BYTES: usize = 64 << 20;
+const MAX_KEPT_BYTES: usize = 64 << 20;
 
 /// The index of the upper byte of a 16-bit sample, in this machine's byte order.
 const UPPER: usize = if cfg!(target_endian = "little") { 1 } else { 0 };
 
-/// Decodes pictures. Each thread has one, because it keeps its buffers.
+/// Decodes pictures, and keeps its buffers. Used by one thread.
 #[derive(Debug, Default)]
 pub(crate) struct Decoder {
     /// Pixels in the file's colour type.
@@ -35,7 +35,7 @@ pub(crate) struct Decoder {
     turned: Vec<u8>,
 }
 
-/// A file of which only the header has been read.
+/// A file whose header has been read.
 pub(super) struct Header<'a> {
     pub(super) format: ImageFormat,
     /// The stored width, before `orientation` is applied.
@@ -47,7 +47,7 @@ pub(super) struct Header<'a> {
 
 enum Body<'a> {
     Jpeg(Box<JpegDecoder<ZCursor<&'a [u8]>>>),
-    /// A JPEG of a rare kind, or one that is scaled down while it is decoded.
+    /// A JPEG file that `zune-jpeg` does not decode correctly, or that is scaled down while it is decoded.
     RareJpeg(Box<jpeg_decoder::Decoder<&'a [u8]>>),
     Other(Box<dyn ImageDecoder + 'a>),
 }
@@ -56,7 +56,7 @@ impl<'a> Header<'a> {
     /// # Errors
     /// Why the picture cannot be decoded, as a phrase to follow its name.
     pub(super) fn read(bytes: &'a [u8]) -> Result<Self, String> {
-        let format = format_of(bytes).ok_or_else(|| no_picture(bytes))?;
+        let format = format_of(bytes).ok_or_else(|| not_a_picture_detail(bytes))?;
         if !whole::is_whole(format, bytes) {
             return Err(format!("is cut off: a {format:?} picture without its end; get it again"));
         }
@@ -65,7 +65,7 @@ impl<'a> Header<'a> {
 
     /// Width and height of the upright picture.
     pub(super) fn dimensions(&self) -> (u32, u32) {
-        if is_on_its_side(self.orientation) { (self.height, self.width) } else { (self.width, self.height) }
+        if swaps_sides(self.orientation) { (self.height, self.width) } else { (self.width, self.height) }
     }
 }
 
@@ -104,12 +104,12 @@ fn jpeg(bytes: &[u8]) -> Result<Header<'_>, String> {
 /// The properties of a JPEG file that a hardware decoder can decode.
 ///
 /// # Errors
-/// Why cores decode the file.
+/// Why CPU cores decode the file.
 pub fn for_hardware(bytes: &[u8]) -> Result<Stored, CpuDecodeReason> {
     let frame = Frame::read(bytes)?;
     let Frame { width, height, .. } = frame;
     let subsampling = frame.for_hardware()?;
-    // This also checks that the file has its end.
+    // Reading the header also checks that the file is complete.
     let header = Header::read(bytes).map_err(|_| CpuDecodeReason::Damaged)?;
     let orientation = header.orientation.to_exif();
     let stored = Stored { width: header.width, height: header.height, orientation, subsampling };
@@ -173,7 +173,7 @@ fn orientation(exif: Option<&[u8]>) -> Orientation {
         .unwrap_or(Orientation::NoTransforms)
 }
 
-fn is_on_its_side(orientation: Orientation) -> bool {
+fn swaps_sides(orientation: Orientation) -> bool {
     use Orientation::{Rotate90, Rotate90FlipH, Rotate270, Rotate270FlipH};
     matches!(orientation, Rotate90 | Rotate270 | Rotate90FlipH | Rotate270FlipH)
 }
@@ -203,7 +203,7 @@ impl Decoder {
 
     pub(super) fn pixels_of(&mut self, header: Header<'_>) -> Result<PictureRef<'_>, String> {
         for buffer in [&mut self.stored, &mut self.pixels, &mut self.turned] {
-            if buffer.capacity() > KEPT_BYTES {
+            if buffer.capacity() > MAX_KEPT_BYTES {
                 *buffer = Vec::new();
             }
         }
@@ -262,7 +262,7 @@ fn to_rgb(kind: ColorType, stored: &[u8], rgb: &mut [u8]) -> Result<(), String> 
             pixels.map(|value| u16::from_ne_bytes([value[0], value[1]]))
         };
         let (least, most) = (values().min().unwrap_or(0), values().max().unwrap_or(0));
-        // A picture with a single value may really be that dark.
+        // A picture with a single value may be intended.
         if most < 1 << 12 && least < most {
             return Err(format!(
                 "has values of up to {most} in 16 bits, of which only the upper 8 are used, so it would be nearly black; scale its values up to 65535"
@@ -308,7 +308,7 @@ fn cmyk_to_rgb(stored: &[u8], rgb: &mut [u8]) {
 fn turn(orientation: Orientation, width: usize, from: &[u8], to: &mut Vec<u8>) {
     let height = from.len() / 3 / width.max(1);
     to.resize(from.len(), 0);
-    let (w, h) = if is_on_its_side(orientation) { (height, width) } else { (width, height) };
+    let (w, h) = if swaps_sides(orientation) { (height, width) } else { (width, height) };
     for (y, row) in to.chunks_exact_mut(w * 3).enumerate() {
         for (x, pixel) in row.chunks_exact_mut(3).enumerate() {
             // The column and row in the stored picture of the upright pixel (x, y).

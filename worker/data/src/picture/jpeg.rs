@@ -1,8 +1,8 @@
-//! The header of a JPEG file (ITU-T T.81, annex B), and which decoder can decode the file.
+//! Reads the header of a JPEG file (ITU-T T.81, annex B), and chooses the decoder.
 //!
 //! A hardware decoder supports most files of cameras and the web: baseline, 8 bits, three channels in one scan,
-//! stored as YCbCr in a usual subsampling, of a usual size. Other files are decoded on cores: most of them by
-//! `zune-jpeg`, and those that `zune-jpeg` decodes incorrectly by the slower `jpeg-decoder`. Tests compare all
+//! stored as YCbCr with a usual subsampling, up to a maximum size. Other files are decoded on CPU cores: most of them
+//! by `zune-jpeg`, and files that `zune-jpeg` decodes incorrectly by the slower `jpeg-decoder`. Tests compare all
 //! decoders with libjpeg.
 
 use jpeg_decoder::ColorTransform;
@@ -14,10 +14,10 @@ mod cases;
 mod matrix;
 mod scan;
 
-/// Pictures with a longer side are decoded on cores.
+/// Maximum side of pictures that the GPU decodes.
 pub const MAX_SIDE: u32 = 8192;
 
-/// Why a picture is decoded on cores although other pictures are decoded by the GPU.
+/// Why CPU cores decode a picture although the GPU decodes others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CpuDecodeReason {
     /// PNG, WebP and so on.
@@ -37,7 +37,7 @@ pub enum CpuDecodeReason {
     SeveralScans,
     /// A side is longer than [`MAX_SIDE`] pixels.
     Large,
-    /// The files of the batch exceed the limit for files held in memory.
+    /// The files of the batch exceed the limit for files kept in memory.
     LongBatch,
     /// The file is damaged. The host's decoder reports how.
     Damaged,
@@ -98,13 +98,13 @@ impl Stored {
     }
 }
 
-/// Whether the data of a file's only scan is damaged. Decoders fill missing parts with grey and report nothing; a GPU
-/// in particular. Damage of progressive files and of files with several scans is not detected.
+/// Whether the data of a file's only scan is damaged. Decoders, in particular on GPUs, fill missing parts with grey and
+/// report nothing. Damage of progressive files and of files with several scans is not detected.
 pub(super) fn has_damaged_scan(bytes: &[u8]) -> bool {
     Frame::read(bytes).is_ok_and(|frame| {
         frame.is_sequential()
             && frame.is_interleaved()
-            // If a table is missing, the decoders report it.
+            // The decoders report a missing table.
             && scan::blocks(&frame).is_some_and(|blocks| !scan::is_whole(bytes, &frame, &blocks))
     })
 }
@@ -118,8 +118,8 @@ pub(super) struct Frame<'a> {
     precision: u8,
     pub(super) width: u32,
     pub(super) height: u32,
-    /// Three bytes per channel: its id, its sampling factors (horizontal in the upper four bits, vertical in the
-    /// lower), and its quantisation table.
+    /// Three bytes per channel: the channel's id, sampling factors (horizontal in the upper four bits, vertical in the
+    /// lower), and quantisation table.
     channels: &'a [u8],
     /// Whether the channels are R, G and B, or C, M, Y and K. Otherwise they are YCbCr (and K).
     is_rgb: bool,
@@ -132,7 +132,7 @@ pub(super) struct Frame<'a> {
     restart_interval: usize,
     /// The channels of the first scan, two bytes each: the id and the numbers of its tables.
     scan: &'a [u8],
-    /// The offset of that scan's data.
+    /// The offset of the first scan's data.
     data: usize,
 }
 
@@ -223,7 +223,7 @@ impl<'a> Frame<'a> {
         self.channels.chunks_exact(3).map(|channel| channel[1])
     }
 
-    /// Whether all channels are in one scan, or in several that refine each other.
+    /// Whether the first scan contains all channels.
     fn is_interleaved(&self) -> bool {
         3 * self.scan.len() == 2 * self.channels.len()
     }
@@ -267,19 +267,19 @@ impl<'a> Frame<'a> {
         Ok(Subsampling { columns: u32::from(luma >> 4), rows: u32::from(luma & 15) })
     }
 
-    /// Whether `zune-jpeg` 0.5.15 produces the same pixels as libjpeg. If channels have separate scans, or more
-    /// samples than the first channel, it produces stripes or panics. It also interprets the channels of some files
-    /// as R, G and B by mistake.
+    /// Whether `zune-jpeg` 0.5.15 produces the same pixels as libjpeg. If channels have separate scans, or more samples
+    /// than the first channel, `zune-jpeg` produces stripes or panics. It also mistakes the channels of some files for
+    /// R, G and B.
     pub(super) fn is_decoded_by_zune(&self) -> bool {
         let usual = |luma| matches!(luma, 0x11 | 0x21 | 0x22 | 0x12);
         let mut sampling = self.sampling();
         let first = sampling.next().unwrap_or(0);
-        let is_alike = match self.channels.len() / 3 {
+        let has_supported_sampling = match self.channels.len() / 3 {
             1 => first == 0x11,
             3 => usual(first) && sampling.eq([0x11; 2]),
             _ => first == 0x11 && sampling.eq([0x11; 3]),
         };
-        is_alike && self.zune_agrees && (self.coding == 0xc2 || self.is_interleaved())
+        has_supported_sampling && self.zune_agrees && (self.coding == 0xc2 || self.is_interleaved())
     }
 
     /// The colour space of the channels, for `jpeg-decoder`.
@@ -298,7 +298,7 @@ impl<'a> Frame<'a> {
         matches!(self.coding, 0xc0 | 0xc1)
     }
 
-    /// Why no decoder supports the file, as a phrase to follow its name. `None` if one does.
+    /// Why no decoder supports the file, as a phrase to follow its name. `None` if a decoder supports it.
     pub(super) fn refusal(&self) -> Option<String> {
         let what = match (self.coding, self.precision, self.channels.len() / 3) {
             // The conversion is lossless.
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn ordinary_frames_are_taken_and_each_other_kind_is_named() {
+    fn supported_frames_are_accepted_and_others_have_reasons() {
         let of = |bytes: &[u8]| Frame::read(bytes).and_then(|frame| frame.for_hardware());
         for (luma, columns, rows) in [(0x22, 2, 2), (0x11, 1, 1), (0x21, 2, 1), (0x12, 1, 2)] {
             let bytes = head(0xc0, &with(&[(7, luma)]), &[], 3);
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn chroma_has_a_sample_for_a_single_last_column_or_row() {
+    fn chroma_sizes_are_rounded_up() {
         for (columns, rows, expected) in [(1, 1, (5, 3)), (2, 1, (3, 3)), (1, 2, (5, 2)), (2, 2, (3, 2))] {
             let subsampling = Subsampling { columns, rows };
             let stored = Stored { width: 5, height: 3, orientation: 6, subsampling };
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn a_head_that_is_cut_off_anywhere_is_damaged() {
+    fn a_truncated_header_is_damaged() {
         let whole = head(0xc0, &ORDINARY, &[b"\xe0JFIF\0"], 3);
         for length in 3..whole.len() {
             assert_eq!(Frame::read(&whole[..length]), Err(CpuDecodeReason::Damaged), "{length} bytes");
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn real_files_are_taken_upright_or_not_and_up_to_the_largest_side() {
+    fn real_files_are_accepted_with_any_orientation_up_to_the_size_limit() {
         let encoded = |width, height| {
             let mut bytes = std::io::Cursor::new(Vec::new());
             image::RgbImage::new(width, height).write_to(&mut bytes, image::ImageFormat::Jpeg).unwrap();

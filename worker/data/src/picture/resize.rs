@@ -24,11 +24,11 @@ pub(crate) enum Area {
     /// Left, top, width and height. The filter also uses the pixels around the window, as if the whole picture were
     /// resized and then cropped.
     Window(f64, f64, f64, f64),
-    /// The region is cut out first, so the filter uses no other pixels.
+    /// The region is cropped first, so the filter uses no other pixels.
     Cut(Region),
 }
 
-/// Resizes pictures. Each thread has one, because it keeps its buffers.
+/// Resizes pictures, and keeps its buffers. Used by one thread.
 #[derive(Debug, Default)]
 pub(crate) struct Resize(Resizer);
 
@@ -36,19 +36,19 @@ impl Resize {
     /// Resizes `area` of a picture to `size` (width, height). `to` has as many channels as the picture.
     pub(crate) fn run(&mut self, from: PictureRef<'_>, area: Area, size: (u32, u32), to: &mut [u8]) {
         match from.channels {
-            1 => self.typed::<U8>(from, area, size, to),
-            _ => self.typed::<U8x3>(from, area, size, to),
+            1 => self.run_typed::<U8>(from, area, size, to),
+            _ => self.run_typed::<U8x3>(from, area, size, to),
         }
     }
 
-    fn typed<P: PixelTrait + Default + Copy + std::fmt::Debug>(
+    fn run_typed<P: PixelTrait + Default + Copy + std::fmt::Debug>(
         &mut self,
         from: PictureRef<'_>,
         area: Area,
         (width, height): (u32, u32),
         to: &mut [u8],
     ) {
-        // Only wrong sizes can make this fail, and they are right by construction.
+        // Fails only if sizes do not match, which callers rule out.
         let both = TypedImageRef::<P>::from_buffer(from.width, from.height, from.pixels)
             .ok()
             .zip(TypedImage::<P>::from_buffer(width, height, to).ok());

@@ -7,7 +7,7 @@ use std::ops::Range;
 /// `ResizeAlg::Convolution(FilterType::Bilinear)` on bytes), so that both produce the same pictures.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ScaleTable {
-    /// For each output: the first input, the number of inputs, then `taps` weights. It can be uploaded unchanged.
+    /// For each output: the first input, the number of inputs, then `taps` weights. Uploaded to the GPU unchanged.
     pub entries: Vec<i32>,
     pub taps: u32,
     /// Number of fraction bits of a weight.
@@ -20,8 +20,8 @@ impl ScaleTable {
         Self::window(from, 0.0, f64::from(from), to)
     }
 
-    /// The table for scaling the `length` pixels from `first` on, of `from`, to `to`. The filter also uses the pixels
-    /// around them.
+    /// The table for scaling `length` of `from` pixels, starting at `first`, to `to` pixels. The filter also uses the
+    /// pixels around this window.
     pub fn window(from: u32, first: f64, length: f64, to: u32) -> Self {
         // The same computation as in the host's resizer, for equal rounding.
         let scale = ((first + length) - first) / f64::from(to);

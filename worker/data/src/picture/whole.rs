@@ -1,14 +1,13 @@
-//! Whether a picture's data is complete, according to the markers of its format. Decoders fill missing data with
-//! grey. If there are too many files to keep in memory, only headers are read when a job starts, so decoding cannot
-//! tell.
+//! Checks whether a picture's data is complete, according to the markers of its format. Decoders fill missing data with
+//! grey, and large datasets are not decoded when they are indexed.
 //!
-//! Data after the picture's end is ignored. Phones store a video there (motion photographs), or further pictures
+//! Data after the picture's end is ignored. Phones append a video (motion photographs), or further pictures
 //! (CIPA DC-007, "multi-picture format").
 
 use image::ImageFormat;
 
 /// Whether the markers of the format show where a picture ends. Pictures in other formats must be decoded.
-pub(super) fn marks_its_end(format: ImageFormat) -> bool {
+pub(super) fn has_end_marker(format: ImageFormat) -> bool {
     matches!(format, ImageFormat::Jpeg | ImageFormat::Png | ImageFormat::WebP)
 }
 
@@ -23,7 +22,7 @@ pub(super) fn is_whole(format: ImageFormat, bytes: &[u8]) -> bool {
 }
 
 /// Follows the markers (ITU-T T.81, annex B) to "end of image". A segment is skipped by its length, so that the end
-/// of a thumbnail does not count. Between segments lies the data of a scan, which contains no other markers.
+/// of a thumbnail does not count. Between segments is the data of a scan, which contains only restart markers.
 fn jpeg(bytes: &[u8]) -> bool {
     // After "start of image".
     let mut at = 2;
@@ -36,7 +35,7 @@ fn jpeg(bytes: &[u8]) -> bool {
             Some(0xd9) => return true,
             // Another picture begins before this one has ended.
             Some(0xd8) => return false,
-            // A 0xff in the data of a scan, a marker within a scan, or a marker without length or meaning.
+            // A 0xff in the data of a scan, a restart marker, or a marker without length or meaning.
             Some(0x00..=0xbf | 0xd0..=0xd7) => marker + 1,
             Some(_) => match bytes.get(marker + 1..marker + 3) {
                 Some(length) => marker + 1 + usize::from(u16::from_be_bytes([length[0], length[1]])).max(2),
@@ -47,7 +46,7 @@ fn jpeg(bytes: &[u8]) -> bool {
     false
 }
 
-/// Follows the chunks (ISO/IEC 15948, section 5.3) to the last one, which must be complete.
+/// Follows the chunks (ISO/IEC 15948, section 5.3) to the last chunk, which must be complete.
 fn png(bytes: &[u8]) -> bool {
     let mut at = 8;
     while let Some(head) = bytes.get(at..at + 8) {
@@ -81,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn a_picture_ends_at_its_own_end_whatever_follows() {
+    fn data_after_the_end_of_a_picture_is_ignored() {
         for format in [ImageFormat::Jpeg, ImageFormat::Png, ImageFormat::WebP] {
             let whole = encoded(format);
             assert!(is_whole(format, &whole), "{format:?}");
@@ -102,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_thumbnail_is_not_that_of_its_picture() {
+    fn the_end_of_a_thumbnail_is_not_the_end_of_the_picture() {
         let whole = encoded(ImageFormat::Jpeg);
         let thumbnail = encoded(ImageFormat::Jpeg);
         let length = u16::try_from(thumbnail.len() + 2).unwrap().to_be_bytes();

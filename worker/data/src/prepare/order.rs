@@ -1,23 +1,23 @@
-//! The order of a split's pictures in a copy: shuffled, so that a shard that is read sequentially has pictures of all
-//! classes.
+//! The order of a split's pictures in a copy: shuffled, so that a shard that is read sequentially contains pictures of
+//! all classes.
 //!
 //! Files, and members of tar files, are read individually at any offset. A row of a Parquet file is read together
-//! with its page, which has up to some hundred rows. If rows were read individually, a copy would decode every page
-//! that often. So rows are shuffled in runs of consecutive rows, and then within windows of many runs. A window is
-//! read at once.
+//! with its page, which has up to some hundred rows. If rows were read individually, a copy would decode each page once
+//! per row. So rows are shuffled in runs of consecutive rows, and then within windows of many runs. A window is read
+//! together.
 
 use super::ORDER_SEED;
 use crate::{Random, listing::Listing};
 
-/// Number of consecutive rows in a run. Only the shuffling within a window separates them.
+/// Number of consecutive rows in a run. The rows of a run stay in one window.
 const RUN: usize = 64;
-/// Number of pictures in a window. At 256 pixels they take 30 MB of memory.
+/// Number of pictures in a window, which need 30 MB of memory at 256 pixels.
 pub(super) const WINDOW: usize = 1024;
 
-/// Places in the listing, in the order of the copy, which is the same in every copy. A shard takes `per_shard` of
-/// them.
+/// The pictures' positions in the listing, in the order of the copy, which is equal in every copy. A shard contains
+/// `per_shard` pictures.
 pub(super) fn of(split: usize, listing: &Listing, per_shard: u32) -> Vec<u32> {
-    if listing.is_of_rows() {
+    if listing.has_parquet_rows() {
         in_runs(split, listing.len(), per_shard.max(1) as usize)
     } else {
         Random::new(&[ORDER_SEED, split as u64]).permutation(listing.len())
@@ -40,7 +40,7 @@ fn in_runs(split: usize, count: usize, per_shard: usize) -> Vec<u32> {
     order
 }
 
-/// Splits ascending places into runs of consecutive places.
+/// Splits ascending positions into runs of consecutive positions.
 pub(super) fn runs(ascending: &[u32]) -> impl Iterator<Item = &[u32]> {
     ascending.chunk_by(|a, b| a + 1 == *b).flat_map(|run| run.chunks(RUN))
 }
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_row_comes_once_mixed_and_a_window_has_whole_runs() {
+    fn each_row_occurs_once_in_random_order_and_windows_have_whole_runs() {
         for (count, per_shard) in [(1, 1), (63, 7), (20_000, 5000), (20_001, 20_001)] {
             let order = in_runs(0, count, per_shard);
             let mut sorted = order.clone();

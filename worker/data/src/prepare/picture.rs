@@ -4,7 +4,7 @@ use super::PrepareSettings;
 use crate::picture::{Area, Decoder, Resize, is_plain_jpeg};
 use jpeg_encoder::{ColorType, SamplingFactor};
 
-/// Decodes, resizes and encodes pictures. Each thread has one, because it keeps its buffers.
+/// Decodes, resizes and encodes pictures, and keeps its buffers. Used by one thread.
 pub(super) struct Encoder {
     short_side: u32,
     quality: u8,
@@ -27,9 +27,9 @@ impl Encoder {
 
     /// # Errors
     /// Why the picture cannot be converted, as a phrase to follow its name.
-    pub(super) fn prepared(&mut self, bytes: Vec<u8>) -> Result<Vec<u8>, String> {
-        // Also decodes a picture that is copied unchanged: a broken picture should be found now, and not by a job
-        // that trains from the copy.
+    pub(super) fn convert(&mut self, bytes: Vec<u8>) -> Result<Vec<u8>, String> {
+        // A picture that is copied unchanged is decoded too, so that a broken picture is found now, not by a job that
+        // trains on the copy.
         let picture = self.decoder.decode(&bytes)?;
         let (width, height) = resized(picture.width, picture.height, self.short_side);
         let same_size = (width, height) == (picture.width, picture.height);
@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_torchvisions() {
+    fn sizes_match_torchvision() {
         // torchvision.transforms.functional._compute_resized_output_size((height, width), [short_side])
         for (from, short_side, to) in [
             ((500, 375), 256, (341, 256)),

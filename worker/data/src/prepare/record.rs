@@ -40,12 +40,12 @@ pub(super) struct Finished {
     pub(super) broken: Vec<BrokenFile>,
 }
 
-/// Number and size of the pieces of a shard that are checked, including the first and the last piece. A file that was
-/// truncated and extended again (an interrupted copy, a disk that lost writes) has lost its end.
+/// Number of pieces of a shard that are checked, including the first and the last piece. The last piece shows whether a
+/// file was truncated and extended again (an interrupted copy, a disk that lost writes).
 const PIECES: u64 = 16;
 const PIECE_BYTES: u64 = 4096;
 
-/// CRC-32 of pieces at even intervals in a file. It shows whether the file has changed without reading all of it.
+/// CRC-32 of pieces at even intervals in a file, to detect changes without reading the whole file.
 ///
 /// # Errors
 /// The file cannot be read.
@@ -67,7 +67,7 @@ pub(super) fn sampled(file: &File) -> io::Result<u32> {
 struct Record {
     version: u32,
     plan: Plan,
-    /// By file name.
+    /// The shards by file name.
     shards: BTreeMap<String, Finished>,
 }
 
@@ -75,7 +75,7 @@ struct Record {
 pub(super) struct Destination {
     dir: PathBuf,
     record: Option<Record>,
-    /// Names of the files that the folder had when it was opened.
+    /// Names of the files in the folder when it was opened.
     found: Vec<String>,
     _lock: File,
 }
@@ -96,7 +96,7 @@ impl Destination {
             if is_new {
                 let _ = fs::remove_dir(&dir);
             }
-            return Err(wrong("lies in the dataset that is to be copied; give another folder".into()));
+            return Err(wrong("is inside the dataset to be copied; give another folder".into()));
         }
         let lock = File::open(&dir).map_err(io)?;
         // If the file system does not support locks, the user must avoid concurrent copies.
@@ -135,7 +135,7 @@ impl Destination {
             {
                 None => Ok(false),
                 Some(name) => wrong(format!(
-                    "holds other files ({name}) and no copy of a dataset; give an empty folder"
+                    "contains other files ({name}) and no copy of a dataset; give an empty folder"
                 )),
             };
         };
@@ -149,13 +149,13 @@ impl Destination {
         ] {
             if begun != given {
                 return wrong(format!(
-                    "holds a copy with {what} of {begun}, not {given}: give {begun} to continue it, or another folder"
+                    "contains a copy with {what} of {begun}, not {given}: give {begun} to continue it, or another folder"
                 ));
             }
         }
         if begun.source != plan.source {
             return wrong(format!(
-                "holds a copy of another dataset, or the dataset's files have changed; {instead}"
+                "contains a copy of another dataset, or the dataset's files have changed; {instead}"
             ));
         }
         Ok(true)

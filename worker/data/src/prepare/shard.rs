@@ -4,7 +4,7 @@ use super::{
     Encoder, PrepareSettings, cannot_be_written,
     order::{WINDOW, runs},
     record::{Finished, sampled},
-    unread,
+    unread_detail,
 };
 use crate::{DataError, listing::Listing, loader::replaced::too_many};
 use lockstep_host::files;
@@ -17,21 +17,21 @@ use std::{
 };
 
 /// The block size of tar.
-const BLOCK: u64 = 512;
-/// Number of pictures per thread that are made at once. While they are written, the next ones are made.
-const EACH: usize = 8;
+const BLOCK_BYTES: u64 = 512;
+/// Number of pictures per thread in a batch. While a batch is written, the next batch is made.
+const PICTURES_PER_THREAD: usize = 8;
 
 /// The size of a sample whose picture has `picture` bytes: two headers, the picture and its class.
 pub(super) fn sample_bytes(picture: u64) -> u64 {
-    picture.next_multiple_of(BLOCK) + 3 * BLOCK
+    picture.next_multiple_of(BLOCK_BYTES) + 3 * BLOCK_BYTES
 }
 
 /// A shard to write.
 pub(super) struct Task<'a> {
     pub(super) file: &'a str,
-    /// The number of its first sample in the split.
+    /// The number of the shard's first sample in the split.
     pub(super) first: usize,
-    /// The places of its pictures in the listing.
+    /// The positions of the shard's pictures in the listing.
     pub(super) order: &'a [u32],
     /// The labels of the whole listing.
     pub(super) labels: &'a [u32],
@@ -43,22 +43,22 @@ type Sample = (usize, u32, Vec<u8>);
 
 impl Task<'_> {
     /// Writes the shard under a temporary name, and renames it when it is complete. `left_out` is the number of
-    /// broken pictures in earlier shards of the split. `tell` is called with the number of completed pictures of this
+    /// broken pictures in earlier shards of the split. `report` is called with the number of completed pictures of this
     /// shard.
     pub(super) fn write(
         &self,
         to: &Path,
         settings: &PrepareSettings,
         left_out: usize,
-        tell: &impl Fn(usize),
+        report: &impl Fn(usize),
     ) -> Result<Finished, DataError> {
         let (whole, part) = (to.join(self.file), to.join(format!("{}.part", self.file)));
-        let written = self.write_part(&part, settings, left_out, tell).and_then(|finished| {
+        let written = self.write_part(&part, settings, left_out, report).and_then(|finished| {
             fs::rename(&part, &whole).map_err(|error| cannot_be_written(&whole, &error))?;
             Ok(finished)
         });
         if written.is_err() {
-            // If the disk is full, the temporary file should not keep it full.
+            // If the disk is full, the temporary file must not keep it full.
             let _ = fs::remove_file(&part);
         }
         written
@@ -69,14 +69,18 @@ impl Task<'_> {
         part: &Path,
         settings: &PrepareSettings,
         left_out: usize,
-        tell: &impl Fn(usize),
+        report: &impl Fn(usize),
     ) -> Result<Finished, DataError> {
         let unwritten = |error: io::Error| cannot_be_written(part, &error);
         let file = File::create(part).map_err(unwritten)?;
         let mut tar = tar::Builder::new(BufWriter::with_capacity(1 << 20, file));
         let mut finished = Finished::default();
         let (mut waiting, mut done) = (Vec::new(), 0);
-        let at_once = if self.listing.is_of_rows() { WINDOW } else { EACH * rayon::current_num_threads() };
+        let at_once = if self.listing.has_parquet_rows() {
+            WINDOW
+        } else {
+            PICTURES_PER_THREAD * rayon::current_num_threads()
+        };
         for chunk in self.order.chunks(at_once) {
             let first = self.first + done;
             let (made, written) = rayon::join(
@@ -88,7 +92,7 @@ impl Task<'_> {
                 match sample {
                     Ok(sample) => waiting.push(sample),
                     Err(DataError::File { path, detail }) if files::is_unread(&detail) => {
-                        return Err(DataError::File { path, detail: unread(&detail) });
+                        return Err(DataError::File { path, detail: unread_detail(&detail) });
                     }
                     Err(DataError::File { path, detail }) if settings.broken_files == BrokenFiles::Skip => {
                         finished.broken.push(BrokenFile { file: path, detail });
@@ -100,7 +104,7 @@ impl Task<'_> {
             let all = self.labels.len();
             if let Some(last) = finished.broken.last().filter(|_| too_many(broken, all, all)) {
                 return Err(DataError::Invalid(format!(
-                    "{broken} of {} pictures are broken, the last one {}, which {}. Is the dataset's disk still there?",
+                    "{broken} of {} pictures are broken, the last one {}, which {}. Check the dataset's disk",
                     self.labels.len(),
                     last.file,
                     last.detail
@@ -108,7 +112,7 @@ impl Task<'_> {
             }
             finished.pictures += waiting.len() as u64;
             done += chunk.len();
-            tell(done);
+            report(done);
         }
         append(&mut tar, waiting).map_err(unwritten)?;
         let written =
@@ -120,7 +124,7 @@ impl Task<'_> {
         Ok(finished)
     }
 
-    /// Returns the samples in the order of the places. The rows of a window are read in another order.
+    /// Returns the samples in the order of `places`. They are read in ascending order.
     fn make(
         &self,
         places: &[u32],
@@ -134,7 +138,7 @@ impl Task<'_> {
         let run = |encoder: &mut Encoder, run: &&[u32]| -> Vec<Result<(u32, Vec<u8>), DataError>> {
             let read = self.listing.read_run(run[0] as usize, run.len());
             let one = |(place, bytes): (&u32, Result<Vec<u8>, DataError>)| {
-                let prepared = encoder.prepared(bytes?);
+                let prepared = encoder.convert(bytes?);
                 let bytes = prepared.map_err(|detail| self.listing.broken(*place as usize, detail))?;
                 Ok((self.labels[*place as usize], bytes))
             };

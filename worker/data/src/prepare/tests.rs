@@ -97,7 +97,7 @@ fn in_parts() -> PrepareSettings {
 }
 
 #[test]
-fn a_copy_is_read_as_the_dataset_that_it_is_of() {
+fn a_copy_is_read_like_its_source() {
     let (from, to) = (folder(20), tempfile::tempdir().unwrap());
     let reported = RefCell::new(Vec::new());
     let made =
@@ -176,7 +176,7 @@ fn rows_of_parquet_files_are_all_copied_mixed_and_the_same_each_time() {
 }
 
 #[test]
-fn runs_of_rows_are_read_as_each_row_is() {
+fn reading_runs_of_rows_equals_reading_each_row() {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/parquet");
     for name in ["plain", "hub", "odd/rows.parquet"] {
         let catalog = open(&from.join(name)).unwrap();
@@ -219,7 +219,7 @@ fn ranks_train_from_a_copy() {
 }
 
 #[test]
-fn members_are_named_as_webdataset_expects_and_are_jpeg_of_the_size_asked_for() {
+fn members_have_webdataset_names_and_the_requested_size() {
     let (from, to) = (folder(3), tempfile::tempdir().unwrap());
     run(from.path(), to.path(), &settings(16)).unwrap();
     let members = members(&to.path().join("train-000000.tar"));
@@ -307,7 +307,7 @@ fn broken_pictures_are_fatal_or_left_out_and_named() {
 }
 
 #[test]
-fn a_disk_that_goes_away_is_not_a_few_broken_pictures() {
+fn a_lost_disk_is_not_reported_as_broken_pictures() {
     assert!(!too_many(16, 100, 100) && too_many(17, 100, 100), "a few in any dataset");
     assert!(!too_many(100, 1000, 1000) && too_many(101, 1000, 1000), "a tenth");
     assert!(too_many(3, 3, 3));
@@ -317,13 +317,16 @@ fn a_disk_that_goes_away_is_not_a_few_broken_pictures() {
     };
     let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..settings(16) };
     let words = prepare_with(from.path(), to.path(), &skip, gone, &nowhere()).unwrap_err().to_string();
-    assert!(words.contains("cannot be read: No such file") && words.contains("disk still there?"), "{words}");
+    assert!(
+        words.contains("cannot be read: No such file") && words.contains("Check the dataset's disk"),
+        "{words}"
+    );
     let names: Vec<_> = files_of(to.path()).into_keys().collect();
     assert_eq!(names, ["classes.txt", "train-000000.tar", "unfinished.json"]);
 }
 
 #[test]
-fn a_picture_that_cannot_be_read_now_is_not_left_out_of_a_copy() {
+fn temporarily_unreadable_pictures_are_not_omitted_from_copies() {
     let (from, to) = (folder(10), tempfile::tempdir().unwrap());
     let (odd, kept) = (from.path().join("train/cat/003.png"), from.path().join("003.png"));
     fs::rename(&odd, &kept).unwrap();
@@ -339,7 +342,7 @@ fn a_picture_that_cannot_be_read_now_is_not_left_out_of_a_copy() {
 }
 
 #[test]
-fn what_cannot_be_copied_is_refused_before_anything_is_written() {
+fn impossible_copies_are_refused_before_writing() {
     let home = tempfile::tempdir().unwrap();
     let to = home.path().join("copy");
     let from = folder(1);
@@ -355,13 +358,16 @@ fn what_cannot_be_copied_is_refused_before_anything_is_written() {
     }
     fs::rename(from.path().join("val"), from.path().join("holdout")).unwrap();
     let words = refused(from.path(), &to, &settings(16));
-    assert!(words.contains("has a split \"holdout\", which names of shards cannot express"), "{words}");
+    assert!(
+        words.contains("has a split \"holdout\", which cannot be the prefix of a shard's name"),
+        "{words}"
+    );
     fs::remove_dir_all(from.path().join("holdout")).unwrap();
     fs::rename(from.path().join("train/cat"), from.path().join("train/cat ")).unwrap();
     let words = refused(from.path(), &to, &settings(16));
     assert!(words.contains("class \"cat \" cannot be a line of classes.txt"), "{words}");
     let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/fashion-mnist");
-    assert!(refused(&bundled, &to, &settings(16)).contains("train on it as it is"));
+    assert!(refused(&bundled, &to, &settings(16)).contains("train on it directly"));
     assert!(!to.exists());
     // The longest side that JPEG supports, and one pixel more.
     for (length, works) in [(65_535, true), (65_536, false)] {

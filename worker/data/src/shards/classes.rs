@@ -20,7 +20,7 @@ impl Classes {
     }
 }
 
-/// The class names in the files themselves, which must be the same in all files.
+/// The class names stored in the files, which must be equal in all files.
 pub(super) fn class_names<'a>(
     root: &Path,
     mut named: impl Iterator<Item = (&'a Path, &'a [String])>,
@@ -44,9 +44,9 @@ pub(super) fn is_negative(label: &str) -> bool {
     label.strip_prefix('-').is_some_and(is_number)
 }
 
-/// If all labels are numbers (outside the training split, negative ones are ignored), the classes are numbers, with
-/// their `names` or the names in `classes.txt`, if there are any. Otherwise the classes are the names in the training
-/// split, in alphabetical order.
+/// If all labels are numbers (outside the training split, negative numbers are ignored), classes are numbered, and
+/// named by `names` or `classes.txt` if either exists. Otherwise the classes are the names in the training split, in
+/// alphabetical order.
 pub(super) fn classes(
     root: &Path,
     names: Option<Vec<String>>,
@@ -72,10 +72,10 @@ pub(super) fn classes(
         }
         let mut by_name: BTreeMap<String, u32> =
             splits.get("train").into_iter().flat_map(|t| &t.labels).map(|label| (label.clone(), 0)).collect();
-        (0..).zip(by_name.values_mut()).for_each(|(number, place)| *place = number);
+        (0..).zip(by_name.values_mut()).for_each(|(number, number_of_name)| *number_of_name = number);
         return Ok(Classes { names: by_name.keys().cloned().collect(), by_name: Some(by_name) });
     }
-    let count = numbers.into_iter().max().map_or(0, |most| most.saturating_add(1));
+    let count = numbers.into_iter().max().map_or(0, |max| max.saturating_add(1));
     if count > CLASSES {
         return Err(DataError::Invalid(format!(
             "a label of {} is {}; classes are numbered from 0, up to {}",
@@ -110,7 +110,7 @@ pub(super) fn classes(
     Ok(Classes { names, by_name: None })
 }
 
-pub(super) fn unknown(root: &Path, split: &str, label: &str) -> DataError {
+pub(super) fn unknown_class(root: &Path, split: &str, label: &str) -> DataError {
     DataError::Invalid(format!(
         "{}: split {split:?} has the class {label:?}, which the training split does not have",
         root.display()

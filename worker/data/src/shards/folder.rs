@@ -1,4 +1,4 @@
-//! Which files of a folder are shards, and to which split each belongs.
+//! Finds the shards in a folder, and the split of each shard.
 
 use super::named_broken;
 use crate::Format;
@@ -46,7 +46,7 @@ impl Kind {
     }
 }
 
-/// Whether a folder has compressed shards, but no others.
+/// Whether a folder contains only compressed shards.
 pub(crate) fn only_compressed(dir: &Path) -> bool {
     contents(Kind::Tar, dir).is_ok_and(|found| found.shards.is_empty() && !found.compressed.is_empty())
 }
@@ -79,7 +79,7 @@ pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String>
     // Parquet files are compressed internally.
     let is_compressed = |path: &Path| kind == Kind::Tar && is_compressed(path);
     let mut found = FolderContents { shards: Vec::new(), compressed: Vec::new(), unread: Vec::new() };
-    for path in listed(dir)? {
+    for path in sorted_entries(dir)? {
         if is_one(&path) {
             found.shards.push(path);
         } else if is_compressed(&path) {
@@ -90,8 +90,8 @@ pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String>
             .is_some_and(|n| split_in_path(Path::new(n)).is_some())
         {
             let inside = match files::stat(&path) {
-                Ok(files::FileKind::Folder) => listed(&path),
-                // A file such as a list of names, or a link with the name of a split.
+                Ok(files::FileKind::Folder) => sorted_entries(&path),
+                // For example, a list of names.
                 Ok(files::FileKind::File { .. }) => continue,
                 Err(_) if path.extension().is_some() => continue,
                 Err(detail) => Err(detail),
@@ -111,7 +111,7 @@ pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String>
 }
 
 /// The entries of a folder by name, without hidden files.
-pub(super) fn listed(dir: &Path) -> Result<Vec<PathBuf>, String> {
+pub(super) fn sorted_entries(dir: &Path) -> Result<Vec<PathBuf>, String> {
     let mut all = Vec::new();
     for entry in fs::read_dir(dir).map_err(files::cannot_be_read)? {
         let entry = entry.map_err(files::cannot_be_read)?;

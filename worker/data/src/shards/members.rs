@@ -1,7 +1,7 @@
 //! The samples in a tar shard, with the offset of each picture.
 
 use crate::{
-    index::{Entry, Members, described},
+    index::{Entry, Members, describe},
     label::{LABEL_BYTES, class_name},
     picture,
 };
@@ -17,14 +17,14 @@ use std::{
 };
 
 /// The block size of tar.
-const BLOCK: u64 = 512;
+const BLOCK_BYTES: u64 = 512;
 /// Maximum size of a sample's description (`.json`).
-const JSON_BYTES: u64 = 1 << 20;
-/// Number of bytes read after a tar's end. A second tar would begin after a few blocks of zeros.
-const BEHIND: u64 = 1 << 20;
+const MAX_JSON_BYTES: u64 = 1 << 20;
+/// Maximum number of bytes read after a tar's end, to find a second tar after a few blocks of zeros.
+const MAX_TRAILING_BYTES: u64 = 1 << 20;
 
 /// Appended to errors about members whose names have more than one dot.
-const FIRST_DOT: &str = "; names that are the same up to their first dot are one sample, as in WebDataset: if these are several, rename them";
+const FIRST_DOT: &str = "; names that are the same up to their first dot are one sample, as in WebDataset: if these are several samples, rename them";
 /// The first bytes of compressed files.
 const COMPRESSED: [(&[u8], &str); 4] =
     [(b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"\xfd7zXZ\0", "xz"), (b"BZh", "bzip2")];
@@ -35,18 +35,20 @@ pub(super) const NO_LABEL: &str = "has no class: put a member of the same name w
 pub(super) fn of(path: &Path) -> Members {
     let (file, size) = match files::open(path) {
         Ok(found) => found,
-        Err(detail) => return Members { trouble: Some(detail), passing: true, ..Members::default() },
+        Err(detail) => {
+            return Members { shard_error: Some(detail), is_transient: true, ..Members::default() };
+        }
     };
     let (mut samples, end) = samples(&file, size);
-    name_scattered(&mut samples);
-    let (trouble, passing) = match end {
+    report_scattered(&mut samples);
+    let (shard_error, is_transient) = match end {
         End::Whole => (None, false),
         End::Damaged(detail) => (Some(detail), false),
         End::Unread(error) => (Some(files::cannot_be_read(error)), true),
     };
     let entries: Vec<Entry> = samples.into_par_iter().filter_map(|sample| sample.entry(&file)).collect();
-    let passing = passing || entries.iter().any(|entry| entry.passing);
-    Members { entries, trouble, passing }
+    let is_transient = is_transient || entries.iter().any(|entry| entry.is_transient);
+    Members { entries, shard_error, is_transient }
 }
 
 /// How reading a shard ended.
@@ -62,16 +64,16 @@ struct Sample {
     key: Vec<u8>,
     /// Name, offset and size of the picture.
     picture: Option<(Vec<u8>, u64, u64)>,
-    /// Whether the picture's name is the key and a format (`000.jpg`). Such a picture takes precedence over others,
+    /// Whether the picture's name is the key and an extension (`000.jpg`). Such a picture takes precedence over others,
     /// such as `000.seg.png`.
     is_plain: bool,
     /// Another picture, if there are several and none takes precedence.
     second_picture: Option<String>,
     class: Option<String>,
-    /// The class in the `.json`, which is used if there is no `.cls`.
-    described_class: Option<String>,
+    /// The class in the `.json` member, used if there is no `.cls`.
+    json_class: Option<String>,
     /// The reason why the `.json` cannot be used.
-    undescribed: Option<String>,
+    json_error: Option<String>,
     broken: Option<String>,
 }
 
@@ -88,7 +90,7 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
             Ok(member) => member,
             Err(error) if error.raw_os_error().is_some() => return (samples, End::Unread(error)),
             // The crate's message would quote bytes that are not text.
-            Err(_) if count == 0 => return (samples, End::Damaged(no_tar(file))),
+            Err(_) if count == 0 => return (samples, End::Damaged(not_a_tar_detail(file))),
             Err(_) => {
                 let detail = format!("is damaged after {count} members; get it again");
                 return (samples, End::Damaged(detail));
@@ -116,13 +118,13 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
             let name = String::from_utf8_lossy(&name);
             return (samples, End::Damaged(format!("is cut off in the middle of {name}; get it again")));
         }
-        end = (offset + length).next_multiple_of(BLOCK);
+        end = (offset + length).next_multiple_of(BLOCK_BYTES);
         count += 1;
         let Some((key, extension, is_plain)) = parts(&name) else { continue };
         if kind.is_dir() {
             continue;
         }
-        let unfit = match kind {
+        let unusable = match kind {
             tar::EntryType::Regular | tar::EntryType::Continuous => None,
             tar::EntryType::Symlink => {
                 Some("is a symbolic link inside its shard: pack with tar's --dereference")
@@ -138,7 +140,7 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         }
         if let Some(sample) = samples.last_mut() {
             let read = |limit: u64| text(&mut member, length, limit);
-            if let Err(error) = sample.add((&name, &extension, is_plain), (offset, length), unfit, read) {
+            if let Err(error) = sample.add((&name, &extension, is_plain), (offset, length), unusable, read) {
                 return (samples, End::Unread(error));
             }
         }
@@ -151,7 +153,7 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         }
         Err(error) => return (samples, End::Unread(error)),
     }
-    match (size, end + BLOCK > size) {
+    match (size, end + BLOCK_BYTES > size) {
         (0, _) => (samples, End::Damaged("is empty".into())),
         (_, true) => {
             (samples, End::Damaged("ends without a tar's closing blocks: it is cut off; get it again".into()))
@@ -161,7 +163,7 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
 }
 
 /// Why a file without a tar header cannot be used.
-fn no_tar(file: &File) -> String {
+fn not_a_tar_detail(file: &File) -> String {
     let mut head = [0; 8];
     let read = file.read_at(&mut head, 0).unwrap_or(0);
     match COMPRESSED.iter().find(|(magic, _)| head[..read].starts_with(magic)) {
@@ -173,35 +175,35 @@ fn no_tar(file: &File) -> String {
 }
 
 /// Reports samples whose picture and class are not consecutive members.
-fn name_scattered(samples: &mut [Sample]) {
+fn report_scattered(samples: &mut [Sample]) {
     let mut seen = HashSet::new();
     let again = samples.iter().filter(|sample| !seen.insert(&sample.key));
     let again: HashSet<Vec<u8>> = again.map(|sample| sample.key.clone()).collect();
     for sample in samples.iter_mut().filter(|sample| again.contains(&sample.key)) {
-        let has_class = sample.class.is_some() || sample.described_class.is_some();
+        let has_class = sample.class.is_some() || sample.json_class.is_some();
         match (&sample.picture, has_class) {
             (Some(_), false) => {
                 sample.broken.get_or_insert(
-                    "has its class elsewhere in the shard, and members of a sample have to follow each other: pack them with \
+                    "has its class elsewhere in the shard, but members of a sample must be consecutive: pack them with \
                      tar --sort=name"
                         .into(),
                 );
             }
             // The sample with the picture reports this.
-            (None, true) => (sample.class, sample.described_class) = (None, None),
+            (None, true) => (sample.class, sample.json_class) = (None, None),
             _ => {}
         }
     }
 }
 
-/// Whether there is data other than zeros after a tar's last member.
+/// Whether data other than zeros follows a tar's last member.
 fn has_data(file: &File, end: u64, size: u64) -> io::Result<bool> {
-    let mut bytes = vec![0; size.saturating_sub(end).min(BEHIND) as usize];
+    let mut bytes = vec![0; size.saturating_sub(end).min(MAX_TRAILING_BYTES) as usize];
     file.read_exact_at(&mut bytes, end)?;
     Ok(bytes.iter().any(|byte| *byte != 0))
 }
 
-/// The key and the last extension of a member's name, and whether nothing lies between them. As in WebDataset, the
+/// The key and the last extension of a member's name, and whether nothing is between them. As in WebDataset, the
 /// key ends at the first dot of the file name. `None` for hidden files, files without extension, and webdataset's own
 /// metadata (`__name__`, and files in such a folder).
 fn parts(name: &[u8]) -> Option<(Vec<u8>, String, bool)> {
@@ -231,7 +233,7 @@ impl Sample {
         &mut self,
         (name, extension, is_plain): (&[u8], &str, bool),
         (offset, length): (u64, u64),
-        unfit: Option<&str>,
+        unusable: Option<&str>,
         read: impl FnOnce(u64) -> io::Result<Option<String>>,
     ) -> io::Result<()> {
         let file_name = String::from_utf8_lossy(name).into_owned();
@@ -241,8 +243,8 @@ impl Sample {
         };
         let rule = if is_plain { "" } else { FIRST_DOT };
         let second = || format!("has a second class, in {file_name}, in its sample; keep one of them{rule}");
-        match (extension, unfit) {
-            ("cls", Some(unfit)) => broken(format!("has a class in {file_name}, which {unfit}")),
+        match (extension, unusable) {
+            ("cls", Some(unusable)) => broken(format!("has a class in {file_name}, which {unusable}")),
             ("cls", None) => match read(LABEL_BYTES)?
                 .filter(|text| text.trim().len() <= CLASS_NAME_BYTES)
                 .map(|text| class_name(text.trim()))
@@ -253,28 +255,28 @@ impl Sample {
                 },
                 _ => broken(format!("has a class in {file_name} that is empty, not text, or too long")),
             },
-            ("json", Some(unfit)) => {
-                self.undescribed.get_or_insert(format!("has a description {file_name}, which {unfit}"));
+            ("json", Some(unusable)) => {
+                self.json_error.get_or_insert(format!("has a description {file_name}, which {unusable}"));
             }
             ("json", None) => {
-                let parsed = read(JSON_BYTES)?.and_then(|text| serde_json::from_str(&text).ok());
-                match (parsed, &self.described_class) {
+                let parsed = read(MAX_JSON_BYTES)?.and_then(|text| serde_json::from_str(&text).ok());
+                match (parsed, &self.json_class) {
                     (Some(serde_json::Value::Object(about)), first) => match (label(&about), first) {
                         (Some(class), Some(first)) if class != *first => {
-                            self.undescribed.get_or_insert_with(second);
+                            self.json_error.get_or_insert_with(second);
                         }
-                        (Some(class), _) => self.described_class = Some(class),
+                        (Some(class), _) => self.json_class = Some(class),
                         (None, _) => {}
                     },
                     _ => {
-                        self.undescribed.get_or_insert_with(|| {
+                        self.json_error.get_or_insert_with(|| {
                             format!("has a description {file_name} that is not a JSON object, or too long")
                         });
                     }
                 }
             }
-            _ if !picture::is_named_like_one(Path::new(&file_name)) => {}
-            (_, Some(unfit)) => broken(format!("has a picture {file_name}, which {unfit}")),
+            _ if !picture::has_picture_extension(Path::new(&file_name)) => {}
+            (_, Some(unusable)) => broken(format!("has a picture {file_name}, which {unusable}")),
             _ => match &self.picture {
                 Some(_) if self.is_plain && !is_plain => {}
                 Some((first, ..)) if self.is_plain == is_plain => {
@@ -296,12 +298,12 @@ impl Sample {
 
     /// The index entry. `None` if the members have neither a picture nor a class.
     fn entry(mut self, shard: &File) -> Option<Entry> {
-        // A fault of the description does not matter if there is a class.
+        // An error in the `.json` is irrelevant if there is a `.cls`.
         if self.class.is_none() {
-            self.broken = self.broken.or(self.undescribed);
+            self.broken = self.broken.or(self.json_error);
         }
         self.broken = self.broken.or(self.second_picture);
-        let label = self.class.or(self.described_class);
+        let label = self.class.or(self.json_class);
         let Some((name, offset, size)) = self.picture else {
             let broken = self.broken.or(label.map(|_| "has no picture in its sample".into()));
             return broken.map(|detail| Entry { name: self.key, broken: Some(detail), ..Entry::default() });
@@ -319,10 +321,10 @@ impl Sample {
         }
         let mut bytes = vec![0; size as usize];
         if let Err(error) = shard.read_exact_at(&mut bytes, offset) {
-            return Some(Entry { broken: Some(files::cannot_be_read(error)), passing: true, ..entry });
+            return Some(Entry { broken: Some(files::cannot_be_read(error)), is_transient: true, ..entry });
         }
         let name = String::from_utf8_lossy(&entry.name).into_owned();
-        Some(described(Path::new(&name), &bytes, entry))
+        Some(describe(Path::new(&name), &bytes, entry))
     }
 }
 

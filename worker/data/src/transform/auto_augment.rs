@@ -3,7 +3,7 @@
 use super::op::Op;
 use crate::random::Random;
 
-/// The highest number of an operation's strength. Numbers start at 0.
+/// The highest strength bin of an operation. Bins start at 0.
 const LAST_BIN: f64 = 30.0;
 /// Number of operations in both policies.
 const OPERATIONS: u64 = 14;
@@ -61,7 +61,7 @@ impl Policy {
 impl Ranges {
     /// The operation `number`. `strength` is between 0 and 1.
     fn operation(&self, number: u64, strength: f64, negative: bool) -> Op {
-        let signed = |most: f64| if negative { -most * strength } else { most * strength };
+        let signed = |limit: f64| if negative { -limit * strength } else { limit * strength };
         match number {
             0 => Op::Identity,
             1 => Op::ShearX(signed(self.shear)),
@@ -87,14 +87,14 @@ mod tests {
     use std::collections::BTreeMap;
 
     #[test]
-    fn operations_are_drawn_equally_often_up_to_torchvision_s_strengths() {
-        let (mut counts, mut most) = (BTreeMap::new(), BTreeMap::new());
+    fn trivial_augment_matches_torchvision_s_distribution() {
+        let (mut counts, mut limit) = (BTreeMap::new(), BTreeMap::new());
         for picture in 0..14_000 {
             let ops = Policy::TrivialAugmentWide.draw(&mut Random::new(&[picture]), 224);
             assert_eq!(ops.len(), 1);
             let (name, strength) = named(&ops[0]);
             *counts.entry(name).or_insert(0) += 1;
-            let largest = most.entry(name).or_insert(0.0f64);
+            let largest = limit.entry(name).or_insert(0.0f64);
             *largest = largest.max(strength.abs());
         }
         assert!(counts.len() == 14 && counts.values().all(|n| (850..1150).contains(n)), "{counts:?}");
@@ -105,12 +105,12 @@ mod tests {
             ("contrast", 1.99),
             ("solarize", 255.0),
         ] {
-            assert!((most[name] - expected).abs() < 1e-9, "{name} up to {}", most[name]);
+            assert!((limit[name] - expected).abs() < 1e-9, "{name} up to {}", limit[name]);
         }
     }
 
     #[test]
-    fn rand_augment_takes_two_operations_of_one_strength() {
+    fn rand_augment_draws_two_operations_of_equal_strength() {
         let mut found = BTreeMap::new();
         for picture in 0..2000 {
             let ops = Policy::RandAugment.draw(&mut Random::new(&[picture]), 224);

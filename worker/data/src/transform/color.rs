@@ -78,22 +78,22 @@ pub(super) fn hue(pixels: &mut [u8], channels: usize, turns: f64) {
 
 /// Pillow's `convert("HSV")`, which computes in float32 and truncates.
 fn hsv([r, g, b]: [u8; 3]) -> [u8; 3] {
-    let (most, least) = (r.max(g).max(b), r.min(g).min(b));
-    if most == least {
-        return [0, 0, most];
+    let (max, min) = (r.max(g).max(b), r.min(g).min(b));
+    if max == min {
+        return [0, 0, max];
     }
-    let range = f32::from(most - least);
-    let share = |v: u8| f32::from(most - v) / range;
-    let hue = if r == most {
+    let range = f32::from(max - min);
+    let share = |v: u8| f32::from(max - v) / range;
+    let hue = if r == max {
         share(b) - share(g)
-    } else if g == most {
+    } else if g == max {
         (2.0 + f64::from(share(r)) - f64::from(share(b))) as f32
     } else {
         (4.0 + f64::from(share(g)) - f64::from(share(r))) as f32
     };
     let hue = ((f64::from(hue) / 6.0 + 1.0) % 1.0) as f32;
-    let saturation = range / f32::from(most);
-    [(f64::from(hue) * 255.0) as u8, (f64::from(saturation) * 255.0) as u8, most]
+    let saturation = range / f32::from(max);
+    [(f64::from(hue) * 255.0) as u8, (f64::from(saturation) * 255.0) as u8, max]
 }
 
 /// Pillow's conversion from HSV.
@@ -133,7 +133,7 @@ pub(super) fn solarize(pixels: &mut [u8], threshold: f64) {
 /// torchvision's `autocontrast`: stretches each channel from its darkest to its lightest value.
 pub(super) fn autocontrast(pixels: &mut [u8], channels: usize) {
     each_channel(pixels, channels, |counts| {
-        let (lowest, highest) = ends(counts);
+        let (lowest, highest) = occurring_range(counts);
         if highest <= lowest {
             return None;
         }
@@ -146,7 +146,7 @@ pub(super) fn autocontrast(pixels: &mut [u8], channels: usize) {
 /// torchvision's `equalize`: makes the values of each channel equally frequent.
 pub(super) fn equalize(pixels: &mut [u8], channels: usize) {
     each_channel(pixels, channels, |counts| {
-        let (_, highest) = ends(counts);
+        let (_, highest) = occurring_range(counts);
         let all: u64 = counts.iter().sum();
         let step = (all - counts[highest]) / 255;
         if step == 0 {
@@ -162,7 +162,7 @@ pub(super) fn equalize(pixels: &mut [u8], channels: usize) {
 }
 
 /// The lowest and the highest value that occur.
-fn ends(counts: &[u64; 256]) -> (usize, usize) {
+fn occurring_range(counts: &[u64; 256]) -> (usize, usize) {
     let occurs = |count: &u64| *count > 0;
     (counts.iter().position(occurs).unwrap_or(0), counts.iter().rposition(occurs).unwrap_or(0))
 }

@@ -3,25 +3,29 @@
 use crate::{picture::Region, random::Random};
 
 /// Number of attempts before the fallback, as in torchvision.
-const TRIES: usize = 10;
+const MAX_TRIES: usize = 10;
 
-/// `RandomResizedCrop.get_params`: a rectangle with an area in `scale` (fraction of the picture's) and an aspect
-/// ratio in `ratio` (width over height). If ten attempts do not fit, the largest centred rectangle with an allowed
-/// ratio.
+/// `RandomResizedCrop.get_params`: a rectangle with an area in `scale` (fraction of the picture's area) and an aspect
+/// ratio in `ratio` (width / height). If ten attempts do not fit, the largest centred rectangle with an allowed ratio.
 pub(super) fn random_resized_crop(
     random: &mut Random,
     (width, height): (u32, u32),
     scale: [f64; 2],
     ratio: [f64; 2],
 ) -> Region {
-    for _ in 0..TRIES {
+    for _ in 0..MAX_TRIES {
         let (area, aspect) = draw(random, f64::from(width) * f64::from(height), scale, ratio);
         let (w, h) = (rounded((area * aspect).sqrt()), rounded((area / aspect).sqrt()));
-        // Drawn even if not used, so that each attempt consumes the same number of values.
+        // Drawn even if unused, so that each attempt consumes the same number of values.
         let (top, left) = (random.next_u64(), random.next_u64());
         if (1..=u64::from(width)).contains(&w) && (1..=u64::from(height)).contains(&h) {
             let (w, h) = (w as u32, h as u32);
-            return Region { left: place(left, width - w), top: place(top, height - h), width: w, height: h };
+            return Region {
+                left: scale_to(left, width - w),
+                top: scale_to(top, height - h),
+                width: w,
+                height: h,
+            };
         }
     }
     let [narrowest, widest] = ratio;
@@ -36,7 +40,7 @@ pub(super) fn random_resized_crop(
     Region { left: (width - w) / 2, top: (height - h) / 2, width: w, height: h }
 }
 
-/// `RandomErasing.get_params` on a square of `side` pixels; `ratio` is height over width. Nothing is erased if ten
+/// `RandomErasing.get_params` on a square of `side` pixels; `ratio` is height / width. Nothing is erased if ten
 /// attempts do not fit.
 pub(super) fn random_erasing(
     random: &mut Random,
@@ -44,13 +48,13 @@ pub(super) fn random_erasing(
     scale: [f64; 2],
     ratio: [f64; 2],
 ) -> Option<Region> {
-    (0..TRIES).find_map(|_| {
+    (0..MAX_TRIES).find_map(|_| {
         let (area, aspect) = draw(random, f64::from(side) * f64::from(side), scale, ratio);
         let (h, w) = (rounded((area * aspect).sqrt()), rounded((area / aspect).sqrt()));
         let (top, left) = (random.next_u64(), random.next_u64());
         (h < side.into() && w < side.into()).then(|| {
             let (w, h) = (w as u32, h as u32);
-            Region { left: place(left, side - w), top: place(top, side - h), width: w, height: h }
+            Region { left: scale_to(left, side - w), top: scale_to(top, side - h), width: w, height: h }
         })
     })
 }
@@ -69,7 +73,7 @@ fn rounded(length: f64) -> u64 {
 }
 
 /// Converts 64 random bits to a number in `0..=last`.
-fn place(bits: u64, last: u32) -> u32 {
+fn scale_to(bits: u64, last: u32) -> u32 {
     ((u128::from(bits) * (u128::from(last) + 1)) >> 64) as u32
 }
 
@@ -81,7 +85,7 @@ mod tests {
     const RATIO: [f64; 2] = [0.75, 4.0 / 3.0];
 
     #[test]
-    fn crops_keep_to_scale_and_ratio_and_spread_over_both() {
+    fn crops_cover_the_allowed_scales_and_ratios() {
         let side = 300;
         let (mut areas, mut wide, mut lefts) = (Vec::new(), 0, Vec::new());
         for picture in 0..4000 {
@@ -106,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn pictures_that_no_crop_fits_are_cut_at_their_centre() {
+    fn pictures_that_no_crop_fits_are_cropped_at_their_centre() {
         let crop = |width, height, scale, ratio| {
             random_resized_crop(&mut Random::new(&[7]), (width, height), scale, ratio)
         };
@@ -123,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn erased_rectangles_keep_to_scale_and_never_cover_a_whole_side() {
+    fn erased_rectangles_keep_the_scale_and_never_cover_a_whole_side() {
         let mut areas = Vec::new();
         for picture in 0..2000 {
             let erased = random_erasing(&mut Random::new(&[3, picture]), 64, [0.02, 0.33], [0.3, 3.3]);

@@ -1,4 +1,4 @@
-//! Operations that move pixels: flips, and affine maps with nearest-neighbour sampling and black outside the picture.
+//! Operations that move pixels: flips, and affine maps with nearest-neighbour sampling, black outside the picture.
 
 /// Mirrors left to right.
 pub(super) fn flip_horizontal(pixels: &mut [u8], side: usize, channels: usize) {

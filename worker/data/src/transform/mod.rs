@@ -23,9 +23,9 @@ use lockstep_protocol::spec::{Augment, DataSpec};
 /// The transform of a job's pictures.
 #[derive(Debug, Clone)]
 pub(super) struct Transform {
-    /// The height of pictures from which a padded crop is taken.
+    /// The height of pictures for padded crops.
     pub(super) height: usize,
-    /// The width of pictures from which a padded crop is taken.
+    /// The width of pictures for padded crops.
     pub(super) width: usize,
     pub(super) channels: usize,
     /// The side of the network's input.
@@ -37,7 +37,7 @@ pub(super) struct Transform {
     /// Whether the border of a padded crop mirrors the picture; else it is black.
     pub(super) reflects: bool,
     pub(super) horizontal_flip: bool,
-    /// Whether pictures are mirrored in turn instead of at random.
+    /// Whether a picture is mirrored in every other epoch instead of at random.
     pub(super) alternating_flip: bool,
     pub(super) vertical_flip: bool,
     /// torchvision's `ColorJitter(brightness, contrast, saturation, hue)`.
@@ -53,7 +53,7 @@ pub(super) struct Transform {
 /// The part of a picture that is used in training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Crop {
-    /// A crop of the picture's own size, from the picture with a border of this width; then scaled.
+    /// A crop of the picture's own size, from the picture with a border of this width; scaled afterwards.
     Padded(usize),
     /// torchvision's `RandomResizedCrop`: the fraction of the picture's area, and width over height.
     RandomResized { scale: [f64; 2], ratio: [f64; 2] },
@@ -140,8 +140,8 @@ impl Transform {
     }
 }
 
-/// The length to which evaluation resizes the short side before it crops `side` pixels. It is given by the job. If
-/// the job trains on random resized crops, the default is ImageNet's proportion (256 to 224, rounded down).
+/// The length to which evaluation resizes the short side before it crops `side` pixels: `data.resize_size`. With random
+/// resized crops, the default is ImageNet's proportion (256 to 224, rounded down).
 pub(super) fn evaluation_resize(spec: &DataSpec, side: usize) -> Option<u32> {
     spec.resize_size.or_else(|| spec.random_resized_crop.then_some((side * 256 / 224) as u32))
 }

@@ -13,7 +13,7 @@ pub(super) enum Op {
     TranslateX(i32),
     /// Shift down, in pixels.
     TranslateY(i32),
-    /// Counter-clockwise, in degrees.
+    /// Counter-clockwise rotation, in degrees.
     Rotate(f64),
     /// Factor: 0 is black, 1 is the picture.
     Brightness(f64),
@@ -27,7 +27,7 @@ pub(super) enum Op {
     Sharpness(f64),
     /// Number of upper bits that are kept.
     Posterize(u32),
-    /// Values from this threshold on are inverted.
+    /// Values at or above this threshold are inverted.
     Solarize(f64),
     AutoContrast,
     Equalize,

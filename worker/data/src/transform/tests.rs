@@ -51,7 +51,7 @@ fn largest_difference(a: &[u8], b: &[u8]) -> u8 {
 }
 
 #[test]
-fn crops_and_resizes_are_torchvision_s() {
+fn crops_and_resizes_match_torchvision() {
     let (mut values, mut apart, mut seen) = (0, 0, 0);
     for case in cases().iter().filter(|case| case.op.is_empty()) {
         let (source, expected) = (read(&format!("{}.png", case.of)), read(&case.file));
@@ -73,7 +73,7 @@ fn crops_and_resizes_are_torchvision_s() {
 }
 
 #[test]
-fn operations_are_torchvision_s() {
+fn operations_match_torchvision() {
     let mut names = BTreeSet::new();
     for case in cases().iter().filter(|case| !case.op.is_empty()) {
         let m = case.strength;

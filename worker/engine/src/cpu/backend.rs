@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_places_as_are_asked_for_share_the_cores() {
+    fn the_requested_number_of_slots_shares_the_cores() {
         let slots = offered(3).unwrap().slots;
         assert_eq!(slots.iter().map(|s| s.index).collect::<Vec<_>>(), [0, 1, 2]);
         assert!(slots.iter().all(|s| s.device == "cpu" && s.name.contains("core") && s.uuid.is_none()));

@@ -18,7 +18,7 @@ fn engine(network: &Arc<Network>, initial: &NamedTensors, optimizer: Optimizer) 
 }
 
 #[test]
-fn optimizers_change_what_is_trained_and_nothing_else_of_a_cifarnet() {
+fn optimizers_change_only_trained_parameters_of_a_cifarnet() {
     let network = network();
     let initial = init::initial_parameters(&network, false, 1);
     for kind in [OptimizerKind::Muon, OptimizerKind::Nesterov] {
@@ -35,7 +35,8 @@ fn optimizers_change_what_is_trained_and_nothing_else_of_a_cifarnet() {
     }
 }
 
-/// Along the gradient of the first convolution's bias, through GELUs, poolings and batch norms, the loss changes as the gradient says.
+/// The numerical derivative of the loss along the gradient of the first convolution's bias, which passes through GELUs,
+/// poolings and batch norms, equals the gradient's norm.
 #[test]
 fn the_gradient_of_a_gelu_s_bias_is_the_slope_of_the_loss() {
     let network = network();

@@ -224,7 +224,7 @@ mod tests {
     /// The sums over ranks of <A x, g> and of <x, A^T g> are equal: the backward pass is the transpose of the forward pass. One rank has
     /// no picture.
     #[test]
-    fn the_backward_of_each_redistribution_is_its_transpose() {
+    fn the_backward_pass_of_each_redistribution_is_its_transpose() {
         let (pixels, channels) = (4, 7);
         let split = |bounds: [usize; 4]| Placement::Channels(bounds.to_vec());
         let (uneven, other) = (split([0, 3, 5, 7]), split([0, 1, 2, 7]));
@@ -265,7 +265,7 @@ mod tests {
 
     /// The same for rows: windows of any size, stride and padding, over rows that do not divide evenly.
     #[test]
-    fn the_backward_of_rows_from_other_ranks_is_its_transpose() {
+    fn the_backward_pass_of_a_halo_exchange_is_its_transpose() {
         const ABOVE: isize = 16;
         for (kernel, stride, padding, whole) in
             [(3, 1, 1, 7), (7, 2, 3, 8), (1, 2, 0, 5), (5, 1, 2, 3), (2, 2, 0, 9)]
@@ -300,7 +300,7 @@ mod tests {
 
     /// One-hot: a row arrives at each rank whose windows reach it, in its place, and nowhere else.
     #[test]
-    fn a_row_arrives_where_windows_reach_it() {
+    fn a_row_arrives_at_each_rank_whose_windows_reach_it() {
         const ABOVE: isize = 16;
         for (kernel, stride, padding, whole) in
             [(3, 1, 1, 7), (7, 2, 3, 8), (1, 2, 0, 5), (5, 1, 2, 3), (2, 2, 0, 9), (3, 3, 1, 11)]
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn the_loss_of_split_classes_is_that_of_all() {
+    fn split_classes_have_the_loss_of_all_classes() {
         let (classes, counts, bounds) = (7, [3, 0, 2], [0, 3, 5, 7]);
         let logits: Vec<f32> = values("split_loss", 5 * classes).iter().map(|v| v * 8.0).collect();
         let (own, others) = (labels("split_loss.own", 5, 7), labels("split_loss.others", 5, 7));

@@ -91,7 +91,7 @@ pub(super) struct Executor {
     pub(super) state: State,
     /// Why the ranks do not share memory, if they do not.
     pub(super) shm_unavailable_reason: Option<String>,
-    /// Complete buckets that have not been sent yet.
+    /// Complete buckets whose reduction has not been started yet.
     pub(super) ready: Vec<usize>,
     pub(super) norms: Vec<Norm>,
     /// Running means and variances before the current step, whose forward passes change them.
@@ -345,7 +345,7 @@ impl Executor {
         let put_margin = |logits: &mut [f32], labels: &[u32]| {
             let labels = labels.iter().map(|label| classes.place(*label as usize));
             let margin = self.config.loss.margin.as_ref();
-            margin.map_or_else(Vec::new, |margin| margin.put_on(logits, classes.len(), labels))
+            margin.map_or_else(Vec::new, |margin| margin.apply_margin(logits, classes.len(), labels))
         };
         let mut with_margin = Vec::new();
         let smoothing = self.config.loss.label_smoothing;
@@ -427,7 +427,7 @@ impl Executor {
         Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: batch.labels.len() as u64 })
     }
 
-    /// Logits of this rank's pictures with running statistics; none on a stage but the last.
+    /// Logits of this rank's pictures with running statistics. Empty on all stages except the last.
     pub(super) fn infer(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
         self.meet(batch)?;
         self.forward(&batch.images, None)?;

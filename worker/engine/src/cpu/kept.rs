@@ -17,12 +17,12 @@ fn engine(kind: OptimizerKind, accumulate: usize) -> (Box<dyn Engine>, Arc<crate
 
 /// Kept gradients are those of the loss, for every optimizer.
 #[test]
-fn kept_gradients_are_those_of_the_step_with_any_optimizer() {
+fn kept_gradients_are_the_step_s_for_every_optimizer() {
     let mut wanted = None;
     for (kind, name) in OptimizerKind::ALL {
         for accumulate in [1, 2] {
             let (mut engine, network) = engine(kind, accumulate);
-            assert!(engine.gradients().unwrap().is_empty(), "{name}: nothing was asked for");
+            assert!(engine.gradients().unwrap().is_empty(), "{name}: not requested");
             engine.keep_gradients().unwrap();
             let batch = unfused::batch(&network, 8);
             let found = engine.train_step(&vec![batch.clone(); accumulate], 0.01).unwrap();
@@ -47,7 +47,7 @@ fn kept_gradients_are_those_of_the_step_with_any_optimizer() {
 }
 
 #[test]
-fn each_layer_of_a_step_that_is_asked_has_a_time() {
+fn each_layer_of_a_timed_step_has_a_time() {
     let (mut engine, network) = engine(OptimizerKind::Momentum, 1);
     let step = [unfused::batch(&network, 8)];
     engine.train_step(&step, 0.0).unwrap();

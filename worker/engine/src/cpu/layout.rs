@@ -24,7 +24,8 @@ pub(super) struct Slot {
     pub(super) name: String,
     /// torchvision's shape.
     pub(super) shape: Vec<usize>,
-    /// Set for a convolution's weights, which are stored in the order of [`conv`].
+    /// The shape of the convolution, if the parameter is a convolution's weights. They are stored in the order of
+    /// [`conv`].
     pub(super) conv: Option<ConvShape>,
     /// Range in the flat buffer.
     pub(super) range: Range<usize>,
@@ -175,8 +176,8 @@ impl Layout {
         slot.ok_or_else(|| EngineError::Parameters(format!("the network has no parameter {name}")))
     }
 
-    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout. `kept`: name of the optimizer slot that the
-    /// buffer holds, if it does not hold the parameters.
+    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout. `kept` is the name of an
+    /// optimizer slot if the buffer contains that slot instead of the parameters.
     pub(super) fn export(&self, kept: Option<&str>, flat: &[f32], tensors: &mut NamedTensors) {
         tensors.extend(self.slots.iter().map(|slot| (tensor_name(&slot.name, kept), slot.export(flat))));
     }
@@ -198,7 +199,7 @@ mod tests {
     use lockstep_protocol::spec::ModelSpec;
 
     #[test]
-    fn a_parameter_that_is_not_there_is_an_error_and_not_the_first_one() {
+    fn an_unknown_parameter_is_an_error() {
         let network = resnet::build(&ModelSpec::default(), 8, 3, 10).unwrap();
         let layout = Layout::new(&network, &fuse::fuse(&network, &fuse::Capabilities::default()));
         for (number, slot) in layout.slots.iter().enumerate() {

@@ -6,7 +6,7 @@ use lockstep_kernels::linear;
 use std::ops::Range;
 
 /// Minimum divisor of a row's length, as in PyTorch's `normalize`.
-const SHORTEST: f64 = 1e-12;
+const MIN_LENGTH: f64 = 1e-12;
 
 /// Rows divided by their lengths.
 pub(super) struct Unit {
@@ -17,8 +17,9 @@ pub(super) struct Unit {
 
 impl Unit {
     pub(super) fn of(values: &[f32], width: usize) -> Self {
-        let length =
-            |row: &[f32]| row.iter().map(|v| f64::from(*v) * f64::from(*v)).sum::<f64>().sqrt().max(SHORTEST);
+        let length = |row: &[f32]| {
+            row.iter().map(|v| f64::from(*v) * f64::from(*v)).sum::<f64>().sqrt().max(MIN_LENGTH)
+        };
         let lengths: Vec<f64> = values.chunks_exact(width).map(length).collect();
         let rows = values.chunks_exact(width).zip(&lengths);
         let rows =
@@ -63,7 +64,7 @@ impl Margin {
 
     /// Applies the margin to the logit of each picture's label. Returns the index of each changed logit with the derivative of its new value
     /// by its old one. `labels`: for each row of `width` logits, the label's position, if this rank has the label.
-    pub(super) fn put_on(
+    pub(super) fn apply_margin(
         &self,
         logits: &mut [f32],
         width: usize,

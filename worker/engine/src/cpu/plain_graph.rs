@@ -25,7 +25,7 @@ fn step(network: &Arc<Network>, capabilities: Capabilities) -> (f32, Vec<(String
 }
 
 #[test]
-fn the_plain_graph_has_the_fused_one_s_gradients() {
+fn unfused_and_fused_graphs_have_the_same_gradients() {
     let resnet20 = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
     let mut networks = unfused::networks();
     networks.push(Arc::new(resnet::build(&resnet20, 12, 3, 10).unwrap()));

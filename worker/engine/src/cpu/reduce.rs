@@ -114,9 +114,9 @@ impl Reducer {
             Some(groups) => groups.of(axes).all_reduce(values.into(), Reduction::Sum)?,
             None => {
                 let group = gradients.of(axes).clone();
-                // If the thread is gone, the wait for its answer fails.
+                // If the thread has ended, the wait for its result fails.
                 drop(thread.requests.send(Request::Statistics(group, std::mem::take(values))));
-                *values = thread.statistics.recv().map_err(|_| gone())??;
+                *values = thread.statistics.recv().map_err(|_| thread_ended())??;
             }
         }
         self.waited.add(axes, start.elapsed());
@@ -145,9 +145,9 @@ impl Reducer {
     /// # Errors
     /// As for [`ProcessGroup::all_reduce`]; no bucket was started.
     pub(super) fn finish_bucket(&mut self, axes: Axes) -> Result<Bucket, CommError> {
-        let Transport::Group { thread, .. } = &self.way else { return Err(gone()) };
+        let Transport::Group { thread, .. } = &self.way else { return Err(thread_ended()) };
         let start = Instant::now();
-        let answer = thread.buckets.recv().map_err(|_| gone())?;
+        let answer = thread.buckets.recv().map_err(|_| thread_ended())?;
         self.waited.add(axes, start.elapsed());
         answer
     }
@@ -210,6 +210,6 @@ where
     Ok(())
 }
 
-fn gone() -> CommError {
+fn thread_ended() -> CommError {
     CommError::Aborted { operation: "all_reduce", reason: "the communication thread has ended".into() }
 }

@@ -27,7 +27,8 @@ impl Sample {
         rows
     }
 
-    /// Has `compute` write the sample's rows of `all`, each of `width` values, and sets all other rows to 0.
+    /// Writes the rows that `compute` produces to the sample's rows of `all`, each of `width` values, and sets all
+    /// other rows to 0.
     pub(super) fn fill(&self, all: &mut [f32], width: usize, compute: impl FnOnce(&mut [f32])) {
         let mut rows = vec![0.0; self.rows.len() * width];
         compute(&mut rows);

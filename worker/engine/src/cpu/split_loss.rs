@@ -1,5 +1,5 @@
-//! Cross-entropy of logits whose classes are split over the ranks of a model group. Ranks exchange three numbers a picture: the largest
-//! logit, the sum of exponentials and the logits of the labels. The logits themselves stay where they are.
+//! Cross-entropy of logits whose classes are split over the ranks of a model group. Ranks exchange only the largest
+//! logit, the sum of exponentials and the labels' logits of each picture, never all logits.
 
 use super::{exchange::Pictures, groups::Group, loss::Loss, sample::Sample};
 use lockstep_comm::{CommError, Reduction};
@@ -10,17 +10,17 @@ use std::ops::Range;
 #[derive(Debug, Default)]
 pub(super) struct Labels {
     pub(super) own: Vec<u32>,
-    /// The other label of each picture and how much the own one weighs, where pictures are mixed.
+    /// For mixed pictures: the second label of each picture, and the weight of the first one.
     mixed: Option<(Vec<u32>, f32)>,
 }
 
-/// Collective: the pictures and labels of all ranks of the group.
+/// Collective: gathers the numbers of pictures and the labels of all ranks of the group.
 ///
 /// # Errors
-/// As [`lockstep_comm::ProcessGroup::all_gather_bytes`].
+/// As for [`lockstep_comm::ProcessGroup::all_gather_bytes`].
 pub(super) fn gather(group: &Group, batch: &Batch) -> Result<(Pictures, Labels), CommError> {
     let numbers = |values: &[u32]| values.iter().flat_map(|label| label.to_le_bytes()).collect::<Vec<u8>>();
-    // A weight, the own labels and, if any, as many others.
+    // The weight, the labels and, if pictures are mixed, the second labels.
     let lambda = batch.mixed().map_or(0.0, |(_, lambda)| lambda);
     let mut message = lambda.to_le_bytes().to_vec();
     message.extend((batch.labels.len() as u32).to_le_bytes());
@@ -66,10 +66,10 @@ impl Classes<'_> {
     }
 }
 
-/// Collective: the largest logit of each picture of the group, the first of equals, and its class.
+/// Collective: the largest logit of each picture of the group and its class, which is the first one of equal logits.
 ///
 /// # Errors
-/// As [`lockstep_comm::ProcessGroup::all_gather`].
+/// As for [`lockstep_comm::ProcessGroup::all_gather`].
 pub(super) fn largest(
     group: &Group,
     logits: &[f32],
@@ -100,11 +100,13 @@ pub(super) fn largest(
     Ok(best)
 }
 
-/// Collective: as [`super::loss::cross_entropy`] of all `pictures` of the group, of whose logits this rank has those of `classes`. All
-/// ranks have `all_classes`, which counts for `smoothing` alone. `best`: what [`largest`] has found, where no logit is larger now. The gradient, times `scale`, is written for all pictures; the loss is that of this rank's own.
+/// Collective: [`super::loss::cross_entropy`] of all `pictures` of the group, of whose logits this rank has those of
+/// `classes`. `all_classes` is the number of classes of all ranks, which only `smoothing` uses. `best` is the result of
+/// [`largest`] for logits that are not smaller than these. The gradient, times `scale`, is written for all pictures;
+/// the loss is that of this rank's own.
 ///
 /// # Errors
-/// As [`lockstep_comm::ProcessGroup::all_reduce`].
+/// As for [`lockstep_comm::ProcessGroup::all_reduce`].
 pub(super) fn cross_entropy(
     group: &Group,
     logits: &[f32],
@@ -138,14 +140,14 @@ pub(super) fn cross_entropy(
         let [largest, predicted] = best[picture];
         let [exponentials, sum_of_logits, of_label, of_other] = sums.as_chunks::<4>().0[picture];
         let log_sum = largest + exponentials.ln();
-        // How much of the target is on the own label, and the rest on the other one.
+        // The first label's part of the target.
         let lambda = labels.mixed.as_ref().map_or(1.0, |(_, lambda)| f64::from(*lambda));
         let (label, other) = (label(picture), other(picture));
         if pictures.own().contains(&picture) {
             let wanted_logit = lambda * of_label + (1.0 - lambda) * of_other;
             loss.sum += (1.0 - smoothing) * (log_sum - wanted_logit)
                 + even * (all_classes as f64 * log_sum - sum_of_logits);
-            // The label with more of the target.
+            // The label with the larger part of the target.
             let (wanted, logit) = match other {
                 Some(other) if 1.0 - lambda > 0.5 => (other, of_other),
                 _ => (label, of_label),

@@ -407,10 +407,10 @@ impl State {
                 }
             }
             let weights = &mut weights[from..to];
-            // Those that the optimizer does not have are empty.
+            // Slots that the optimizer does not have are empty.
             let mut slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
             if policy.frozen {
-                // Not trained: its gradient does not count.
+                // The norm excludes gradients of parameters that are not trained.
             } else if work == Work::Sum {
                 of_weights.add(weights);
                 self.update.prepare(policy, weights, slots, gradient);

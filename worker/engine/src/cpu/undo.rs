@@ -79,7 +79,7 @@ fn both<T: Send>(kind: OptimizerKind, work: impl Fn(&mut Rank) -> T + Sync) -> [
 }
 
 /// Each rank's state after each of four uninterrupted steps.
-fn undisturbed(kind: OptimizerKind) -> [Vec<StateDict>; 2] {
+fn uninterrupted(kind: OptimizerKind) -> [Vec<StateDict>; 2] {
     both(kind, |rank| {
         let step = |_| {
             assert!(rank.step());
@@ -90,7 +90,7 @@ fn undisturbed(kind: OptimizerKind) -> [Vec<StateDict>; 2] {
 }
 
 /// Each rank's state after the third step was interrupted at this moment, and whether the step was interrupted in time.
-fn broken_off(kind: OptimizerKind, moment: u32) -> [(StateDict, bool); 2] {
+fn interrupted(kind: OptimizerKind, moment: u32) -> [(StateDict, bool); 2] {
     both(kind, |rank| {
         assert!(rank.step());
         let began = Instant::now();
@@ -109,22 +109,22 @@ fn broken_off(kind: OptimizerKind, moment: u32) -> [(StateDict, bool); 2] {
         });
         assert!(
             is_done || rank.engine.undo_unfinished_steps().is_some(),
-            "ranks that share no memory know what they have"
+            "ranks that share no memory can undo a step"
         );
         (rank.state(), !is_done)
     })
 }
 
 #[test]
-fn a_step_that_a_lost_rank_breaks_off_leaves_the_state_before_it_or_after_it_with_every_optimizer() {
+fn a_step_interrupted_by_a_lost_rank_leaves_the_state_before_or_after_the_step() {
     for kind in KINDS {
-        let whole = undisturbed(kind);
+        let whole = uninterrupted(kind);
         assert_ne!(whole[0][1], whole[0][2]);
         let mut broken = 0;
         let mut kept = None;
         // The last moment stands for no interruption.
         for moment in 0..MOMENTS {
-            for (rank, (state, is_broken)) in broken_off(kind, moment).into_iter().enumerate() {
+            for (rank, (state, is_broken)) in interrupted(kind, moment).into_iter().enumerate() {
                 let steps = if is_broken { 2 } else { 3 };
                 assert!(state == whole[rank][steps - 1], "{kind:?}: rank {rank} after step {steps}");
                 broken += u32::from(is_broken);
@@ -133,7 +133,7 @@ fn a_step_that_a_lost_rank_breaks_off_leaves_the_state_before_it_or_after_it_wit
                 }
             }
         }
-        assert!(broken >= MOMENTS / 2, "{kind:?}: only {broken} were broken off");
+        assert!(broken >= MOMENTS / 2, "{kind:?}: only {broken} were interrupted");
         // The next attempt: rank 0's state on every rank, except for the average.
         let kept = kept.expect("one of rank 0");
         let ends = both(kind, |rank| {
@@ -144,7 +144,7 @@ fn a_step_that_a_lost_rank_breaks_off_leaves_the_state_before_it_or_after_it_wit
             rank.state()
         });
         for (end, whole) in ends.iter().zip(&whole) {
-            assert!(*end == whole[3], "{kind:?}: the same bits as if no step had been broken off");
+            assert!(*end == whole[3], "{kind:?}: the same bits as without the interruption");
         }
     }
 }

@@ -80,14 +80,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn allocations_never_overlap_and_gaps_are_used_again() {
+    fn allocations_never_overlap_and_gaps_are_reused() {
         let mut arena = Arena::default();
         let [a, b, c] = [1000, 2000, 3000].map(|bytes| arena.alloc(bytes));
         assert_eq!((a.offset, b.offset, c.offset), (0, 1024, 3072));
         arena.free(a);
         arena.free(b);
         let d = arena.alloc(3000);
-        assert_eq!(d.offset, 0, "two gaps side by side are one");
+        assert_eq!(d.offset, 0, "adjacent gaps are merged");
         let e = arena.alloc(1);
         assert_eq!(e.offset, 6144);
         arena.free(e);

@@ -76,7 +76,7 @@ impl Backend for Cuda {
         Ok(Devices { slots: slots.collect(), hindrance })
     }
 
-    /// None if the job requests the CPU, also on a machine with GPUs.
+    /// `None` if the job requests the CPU, also on a machine with GPUs.
     fn device_of(&self, given: Option<&RankGpu>, asked: Device) -> Option<i32> {
         given.filter(|_| !asked.is_cores()).map(|gpu| gpu.ordinal)
     }
@@ -134,7 +134,7 @@ impl Backend for Cuda {
                 one of the two out, or set parallel.device = \"cpu\""
                 .into());
         }
-        // During training a GPU has sums of gradients and float32 weights of its own part alone.
+        // During training, a GPU has the summed gradients and float32 weights only of its own part.
         for (key, is_set) in
             [("log.histograms", spec.log.histograms > 0), ("train.ema_decay", spec.train.ema_decay > 0.0)]
         {
@@ -230,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_gpus_do_not_compute_is_refused_with_what_to_do() {
+    fn unsupported_settings_are_refused_with_advice() {
         let refusal = |change: fn(&mut JobSpec)| {
             let mut spec = JobSpec::default();
             spec.parallel.ranks = 4;

@@ -47,7 +47,8 @@ pub(super) fn remove(name: &str, why: impl Display) {
     }
 }
 
-/// Locks `name`, so that one process at a time creates its content. `None`: there is no cache, or the lock was not free `within` this time.
+/// Locks `name`, so that only one process at a time creates its content. `None` if there is no cache, or if another
+/// process still holds the lock after `within`.
 pub(super) fn lock(name: &str, within: Duration) -> Option<File> {
     let dir = dir()?;
     fs::create_dir_all(&dir).ok()?;
@@ -110,21 +111,21 @@ mod tests {
         };
         for (what, damaged) in [
             ("emptied", Vec::new()),
-            ("cut in its sum", whole[..20].to_vec()),
-            ("cut behind its sum", whole[..32].to_vec()),
-            ("cut in half", whole[..whole.len() / 2].to_vec()),
+            ("truncated in its checksum", whole[..20].to_vec()),
+            ("truncated after its checksum", whole[..32].to_vec()),
+            ("truncated in the middle", whole[..whole.len() / 2].to_vec()),
             ("without its last byte", whole[..whole.len() - 1].to_vec()),
             ("longer", [&whole[..], &[0]].concat()),
-            ("a bit of its sum", flipped(3)),
-            ("a bit of its first byte", flipped(32)),
-            ("a bit of its last byte", flipped(whole.len() - 1)),
+            ("a flipped bit in its checksum", flipped(3)),
+            ("a flipped bit in its first byte", flipped(32)),
+            ("a flipped bit in its last byte", flipped(whole.len() - 1)),
             ("zeros, as after a power failure", vec![0; whole.len()]),
             ("without a sum", content.to_vec()),
         ] {
             fs::write(&path, damaged).unwrap();
             assert_eq!(read_file(&path), None, "{what}");
             assert!(!path.exists(), "{what}: it stays");
-            assert_eq!(read_file(&path), None, "{what}: it is gone");
+            assert_eq!(read_file(&path), None, "{what}: the file was removed");
             write_file(dir.path(), "kernels", content).unwrap();
             assert_eq!(read_file(&path).as_deref(), Some(content), "{what}");
         }

@@ -45,7 +45,7 @@ pub(super) enum Region {
     GroupControls,
     /// Float32, all parameters.
     Weights,
-    /// Copy of the matrices in the type in which convolutions are computed.
+    /// Copy of the matrices in the format in which convolutions are computed.
     LowPrecision,
     /// An optimizer slot, by number.
     OptimizerSlot(usize),
@@ -222,7 +222,7 @@ pub(super) enum Group {
     Height,
     /// The ranks that have the same part of the network as this rank.
     Data,
-    /// The ranks with the same place in the other stages, in the order of the stages.
+    /// The ranks with the same coordinates in the other stages, in the order of the stages.
     Stage,
 }
 
@@ -231,9 +231,9 @@ pub(super) enum Group {
 pub(super) enum Collective {
     /// Sums values over all ranks, in place.
     AllReduce,
-    /// Every rank gets the values of all ranks, in rank order.
+    /// Every rank receives the values of all ranks, in rank order.
     AllGather,
-    /// Sums values over all ranks; each rank gets its part of the sum, in rank order.
+    /// Sums values over all ranks. Each rank receives its part of the sum; parts are in rank order.
     ReduceScatter,
 }
 
@@ -328,7 +328,8 @@ pub(super) enum Command {
         count: usize,
         dtype: DataType,
     },
-    /// By NCCL: sends `gives` to other ranks of a group and receives `takes` from them, all at once. Ranks are numbers in the group.
+    /// By NCCL: sends `gives` to other ranks of a group and receives `takes` from them, concurrently. Ranks are numbers
+    /// in the group.
     Exchange {
         stream: StreamId,
         group: Group,
@@ -351,7 +352,7 @@ impl Command {
         Command::Collective { stream, kind, group, from: at, to: at, count, dtype }
     }
 
-    /// Among the ranks that divide the optimizer's state, in place: `at` has a part for each of them.
+    /// A collective among the ranks that divide the optimizer's state, in place: `at` has one part for each of them.
     pub(super) fn in_parts(
         stream: StreamId,
         kind: Collective,
@@ -366,7 +367,7 @@ impl Command {
         Command::Collective { stream, kind, group, from, to, count, dtype }
     }
 
-    /// Moves each operand by the bytes that `distance` gives for its region.
+    /// Moves each operand by the number of bytes that `distance` returns for its region.
     pub(super) fn shift(&mut self, distance: impl Fn(Region) -> usize) {
         let shift = |operand: &mut Operand| operand.offset += distance(operand.region);
         match self {
@@ -388,7 +389,7 @@ impl Command {
         }
     }
 
-    /// Where it is queued; `None` for what starts nothing.
+    /// The stream on which the command is launched; `None` if it launches nothing.
     pub(super) fn stream(&self) -> Option<StreamId> {
         match self {
             Command::Part(_) | Command::Alloc { .. } | Command::Free { .. } => None,
@@ -401,12 +402,12 @@ impl Command {
         }
     }
 
-    /// Whether NCCL waits for other ranks in this command.
+    /// Whether this command is a collective or an exchange by NCCL, which waits for other ranks.
     pub(super) fn meets_ranks(&self) -> bool {
         matches!(self, Command::Collective { .. } | Command::Exchange { .. })
     }
 
-    /// The memory that it works on: read, written.
+    /// The operands that the command accesses, and how.
     pub(super) fn accesses(&self) -> Vec<(Operand, Access)> {
         let all = match self {
             Command::Part(_)

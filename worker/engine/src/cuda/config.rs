@@ -15,9 +15,9 @@ pub(super) struct GpuConfig {
     pub(super) precision: Precision,
     /// Loss scaling for fp16.
     pub(super) loss_scale: LossScale,
-    /// Every run computes the same bits.
+    /// Whether every run must compute the same bits.
     pub(super) deterministic: bool,
-    /// The rendezvous store; absent for a single rank.
+    /// The rendezvous store. `None` for a single rank.
     pub(super) store: Option<Arc<Store>>,
     /// Notified of every submitted and every completed step.
     pub(super) watchdog: Option<Arc<Watchdog>>,

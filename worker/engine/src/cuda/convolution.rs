@@ -33,10 +33,11 @@ pub(super) struct Convolution {
     pub(super) padding: usize,
     /// Number of padding rows on either side: 0 if the input includes them.
     pub(super) row_padding: usize,
-    /// Each makes its share of the output's channels from its share of the input's; both are multiples of it.
+    /// Number of groups, which must divide the channels of input and output. Each group computes an equal range of
+    /// output channels from an equal range of input channels.
     pub(super) groups: usize,
-    /// Forward only: also computes the sums of y and of y * y per channel, for the batch norm after it. cuDNN
-    /// supports this for float16.
+    /// Forward only: whether to compute also the sums of y and of y * y per channel, for the following batch norm.
+    /// cuDNN supports this for float16.
     pub(super) sums: bool,
 }
 
@@ -123,7 +124,7 @@ mod tests {
 
     /// The key of a plan contains the number of groups, except for one group, as in caches from before groups were supported.
     #[test]
-    fn plans_are_stored_by_everything_that_tells_convolutions_apart() {
+    fn convolutions_with_different_plans_have_different_keys() {
         let name = |c: &Convolution| format!("{c:?}");
         assert_eq!(
             name(&PLAIN),
@@ -155,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_grouped_weight_has_a_group_s_share_of_the_inputs() {
+    fn grouped_weights_have_the_input_channels_of_one_group() {
         let grouped = Convolution { groups: 32, ..PLAIN };
         let ([x, w, y], plain) = (grouped.bytes(), PLAIN.bytes());
         assert_eq!((x, 32 * w, y), (plain[0], plain[1], plain[2]));

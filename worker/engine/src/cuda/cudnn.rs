@@ -23,7 +23,7 @@ use std::ffi::c_void;
 mod descriptor;
 
 /// Maximum number of engine configurations to get from one heuristic.
-const MOST: usize = 24;
+const MAX_CONFIGURATIONS: usize = 24;
 
 /// An engine and its knob settings, from which the same plan can be rebuilt.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -310,7 +310,7 @@ fn configurations(
     heuristic.set_descriptors(Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[graph])?;
     heuristic.set(Name::CUDNN_ATTR_ENGINEHEUR_MODE, Type::CUDNN_TYPE_HEUR_MODE, &[mode])?;
     heuristic.finalize("a heuristic")?;
-    let configs = (0..MOST)
+    let configs = (0..MAX_CONFIGURATIONS)
         .map(|_| Descriptor::new(Kind::CUDNN_BACKEND_ENGINECFG_DESCRIPTOR))
         .collect::<Result<Vec<_>, _>>()?;
     let mut handles: Vec<_> = configs.iter().map(|c| c.0).collect();

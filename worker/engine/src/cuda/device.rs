@@ -37,12 +37,11 @@ impl Device {
     pub(super) fn open(ordinal: i32) -> Result<Self, CudaError> {
         result::init().map_err(CudaError::driver("starting CUDA"))?;
         let device = result::device::get(ordinal).map_err(CudaError::driver("opening the GPU"))?;
-        let name =
-            result::device::get_name(device).map_err(CudaError::driver("asking for the GPU's name"))?;
+        let name = result::device::get_name(device).map_err(CudaError::driver("querying the GPU's name"))?;
         let ask = |attribute| {
             // SAFETY: `device` came from the driver.
             unsafe { result::device::get_attribute(device, attribute) }
-                .map_err(CudaError::driver("asking what the GPU can do"))
+                .map_err(CudaError::driver("querying the GPU's attributes"))
         };
         use sys::CUdevice_attribute_enum as A;
         let multiprocessors = ask(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
@@ -67,7 +66,7 @@ impl Device {
     /// Makes this GPU current on the calling thread.
     pub(super) fn bind(&self) -> Result<(), CudaError> {
         // SAFETY: the context is retained.
-        unsafe { result::ctx::set_current(self.context) }.map_err(CudaError::driver("choosing the GPU"))
+        unsafe { result::ctx::set_current(self.context) }.map_err(CudaError::driver("making the GPU current"))
     }
 
     /// Free and total memory in bytes.
@@ -88,8 +87,8 @@ impl Device {
                     total_mb: total >> 20,
                 })
             }
-            // After an earlier kernel has failed, allocations fail, too.
-            Err(error) => Err(CudaError::driver("taking memory of the GPU")(error)),
+            // Allocations also fail after an earlier kernel has failed.
+            Err(error) => Err(CudaError::driver("allocating GPU memory")(error)),
         }
     }
 

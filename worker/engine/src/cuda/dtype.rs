@@ -1,9 +1,9 @@
-//! Number formats of the GPU.
+//! Floating-point formats of the GPU.
 
 use lockstep_comm::DataType;
 
-/// Number format of activations and weights: only the formats of [`DataType`] for which kernels exist, so that a `match` is
-/// exhaustive.
+/// Floating-point format of activations and weights: only the formats of [`DataType`] for which kernels exist, so that
+/// a `match` is exhaustive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum DType {
     F32,

@@ -87,7 +87,7 @@ impl Engine for CudaEngine {
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
         if self.groups.is_some() || self.program.state.share.is_some() {
-            // No rank alone has a whole network that is split, or all of an optimizer's state that is divided.
+            // No single rank has a whole split network, or all of a divided optimizer's state.
             return None;
         }
         let recovered = self.recover_last_step();
@@ -242,7 +242,7 @@ impl Engine for CudaEngine {
         let place = |rank: u32| rank as usize % mesh.ranks_of_stage() / mesh.model;
         let gathers = |rank: u32| place(rank) == place(own);
         let keeps = (0..self.comm.size()).any(|rank| gathers(rank) && writers.include(rank));
-        // Where ranks divide the optimizer's state, those that write nothing give their parts.
+        // Where ranks divide the optimizer's state, ranks that write nothing send their parts.
         let mut optimizer = self.read(|state| state.gathered_optimizer_state(self.comm.as_ref(), keeps))?;
         optimizer.iter_mut().for_each(|optimizer| self.add_slots_of_other_stages(optimizer));
         if !keeps {
@@ -362,7 +362,7 @@ impl CudaEngine {
         tensors
     }
 
-    /// The same for the optimizer's slots.
+    /// Adds zeros for the optimizer's slots of other stages.
     fn add_slots_of_other_stages(&self, state: &mut OptimizerState) {
         if self.plan.mesh.stage > 1 {
             let shapes = crate::optimizer::state_shapes(&self.config.optimizer, &self.network);
@@ -370,7 +370,7 @@ impl CudaEngine {
         }
     }
 
-    /// Reads the state after all launched work is done, or is known never to finish.
+    /// Reads the state after all launched work has finished, or is known never to finish.
     fn read<T>(&self, what: impl FnOnce(&State) -> Result<T, EngineError>) -> Result<T, EngineError> {
         self.device.bind()?;
         if !self.program.state.is_unfinished {

@@ -61,7 +61,7 @@ impl CudaError {
         match self {
             CudaError::Driver { retriable, .. } | CudaError::Cudnn { retriable, .. } => *retriable,
             CudaError::Hung { .. } => true,
-            // Another attempt would make the same request and get the same error.
+            // Another attempt would fail with the same error.
             CudaError::Compile { .. }
             | CudaError::OutOfMemory { .. }
             | CudaError::Unsupported(_)
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_failed_is_tried_again_and_what_no_attempt_mends_is_not() {
+    fn only_errors_that_another_attempt_may_avoid_are_retried() {
         let passing = CudnnError::EXECUTION;
         assert!(is_retried(CudaError::cudnn("a step".into(), passing, String::new())));
         assert!(!is_retried(CudaError::cudnn("a step".into(), CudnnError::UNSUPPORTED, String::new())));

@@ -1,4 +1,5 @@
-//! The groups of ranks of a plan in which ranks share copies of the network or rows of pictures, for what they exchange on the host.
+//! The process groups of a plan in which ranks share copies of the network or rows of pictures, for exchanges between
+//! hosts.
 
 use crate::{EngineError, plan::Mesh};
 use lockstep_comm::{CommError, ProcessGroup};
@@ -7,11 +8,11 @@ use std::sync::Arc;
 pub(super) struct Groups {
     /// The ranks that share this rank's copy of the network.
     pub(super) model: Arc<dyn ProcessGroup>,
-    /// The ranks that share the rows of its pictures.
+    /// The ranks that share the rows of this rank's pictures.
     pub(super) height: Arc<dyn ProcessGroup>,
-    /// The ranks that have the same part of the network.
+    /// The ranks that have the same part of the network as this rank.
     pub(super) data: Arc<dyn ProcessGroup>,
-    /// The ranks with the same place in the other stages, in the order of the stages.
+    /// The ranks with the same coordinates in the other stages, in the order of the stages.
     pub(super) stage: Arc<dyn ProcessGroup>,
 }
 

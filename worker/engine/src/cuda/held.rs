@@ -1,4 +1,5 @@
-//! Recovery of a rank's state after another rank is lost: the GPU may wait in a collective for ever, and the host is steps ahead of the GPU.
+//! Recovery of a rank's state after another rank is lost: the GPU may wait in a collective forever, and the host is
+//! steps ahead of the GPU.
 //!
 //! Nothing can end this wait safely. An aborted collective leaves garbage, and NCCL sends this garbage to ranks that have not been aborted
 //! yet, which would use it as gradients. Instead, a separate stream reads the state while the main stream still waits:

@@ -38,7 +38,7 @@ const GROUP: usize = 128;
 
 /// Maximum mean difference, of 255, between the pixels of the GPU's and the CPU's decoder for the test pictures. Decoders round
 /// differently.
-const MOST_DIFFERENCE: f64 = 3.0;
+const MAX_DIFFERENCE: f64 = 3.0;
 
 /// Value of planes where nothing was decoded: grey.
 const GREY: u8 = 128;
@@ -55,7 +55,7 @@ pub(crate) fn open(ordinal: i32, dtype: DType) -> Result<Arc<dyn DeviceDecoder>,
 
 struct JpegDecoder {
     name: String,
-    // Dropped first, also by `close`.
+    // Declared first, so that it is dropped before the device; `close` may drop it earlier.
     sessions: Sessions<Session>,
     /// Held while a thread submits a group to the decoders: two submissions at a time would delay each other, and the training
     /// step, by the driver's locks.
@@ -88,7 +88,7 @@ impl JpegDecoder {
 
     /// Checks that pictures are decoded as on the CPU, in each supported subsampling.
     fn self_test(&self) -> Result<(), String> {
-        // Odd sides: planes of another size than expected would be detected.
+        // Odd sides, so that planes of a wrong size are detected.
         let (width, height) = (95, 63);
         let drawn = image::RgbImage::from_fn(width, height, |x, y| {
             image::Rgb([(x * 2) as u8, (y * 3) as u8, (200 - x - y) as u8])
@@ -131,7 +131,7 @@ impl JpegDecoder {
         if apart.is_empty() {
             return Err(format!("the first picture is {}", CpuDecodeReason::Refused));
         }
-        match apart.iter().find(|(apart, _)| *apart > MOST_DIFFERENCE) {
+        match apart.iter().find(|(apart, _)| *apart > MAX_DIFFERENCE) {
             None => Ok(()),
             Some((apart, sampling)) => Err(format!(
                 "nvJPEG's pixels differ from the CPU decoder's by {apart:.1} of 255 on average ({sampling:?})"
@@ -205,7 +205,8 @@ impl Session {
         Ok(Self { state, decoded: None, files: None, cropper, done: Event::sleeping().map_err(said)? })
     }
 
-    /// Decodes the supported pictures and returns which they are. All GPU work is done on return.
+    /// Decodes the supported pictures, and returns for each picture whether it is supported. All GPU work has completed
+    /// on return.
     fn decode(
         &mut self,
         decoder: &JpegDecoder,

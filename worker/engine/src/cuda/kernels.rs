@@ -85,7 +85,7 @@ impl Value {
     }
 }
 
-/// The loaded kernels of one number format on one GPU.
+/// The loaded kernels of one floating-point format on one GPU.
 pub(super) struct Kernels {
     module: sys::CUmodule,
     /// By name: the function, and its maximum dynamic shared memory per block.
@@ -106,7 +106,7 @@ unsafe impl Sync for Kernels {}
 const OTHERS_COMPILE_WITHIN: Duration = Duration::from_secs(60);
 
 impl Kernels {
-    /// Loads the kernels. If the cache does not have them, one rank of a machine compiles them while the others wait.
+    /// Loads the kernels. If they are not in the cache, one rank of a machine compiles them while the others wait.
     pub(super) fn load(device: &Device, dtype: DType) -> Result<Self, CudaError> {
         let options = options(device.capability, dtype);
         let name = cache_name(device.capability, dtype, &options);
@@ -261,8 +261,8 @@ fn options(capability: u32, dtype: DType) -> Vec<String> {
     options
 }
 
-/// Compiles the kernels for every GPU of [`CAPABILITIES`] in every number format, and writes them into `dir` as
-/// [`Kernels::load`] looks for them. Needs NVRTC but no GPU, and minutes.
+/// Compiles the kernels for every GPU of [`CAPABILITIES`] in every floating-point format, and writes them into `dir`
+/// under the names that [`Kernels::load`] reads. Needs NVRTC but no GPU, and takes minutes.
 ///
 /// # Errors
 /// NVRTC is missing or rejects the kernels, or `dir` cannot be written.
@@ -273,8 +273,8 @@ pub fn compile_all(dir: &Path) -> Result<(), String> {
     })
 }
 
-/// Compiles the kernels for these compute capabilities in every number format, on all cores, with the options `more` in addition
-/// to the engine's. `take` gets the name and the content of each file.
+/// Compiles the kernels for these compute capabilities in every floating-point format, on all cores, with the options
+/// `more` in addition to the engine's. Calls `take` with the name and the content of each file.
 fn compile_each(
     capabilities: &[u32],
     more: &[&str],
@@ -310,8 +310,8 @@ fn cache_name(capability: u32, dtype: DType, options: &[String]) -> String {
     format!("kernels-sm{capability}-{}-{key}.cubin", dtype.name())
 }
 
-/// Loads the module that a package has installed, or the one from the cache. A file of the cache that the driver cannot
-/// load is removed.
+/// Loads the module that a package has installed, or the module in the cache. Removes a file of the cache that the
+/// driver cannot load.
 fn cached(name: &str) -> Option<sys::CUmodule> {
     let unusable = |e: &CudaError| tracing::warn!("the installed {name} cannot be used: {e}");
     let installed =
@@ -349,7 +349,7 @@ fn compile(options: &[String]) -> Result<Vec<u8>, CudaError> {
                     .and_then(|()| nvrtc::sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()).result());
                 match read {
                     Ok(()) if size > 0 => Ok(image),
-                    read => Err(failed(format!("no machine code came out: {read:?}"))),
+                    read => Err(failed(format!("there is no machine code: {read:?}"))),
                 }
             }
             Err(error) => {

@@ -48,10 +48,10 @@ pub(super) struct Slot {
     order: Order,
     /// Range in the flat buffers.
     pub(super) range: Range<usize>,
-    /// Where the next one begins.
+    /// Start of the next parameter's range.
     end: usize,
     pub(super) kind: ParameterKind,
-    /// Not trained. The gradient of such a matrix is zeros; such vectors have none.
+    /// Whether the parameter is not trained. The gradient of such a matrix is zeros; such a vector has no gradient.
     pub(super) is_fixed: bool,
     /// This rank's part of the parameter, if a model group splits it.
     pub(super) slice: Option<Slice>,
@@ -67,16 +67,16 @@ impl Slot {
 /// A matrix that Muon orthogonalises, with a row for each output channel.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Filter {
-    /// Of the first value in the flat buffers.
+    /// Offset of the first value in the flat buffers.
     pub(super) offset: usize,
     pub(super) rows: usize,
     pub(super) columns: usize,
-    /// Of the first value in buffers that have the smaller Gram matrix of each filter.
+    /// Offset of the first value in the buffers of Gram matrices, which contain the smaller Gram matrix of each filter.
     pub(super) gram: usize,
 }
 
 impl Filter {
-    /// Rows of the Gram matrix.
+    /// Number of rows of the smaller Gram matrix.
     pub(super) fn side(&self) -> usize {
         self.rows.min(self.columns)
     }
@@ -92,7 +92,7 @@ pub(super) struct Layout {
     /// Numbers of values of split matrices and of split vectors. Split parameters come first in either part.
     pub(super) split_matrices: usize,
     pub(super) split_vectors: usize,
-    /// Number of values with gradients, which the optimizer changes; fixed vectors follow.
+    /// Number of values with gradients, which the optimizer changes. Vectors that are not trained follow.
     pub(super) trained: usize,
     /// Total number of values.
     pub(super) len: usize,
@@ -101,9 +101,9 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// `ops` in forward order; `padded_in` and `padded_classes` are the channels of the input and of
-    /// the logits as the GPU has them, `folded` whether the first convolution reads 2x2 pixels as one. What is reduced together can be cut
-    /// into `parts` equal parts.
+    /// `ops` are in forward order. `padded_in` and `padded_classes` are the padded numbers of channels of the input and
+    /// of the logits on the GPU; `folded` tells whether the first convolution reads 2x2 pixels as one. Each range that
+    /// is reduced together can be divided into `parts` equal parts.
     pub(super) fn new(
         network: &Network,
         ops: &[FusedOp],
@@ -153,7 +153,7 @@ impl Layout {
                         let has_logits = network.has_logits(op.output());
                         (Order::Rows, if has_logits { padded_classes } else { *out } * inputs)
                     }
-                    // The same length on every rank.
+                    // Padded to the same length on every rank.
                     (Role::LinearBias, _) if p.slice.is_some() => (Order::Vector, padded_classes),
                     _ => (Order::Vector, p.len()),
                 };
@@ -204,7 +204,7 @@ impl Layout {
         layout
     }
 
-    /// The two planes of `values`, which must be split matrices, if these are stored in planes.
+    /// The two planes of `values`, which must be in split matrices that are stored in planes.
     pub(super) fn planes(&self, values: Range<usize>) -> [Operand; 2] {
         let plane = |from: usize| Operand::new(Region::Weights, 2 * (from + values.start), 2 * values.len());
         [plane(0), plane(self.split_matrices)]
@@ -227,7 +227,7 @@ impl Layout {
         self.slots.push(slot);
     }
 
-    /// Has what lies from `from` on be `parts` equal parts, each of which is aligned.
+    /// Pads the values from `from` on to a multiple of `parts` aligned parts.
     fn pad(&mut self, from: usize, parts: usize) {
         self.len = from + (self.len - from).next_multiple_of(ALIGN * parts);
         if let Some(last) = self.slots.last_mut() {
@@ -235,12 +235,12 @@ impl Layout {
         }
     }
 
-    /// What is reduced together: the buckets of matrices, then all vectors.
+    /// The ranges that are reduced together: the buckets of matrices, then all vectors.
     pub(super) fn reduced(&self) -> impl Iterator<Item = Range<usize>> {
         self.buckets.iter().cloned().chain(std::iter::once(self.matrices..self.trained))
     }
 
-    /// What a rank with `share` has of all that is reduced together, in the flat buffers.
+    /// The range of the flat buffers that belongs to a rank with `share`, for each range that is reduced together.
     pub(super) fn own(&self, share: Share) -> impl Iterator<Item = Range<usize>> {
         self.reduced().map(move |range| {
             let own = share.of(range.len());
@@ -248,7 +248,8 @@ impl Layout {
         })
     }
 
-    /// For each trained parameter: what a rank with `share` has of it, counted from the beginning of the rank's part.
+    /// For each trained parameter: the range that belongs to a rank with `share`, relative to the rank's part of the
+    /// reduced range.
     pub(super) fn own_segments(&self, share: Share) -> Vec<Range<usize>> {
         let own: Vec<_> = self.reduced().zip(self.own(share)).collect();
         let of_slot = |slot: &Slot| {
@@ -259,7 +260,7 @@ impl Layout {
         self.trained_slots().iter().map(of_slot).map(|[start, end]| start..end).collect()
     }
 
-    /// The parameters that the optimizer changes: the first ones.
+    /// The parameters that the optimizer changes, which come first.
     pub(super) fn trained_slots(&self) -> &[Slot] {
         &self.slots[..self.slots.partition_point(|slot| slot.range.start < self.trained)]
     }
@@ -282,7 +283,8 @@ impl Layout {
         &self.slots[self.by_name[&format!("{name}.{suffix}")]]
     }
 
-    /// Converts a flat buffer to torchvision's layout. `kept`: name of the optimizer slot that the buffer holds, if it does not hold parameters.
+    /// Converts a flat buffer to torchvision's layout. `kept` is the name of an optimizer slot if the buffer contains
+    /// that slot instead of the parameters.
     pub(super) fn export(&self, kept: Option<&str>, flat: &[f32], into: &mut NamedTensors) {
         for slot in &self.slots {
             let ours = &flat[slot.range.clone()];
@@ -383,7 +385,7 @@ mod tests {
 
     /// The weights of a grouped convolution are in cuDNN's order: `[out][height][width][in / groups]`.
     #[test]
-    fn grouped_weights_go_to_the_gpu_s_order_and_back() {
+    fn grouped_weights_convert_to_the_gpu_s_order_and_back() {
         let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, stem: Stem::Imagenet, ..ModelSpec::default() };
         let network = resnet::build(&model, 64, 3, 10).unwrap();
         let layout =

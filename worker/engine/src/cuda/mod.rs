@@ -76,7 +76,7 @@ use std::{
 const AHEAD: usize = 2;
 
 /// Initial loss scale of fp16, as in PyTorch's `GradScaler`.
-const FIRST_LOSS_SCALE: f32 = 65_536.0;
+const INITIAL_LOSS_SCALE: f32 = 65_536.0;
 
 /// Checks the plan of steps that sample classes.
 ///
@@ -109,7 +109,7 @@ fn build(
     let loss_scale = match (&gpu.loss_scale, dtype) {
         (_, DType::F32 | DType::Bf16) => None,
         (LossScale::Static(scale), DType::F16) => Some((*scale, false)),
-        (LossScale::Named(_), DType::F16) => Some((FIRST_LOSS_SCALE, true)),
+        (LossScale::Named(_), DType::F16) => Some((INITIAL_LOSS_SCALE, true)),
     };
     let mut needed = vec![Library::Driver, Library::Cudnn];
     if comm.size() > 1 {
@@ -186,8 +186,9 @@ fn part_of(
     plan::part_of(network, plan, comm.rank()).map_err(EngineError::Parameters)
 }
 
-/// Whether the GPU has room for what batch norm's backward pass needs, before plans are timed with tensors of that size. Half of
-/// it counts, as fused passes may do without some; what is in all is known when plans are, and asked for then.
+/// Checks, before plans are timed with tensors of that size, that the GPU's memory is large enough for the activations
+/// of batch norm's backward pass. Only half of them count, because fused passes do not need all of them. The exact
+/// requirement is known and checked after plans have been chosen.
 fn fits(network: &Network, batch: usize, dtype: DType, (free, total): (u64, u64)) -> Result<(), CudaError> {
     let bytes = if dtype == DType::F32 { 4 } else { 2 };
     let needed = network.convolution_values().saturating_mul(batch as u64).saturating_mul(bytes) / 2;
@@ -226,7 +227,8 @@ enum CapturedGraph {
 /// A started step.
 enum UnderWay {
     OnGpu {
-        /// With class weights: by what the sum of this rank's losses is divided. Otherwise its number of pictures.
+        /// With class weights: the divisor of the sum of this rank's losses. `None`: the divisor is the number of
+        /// pictures.
         divisor: Option<f64>,
     },
     /// No rank has a picture.
@@ -240,11 +242,11 @@ struct CudaEngine {
     on_gpu: Option<OnGpu>,
     staging: Option<Staging>,
     under_way: VecDeque<UnderWay>,
-    /// Results that have been read from the GPU by a call that then failed.
+    /// Results that were read from the GPU by a call that later failed.
     unreturned: Vec<StepResult>,
-    /// Whether the float32 weights that other ranks update are of an earlier step.
+    /// Whether this GPU's copies of float32 weights that other ranks update are of an earlier step.
     has_old_weights: bool,
-    /// Steps that were begun on the GPU, modulo 2^32 like its own count of those that it has finished.
+    /// Number of steps started on the GPU, modulo 2^32 like the GPU's count of finished steps.
     begun: u32,
     /// The step that creates the weights' average, unless an average was given.
     averaged_from: Option<u32>,
@@ -253,7 +255,7 @@ struct CudaEngine {
     last_end: Option<u64>,
     /// Free GPU memory in bytes before this process loaded its kernels and allocated any.
     free_before: u64,
-    /// Whether an error has left unfinished work on the GPU.
+    /// Whether there may be unfinished work on the GPU after an error.
     failed: bool,
     watchdog: Option<Arc<Watchdog>>,
     /// The timed calls, while profiling is on.
@@ -266,7 +268,7 @@ struct CudaEngine {
     /// How the network is parallelised over the ranks.
     plan: Plan,
     comm: Arc<dyn ProcessGroup>,
-    /// Where ranks share copies of the network or rows of pictures, or have stages.
+    /// The groups of a plan in which ranks share copies of the network or rows of pictures, or compute stages.
     groups: Option<Groups>,
     device: Device,
 }

@@ -1,9 +1,8 @@
 //! The kernels of `worker/kernels/` as operations: each method computes a launch. No method accesses a GPU.
-//!
-//! Activations are NHWC in the kernels' number format, `T` below; channels are a multiple of 8, and rows =
-//! pictures x pixels. Everything is deterministic: sums are taken in an order that depends only on shapes.
-//! Launches do not depend on host values that change between steps, so a captured sequence of launches can be
-//! replayed; values that change are in the [control block](self#control).
+//! Activations are NHWC in the kernels' floating-point format, `T` below; channels are a multiple of 8, and rows =
+//! pictures x pixels. All kernels are deterministic: sums are taken in an order that depends only on shapes. Launches
+//! do not depend on host values that change between steps, so a captured sequence of launches can be replayed; values
+//! that change are in the [control block](self#control).
 //!
 //! # Control
 //! `Control` in `numbers.cu`, in device memory. The first `valid` pictures are real. The others are padding,

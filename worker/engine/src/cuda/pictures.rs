@@ -9,12 +9,12 @@ use bytemuck::NoUninit;
 use lockstep_data::loader::{Batch, BatchFormat, Resident};
 
 /// Maximum fraction of the GPU's free memory for a dataset.
-const MOST_OF_FREE: f64 = 0.4;
+const MAX_OF_FREE: f64 = 0.4;
 
 /// A dataset in GPU memory.
 pub(super) struct OnGpu {
     train: Buffer,
-    /// `None`: the same pictures as `train`.
+    /// `None` if these are the same pictures as `train`.
     validation: Option<Buffer>,
     pub(super) height: usize,
     pub(super) width: usize,
@@ -27,7 +27,7 @@ impl OnGpu {
     pub(super) fn new(device: &Device, data: &Resident) -> Result<Option<Self>, CudaError> {
         let same = std::sync::Arc::ptr_eq(&data.train, &data.validation);
         let bytes = data.train.len() + if same { 0 } else { data.validation.len() };
-        if bytes as f64 > MOST_OF_FREE * device.memory().0 as f64 {
+        if bytes as f64 > MAX_OF_FREE * device.memory().0 as f64 {
             return Ok(None);
         }
         Ok(Some(Self {
@@ -90,7 +90,7 @@ impl Staging {
         self.format
     }
 
-    /// Whether [`Staging::send`] would return without waiting for a step, and so perhaps for other ranks.
+    /// Whether [`Staging::send`] would return without waiting for a step, which may wait for other ranks.
     pub(super) fn is_free(&self) -> Result<bool, CudaError> {
         if self.sent < AHEAD { Ok(true) } else { self.copied[self.sent % AHEAD].has_passed() }
     }

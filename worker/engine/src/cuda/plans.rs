@@ -80,7 +80,7 @@ fn gpu_convolutions_have_plans() {
             let mut again = Tuner::new(&device, Cudnn::new().unwrap(), true);
             again.prepare(&device, &all).unwrap();
             eprintln!(
-                "  again from the cache: {:.2} s, {} timed anew",
+                "  again from the cache: {:.2} s, {} timed again",
                 began.elapsed().as_secs_f64(),
                 again.timed.len()
             );
@@ -90,7 +90,7 @@ fn gpu_convolutions_have_plans() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_step_tells_where_its_time_goes() {
+fn gpu_calls_of_a_step_are_timed() {
     use crate::{bench, registry};
     use lockstep_host::gpu::RankGpu;
     use lockstep_protocol::spec::{Device, Precision};

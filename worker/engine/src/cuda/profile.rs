@@ -17,14 +17,14 @@ pub(super) struct TimedCall {
 }
 
 /// The calls so far, in order.
-struct Asked {
+struct TimedCalls {
     part: Part,
     calls: Vec<(Part, String, Event, Event)>,
 }
 
 /// The timed calls; `None` while profiling is off.
 #[derive(Default)]
-pub(super) struct Profile(Mutex<Option<Asked>>);
+pub(super) struct Profile(Mutex<Option<TimedCalls>>);
 
 impl Profile {
     /// Runs `call`, which launches work on `stream`, and times that work if profiling is on.
@@ -35,7 +35,7 @@ impl Profile {
         call: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
         let mut asked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(Asked { part, calls }) = asked.as_mut() else {
+        let Some(TimedCalls { part, calls }) = asked.as_mut() else {
             drop(asked);
             return call();
         };
@@ -56,7 +56,7 @@ impl Profile {
 
     /// Starts profiling.
     pub(super) fn begin(&self) {
-        let asked = Asked { part: Part::Begin, calls: Vec::new() };
+        let asked = TimedCalls { part: Part::Begin, calls: Vec::new() };
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(asked);
     }
 

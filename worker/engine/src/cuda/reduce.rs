@@ -50,14 +50,14 @@ enum Memory {
 }
 
 pub(super) struct Reducer {
-    /// All ranks, or those of this rank's stage; `None` if it is the only one.
+    /// The group of all ranks, or of the ranks of this rank's stage. `None` if this rank is the only one.
     nccl: Option<Arc<Nccl>>,
     /// If ranks share the network: the ranks of this copy, and, if there are several copies, the ranks with the same part.
     model: Option<Arc<Nccl>>,
     data: Option<Arc<Nccl>>,
-    /// Where ranks share the rows of pictures.
+    /// The group of ranks that share the rows of this rank's pictures.
     height: Option<Arc<Nccl>>,
-    /// Where the network has stages.
+    /// The group of ranks with the same coordinates in the other stages.
     stage: Option<Arc<Nccl>>,
     pub(super) statistics: Statistics,
     memory: Memory,
@@ -84,7 +84,7 @@ impl Reducer {
         gradients: &str,
         sync: Option<&[usize]>,
     ) -> Result<Self, EngineError> {
-        // If `comm` is a subgroup of the job's ranks, only its ranks meet.
+        // If `comm` is a subgroup of the job's ranks, only its ranks take part in the rendezvous.
         let place = Exchange::of(comm, gpu.store.as_deref());
         let name = |what: &str| format!("{what}/{}", gpu.generation);
         let connect = || Nccl::connect(place, &name("gradients"), gpu.ordinal, comm.timeout());
@@ -183,7 +183,8 @@ impl Reducer {
         dtype: DataType,
     ) -> Result<(), EngineError> {
         let (nccl, stream) = (self.of(group)?, stream.0);
-        // SAFETY: ranges of buffers of this engine, which outlive the stream's work; as long as the command says, which is checked.
+        // SAFETY: ranges of buffers of this engine, which outlive the stream's work. `command::verify` has checked
+        // their lengths.
         Ok(unsafe {
             match kind {
                 Collective::AllReduce => nccl.all_reduce(to, count, dtype, Reduction::Sum, stream),
@@ -215,7 +216,7 @@ impl Reducer {
             Group::Data => self.data.as_ref(),
             Group::Stage => self.stage.as_ref(),
         };
-        let absent = || format!("a step with a collective{group}, which this engine does not have");
+        let absent = || format!("this engine has no communicator for a collective{group}");
         nccl.ok_or_else(|| EngineError::Device(absent()))
     }
 

@@ -1,5 +1,5 @@
-//! Rings in page-locked memory through which the host sends control blocks to the GPU and receives
-//! results, without driver calls.
+//! Ring buffers in page-locked memory, through which the host sends control blocks to the GPU and receives results
+//! without driver calls.
 
 #![allow(unsafe_code)] // Structs of plain numbers are declared as such, to be copied as bytes.
 
@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Maximum number of micro-batches that the host has sent and the GPU has not taken yet.
+/// Maximum number of micro-batches that the host has sent and the GPU has not read yet.
 pub(super) const SLOTS: usize = 64;
 /// `Totals` in `loss.cu`: loss, number of correct predictions and of pictures.
 pub(super) const TOTALS: Operand = Operand::new(Region::Totals, 0, 24);
@@ -96,7 +96,7 @@ pub(super) struct Inputs {
     pub(super) ring: Pinned,
     /// The current micro-batch's control block on the GPU, in each slot.
     pub(super) control: Buffer,
-    /// Number of control blocks that the GPU has taken.
+    /// Number of control blocks that the GPU has read.
     pub(super) counter: Buffer,
     /// The same number in host memory, written by the GPU.
     pub(super) taken: Pinned,
@@ -128,13 +128,13 @@ impl Inputs {
         Self::words_for(self.batch)
     }
 
-    /// Number of micro-batches that the GPU has not taken yet.
+    /// Number of micro-batches that the GPU has not read yet.
     fn under_way(&self) -> u32 {
         self.sent.wrapping_sub(self.taken.load(0))
     }
 
-    /// Puts a micro-batch into the next slot, after the GPU has taken the slot's old content. While waiting, regularly
-    /// calls `alive`, which fails if the GPU cannot continue.
+    /// Writes a micro-batch to the next slot, after the GPU has read the slot's previous content. While waiting,
+    /// regularly calls `alive`, which fails if the GPU cannot continue.
     pub(super) fn send<E: From<CudaError>>(
         &mut self,
         control: Control,
@@ -210,7 +210,8 @@ pub(super) fn wait_until<E: From<CudaError>>(
     Ok(())
 }
 
-/// The kernel that takes the next control block, for at most `batch` pictures; `keeps`: what it copies at the start of a step.
+/// The kernel that reads the next control block, for at most `batch` pictures. `keeps` is what it copies at the start
+/// of a step.
 pub(super) fn fetch(batch: usize, keeps: Option<ops::Keep>) -> ops::Fetch {
     ops::Fetch {
         control: Operand::whole(Region::Control),

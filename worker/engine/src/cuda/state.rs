@@ -59,17 +59,19 @@ pub(super) struct State {
     /// Float32, [`Layout::len`] values.
     pub(super) weights: Buffer,
     optimizer: Optimizer,
-    /// As long, each of the optimizer's slots; or what this rank has of them, one after another.
+    /// The optimizer's slots, each as long as the weights; or this rank's parts of the slots, one after another.
     pub(super) optimizer_slots: Vec<Buffer>,
     pub(super) share: Option<Share>,
-    /// The matrices in the type that is computed in, but for those in planes; `None` with float32, where they are the weights.
+    /// The matrices in the format of the computation, except those in planes. `None` with float32, where the weights
+    /// themselves are used.
     low_precision: Option<Buffer>,
     /// Running mean and variance of every batch norm.
     running_values: Buffer,
-    /// The running values before the current step and, by block of the kernel that copies them, the number of steps finished then.
+    /// The running values before the current step, and for each block of the kernel that copies them, the number of
+    /// finished steps at the time of the copy.
     kept_values: Buffer,
     pub(super) kept_of: Buffer,
-    /// Whether a step is under way that will never finish: the kept values apply.
+    /// Whether a step was started that will never finish, so that the kept values apply.
     pub(super) is_unfinished: bool,
     running: Vec<Running>,
     pub(super) scaling: Buffer,
@@ -347,7 +349,8 @@ impl State {
         ops.add_checksum(weights, length, Operand::new(Region::Found, 0, 8))
     }
 
-    /// What sharding saves, in words; empty without it.
+    /// A phrase for the log that says how much memory the sharding of the optimizer's state saves. Empty without
+    /// sharding.
     pub(super) fn saving(&self) -> String {
         let own: usize = self.optimizer_slots.iter().map(|slot| slot.bytes).sum();
         self.share.map_or_else(String::new, |share| format!("; {}", saving_in_words(own, own * share.ranks)))
@@ -371,7 +374,8 @@ impl State {
         Ok(OptimizerState { slots, updates: self.read_scaling()?.updates.into() })
     }
 
-    /// Collective where ranks divide the optimizer's state: all of it, for a rank that is to `keep` it.
+    /// The optimizer's state. Where ranks divide it, this is collective, and returns the whole state on ranks with
+    /// `keep`.
     pub(super) fn gathered_optimizer_state(
         &self,
         comm: &dyn ProcessGroup,
@@ -392,7 +396,7 @@ impl State {
                 rest = behind;
             }
             if keep {
-                // What is frozen has no state.
+                // Parameters that are not trained have no state.
                 flat.resize(self.layout.len, 0.0);
                 self.layout.export(Some(name), &flat, &mut slots);
             }
@@ -400,7 +404,7 @@ impl State {
         Ok(keep.then_some(OptimizerState { slots, updates: self.read_scaling()?.updates.into() }))
     }
 
-    /// Replaces it; `to` is known to be whole.
+    /// Replaces the optimizer's state. `to` must be complete.
     pub(super) fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
             let mut flat = self.layout.import(Some(name), &to.slots)?;
@@ -409,7 +413,7 @@ impl State {
             }
             buffer.write(&flat)?;
         }
-        // No run has so many updates; bias corrections would be 1 there.
+        // No run has more updates, and bias corrections are 1 long before.
         let updates = u32::try_from(to.updates).unwrap_or(u32::MAX);
         let now = self.read_scaling()?;
         Ok(self.scaling.write(&[Scaling { updates, ..now }])?)

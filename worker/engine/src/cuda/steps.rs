@@ -147,7 +147,8 @@ impl CudaEngine {
         }
         let [begin, backward, reduced, end] = record.stamps;
         let divisor = divisor.map_or(record.samples as f32, |divisor| divisor as f32);
-        // While steps directly follow each other, from end to end, which includes waits for the host.
+        // While steps directly follow each other, the time between their ends counts, which includes waits for the
+        // host.
         let from = self.last_end.unwrap_or(begin);
         self.last_end = Some(end);
         Ok(Some(StepResult {
@@ -169,12 +170,12 @@ impl CudaEngine {
         }
         self.program.gather_weights()?;
         let main = self.program.main.0;
-        // An error of the GPU comes again when the weights are read.
+        // Reading the weights reports an error of the GPU again.
         let is_done = || main.is_idle().unwrap_or(true);
         self.wait_on_gpu(|_, _, patience, alive| rings::wait_until(is_done, patience, alive))
     }
 
-    /// Waits for what the GPU does next: that it takes a micro-batch, or gives a result.
+    /// Waits until the GPU reads a micro-batch or returns a result, and checks meanwhile that other ranks are alive.
     pub(super) fn wait_on_gpu<T>(
         &mut self,
         wait: impl FnOnce(

@@ -15,9 +15,9 @@ use std::{
 };
 
 /// Maximum workspace of a plan.
-const MOST_WORKSPACE: usize = 512 << 20;
+const MAX_WORKSPACE: usize = 512 << 20;
 /// Bytes of activations that a separate pass reads per millisecond: a convolution that computes sums saves such a pass.
-const PASS_BYTES_A_MILLI: f32 = 3e9;
+const PASS_BYTES_PER_MS: f32 = 3e9;
 /// Number of runs in the captured graph that is timed.
 const RUNS: usize = 4;
 /// A plan whose first run takes this many times the best plan's time is not timed further.
@@ -123,7 +123,7 @@ impl Tuner {
                 let found = found.ok();
                 let plain = self.plan(&Convolution { sums: false, ..convolution })?;
                 let plain = bench.time(&self.cudnn, &convolution, plain, None)?;
-                let worth = plain + convolution.bytes()[2] as f32 / PASS_BYTES_A_MILLI;
+                let worth = plain + convolution.bytes()[2] as f32 / PASS_BYTES_PER_MS;
                 found.filter(|(_, millis)| *millis < worth)
             } else {
                 Some(found?)
@@ -187,7 +187,7 @@ impl Bench {
         Ok(Self {
             deterministic,
             tensors,
-            workspace: device.alloc(MOST_WORKSPACE)?,
+            workspace: device.alloc(MAX_WORKSPACE)?,
             stream: OwnedStream::new(false)?,
             begin: Event::new(true)?,
             end: Event::new(true)?,
@@ -204,7 +204,7 @@ impl Bench {
             if best.is_some() {
                 break;
             }
-            for plan in cudnn.candidates(convolution, MOST_WORKSPACE, self.deterministic, fallback)? {
+            for plan in cudnn.candidates(convolution, MAX_WORKSPACE, self.deterministic, fallback)? {
                 match self.time(cudnn, convolution, &plan, best.as_ref().map(|b| b.1)) {
                     Ok(millis) if best.as_ref().is_none_or(|b| millis < b.1) => best = Some((plan, millis)),
                     Ok(_) => {}

@@ -1,5 +1,5 @@
-//! What every engine needs of a GPU, whatever its network: the context, our kernels, and cuDNN. A thread opens it in advance,
-//! while a rank meets the others and opens its dataset, or before a job is known.
+//! The parts of a GPU's setup that do not depend on the network: the context, our kernels, and cuDNN. A thread opens
+//! them in advance, during the rendezvous and while the dataset is opened, or before a job is known.
 
 use super::{
     convolution::{Convolution, Direction},
@@ -28,7 +28,7 @@ pub(super) struct Opened {
     dtype: DType,
 }
 
-/// What was opened in advance and not used yet.
+/// The parts that were opened in advance and are not used yet.
 enum State {
     Nothing,
     Opening(JoinHandle<Result<Opened, CudaError>>),
@@ -36,7 +36,7 @@ enum State {
 }
 
 impl State {
-    /// Waits for the thread. `None` if it failed: who needs the parts opens them and reports the error.
+    /// Waits for the thread. `None` if it failed: [`open`] then opens the parts and reports the error.
     fn settled(self) -> Option<Opened> {
         match self {
             Self::Nothing => None,
@@ -52,7 +52,7 @@ fn locked() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Begins to open GPU `ordinal` for a job of `ranks` ranks that computes in `dtype`; `None`: no job is known yet.
+/// Starts to open GPU `ordinal` for a job of `ranks` ranks that computes in `dtype`. `None` if no job is known yet.
 pub(super) fn begin(ordinal: i32, ranks: u32, dtype: Option<DType>) {
     let mut state = locked();
     let before = mem::replace(&mut *state, State::Nothing);
@@ -74,7 +74,7 @@ pub(super) fn begin(ordinal: i32, ranks: u32, dtype: Option<DType>) {
     }
 }
 
-/// Opens GPU `ordinal` and makes it current on the calling thread. Takes what was opened in advance.
+/// Opens GPU `ordinal` and makes it current on the calling thread. Uses the parts that were opened in advance.
 pub(super) fn open(ordinal: i32, dtype: DType) -> Result<Opened, CudaError> {
     // The lock is released before the wait for the thread.
     let before = mem::replace(&mut *locked(), State::Nothing);
@@ -98,7 +98,7 @@ pub(super) fn is_sound() -> bool {
     works
 }
 
-/// Opens what is missing of `before`.
+/// Opens the parts that `before` lacks.
 fn completed(before: Option<Opened>, ordinal: i32, dtype: DType) -> Result<Opened, CudaError> {
     let Some(opened) = before.filter(|opened| opened.ordinal == ordinal) else {
         let device = Device::open(ordinal)?;
@@ -114,7 +114,7 @@ fn completed(before: Option<Opened>, ordinal: i32, dtype: DType) -> Result<Opene
     Ok(Opened { kernels, dtype, ..opened })
 }
 
-/// Makes cuDNN load the libraries of its engines, by a plan for a convolution.
+/// Makes cuDNN load the libraries of its engines, by building a plan for a convolution.
 fn load_engines(cudnn: &Cudnn) {
     let convolution = Convolution {
         direction: Direction::Forward,
@@ -142,15 +142,15 @@ fn load_engines(cudnn: &Cudnn) {
 mod tests {
     use super::*;
 
-    /// A second opening takes the parts of the first, also for another number format.
+    /// A second opening reuses the parts of the first, also for another floating-point format.
     #[test]
     #[ignore = "needs a GPU"]
-    fn gpu_what_was_opened_in_advance_is_used_and_is_sound() {
+    fn gpu_parts_opened_in_advance_are_used_and_sound() {
         assert!(!is_sound(), "nothing was opened");
         begin(0, 2, None);
         assert!(is_sound(), "it is being opened");
         drop(open(0, DType::F16).unwrap());
-        assert!(!is_sound(), "it was taken");
+        assert!(!is_sound(), "the parts were taken");
         begin(0, 1, None);
         begin(0, 1, Some(DType::Bf16));
         while is_opening() {

@@ -1,8 +1,8 @@
 //! Fusion across 1x1 convolutions, with kernels that have their own matrix multiplication. It saves writes and reads of
 //! the largest tensors of a bottleneck network.
 //!
-//! Which convolutions are fused depends only on the network and the number format, never on measurements: ranks that
-//! synchronise statistics must reach the same batch norms in the same order.
+//! Which convolutions are fused depends only on the network and the floating-point format, never on measurements: ranks
+//! that synchronise statistics must reach the same batch norms in the same order.
 
 use super::{Conv, ConvBackward, ConvForward, FusedOp, Norm, NormForward, StatisticsIn, norm_mut, reads};
 use crate::net::{Network, TensorId};
@@ -97,7 +97,7 @@ fn dgrad_in_norm(network: &Network, ops: &mut [FusedOp], at: usize) {
     let Some(&Conv { input, .. }) = conv_at(ops, at) else { return };
     let block_end =
         norm_of(ops, input).is_some_and(|norm| norm.relu && !norm.pooled && norm.shortcut.is_some());
-    // Of two such gradients, one would have to be stored.
+    // If two convolutions read the tensor, one of the two gradients would have to be stored.
     let pointwise = ops
         .iter()
         .filter(|op| matches!(op, FusedOp::Conv(conv) if conv.input == input && conv.is_pointwise()))

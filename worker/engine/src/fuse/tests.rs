@@ -20,7 +20,7 @@ fn count(ops: &[FusedOp], is: impl Fn(&FusedOp) -> bool) -> usize {
 }
 
 #[test]
-fn without_capabilities_every_operation_runs_by_itself_and_in_order() {
+fn without_capabilities_nothing_is_fused() {
     let net = build(Arch::ResNet50, Stem::Imagenet, 64);
     let ops = fuse(&net, &Capabilities::default());
     let outputs: Vec<_> = ops.iter().map(FusedOp::output).collect();
@@ -47,7 +47,7 @@ fn without_capabilities_every_operation_runs_by_itself_and_in_order() {
 }
 
 #[test]
-fn a_residual_network_becomes_convolutions_and_fused_norms() {
+fn a_residual_network_is_fused_to_convolutions_and_norms() {
     let net = build(Arch::ResNet20, Stem::Cifar, 32);
     let ops = fuse(&net, &Capabilities { norm_add_relu: true, ..Capabilities::default() });
     let norms = |with_shortcut, with_relu| {
@@ -63,7 +63,7 @@ fn a_residual_network_becomes_convolutions_and_fused_norms() {
 
 /// For either order of a block's operations, and for tensors with several readers, every tensor that is read is computed.
 #[test]
-fn whatever_is_read_is_made_before() {
+fn every_tensor_is_written_before_it_is_read() {
     let mut nets = vec![
         build(Arch::ResNet50, Stem::Imagenet, 64),
         build(Arch::ResNet18, Stem::Imagenet, 64),
@@ -109,7 +109,7 @@ fn whatever_is_read_is_made_before() {
 }
 
 #[test]
-fn what_is_fused_across_convolutions_needs_its_shapes() {
+fn fusion_across_convolutions_requires_matching_shapes() {
     // The expanding and reducing convolutions of the first stage, and the dgrads of the first convolutions of blocks 1 and 2
     // of the first stage (64 outputs), 1 to 3 of the second (128) and 1 to 5 of the third (256).
     let ops = fuse(&build(Arch::ResNet50, Stem::Imagenet, 224), &ALL);

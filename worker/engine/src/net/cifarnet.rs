@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn shapes_and_counts_are_the_paper_s() {
+    fn shapes_and_parameter_counts_match_the_paper() {
         let net = network(32, 3).unwrap();
         let sides: Vec<usize> = net.tensors.iter().map(|tensor| tensor.height).collect();
         assert_eq!(&sides[..4], [32, 31, 31, 31]);
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn convolutions_begin_as_the_identity_and_logits_small() {
+    fn initial_convolutions_are_the_identity_and_logits_are_small() {
         let all = initial_parameters(&network(32, 3).unwrap(), false, 3);
         let filters = &all["group2.conv1.weight"].values;
         for (output, filter) in filters.chunks_exact(64 * 9).enumerate() {

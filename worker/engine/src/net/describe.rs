@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn every_network_s_description_keeps_the_limits_and_counts_every_parameter() {
+    fn descriptions_obey_the_limits_and_count_every_parameter() {
         for (arch, name) in Arch::ALL {
             for freeze_norm in [false, true] {
                 let model = ModelSpec { arch, freeze_norm, ..ModelSpec::default() };

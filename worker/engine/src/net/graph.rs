@@ -121,7 +121,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// Whether the optimizer changes such a parameter: running statistics are not trained.
+    /// Whether parameters of this role are trained: all except running statistics.
     pub fn is_trained(self) -> bool {
         !matches!(self, Role::RunningMean | Role::RunningVar)
     }
@@ -169,10 +169,11 @@ pub struct Network {
     /// Channels of an input picture.
     pub channels: usize,
     pub classes: usize,
-    /// All batch norms are frozen (torchvision's `FrozenBatchNorm2d`): they normalise with running statistics during training
-    /// too, and none of their parameters is trained.
+    /// Whether all batch norms are frozen (torchvision's `FrozenBatchNorm2d`): they normalise with running statistics
+    /// during training, too, and none of their parameters is trained.
     pub frozen_norm: bool,
-    /// Names of parameters that are not trained: weights that follow from the pictures, and the scales of batch norms without one.
+    /// Names of parameters that are not trained: weights that are computed from pictures, and the scales of batch norms
+    /// without a trained scale.
     pub fixed: Vec<String>,
     /// Shape of every activation.
     pub tensors: Vec<TensorShape>,
@@ -255,8 +256,8 @@ impl Network {
         self.tensors[*input].pixels() as f32 / self.whole_pixels(*input) as f32
     }
 
-    /// Which stage of the whole network it is, of how many. The input of all but the first is what the stage before makes, and the last one's
-    /// last tensor are the logits.
+    /// The number of this pipeline stage, and the number of stages. The input of each stage except the first is the
+    /// output of the preceding stage; the output of the last stage is the logits.
     pub fn stage(&self) -> (usize, usize) {
         self.part.as_ref().map_or((0, 1), |part| (part.stage, part.stages))
     }
@@ -499,7 +500,7 @@ impl Network {
         self.padded_max_pool(input, kernel, stride, kernel / 2)
     }
 
-    /// Appends a max pooling over windows that neither overlap nor reach over the border.
+    /// Appends a max pooling over windows that do not overlap or extend beyond the border.
     pub fn tiled_max_pool(&mut self, input: TensorId, kernel: usize) -> TensorId {
         self.padded_max_pool(input, kernel, kernel, 0)
     }

@@ -68,7 +68,7 @@ mod tests {
 
     /// `kaiming_normal_(mode="fan_out")` counts all outputs of the weight, for any number of groups.
     #[test]
-    fn grouped_convolutions_begin_as_torchvision_s() {
+    fn grouped_convolutions_are_initialised_as_in_torchvision() {
         let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, ..ModelSpec::default() };
         let all = initial_parameters(&resnet::build(&model, 32, 3, 10).unwrap(), true, 7);
         for (name, outputs) in [("layer1.0.conv2.weight", 128), ("layer4.2.conv2.weight", 1024)] {
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_on_every_machine() {
+    fn initial_values_never_change() {
         // Pinned: other values would change every training run.
         let all = initial_parameters(&network(), false, 0);
         let first: Vec<u32> = all["conv1.weight"].values[..3].iter().map(|v| v.to_bits()).collect();

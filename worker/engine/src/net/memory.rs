@@ -30,7 +30,7 @@ mod tests {
     use lockstep_protocol::spec::{Arch, ModelSpec};
 
     #[test]
-    fn what_is_kept_grows_with_the_pixels() {
+    fn kept_values_grow_with_the_number_of_pixels() {
         let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
         let of = |side: usize| resnet::build(&model, side, 3, 10).unwrap();
         // By hand: 1 + 6 convolutions of 16 channels at 32 x 32, 6 and a shortcut of 32 channels at 16 x 16, 6 and a shortcut of

@@ -8,7 +8,7 @@ pub type TensorId = usize;
 /// Placement of an activation on the ranks of a model group, which share one copy of the network.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Placement {
-    /// Each rank has its own pictures, as in data parallel: `Shard` of the batch.
+    /// Each rank has its own pictures, as in data parallelism: `Shard` of the batch.
     Batch,
     /// Every rank has all pictures of the group: `Replicate`. The gradient is the sum of the ranks' partial gradients.
     Whole,
@@ -66,7 +66,7 @@ impl Rows {
         Self { whole: self.whole, of_rank: output.of_rank.iter().map(of).collect() }
     }
 
-    /// The rows of rank `from` that rank `to` needs for its rows in `wanted`.
+    /// The rows of rank `from` that are among the `wanted` rows of rank `to`.
     pub fn given(&self, from: usize, wanted: &Self, to: usize) -> Range<isize> {
         let (has, wants) = (&self.of_rank[from], &wanted.of_rank[to]);
         let start = has.start.max(wants.start);
@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn remainders_go_to_the_first_ranks() {
+    fn first_ranks_have_longer_ranges_if_the_count_does_not_divide_evenly() {
         assert_eq!(bounds(10, 1, 4), [0, 3, 6, 8, 10]);
         assert_eq!(bounds(12, 4, 2), [0, 8, 12]);
         assert_eq!(bounds(8, 1, 2), [0, 4, 8]);
@@ -167,9 +167,9 @@ mod tests {
         assert_eq!(rows.reached(&rows, 1, 1, 0), rows);
     }
 
-    /// Every row that a window reaches comes from one rank, or lies outside the picture.
+    /// Every row that a window reaches comes from exactly one rank, or is outside the picture.
     #[test]
-    fn each_row_that_a_window_reaches_is_given_by_one_rank() {
+    fn each_row_that_a_window_reaches_comes_from_one_rank() {
         for (whole, ranks, kernel, stride, padding) in
             [(7, 2, 3, 1, 1), (8, 4, 7, 2, 3), (5, 3, 1, 2, 0), (4, 4, 5, 1, 2)]
         {

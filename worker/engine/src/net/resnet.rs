@@ -40,7 +40,7 @@ fn stages(arch: Arch) -> (Block, &'static [usize]) {
         Arch::ResNet44 => (Block::Basic, &[7, 7, 7]),
         Arch::ResNet56 => (Block::Basic, &[9, 9, 9]),
         Arch::ResNet110 => (Block::Basic, &[18, 18, 18]),
-        // Another family, which `build` refuses.
+        // Not a ResNet: `build` refuses it.
         Arch::CifarNet => (Block::Basic, &[1]),
     }
 }
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn the_published_parameter_counts() {
+    fn parameter_counts_are_the_published_ones() {
         // torchvision's model table, and table 6 of the paper (0.27 to 1.7 million parameters, plus
         // the projection shortcuts used here).
         for (arch, count) in [
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_of_the_published_widths() {
+    fn groups_have_the_published_widths() {
         // Table 1 of Xie et al. 2017: 128, 256, 512 and 1024 channels in 32 groups.
         let net = build(&model(Arch::ResNeXt50_32x4d, Stem::Imagenet), 224, 3, 1000).unwrap();
         let shapes: BTreeMap<_, _> = net.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_resized_network_is_the_one_that_is_built_for_that_size() {
+    fn resizing_equals_building_for_that_size() {
         for arch in [Arch::ResNet20, Arch::ResNet18, Arch::ResNet50, Arch::ResNeXt50_32x4d] {
             for stem in [Stem::Cifar, Stem::Imagenet] {
                 let at = |side: usize| build(&model(arch, stem), side, 3, 10).unwrap();
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn the_stem_follows_the_image() {
+    fn the_default_stem_depends_on_the_image_size() {
         assert_eq!(model(Arch::ResNet50, Stem::Auto).stem_for(95), Stem::Cifar);
         assert_eq!(model(Arch::ResNet50, Stem::Auto).stem_for(96), Stem::Imagenet);
         assert_eq!(model(Arch::ResNet56, Stem::Auto).stem_for(224), Stem::Cifar);
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn images_too_small_are_refused_with_the_smallest_that_fits() {
+    fn too_small_images_are_refused_with_the_smallest_size() {
         let error = build(&model(Arch::ResNet50, Stem::Imagenet), 16, 3, 10).unwrap_err();
         assert!(error.contains("the smallest is 17"), "{error}");
         assert!(build(&model(Arch::ResNet50, Stem::Imagenet), 17, 3, 10).is_ok());

@@ -17,18 +17,18 @@ pub fn whitened(network: &Network) -> Option<&str> {
     network.fixed.iter().map(String::as_str).find(|name| *name == WHITENED)
 }
 
-/// Second moments of the values of all patches of pictures.
+/// Accumulates the second moments of the values of all patches of pictures.
 #[derive(Debug)]
 pub struct Patches {
     side: usize,
     channels: usize,
     count: f64,
-    /// Row-major; only the upper triangle counts.
+    /// Row-major; only the upper triangle is used.
     moments: Vec<f64>,
 }
 
 impl Patches {
-    /// Of square pictures of `side` pixels.
+    /// For square pictures of `side` pixels.
     pub fn new(side: usize, channels: usize) -> Self {
         let values = channels * KERNEL * KERNEL;
         Self { side, channels, count: 0.0, moments: vec![0.0; values * values] }
@@ -54,8 +54,9 @@ impl Patches {
         }
     }
 
-    /// The filters, `[2 n, channels, 2, 2]` for patches of n values: each eigenvector of the second moments divided by the root of its
-    /// eigenvalue, and then the same with opposite signs. In the order of Jacobi's method, the same for the same pictures.
+    /// The filters, `[2 n, channels, 2, 2]` for patches of n values: each eigenvector of the second moments divided by
+    /// the square root of its eigenvalue, then the negatives of all of these. They are in the order of Jacobi's method,
+    /// which is deterministic.
     pub fn filters(&self) -> HostTensor {
         let values = self.channels * KERNEL * KERNEL;
         let mean = |row: usize, column: usize| {
@@ -129,7 +130,7 @@ mod tests {
         pictures.iter().for_each(|picture| patches.add(picture));
         let filters = patches.filters();
         assert_eq!(filters.shape, [24, 3, 2, 2]);
-        // The second moments of what the first twelve filters make, and the second twelve are their negatives.
+        // The second moments of the outputs of the first twelve filters. The other twelve filters are their negatives.
         let made: Vec<Vec<f64>> = pictures
             .iter()
             .flat_map(|picture| (0..8 * 8).map(move |at| (picture, at / 8, at % 8)))

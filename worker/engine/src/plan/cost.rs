@@ -1,7 +1,8 @@
-//! What a plan costs: time and memory of each operation on one rank, from the figures of a [`Machine`]. It is a model with few terms
-//! (ParaDL, arXiv 2104.09075): each operation takes its arithmetic or its passes over memory, whichever is longer; an exchange takes the
-//! turns of a tree and the bytes of a ring; gradients are summed beside the backward pass; stages wait for the slowest one. Preparing
-//! pictures, evaluation and checkpoints are not in it.
+//! A cost model of plans: time and memory of each operation on one rank, from the figures of a [`Machine`]. It has few
+//! terms (ParaDL, arXiv 2104.09075). The time of an operation is that of its arithmetic or of its memory traffic,
+//! whichever is longer. An exchange has the latency of a tree and the bytes of a ring. Gradients are reduced
+//! concurrently with the backward pass. Stages wait for the slowest stage. The model does not include the preparation
+//! of pictures, evaluation and checkpoints.
 
 use super::{Mesh, Plan, lower};
 use crate::{
@@ -11,34 +12,36 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Bytes of a weight, a gradient, and a value of the optimizer's state.
+/// Size of a weight, of a gradient, and of a value of the optimizer's state.
 const WEIGHT_BYTES: f64 = 4.0;
-/// Bytes of a sum of batch norm's statistics.
+/// Size of a sum for batch norm's statistics.
 const STATISTIC_BYTES: f64 = 8.0;
-/// Products of a convolution or linear layer in a step: the output, the input's gradient, the weight's gradient.
+/// Number of products of a convolution or linear layer in a step: the output, the input's gradient and the weight's
+/// gradient.
 const PRODUCTS: f64 = 3.0;
-/// The part of a step's arithmetic that is the backward pass, beside which gradients are summed.
+/// The fraction of a step's arithmetic that is in the backward pass, which overlaps with the reduction of gradients.
 const BACKWARD: f64 = 2.0 / 3.0;
 
-/// What ranks compute on and how they are connected: measured by `lockstep plan`, stored, and read from a file.
+/// The devices of ranks and the connections between them, as measured and stored by `lockstep plan`, or as read from a
+/// file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Machine {
-    /// A rank's: `CPU, 2 threads`, `NVIDIA H200, fp16`.
+    /// The device of a rank: `CPU, 2 threads`, `NVIDIA H200, fp16`.
     pub device: String,
     /// The backend's name: `cpu`, `cuda`.
     pub backend: String,
-    /// Ranks that one machine has.
+    /// Number of ranks per machine.
     pub ranks: usize,
-    /// Memory of a rank.
+    /// Memory per rank.
     pub memory_bytes: u64,
-    /// Ranks of one machine have the weights once, and add gradients up in place.
+    /// Whether ranks of one machine share one copy of the weights, and sum gradients in place.
     pub shared_memory: bool,
     pub rates: Rates,
-    /// Between ranks of one machine; absent where one rank was measured.
+    /// The connection between ranks of one machine. `None` if only one rank was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub within: Option<Link>,
-    /// Between machines; absent: as within one.
+    /// The connection between machines. `None` if it is the same as within a machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub between: Option<Link>,
 }
@@ -47,27 +50,27 @@ pub struct Machine {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rates {
-    /// Bytes of a value of an activation.
+    /// Size of a value of an activation.
     pub value_bytes: u64,
-    /// Floating-point operations a second by kind of operation: `conv1x1`, `conv3x3`, `conv7x7`, `grouped`, `linear`.
+    /// Floating-point operations per second by kind of operation: `conv1x1`, `conv3x3`, `conv7x7`, `grouped`, `linear`.
     pub flops_per_second: BTreeMap<String, f64>,
-    /// Of linear layers by their size, the smallest first; `linear` for any size if empty.
+    /// Rates of linear layers by size, smallest first. If empty, the rate `linear` applies to all sizes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub linear: Vec<LinearRate>,
-    /// In passes over activations and weights.
+    /// Memory bandwidth of passes over activations and weights.
     pub memory_bytes_per_second: f64,
 }
 
-/// How fast a rank computes linear layers of a size: matrices that are too small leave a device idle.
+/// How fast a rank computes linear layers of a certain size: small matrices do not use a whole device.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinearRate {
-    /// Floating-point operations in a step.
+    /// Number of floating-point operations in a step.
     pub operations: f64,
     pub flops_per_second: f64,
 }
 
-/// A connection between ranks: the time of a short message, and what a rank sends in a second.
+/// A connection between ranks: the latency of a short message, and the bandwidth of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Link {
@@ -76,7 +79,8 @@ pub struct Link {
 }
 
 impl Link {
-    /// From all-reduces of `ranks` ranks: the microseconds of a short one, and the bytes a second of a long one.
+    /// Computes a link from measured all-reduces over `ranks` ranks: the microseconds of a short one, and the bytes per
+    /// second of a long one.
     pub fn of_all_reduce(ranks: usize, short_us: f64, bytes_per_second: f64) -> Self {
         let group = Group { ranks: ranks.max(2), link: None };
         Self {
@@ -88,7 +92,7 @@ impl Link {
 
 impl Machine {
     /// # Errors
-    /// A figure that is no positive number.
+    /// A figure is not a positive number.
     pub fn check(&self) -> Result<(), String> {
         let Rates { flops_per_second, memory_bytes_per_second, .. } = &self.rates;
         let links = self.within.iter().chain(&self.between);
@@ -97,7 +101,7 @@ impl Machine {
             ("memory_bytes", self.memory_bytes as f64),
             ("value_bytes", self.rates.value_bytes as f64),
             ("memory_bytes_per_second", *memory_bytes_per_second),
-            // The largest, so that there is one.
+            // The largest one: 0, and so an error, if there are none.
             ("flops_per_second", flops_per_second.values().copied().fold(0.0, f64::max)),
         ];
         figures.extend(flops_per_second.iter().map(|(kind, rate)| (kind.as_str(), *rate)));
@@ -116,11 +120,12 @@ impl Machine {
 }
 
 impl Rates {
-    /// From the `times` of `network`'s operations in a step of `pictures` pictures, scaled so that all together take `step_secs`, and the
-    /// update of `state` values that the optimizer keeps of each weight is among them.
+    /// Computes rates from the `times` of `network`'s operations in a step of `pictures` pictures. Rates are scaled so
+    /// that the predicted step takes `step_secs`, including the update, with `state` values per weight in the
+    /// optimizer.
     ///
     /// # Errors
-    /// There are no times of one of convolutions, linear layers, or what lies between.
+    /// No convolution or linear layer was timed, or no other operation.
     pub fn fit(
         network: &Network,
         pictures: f64,
@@ -138,7 +143,7 @@ impl Rates {
             };
             network.ops.iter().find(is_it)
         };
-        // (operations, seconds) by kind; what is fused into a convolution has no time of its own.
+        // (operations, seconds) by kind. An operation that is fused into a convolution has no separate time.
         let mut sums: BTreeMap<&str, [f64; 2]> = BTreeMap::new();
         let mut memory_secs = 0.0;
         for time in times.iter().filter(|time| time.micros > 0.0) {
@@ -176,8 +181,9 @@ impl Rates {
         })
     }
 
-    /// Adds the rate of the head of `network`, which is wider than that of [`Rates::fit`]: a step of `pictures` pictures took `step_secs`,
-    /// in which everything but the head took what these rates predict.
+    /// Adds the rate of the head of `network`, which is wider than the head in [`Rates::fit`]. A step of `pictures`
+    /// pictures took `step_secs`; the time of the head is what remains after subtracting the predicted times of all
+    /// other operations.
     pub fn add_head(&mut self, network: &Network, pictures: f64, (step_secs, state): (f64, f64)) {
         let (mut head_secs, mut operations) = (step_secs, 0.0);
         for op in &network.ops {
@@ -187,14 +193,15 @@ impl Rates {
             }
             head_secs -= weights_of(network, op) * update_bytes(state) / self.memory_bytes_per_second;
         }
-        // A step that is faster than its update as predicted says nothing about the head.
+        // Nothing remains if the step was faster than predicted without the head.
         if head_secs > 0.0 {
             self.linear.push(LinearRate { operations, flops_per_second: operations / head_secs });
             self.linear.sort_by(|a, b| a.operations.total_cmp(&b.operations));
         }
     }
 
-    /// Seconds of an operation in a step of `pictures` pictures: its arithmetic or its passes over memory, whichever is longer.
+    /// Seconds of an operation in a step of `pictures` pictures: of its arithmetic or its memory traffic, whichever is
+    /// longer.
     fn secs(&self, network: &Network, op: &Op, pictures: f64) -> f64 {
         let value = self.value_bytes as f64;
         match kind(op) {
@@ -207,7 +214,8 @@ impl Rates {
         }
     }
 
-    /// The rate of a linear layer of `operations`: between two measured sizes, the logarithms of rate and size grow together.
+    /// The rate of a linear layer of `operations`: interpolated linearly between two measured sizes, with logarithms of
+    /// rate and size.
     fn linear_of(&self, operations: f64) -> Option<f64> {
         let larger = self.linear.partition_point(|of| of.operations <= operations);
         let smaller = larger.checked_sub(1).map(|place| self.linear[place]);
@@ -221,7 +229,7 @@ impl Rates {
         }
     }
 
-    /// The rate of `operations` of a kind; of a kind that was not measured, the mean of those that were.
+    /// The rate of `operations` of a kind. For a kind that was not measured, the mean of all measured rates.
     fn flops_of(&self, kind: &str, operations: f64) -> f64 {
         let all = &self.flops_per_second;
         if kind == "linear"
@@ -233,63 +241,65 @@ impl Rates {
     }
 }
 
-/// What is computed in a step.
+/// The work of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Workload {
-    /// Of all ranks together.
+    /// Number of pictures of all ranks together.
     pub pictures: u64,
-    /// Micro-batches.
+    /// Number of micro-batches.
     pub accumulate: u64,
-    /// Values that are kept of each weight besides itself and its gradient: the optimizer's, and a moving average.
+    /// Number of values per weight that are kept besides the weight and its gradient: the optimizer's slots, and a
+    /// moving average.
     pub state: u64,
     pub sync_batch_norm: bool,
 }
 
 impl Workload {
-    /// The pictures of a rank in a micro-batch; `None`: ranks that see different pictures cannot have equally many.
+    /// Number of pictures of a rank in a micro-batch. `None` if the pictures cannot be divided evenly over the ranks
+    /// that see different pictures.
     fn pictures_of_rank(&self, mesh: Mesh) -> Option<u64> {
         let parts = self.accumulate.max(1) * (mesh.data * mesh.model) as u64;
         (self.pictures >= parts && self.pictures.is_multiple_of(parts)).then(|| self.pictures / parts)
     }
 }
 
-/// What an operation costs the rank with the largest part of it: rank 0.
+/// The cost of an operation on rank 0, which has the largest part.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OperatorCost {
-    /// Where its output is.
+    /// The placement of the output.
     pub placement: Placement,
-    /// Whether ranks share the rows of its output.
+    /// Whether ranks share the rows of the output.
     pub shares_rows: bool,
     pub memory_bytes: f64,
-    /// Bytes that a rank sends in a step: activations, their gradients and those of weights.
+    /// Bytes that a rank sends in a step: activations, their gradients, and gradients of weights.
     pub sent_bytes: f64,
-    /// Milliseconds of a step: arithmetic, and the exchange of what it needs.
+    /// Milliseconds per step of the computation, and of the exchange of its inputs.
     pub ms: f64,
 }
 
-/// What a plan costs a rank.
+/// The cost of a plan for one rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Cost {
-    /// Of each operation of the whole network.
+    /// The cost of each operation of the whole network.
     pub operators: Vec<OperatorCost>,
-    /// Milliseconds of a step: all of it, and its parts.
+    /// Duration of a step in milliseconds, then of its parts.
     pub step_ms: f64,
     pub compute_ms: f64,
-    /// Of activations, statistics and losses.
+    /// Exchanges of activations, statistics and losses.
     pub exchange_ms: f64,
-    /// In which a stage has no micro-batch to compute.
+    /// Time in which a stage has no micro-batch to compute.
     pub bubble_ms: f64,
-    /// Sums of gradients, as far as the backward pass does not hide them.
+    /// The part of the reduction of gradients that does not overlap with the backward pass.
     pub gradients_ms: f64,
     pub update_ms: f64,
     pub images_per_second: f64,
     pub memory_bytes: f64,
 }
 
-/// What `plan` costs.
+/// The cost of `plan`.
 ///
 /// # Errors
-/// As [`lower`](super::lower()), or the pictures cannot be divided so; a sentence.
+/// As for [`lower`](super::lower()), or the pictures cannot be divided over the ranks; a sentence.
 pub fn cost(network: &Network, plan: &Plan, machine: &Machine, work: &Workload) -> Result<Cost, String> {
     let mesh = plan.mesh;
     let Some(own) = work.pictures_of_rank(mesh) else {
@@ -311,7 +321,7 @@ pub fn cost(network: &Network, plan: &Plan, machine: &Machine, work: &Workload) 
         .map(|stage| [stage.spent.compute, stage.spent.exchange])
         .max_by(|a, b| (a[0] + a[1]).total_cmp(&(b[0] + b[1])))
         .unwrap_or_default();
-    // A micro-batch is in one stage at a time.
+    // In the bubble, the first micro-batch passes through the other stages.
     let (times, empty) = (work.accumulate.max(1) as f64, (mesh.stage - 1) as f64);
     let bubble = empty * (compute + exchange);
     let (gradients, update) = (most(|stage| stage.gradients), most(|stage| stage.update));
@@ -330,7 +340,7 @@ pub fn cost(network: &Network, plan: &Plan, machine: &Machine, work: &Workload) 
     })
 }
 
-/// What a stage costs its first rank: seconds of a micro-batch, and of what comes once a step.
+/// The cost of a stage on its first rank, in seconds: `spent` per micro-batch, `gradients` and `update` per step.
 struct Stage {
     operators: Vec<OperatorCost>,
     spent: Spent,
@@ -345,11 +355,11 @@ struct Walk<'a> {
     plan: &'a Plan,
     machine: &'a Machine,
     work: &'a Workload,
-    /// A rank's own pictures in a micro-batch.
+    /// Number of a rank's own pictures in a micro-batch.
     own: f64,
 }
 
-/// Seconds in which a rank computes and exchanges, and bytes that it sends.
+/// Seconds in which a rank computes and exchanges data, and bytes that it sends.
 #[derive(Debug, Clone, Copy, Default)]
 struct Spent {
     compute: f64,
@@ -358,19 +368,19 @@ struct Spent {
 }
 
 impl Walk<'_> {
-    /// Stage number `number`, or the only one.
+    /// The cost of stage number `number`.
     fn stage(&self, number: usize) -> Stage {
         let Self { local, machine, work, plan, .. } = self;
         let value = machine.rates.value_bytes as f64;
         let picture = self.own * local.tensors[local.input()].len() as f64 * value;
         let (mut operators, mut all, mut largest) = (Vec::new(), Spent::default(), picture);
-        // What is exchanged for the next operation, and kept of it.
+        // The exchange for the next operation, and the bytes that are kept of its inputs.
         let (mut before, mut kept_before) = (Spent::default(), picture);
         let (mut gradient_secs, mut update_secs) = (0.0, 0.0);
-        // Micro-batches between their forward and their backward pass.
+        // Number of micro-batches between their forward and their backward pass.
         let in_flight = work.accumulate.max(1).min((plan.mesh.stage - number) as u64) as f64;
         if number > 0 {
-            // The gradient of the stage's input is sent to the stage before.
+            // The gradient of the stage's input is sent to the preceding stage.
             self.to_stage(self.values(local.input()) * value, &mut before);
         }
         for op in &local.ops {
@@ -389,12 +399,13 @@ impl Walk<'_> {
             if trains {
                 let (secs, sent_gradient) = self.gradient(output, weights * WEIGHT_BYTES);
                 sent += sent_gradient;
-                // Divided state: gradients are scattered beside the backward pass, and weights gathered after the update.
+                // With divided state, gradients are reduce-scattered during the backward pass, and weights are gathered
+                // after the update.
                 let gathered =
                     if plan.optimizer_sharding && !self.shares_memory() { 0.5 * secs } else { 0.0 };
                 gradient_secs += secs - gathered;
                 update_secs += gathered;
-                // Ranks update a part each that have the weights once, or divide the optimizer's state.
+                // Ranks that share one copy of the weights, or that divide the optimizer's state, each update a part.
                 let parts = self.dividing(output);
                 update_secs +=
                     weights / parts * update_bytes(work.state as f64) / machine.rates.memory_bytes_per_second;
@@ -431,14 +442,14 @@ impl Walk<'_> {
             last.ms += 1e3 * times * before.exchange;
             last.sent_bytes += times * before.sent;
         }
-        // They are summed in the last micro-batch.
+        // Gradients are reduced during the last micro-batch's backward pass.
         let gradients = f64::max(0.0, gradient_secs - BACKWARD * all.compute);
-        // Besides what is kept there are an activation and its gradient at a time.
+        // In addition, one activation and its gradient are in memory at a time.
         let memory_bytes = operators.iter().map(|of| of.memory_bytes).sum::<f64>() + 2.0 * largest;
         Stage { operators, spent: all, gradients, update: update_secs, memory_bytes }
     }
 
-    /// Ranks of which each has a part of the optimizer's state of the operation that makes `output`.
+    /// Number of ranks that divide the optimizer's state of the operation with this output.
     fn dividing(&self, output: TensorId) -> f64 {
         match (self.shares_memory(), self.plan.optimizer_sharding) {
             (true, _) => self.plan.mesh.ranks() as f64,
@@ -447,19 +458,19 @@ impl Walk<'_> {
         }
     }
 
-    /// An activation or its gradient for the neighbouring stage.
+    /// Adds the exchange of an activation or its gradient with the neighbouring stage.
     fn to_stage(&self, bytes: f64, spent: &mut Spent) {
         let Machine { ranks, within, between, .. } = *self.machine;
         let link = if self.plan.mesh.ranks() > ranks { between.or(within) } else { within };
         self.send(Group { ranks: 2, link }, 1.0, bytes, spent);
     }
 
-    /// Whether all ranks have the weights once.
+    /// Whether all ranks share one copy of the weights.
     fn shares_memory(&self) -> bool {
         self.machine.shared_memory && self.plan.is_data() && self.plan.mesh.ranks() <= self.machine.ranks
     }
 
-    /// Values of an activation on this rank.
+    /// Number of values of an activation on this rank.
     fn values(&self, tensor: TensorId) -> f64 {
         let of_group = *self.local.placement(tensor) != Placement::Batch;
         let pictures = self.own * if of_group { self.plan.mesh.model as f64 } else { 1.0 };
@@ -469,17 +480,17 @@ impl Walk<'_> {
     fn compute(&self, op: &Op, spent: &mut Spent) {
         let pictures = self.values(op.output()) / self.local.tensors[op.output()].len().max(1) as f64;
         spent.compute += self.machine.rates.secs(self.local, op, pictures);
-        // Sums in memory that ranks share take no time to speak of.
+        // Sums in shared memory take negligible time.
         let is_synced = self.work.sync_batch_norm && !self.local.frozen_norm && !self.shares_memory();
         if matches!(op, Op::BatchNorm { .. }) && is_synced {
             let channels = self.local.tensors[op.output()].channels as f64;
             let group = self.group(true, self.local.axes(op.output()));
-            // Forward and backward: two sums a channel.
+            // Two sums per channel, in the forward and in the backward pass.
             (0..2).for_each(|_| self.all_reduce(group, 2.0 * channels * STATISTIC_BYTES, spent));
         }
     }
 
-    /// An exchange of activations in the forward pass, and of their gradients in the backward pass.
+    /// Adds an exchange of activations in the forward pass, and of their gradients in the backward pass.
     fn exchange(&self, op: &Op, spent: &mut Spent) {
         let (input, output) = (op.inputs()[0], op.output());
         let (value, mesh) = (self.machine.rates.value_bytes as f64, self.plan.mesh);
@@ -487,7 +498,7 @@ impl Walk<'_> {
         match op {
             Op::Redistribute { .. } => {
                 let (from, to) = (self.local.placement(input), self.local.placement(output));
-                // Of all pictures of the group with all channels.
+                // Number of values of all pictures of the group with all channels.
                 let whole = match (from, to) {
                     (Placement::Partial, _) => self.values(input),
                     (_, Placement::Whole) => self.values(output),
@@ -518,7 +529,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Split classes: three numbers a picture are reduced one after another.
+    /// Adds the exchanges of the loss if classes are split: three all-reduces of one number per picture.
     fn loss(&self, spent: &mut Spent) {
         if let Placement::Channels(_) = self.local.placement(self.local.logits()) {
             let group = self.group(false, Axes { model: true, height: false });
@@ -527,14 +538,14 @@ impl Walk<'_> {
         }
     }
 
-    /// Seconds in which a gradient is summed, and bytes that a rank sends for it.
+    /// Seconds of the reduction of a gradient, and bytes that a rank sends for it.
     fn gradient(&self, output: TensorId, bytes: f64) -> (f64, f64) {
         if self.shares_memory() {
             return (bytes / self.machine.rates.memory_bytes_per_second, 0.0);
         }
         let mut spent = Spent::default();
         let group = self.group(true, self.local.axes(output));
-        // Gradients go in buckets, whose turns overlap.
+        // Gradients are sent in buckets, whose latencies overlap.
         self.send(group, 0.0, group.turned(bytes), &mut spent);
         (spent.exchange, spent.sent)
     }
@@ -577,7 +588,7 @@ struct Group {
 }
 
 impl Group {
-    /// Messages one after another until a short value is with all ranks, as in a tree.
+    /// Number of successive messages until a short value has reached all ranks, as in a tree.
     fn turns(&self) -> f64 {
         (self.ranks as f64).log2()
     }
@@ -588,7 +599,7 @@ impl Group {
     }
 }
 
-/// The kind of an operation that is arithmetic; `None`: its time is that of its passes over memory.
+/// The kind of an operation that is limited by arithmetic. `None` if it is limited by memory bandwidth.
 fn kind(op: &Op) -> Option<&'static str> {
     match op {
         Op::Conv { groups: 2.., .. } => Some("grouped"),
@@ -601,7 +612,7 @@ fn kind(op: &Op) -> Option<&'static str> {
     }
 }
 
-/// Weights and biases of an operation.
+/// Number of weights and biases of an operation.
 fn weights_of(network: &Network, op: &Op) -> f64 {
     let [from, to] = [op.inputs()[0], op.output()].map(|tensor| network.tensors[tensor]);
     let weights = match *op {
@@ -613,18 +624,19 @@ fn weights_of(network: &Network, op: &Op) -> f64 {
     weights as f64
 }
 
-/// Floating-point operations of a picture in a step, forward and backward.
+/// Number of floating-point operations per picture and step, forward and backward.
 fn operations_of(network: &Network, op: &Op) -> f64 {
     let input = op.inputs()[0];
     let products = if network.is_pictures(input) { PRODUCTS - 1.0 } else { PRODUCTS };
     2.0 * products * network.tensors[op.output()].pixels() as f64 * weights_of(network, op)
 }
 
-/// Values of a picture that passes over memory read and write in a step, forward and backward. ReLUs go with what comes before them.
+/// Number of values per picture and step that an operation reads from and writes to memory, forward and backward. ReLUs
+/// are counted with the preceding operation.
 fn passes_of(network: &Network, op: &Op) -> f64 {
     let [from, to] = [op.inputs()[0], op.output()].map(|tensor| network.tensors[tensor].len() as f64);
     match op {
-        // Statistics, output; two sums, input's gradient.
+        // Forward: statistics and output. Backward: two sums and the input's gradient.
         Op::BatchNorm { .. } => 8.0 * to,
         Op::Add { .. } => 2.0 * to,
         Op::MaxPool { .. } | Op::GlobalAveragePool { .. } => 2.0 * (from + to),
@@ -632,7 +644,7 @@ fn passes_of(network: &Network, op: &Op) -> f64 {
     }
 }
 
-/// Bytes of memory that the update of a weight reads and writes: its gradient, itself, and what is kept of it.
+/// Bytes that the update of a weight reads and writes: its gradient, the weight, and its values in the optimizer.
 fn update_bytes(state: f64) -> f64 {
     WEIGHT_BYTES * (1.0 + 2.0 * (1.0 + state))
 }
@@ -642,7 +654,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_linear_layer_has_the_rate_of_its_size() {
+    fn the_rate_of_a_linear_layer_depends_on_its_size() {
         let rate = |operations, flops_per_second| LinearRate { operations, flops_per_second };
         let mut rates = Rates {
             value_bytes: 2,

@@ -21,7 +21,7 @@ use std::{collections::HashMap, sync::Arc};
 /// # Errors
 /// A strategy matches no operator, or an operator that it cannot split; the error names all of them and the possible splits.
 pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, String> {
-    check(network, plan).map_err(|mistakes| format!("parallel: {mistakes}"))?;
+    check(network, plan).map_err(|problems| format!("parallel: {problems}"))?;
     let (mut picture, height) = (network.tensors[network.input()], plan.mesh.height);
     let rows = (height > 1).then(|| Rows::shared(picture.height, height));
     let part = NetworkPart {
@@ -73,14 +73,14 @@ pub fn part_of(network: &Arc<Network>, plan: &Plan, rank: u32) -> Result<Arc<Net
     lower(network, plan, rank as usize).map(Arc::new)
 }
 
-/// Names in a list of all operators.
-const NAMED: usize = 10;
+/// Maximum number of operators that an error names.
+const MAX_NAMES: usize = 10;
 
 /// # Errors
 /// As for [`lower()`].
 pub(super) fn check(network: &Network, plan: &Plan) -> Result<(), String> {
-    let mistakes = mistakes(network, plan);
-    if mistakes.is_empty() { Ok(()) } else { Err(mistakes.join("; ")) }
+    let problems = problems(network, plan);
+    if problems.is_empty() { Ok(()) } else { Err(problems.join("; ")) }
 }
 
 /// The operators that a strategy may name.
@@ -91,34 +91,34 @@ fn operators(network: &Network) -> impl Iterator<Item = (&str, &Op)> {
     })
 }
 
-/// All errors in the strategies of `plan` for `network`.
-fn mistakes(network: &Network, plan: &Plan) -> Vec<String> {
-    let mut mistakes = Vec::new();
+/// All problems of the strategies of `plan` for `network`.
+fn problems(network: &Network, plan: &Plan) -> Vec<String> {
+    let mut problems = Vec::new();
     let is_unknown = |shard: &&ShardSpec| !operators(network).any(|(name, _)| shard.matches(name));
     let unknown: Vec<_> =
         plan.shards.iter().filter(is_unknown).map(|shard| format!("{:?}", shard.pattern)).collect();
     if !unknown.is_empty() {
-        let names: Vec<_> = operators(network).map(|(name, _)| name).take(NAMED).collect();
-        let more = match operators(network).count().saturating_sub(NAMED) {
+        let names: Vec<_> = operators(network).map(|(name, _)| name).take(MAX_NAMES).collect();
+        let more = match operators(network).count().saturating_sub(MAX_NAMES) {
             0 => String::new(),
             more => format!(" and {more} more (lockstep plan lists them)"),
         };
-        mistakes.push(format!(
-            "no operator of {} is called {}; there are {}{more}",
+        problems.push(format!(
+            "{} has no operator named {}; its operators are {}{more}",
             network.arch,
             unknown.join(" or "),
             names.join(", ")
         ));
     }
-    mistakes.extend(cuts(network, plan.mesh.stage).err());
+    problems.extend(cuts(network, plan.mesh.stage).err());
     let (height, rows) = (plan.mesh.height, network.tensors[network.input()].height);
     if height > rows {
-        mistakes.push(format!("{height} ranks cannot share the {rows} rows of a picture (parallel.height)"));
+        problems.push(format!("{height} ranks cannot share the {rows} rows of a picture (parallel.height)"));
     }
     for (name, op) in operators(network) {
         let pixels = network.tensors[op.inputs()[0]].pixels();
         if height > 1 && pixels > 1 && matches!(op, Op::Linear { .. }) {
-            mistakes.push(format!(
+            problems.push(format!(
                 "{name} reads {pixels} pixels, whose rows ranks cannot share (parallel.height)"
             ));
         }
@@ -150,13 +150,13 @@ fn mistakes(network: &Network, plan: &Plan) -> Vec<String> {
             .map(|(of, _)| format!("{:?}", of.name()))
             .collect();
         let splits = if splits.is_empty() { "nothing".into() } else { splits.join(" or ") };
-        mistakes.push(format!(
+        problems.push(format!(
             "{name} cannot be split by {:?} over {} ranks: it is {what}, which can be split by {splits}",
             split.name(),
             plan.mesh.model
         ));
     }
-    mistakes
+    problems
 }
 
 struct Lowering<'a> {

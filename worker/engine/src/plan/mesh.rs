@@ -6,11 +6,11 @@
 pub struct Mesh {
     /// Number of pipeline stages; each rank computes one stage.
     pub stage: usize,
-    /// Copies of the network.
+    /// Number of copies of the network.
     pub data: usize,
-    /// Ranks among which the rows of each picture are divided.
+    /// Number of ranks that share the rows of each picture.
     pub height: usize,
-    /// Ranks that share one copy of the network.
+    /// Number of ranks that share one copy of the network.
     pub model: usize,
 }
 
@@ -34,7 +34,7 @@ impl Mesh {
         rank / (self.height * self.model) * self.model + self.model_rank(rank)
     }
 
-    /// The place of a rank on the axis `model`.
+    /// Coordinate of a rank on the axis `model`.
     pub fn model_rank(self, rank: usize) -> usize {
         rank % self.model
     }

@@ -1,21 +1,21 @@
-//! The fastest plan whose memory suffices: every mesh of stages x data x height x model, each with the splits that a beam search finds. Stages
-//! whose operators are split as well are considered only where the job asks for one of both.
-//!
-//! Blocks of a stage are split alike (`layer3.*.conv1`), so even ResNet-152 has 18 choices. A beam search makes one after the other and keeps
-//! the best beginnings of each choice: an operator that is split by `in` costs least behind one that is split by `out`. A test compares it
-//! with every plan of small networks.
+//! Searches the fastest plan that fits in memory: every mesh of stages x data x height x model, each with the splits
+//! that a beam search finds. Meshes with both several stages and split operators are considered only if the job
+//! requests one of the two.
+//! Blocks of a stage are split alike (`layer3.*.conv1`), so even ResNet-152 has only 18 choices. The beam search
+//! decides one operator after another, and keeps the best partial plans for each choice: an operator that is split by
+//! `in` costs least after one that is split by `out`. A test compares the result with all plans of small networks.
 
 use super::{Cost, Machine, Mesh, Plan, Workload, cost};
 use crate::net::{Network, Op};
 use lockstep_protocol::spec::{ParallelSpec, ShardSpec, Split};
 use std::cmp::Ordering;
 
-/// A plan other than data parallel has to be faster by this part, and by another one for each of its strategies: what a model says is not
-/// exact, and a short plan is understood.
-const WORTH_IT: [f64; 2] = [0.02, 0.002];
+/// By what fraction a plan must be faster than data parallelism to be chosen, and by what additional fraction for each
+/// of its strategies: the cost model is not exact, and simple plans are easier to understand.
+const MIN_GAIN: [f64; 2] = [0.02, 0.002];
 
-/// Beginnings that are kept of each choice.
-const KEPT: usize = 3;
+/// Number of partial plans that are kept for each choice.
+const BEAM_WIDTH: usize = 3;
 
 /// A plan that was considered.
 #[derive(Debug, Clone, PartialEq)]
@@ -25,36 +25,36 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// Whether a rank of `machine` has the memory for it.
+    /// Whether a rank of `machine` has enough memory.
     pub fn fits(&self, machine: &Machine) -> bool {
         self.excess(machine) <= 0.0
     }
 
-    /// Bytes that a rank has too few.
+    /// Number of bytes by which a rank's memory is exceeded.
     fn excess(&self, machine: &Machine) -> f64 {
         (self.cost.memory_bytes - machine.memory_bytes as f64).max(0.0)
     }
 
-    /// Whether it is to be chosen rather than `other`.
+    /// Whether this candidate is preferred to `other`.
     pub fn is_better(&self, other: &Self, machine: &Machine) -> bool {
         self.compare(other, machine).is_lt()
     }
 
-    /// The better one first.
+    /// Orders candidates, the better one first.
     fn compare(&self, other: &Self, machine: &Machine) -> Ordering {
         let excess = self.excess(machine).total_cmp(&other.excess(machine));
         excess.then(self.time().total_cmp(&other.time()))
     }
 
-    /// Milliseconds of a step, and a part of them for what has to be worth it.
+    /// Milliseconds per step, increased by [`MIN_GAIN`] unless the plan is data parallelism.
     fn time(&self) -> f64 {
-        let worth = WORTH_IT[0] + WORTH_IT[1] * self.plan.shards.len() as f64;
+        let worth = MIN_GAIN[0] + MIN_GAIN[1] * self.plan.shards.len() as f64;
         self.cost.step_ms * if self.plan.is_data() { 1.0 } else { 1.0 + worth }
     }
 }
 
-/// The best plan of each mesh of `ranks` ranks that `runs`, best first. What `pinned` says of `model`, `height` and `shard` stays. Empty:
-/// none can be run.
+/// The best plan of each mesh of `ranks` ranks for which `runs` is true, best first. Settings of `pinned` are kept.
+/// Empty if no plan can run.
 pub fn search(
     network: &Network,
     ranks: usize,
@@ -91,7 +91,8 @@ pub fn search(
     found
 }
 
-/// The same plan with the optimizer's state divided, where the job asks for that or the memory does not suffice without.
+/// The same plan with divided optimizer state, if the job requests that, or if the plan does not fit in memory
+/// otherwise.
 fn divided(
     network: &Network,
     best: Candidate,
@@ -123,7 +124,8 @@ struct Alike {
     splits: &'static [Option<Split>],
 }
 
-/// The operators in their order. Parts of a name that are numbers stand for the blocks of a stage.
+/// The operators in forward order, with those of all blocks of a stage as one pattern: a number in a name is the number
+/// of a block.
 fn alike(network: &Network) -> Vec<Alike> {
     let mut all: Vec<Alike> = Vec::new();
     for op in &network.ops {
@@ -141,7 +143,7 @@ fn alike(network: &Network) -> Vec<Alike> {
     all
 }
 
-/// The best splits of those that the search meets.
+/// The best splits that the beam search finds.
 fn best_splits(
     network: &Network,
     mesh: Mesh,
@@ -154,10 +156,10 @@ fn best_splits(
             .iter()
             .zip(chosen)
             .filter_map(|(of, split)| split.map(|split| ShardSpec { pattern: of.pattern.clone(), split }));
-        // The last one that matches counts.
+        // The last strategy that matches an operator applies.
         let mut shards: Vec<_> = own.chain(pinned.iter().cloned()).collect();
         if shards.is_empty() {
-            // So it is without any.
+            // The default without strategies.
             shards.push(ShardSpec { pattern: network.head().into(), split: Split::Out });
         }
         candidate(network, Plan::on(mesh, shards), machine, work)
@@ -188,14 +190,14 @@ fn best_splits(
         {
             best = Some(first.clone());
         }
-        // What costs more here may cost less with what follows, and what is too large may fit.
+        // A partial plan that costs more may cost less with later choices, and one that does not fit may fit then.
         kept.clear();
         for by_time in [false, true] {
             if by_time {
                 found.sort_by(|(a, _), (b, _)| a.time().total_cmp(&b.time()));
             }
             for split in of.splits {
-                let alike = found.iter().filter(|(_, chosen)| chosen[place] == *split).take(KEPT);
+                let alike = found.iter().filter(|(_, chosen)| chosen[place] == *split).take(BEAM_WIDTH);
                 let new: Vec<_> = alike.filter(|of| !kept.contains(of)).cloned().collect();
                 kept.extend(new);
             }

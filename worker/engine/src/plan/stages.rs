@@ -3,7 +3,7 @@
 use crate::net::{Network, NetworkPart, Op, TensorId};
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
-/// One pass of a stage over the micro-batch with this number in the step.
+/// A pass of a stage over a micro-batch, with the micro-batch's number in the step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pass {
     Forward(usize),

@@ -70,7 +70,7 @@ fn an_ordinary_resnet_is_trained_data_parallel() {
 
 /// PyTorch, a million classes on two GPUs: 8,295 images/s with a split head, 5,922 with a whole one.
 #[test]
-fn a_very_wide_classifier_has_its_head_split() {
+fn the_head_of_a_very_wide_classifier_is_split() {
     let network = resnet(Arch::ResNet50, 1_000_000);
     let found = best(&network, 2, &gpus(), 512);
     assert_eq!(found.plan.mesh, mesh(1, 1, 2), "{}", found.plan);
@@ -107,7 +107,7 @@ fn a_measured_head_is_predicted_as_measured() {
 }
 
 #[test]
-fn memory_forces_a_split_and_names_no_plan_that_does_not_fit() {
+fn too_little_memory_forces_a_split_and_excludes_plans() {
     let network = resnet(Arch::ResNet18, 100_000);
     let data = cost(&network, &Plan::data(4), &gpus(), &work(128)).unwrap();
     // A link so slow that the head would stay whole.
@@ -157,7 +157,7 @@ fn stages_and_divided_state_take_less_memory_and_more_time() {
 }
 
 #[test]
-fn what_is_pinned_stays_and_what_cannot_run_is_left_out() {
+fn pinned_settings_are_kept_and_impossible_plans_omitted() {
     let (network, machine, work) = (resnet(Arch::ResNet18, 1000), gpus(), work(128));
     let pinned = ParallelSpec { shard: vec![out("layer4.*.conv1")], ..ParallelSpec::default() };
     let found = search(&network, 4, (&machine, &work), &pinned, |_| true);
@@ -201,7 +201,7 @@ fn small(draw: &mut impl FnMut(usize) -> usize) -> (Network, Machine) {
 
 /// The search is never more than 5 % slower than the best of all plans, with memory for any plan and with less.
 #[test]
-fn the_search_finds_what_trying_all_plans_finds() {
+fn the_search_matches_an_exhaustive_search() {
     let mut state = 1u64;
     let mut draw = |below: usize| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -245,7 +245,7 @@ fn the_search_finds_what_trying_all_plans_finds() {
 }
 
 #[test]
-fn strategies_that_fit_no_network_are_named_once_and_shortly() {
+fn unusable_strategies_are_named_once() {
     let spec = |shard: Vec<ShardSpec>| {
         let mut spec = JobSpec::default();
         spec.model.arch = Arch::ResNet50;
@@ -257,7 +257,7 @@ fn strategies_that_fit_no_network_are_named_once_and_shortly() {
     let wrong = check(&spec(vec![out("layer9.*"), out("head")])).unwrap_err();
     assert_eq!(
         wrong,
-        "no operator of resnet50 is called \"layer9.*\" or \"head\"; there are conv1, layer1.0.conv1, layer1.0.conv2, \
+        "resnet50 has no operator named \"layer9.*\" or \"head\"; its operators are conv1, layer1.0.conv1, layer1.0.conv2, \
          layer1.0.conv3, layer1.0.downsample.0, layer1.1.conv1, layer1.1.conv2, layer1.1.conv3, layer1.2.conv1, layer1.2.conv2 \
          and 44 more (lockstep plan lists them)"
     );

@@ -1,5 +1,5 @@
-//! Files that are named by a request and must lie in allowed folders. The file that was checked is the file that is
-//! opened: links are followed before the check, and none after it.
+//! Opens files that are named by a request and must be in allowed folders. The file that was checked is the file that
+//! is opened: links are followed before the check, and none after it.
 
 use super::with_size;
 use lockstep_protocol::agent::AllowedFolders;
@@ -13,7 +13,7 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-/// Whether a path without links lies in an allowed folder of this machine.
+/// Whether a path without links is in an allowed folder of this machine.
 pub fn have(allowed: &AllowedFolders, path: &Path) -> bool {
     allowed.have(path, |folder| folder.canonicalize().ok())
 }
@@ -22,7 +22,7 @@ pub fn have(allowed: &AllowedFolders, path: &Path) -> bool {
 /// unchanged.
 ///
 /// # Errors
-/// Why the path is refused, in a sentence.
+/// A sentence that says why the path is refused.
 pub fn resolve(path: &Path, allowed: Option<&AllowedFolders>) -> Result<PathBuf, String> {
     let Some(allowed) = allowed else { return Ok(path.to_owned()) };
     let real = path.canonicalize().map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
@@ -33,7 +33,7 @@ pub fn resolve(path: &Path, allowed: Option<&AllowedFolders>) -> Result<PathBuf,
 /// size.
 ///
 /// # Errors
-/// Why the file is refused, in a sentence.
+/// A sentence that says why the file is refused.
 pub fn open(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf, (File, u64)), String> {
     let real = resolve(path, allowed)?;
     let opened = match allowed {
@@ -79,7 +79,7 @@ mod tests {
     use std::{fs, os::unix::fs::symlink};
 
     #[test]
-    fn a_path_is_followed_before_it_is_compared_and_what_becomes_a_link_afterwards_is_not_opened() {
+    fn links_are_resolved_before_the_check_and_not_followed_after_it() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().canonicalize().unwrap().join(name);
         for folder in ["root/inner", "root/data/jobs", "outside"] {

@@ -1,7 +1,6 @@
 //! The GPUs of this machine, and which of them to use.
-//!
-//! GPUs are listed by NVML. It creates no context and holds no GPU memory, so an agent may list GPUs at any time. The
-//! CUDA driver lists them instead if NVML is missing or its order cannot be matched with CUDA's.
+//! GPUs are listed by NVML. It creates no context and allocates no GPU memory, so an agent may list GPUs at any time.
+//! The CUDA driver lists them instead if NVML is missing or its order cannot be matched with CUDA's.
 #![allow(unsafe_code)] // The driver's calls; each follows `libraries::ready`.
 
 use super::libraries::{self, Libraries, Library};
@@ -16,9 +15,9 @@ use serde::Serialize;
 /// The environment variable that restricts the GPUs of a process and sets their order.
 pub const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// The environment variable for the order of GPUs. Unless it is `PCI_BUS_ID`, CUDA puts the fastest GPU first.
-const ORDER: &str = "CUDA_DEVICE_ORDER";
+const DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
 /// Maximum number of NVLink connections of a GPU (an H200 has 18).
-const LINKS: u32 = 36;
+const MAX_LINKS: u32 = 36;
 
 /// A GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -52,7 +51,7 @@ pub struct Link {
 /// All GPUs of this machine, in the order of `nvidia-smi`.
 ///
 /// # Errors
-/// Why the GPUs cannot be listed, in a sentence. Without a driver the list is empty, and not an error.
+/// A sentence that says why the GPUs cannot be listed. Without a driver the list is empty; this is no error.
 pub fn all(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     if let Some(nvml) = libraries.get(Library::Nvml) {
         let listed = Nvml::builder().lib_path(nvml.path.as_os_str()).init().and_then(|nvml| list(&nvml));
@@ -98,7 +97,7 @@ fn list(nvml: &Nvml) -> Result<Vec<Gpu>, NvmlError> {
 /// The devices that CUDA shows to this process, in CUDA's order and numbering.
 ///
 /// # Errors
-/// Why the devices cannot be listed, in a sentence.
+/// A sentence that says why the devices cannot be listed.
 fn by_driver() -> Result<Vec<Gpu>, String> {
     libraries::ready(&[Library::Driver])?;
     let ask = || -> Result<Vec<Gpu>, DriverError> {
@@ -134,13 +133,13 @@ fn uuid_text(bytes: [u8; 16]) -> String {
 /// The GPUs that this process may use, in CUDA's numbering: the GPUs in [`VISIBLE`] in that order, or all.
 ///
 /// # Errors
-/// Why the GPUs cannot be determined, in a sentence.
+/// A sentence that says why the GPUs cannot be determined.
 pub fn visible(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     let gpus = all(libraries)?;
     let variable = |name: &str| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned());
     let visible = variable(VISIBLE);
     let same = gpus.windows(2).all(|pair| pair[0].name == pair[1].name);
-    if !same && variable(ORDER).as_deref() != Some("PCI_BUS_ID") {
+    if !same && variable(DEVICE_ORDER).as_deref() != Some("PCI_BUS_ID") {
         // Fastest first: only CUDA knows how it ranks GPUs.
         let order = by_driver()?;
         return Ok(order
@@ -219,8 +218,8 @@ pub struct Usable {
     pub hindrance: Option<String>,
 }
 
-/// The GPUs that an agent can offer: visible, selected by `list` (as for [`select`]) and not divided. None if a
-/// library that ranks need is missing.
+/// The GPUs that an agent can offer: visible, selected by `list` (as for [`select`]) and not divided. There are none if
+/// a library that ranks need is missing.
 ///
 /// # Errors
 /// `list` names a GPU that does not exist.
@@ -245,7 +244,7 @@ pub fn usable(list: Option<&str>) -> Result<Usable, String> {
 /// The connection between each pair of `gpus`.
 ///
 /// # Errors
-/// NVML does not answer; a sentence.
+/// NVML is missing or fails; a sentence.
 pub fn links(libraries: &Libraries, gpus: &[Gpu]) -> Result<Vec<Link>, String> {
     let nvml = libraries.get(Library::Nvml).ok_or("NVML was not found")?;
     let ask = || -> Result<Vec<Link>, NvmlError> {
@@ -259,7 +258,7 @@ pub fn links(libraries: &Libraries, gpus: &[Gpu]) -> Result<Vec<Link>, String> {
             for (j, other) in devices.iter().enumerate().skip(i + 1) {
                 let can = |what| one.p2p_status(other, what).is_ok_and(|s| matches!(s, P2pStatus::Ok));
                 let by = if can(P2pCapabilitiesIndex::NvLink) {
-                    let lanes = (0..LINKS)
+                    let lanes = (0..MAX_LINKS)
                         .filter(|link| one.link_wrapper_for(*link).is_active().unwrap_or(false))
                         .count();
                     if lanes > 0 { format!("NVLink x{lanes}") } else { "NVLink".into() }
@@ -314,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn visible_devices_count_as_cuda_does() {
+    fn visible_devices_are_numbered_as_by_cuda() {
         assert_eq!(numbers(restrict(machine(), None)).unwrap(), [0, 1, 2, 3]);
         assert_eq!(restricted("2,3").unwrap(), [2, 3]);
         assert_eq!(restricted("3,2").unwrap(), [3, 2]);
@@ -329,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_named() {
+    fn unknown_gpus_are_named_in_the_error() {
         let error = restricted("2,7").unwrap_err();
         assert!(error.contains("CUDA_VISIBLE_DEVICES=2,7") && error.contains("0 to 3"), "{error}");
         assert!(restricted("0,0").unwrap_err().contains("twice"));
@@ -341,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_counts_within_what_is_visible() {
+    fn a_list_selects_among_the_visible_gpus() {
         let seen = restrict(machine(), Some("3,2")).unwrap();
         assert_eq!(numbers(select(&seen, None)).unwrap(), [3, 2]);
         assert_eq!(numbers(select(&seen, Some("1"))).unwrap(), [2]);
@@ -352,19 +351,19 @@ mod tests {
     }
 
     #[test]
-    fn the_driver_s_uuid_reads_as_nvml_writes_it() {
+    fn uuids_of_the_driver_have_nvml_s_format() {
         let bytes = *uuid::Uuid::parse_str("8932f937-d72c-4106-c12f-20bd9faed9f6").unwrap().as_bytes();
         assert_eq!(uuid_text(bytes), "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6");
     }
 
     #[test]
-    fn a_machine_without_nvidia_s_driver_has_no_gpu_and_no_error() {
+    fn without_a_driver_the_list_is_empty() {
         assert_eq!(all(&Libraries::default()).unwrap(), []);
     }
 
     #[test]
     #[ignore = "needs a GPU"]
-    fn gpu_devices_are_numbered_as_cuda_numbers_them() {
+    fn gpu_devices_have_cuda_s_numbers() {
         let libraries = Libraries::find();
         let ours: Vec<_> = visible(&libraries).unwrap().into_iter().map(|gpu| gpu.uuid).collect();
         let cuda: Vec<_> = by_driver().unwrap().into_iter().map(|gpu| gpu.uuid).collect();

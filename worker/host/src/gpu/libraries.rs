@@ -233,9 +233,8 @@ impl Libraries {
         Ok(vec![(LIBRARY_PATH.into(), joined)])
     }
 
-    /// Links under the names that cudarc tries first, for libraries with other names. Without links, cudarc would
-    /// take the system's `libcudnn.so` instead of the chosen one, and CUDA 13's NVRTC if two versions are on the
-    /// path.
+    /// Links under the names that cudarc tries first, for libraries with other names. Without links, cudarc would load
+    /// the system's `libcudnn.so` instead of the chosen one, and CUDA 13's NVRTC if two versions are on the path.
     fn links(&self) -> Vec<(&'static str, &Path)> {
         let mut links = Vec::new();
         for (which, name) in [

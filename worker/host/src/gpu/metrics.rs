@@ -47,13 +47,13 @@ impl Reader {
     }
 
     /// # Errors
-    /// NVML's error: the GPU is unknown or does not answer.
+    /// NVML's error: the GPU is unknown or does not respond.
     pub fn sample(&self, uuid: &str) -> Result<Sample, NvmlError> {
         sample(&self.0, uuid)
     }
 
     /// Whether NVML reports that two GPUs are connected by NVLink, directly or through switches.
-    pub fn are_joined(&self, one: &str, other: &str) -> bool {
+    pub fn have_nvlink(&self, one: &str, other: &str) -> bool {
         let (Ok(one), Ok(other)) = (self.0.device_by_uuid(one), self.0.device_by_uuid(other)) else {
             return false;
         };
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_metric_is_one_that_servers_know() {
+    fn all_metrics_have_names_that_servers_know() {
         let sample = Sample {
             utilization: Some(0.97),
             memory_bytes: 11 << 30,

@@ -19,10 +19,10 @@ fn queues() -> Option<(OsString, OsString)> {
 }
 
 /// The GPU of a rank, as passed by its launcher.
-///
 /// A rank process sees all GPUs that the attempt uses on its machine, in rank order, or all GPUs of its agent if it was
-/// started before the attempt. It creates a context only on its own GPU. If only its own GPU were visible, CUDA could not tell whether two GPUs can access each other's
-/// memory, because `cuDeviceCanAccessPeer` takes visible devices.
+/// started before the attempt. It creates a context only on its own GPU. The other GPUs are visible because
+/// `cuDeviceCanAccessPeer`, which reports whether two GPUs can access each other's memory, accepts only visible
+/// devices.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankGpu {
     /// The position in `visible`: CUDA's number for the GPU in this process.

@@ -13,7 +13,7 @@ const FIRST: &str = "conv1.weight";
 /// Another tensor of every network. No other name ends like it.
 const IN_FIRST_BLOCK: &str = "layer1.0.conv1.weight";
 /// Maximum number of tensors of a kind that a message names.
-const NAMED: usize = 3;
+const MAX_NAMES: usize = 3;
 
 /// The shapes of `tensors`.
 pub fn shapes(tensors: &NamedTensors) -> Shapes {
@@ -51,7 +51,7 @@ pub fn compare(given: &Shapes, wanted: &Shapes, head: Option<&str>) -> Result<Ma
         match given.get(&theirs) {
             None => missing.push(theirs),
             Some(shape) if shape == *own => {}
-            Some(shape) if head.is_some() && *name == FIRST && takes_rgb_for_grey(shape, own) => {
+            Some(shape) if head.is_some() && *name == FIRST && is_rgb_for_grey(shape, own) => {
                 sums_channels = true;
             }
             Some(shape) => {
@@ -100,7 +100,7 @@ impl Mapping {
         }
         if !self.left_out.is_empty() {
             let names = some_of(&self.left_out, ", ");
-            notes.push(format!("left out, as they lie in no layer of this network: {names}"));
+            notes.push(format!("left out because they belong to no layer of this network: {names}"));
         }
         if let Some(why) = &self.new_head {
             notes.push(format!("{why}: the last layer ({head}) keeps its initial values"));
@@ -132,9 +132,9 @@ fn prefix(given: &Shapes, trunk: &[(&String, &Vec<usize>)]) -> Result<String, St
     let most = candidates.iter().map(|prefix| found(prefix)).max().unwrap_or(0);
     let best: Vec<_> = candidates.into_iter().filter(|prefix| found(prefix) == most).collect();
     match &best[..] {
-        [first, second, ..] if most == trunk.len() => {
-            Err(format!("it holds several networks, under {first:?} and {second:?}: keep the tensors of one"))
-        }
+        [first, second, ..] if most == trunk.len() => Err(format!(
+            "it contains several networks, under {first:?} and {second:?}: keep the tensors of one"
+        )),
         _ => Ok(best.first().copied().unwrap_or_default().to_owned()),
     }
 }
@@ -152,7 +152,7 @@ fn new_head(given: &Shapes, wanted: &Shapes, prefix: &str, head: &str) -> Option
     })
 }
 
-fn takes_rgb_for_grey(given: &[usize], wanted: &[usize]) -> bool {
+fn is_rgb_for_grey(given: &[usize], wanted: &[usize]) -> bool {
     matches!((given, wanted), ([out, 3, given @ ..], [own_out, 1, wanted @ ..]) if out == own_out && given == wanted)
 }
 
@@ -169,9 +169,9 @@ fn hint(name: &str, given: &[usize], wanted: &[usize]) -> String {
     }
 }
 
-/// The first [`NAMED`] names, and the number of the others.
+/// The first [`MAX_NAMES`] names, and the number of the others.
 fn some_of(all: &[String], separator: &str) -> String {
-    let more = all.len().saturating_sub(NAMED);
+    let more = all.len().saturating_sub(MAX_NAMES);
     let text = all[..all.len() - more].join(separator);
     if more > 0 { format!("{text} and {more} more") } else { text }
 }

@@ -15,8 +15,8 @@ pub enum Mask<'a> {
     Output(&'a [f32]),
 }
 
-/// First pass of backward: for each channel the sum of g and the sum of g (x - mean), where g is
-/// the gradient of the ReLU's input. Returns `2 * channels` values.
+/// First pass: for each channel the sum of g and the sum of g (x - mean), where g is the gradient of the ReLU's input.
+/// Returns `2 * channels` values.
 ///
 /// `dy` plus `more` is the gradient of the output. With `keep`, `dy` becomes g.
 pub fn backward_sums(
@@ -142,7 +142,7 @@ fn slopes(affine: Affine<'_>, tiling: Tiling, sums: &[f64], count: f64) -> Slope
     Slopes { lanes: affine.lanes(tiling), offset: tiling.spread(&offset), slope: tiling.spread(&slope) }
 }
 
-/// Second pass of backward, in place: g in `g` becomes the gradient of the input.
+/// Second pass, in place: `g` becomes the gradient of the input.
 ///
 /// `sums` are the results of [`backward_sums`], summed over all `count` rows of the statistics. With `masked`,
 /// the ReLU's mask has not been applied to `g` yet ([`Mask::Input`]).

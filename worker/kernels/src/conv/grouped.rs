@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_are_merged_until_they_fill_blocks_and_no_further() {
+    fn groups_are_merged_only_until_they_fill_blocks() {
         for (in_c, out_c, groups, expected) in [
             // ResNeXts: 4, 8, 16, 32 and 64 channels per group.
             (128, 128, 32, 8),

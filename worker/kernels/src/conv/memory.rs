@@ -61,7 +61,7 @@ impl Default for Scratch {
     /// Scratch memory for the fastest instructions of this machine.
     fn default() -> Self {
         let fastest = Instructions::ALL.into_iter().find_map(Self::with_instructions);
-        fastest.unwrap_or_else(|| unreachable!("every machine has the plain ones"))
+        fastest.unwrap_or_else(|| unreachable!("every machine supports the plain instructions"))
     }
 }
 
@@ -101,7 +101,7 @@ impl Benches {
 #[derive(Clone, Copy)]
 pub(super) struct Shared(*mut f32);
 
-// SAFETY: whoever dereferences the pointer must ensure that ranges are disjoint.
+// SAFETY: code that dereferences the pointer must ensure that ranges are disjoint.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}

@@ -23,7 +23,7 @@ pub(super) struct Product<'a> {
     pub(super) taps: &'a [Tap],
     /// Number of input channels to read, from the first of `x` on.
     pub(super) channels: usize,
-    /// Number of packed channels of a position, of all groups.
+    /// Number of packed channels of a position, in all groups together.
     pub(super) line: usize,
     /// Weights of the first block: `[tap][channel][lane]`.
     pub(super) w: *const f32,

@@ -19,7 +19,7 @@ const PIXELS: usize = 256;
 /// Pictures per group if a picture is larger than a piece.
 const GROUP: usize = 4;
 /// Maximum number of weights for which tasks divide the pixels, with separate gradients in the second-level cache.
-const OWN: usize = 80 * 1024;
+const MAX_OWN_WEIGHTS: usize = 80 * 1024;
 /// Packed floats of a task, each of input and gradient, that stay in the second-level cache with the gradient.
 const PACKED: usize = 48 * 1024;
 /// Maximum number of separate gradients, which are added in order at the end.
@@ -65,7 +65,7 @@ pub(super) fn gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scr
         Arc::new([group, s.batch % group].map(|group| pieces(s, group, rows)))
     });
     let plan = Plan { s, tiles: scratch.tiles, group, pieces: Arc::clone(pieces) };
-    if s.weight_len() > OWN {
+    if s.weight_len() > MAX_OWN_WEIGHTS {
         plan.share_weights(x, dy, dw, scratch);
     } else {
         plan.share_pixels(x, dy, dw, scratch);

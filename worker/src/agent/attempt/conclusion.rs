@@ -16,13 +16,13 @@ use lockstep_protocol::{
 use std::{fs, io, time::Duration};
 
 impl Watch {
-    /// Writes the remaining records after every rank has ended. The last one tells how the attempt ended.
+    /// Writes the remaining records after every rank has ended. The last record tells how the attempt ended.
     pub(super) async fn conclude(self, mut ranks: RankGroup<RecordSummary>) {
         for rank in &mut ranks.ranks {
             // Damage is reported below.
             let _ = rank.read();
         }
-        let left = ranks.sweep().await;
+        let survivors = ranks.sweep().await;
         let unreported = self.unreported_checkpoints(&ranks).await;
         let mut events = Vec::new();
         for watched in &ranks.ranks {
@@ -69,7 +69,7 @@ impl Watch {
             };
             self.decided.clone().or_else(cause).unwrap_or_else(unexplained)
         };
-        let ending = self.labelled(ending, &ends, left);
+        let ending = self.add_machine_facts(ending, &ends, survivors);
         tracing::info!(job = %self.stored.start.attempt.job, attempt = self.stored.start.attempt.attempt, "{ending}");
         events.push(AttemptEvent::Ended(ending));
         self.write(&events).await;
@@ -87,22 +87,23 @@ impl Watch {
             .unwrap_or_default()
     }
 
-    /// Adds facts to the reason that only this machine knows, such as an out-of-memory kill.
-    fn labelled(&self, ending: Ending, ends: &[RankEnd], left: Option<String>) -> Ending {
-        // A rank that has reported its failure ends itself by a signal.
+    /// Adds to the reason what only this machine knows, such as an out-of-memory kill.
+    fn add_machine_facts(&self, ending: Ending, ends: &[RankEnd], survivors: Option<String>) -> Ending {
+        // A rank that has reported its failure kills itself by a signal.
         let killed =
             |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.asked_to_end && end.failure.is_none();
         let by_kernel =
             self.oom_kills.zip(lockstep_host::oom_kills()).is_some_and(|(before, now)| now > before);
         let by_kernel = by_kernel && ends.iter().any(killed);
         let refused = ends.iter().any(RankEnd::was_refused_memory);
-        match (ending, left) {
-            (ending, Some(left)) => {
+        match (ending, survivors) {
+            (ending, Some(survivors)) => {
                 let before = match ending {
                     Ending::Failed { reason, .. } => format!("{reason}; "),
                     _ => String::new(),
                 };
-                let (agent, detail) = (lockstep_host::hostname().into(), format!("{before}{left}").into());
+                let (agent, detail) =
+                    (lockstep_host::hostname().into(), format!("{before}{survivors}").into());
                 Ending::Failed { reason: ReasonKind::Unkillable { agent, detail }.into(), retriable: false }
             }
             (Ending::Failed { reason, .. }, None) if by_kernel || refused => {
@@ -142,7 +143,7 @@ impl Watch {
                     }
                 };
                 while written < events.len() {
-                    // Bytes that cannot be written now are kept by `records` and written by the next call.
+                    // `records` keeps bytes that cannot be written now, and writes them in the next call.
                     written += 1;
                     records.append(&events[written - 1])?;
                 }
@@ -155,7 +156,7 @@ impl Watch {
                 Ok(()) => return,
                 Err(error) => {
                     if failures == 0 {
-                        tracing::error!(%error, path = %path.display(), "the end of an attempt cannot be written; trying again");
+                        tracing::error!(%error, path = %path.display(), "the end of an attempt cannot be written; retrying every second");
                     }
                     failures += 1;
                     tokio::time::sleep(Duration::from_secs(1)).await;

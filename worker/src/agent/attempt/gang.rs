@@ -1,6 +1,6 @@
-//! The coordinated start of an attempt with ranks on several agents. When its preflight check has passed, an agent
-//! reports this and waits for the other agents. So no rank waits at the rendezvous for a machine that is still
-//! examining its dataset, and no rank is started if the check of another machine fails.
+//! The coordinated start of an attempt with ranks on several agents. An agent whose preflight check has passed reports
+//! this and waits for the other agents. So no rank waits at the rendezvous while another machine still examines its
+//! dataset, and no rank is started if the check of another machine fails.
 
 use super::super::preflight::Refusal;
 use lockstep_protocol::agent::StartAttempt;
@@ -12,13 +12,13 @@ use std::{
 };
 use tokio::sync::watch;
 
-/// Time limit for the checks of other machines. One of them may have to copy a large dataset first.
-const OTHERS: Duration = Duration::from_secs(12 * 3600);
+/// Time limit for the checks of other machines, which may have to copy a large dataset first.
+const CHECKS_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 
 /// State shared by the agent's session and the task of an attempt before the start.
 #[derive(Debug, Clone)]
 pub(in crate::agent) struct Gang {
-    /// Set when the check has passed. On the machine of rank 0 it has the port where rank 0 will listen.
+    /// Set when the check has passed: the port of rank 0 on the machine of rank 0, `None` on others.
     ready: Arc<OnceLock<Option<u16>>>,
     /// The port of rank 0, once all machines are ready.
     launch: watch::Sender<Option<u16>>,
@@ -52,17 +52,17 @@ impl Gang {
         })?;
         let _ = self.ready.set(port);
         let mut launch = self.launch.subscribe();
-        match tokio::time::timeout(OTHERS, launch.wait_for(Option::is_some)).await {
+        match tokio::time::timeout(CHECKS_TIMEOUT, launch.wait_for(Option::is_some)).await {
             Ok(Ok(port)) => Ok(port.unwrap_or_default()),
             _ => Err(Refusal::NotStarted(format!(
                 "the job's other machines were not ready within {} h",
-                OTHERS.as_secs() / 3600
+                CHECKS_TIMEOUT.as_secs() / 3600
             ))),
         }
     }
 }
 
-/// A port that is free now. If another program takes it before rank 0 does, the rank reports that, and the next
+/// A port that is free now. If another program binds the port before rank 0 does, rank 0 reports it, and the next
 /// attempt gets another port.
 pub(in crate::agent) fn free_port(address: &str) -> io::Result<u16> {
     let listener = match TcpListener::bind((address, 0)) {

@@ -174,7 +174,7 @@ async fn a_rank_that_ignores_term_is_killed() {
 }
 
 #[tokio::test]
-async fn who_outlives_a_killed_rank_is_not_waited_for_unless_a_checkpoint_is_being_written() {
+async fn survivors_of_a_killed_rank_may_only_finish_a_checkpoint() {
     for writing in [false, true] {
         // Rank 0 ignores signals, like a rank that waits for its GPU.
         let script = "trap '' TERM; echo up; [ $R = 1 ] && while [ ! -e ${0%/*}/job/go ]; do sleep 0.02; done && kill -9 $$; while :; do sleep 0.05; done";
@@ -195,7 +195,7 @@ async fn who_outlives_a_killed_rank_is_not_waited_for_unless_a_checkpoint_is_bei
 }
 
 #[tokio::test]
-async fn a_patient_stop_lets_them_finish_and_an_urgent_one_does_not_wait() {
+async fn a_patient_stop_waits_for_ranks_and_an_urgent_one_does_not() {
     let script = "trap 'sleep 0.3; echo kept; exit 3' USR1; echo up; while :; do sleep 0.05; done";
     for urgent in [false, true] {
         let place = place(2, script);
@@ -216,7 +216,7 @@ async fn a_patient_stop_lets_them_finish_and_an_urgent_one_does_not_wait() {
 }
 
 #[tokio::test]
-async fn ranks_that_stop_by_themselves_have_time_for_their_checkpoint() {
+async fn ranks_that_stop_themselves_may_finish_their_checkpoint() {
     // A signal stopped the ranks. Rank 1 has ended, and rank 0 is still writing its checkpoint.
     let place = place(2, "[ $R = 1 ] && exit 3; sleep 3; echo kept; exit 3");
     place.recorded(1, &[step(41)]);
@@ -228,7 +228,7 @@ async fn ranks_that_stop_by_themselves_have_time_for_their_checkpoint() {
 }
 
 #[tokio::test]
-async fn only_ranks_at_their_pause_end_the_attempt_in_order() {
+async fn only_paused_ranks_end_the_attempt_in_order() {
     for (script, has_paused) in [("exit 4", true), ("exit 3", false), ("[ $R = 1 ] && exit 4; exit 3", false)]
     {
         let mut place = place(2, script);
@@ -242,7 +242,7 @@ async fn only_ranks_at_their_pause_end_the_attempt_in_order() {
 }
 
 #[tokio::test]
-async fn a_stop_without_a_checkpoint_says_what_is_lost() {
+async fn a_stop_without_a_checkpoint_reports_the_loss() {
     let kept = AttemptEvent::Checkpoint(lockstep_protocol::agent::CheckpointInfo {
         epoch: 1,
         step: 40,
@@ -275,7 +275,7 @@ async fn a_stop_without_a_checkpoint_says_what_is_lost() {
 }
 
 #[tokio::test]
-async fn what_a_rank_started_ends_with_it() {
+async fn processes_started_by_a_rank_end_with_it() {
     let place = place(1, "sleep 1000 & echo $!; kill -9 $$");
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     place.end_of(&attempt).await;
@@ -286,7 +286,7 @@ async fn what_a_rank_started_ends_with_it() {
 }
 
 #[tokio::test]
-async fn a_suspended_rank_is_found_out() {
+async fn a_suspended_rank_is_detected() {
     let mut place = place(2, "[ $R = 1 ] && kill -STOP $$; while :; do :; done");
     place.stored.start.spec.recovery.stall_timeout_secs = 5;
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
@@ -296,7 +296,7 @@ async fn a_suspended_rank_is_found_out() {
 }
 
 #[tokio::test]
-async fn ranks_are_fenced_when_the_server_stays_silent() {
+async fn ranks_are_fenced_if_the_server_stays_silent() {
     let place = place(2, "while :; do sleep 0.05; done");
     place.context.lease.set_length(Duration::from_millis(300));
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
@@ -304,7 +304,7 @@ async fn ranks_are_fenced_when_the_server_stays_silent() {
 }
 
 #[tokio::test]
-async fn the_next_agent_takes_over_the_living_and_the_dead() {
+async fn the_next_agent_takes_over_running_and_ended_ranks() {
     let place = place(2, "while :; do sleep 0.05; done");
     let (_, orders) = mpsc::unbounded_channel();
     let mode = StartMode::Launch { refusal: None };
@@ -332,7 +332,7 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
 }
 
 #[tokio::test]
-async fn an_attempt_whose_agent_ended_before_its_ranks_were_started_says_that_and_not_that_they_died() {
+async fn an_agent_s_end_before_starting_ranks_is_reported_as_such() {
     let place = place(2, "exit 0");
     let adopted = Attempt::adopt(place.stored.clone(), place.context.clone());
     match place.end_of(&adopted).await {
@@ -352,7 +352,7 @@ async fn an_attempt_whose_agent_ended_before_its_ranks_were_started_says_that_an
 }
 
 #[tokio::test]
-async fn a_program_that_does_not_start_is_named() {
+async fn a_program_that_fails_to_start_is_named() {
     let mut place = place(2, "exit 0");
     place.context.program = place.dir.path().join("nowhere");
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
@@ -364,7 +364,7 @@ async fn a_program_that_does_not_start_is_named() {
     }
 }
 
-/// Covers what `a_rank_is_started_with_what_its_backend_wants` does not: where a rank's devices come from.
+/// Covers what `a_rank_gets_its_backend_s_environment` does not: where a rank's devices come from.
 #[tokio::test]
 async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() {
     use crate::toy;

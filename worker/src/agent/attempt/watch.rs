@@ -29,17 +29,17 @@ use tokio::{sync::mpsc, task::spawn_blocking};
 const READ_EVERY: Duration = Duration::from_millis(100);
 /// Time from SIGTERM to SIGKILL.
 pub(super) const GRACE: Duration = Duration::from_secs(5);
-/// Time from SIGTERM to SIGKILL if another rank was killed or died. The work of the remaining ranks is then lost,
-/// unless rank 0 is writing a checkpoint. They end by themselves, unless they wait for their GPU.
+/// Time from SIGTERM to SIGKILL after another rank was killed or died, if no checkpoint is being written. The work of
+/// the remaining ranks is then lost. They end by themselves, unless they wait for their GPU.
 const GRACE_AFTER_DEATH: Duration = Duration::from_millis(1500);
-/// Time before SIGTERM for ranks that are paused and should write a checkpoint.
-const PAUSE: Duration = Duration::from_secs(120);
-/// Time for the other ranks after one of the paused ranks has ended.
-const PAUSE_ENDS: Duration = Duration::from_secs(20);
-/// After a rank has lost the connection to another rank: the wait for the other rank's own reason.
-const PROVISIONAL: Duration = Duration::from_secs(1);
+/// Time before SIGTERM for ranks that were asked to write a checkpoint and end.
+const SAVE_LIMIT: Duration = Duration::from_secs(120);
+/// Time for the other ranks after the first rank that was asked to end has ended.
+const OTHERS_END_LIMIT: Duration = Duration::from_secs(20);
+/// After a rank has lost the connection to another rank: how long to wait for the other rank's own reason.
+const PROVISIONAL_DELAY: Duration = Duration::from_secs(1);
 
-/// What the agent keeps of a rank's records.
+/// The part of a rank's records that the agent keeps in memory.
 #[derive(Default)]
 pub(super) struct RecordSummary {
     /// The number of lines of the rank's log so far.
@@ -63,14 +63,14 @@ pub(super) struct Watch {
     lease: Arc<Lease>,
     orders: mpsc::UnboundedReceiver<Order>,
     read_at: Instant,
-    /// How the attempt ends, if this was decided before its ranks had ended.
+    /// The attempt's ending, if it was decided before the ranks had ended.
     pub(super) decided: Option<Ending>,
     /// Whether the ranks end because another rank was killed or died.
     peer_died: bool,
     /// Time before SIGTERM for ranks that should write a checkpoint, if this agent is about to end.
     leave_within: Duration,
     /// Whether this agent is about to end.
-    leaves: bool,
+    is_leaving: bool,
     /// The number of processes that the kernel's OOM killer had killed when this watch began.
     pub(super) oom_kills: Option<u64>,
 }
@@ -92,7 +92,7 @@ impl Watch {
             decided: None,
             peer_died: false,
             leave_within: Duration::from_secs(context.stop_within_secs.into()),
-            leaves: false,
+            is_leaving: false,
             oom_kills: lockstep_host::oom_kills(),
         };
         let mut ranks = RankGroup::new(Orphans::Stay).killing_suspended();
@@ -156,7 +156,7 @@ impl Watch {
         let limit = Duration::from_secs(secs.into());
         let running = || ranks.ranks.iter().filter(|rank| rank.end.exit.is_none());
         running().find(|rank| rank.last_report.elapsed() > limit)?;
-        // Ranks that wait for the slowest one are equally silent.
+        // Ranks that wait for the slowest rank are equally silent.
         let slowest = running().min_by_key(|rank| {
             (!rank.process.is_suspended(), rank.end.step, rank.last_report, rank.end.rank)
         })?;
@@ -184,10 +184,10 @@ impl Policy for Watch {
     fn obey(&mut self, order: Order, ranks: &mut RankGroup<RecordSummary>) {
         let how = match &order {
             Order::Stop { patient: false } => Stop::Terminate,
-            Order::Stop { patient: true } => Stop::Save { within: PAUSE },
+            Order::Stop { patient: true } => Stop::Save { within: SAVE_LIMIT },
             Order::Leave | Order::Full(_) => Stop::Save { within: self.leave_within },
         };
-        self.leaves |= matches!(order, Order::Leave | Order::Full(_));
+        self.is_leaving |= matches!(order, Order::Leave | Order::Full(_));
         // Only the first decision counts.
         if !ranks.is_stopping() {
             self.decided = Some(order.ending());
@@ -211,9 +211,10 @@ impl Policy for Watch {
         if let Some(silent) = self.lease.overdue() {
             self.decided = failed(ReasonKind::ServerSilent { secs: silent.as_secs() as f64 }.into());
         } else if ranks.failure_cause().is_some() {
-            // Ranks that were asked to stop, by anyone, have time for their checkpoint.
-            let stopping = if self.leaves { self.leave_within } else { PAUSE_ENDS.max(self.leave_within) };
-            let delays = EndDelays { certain: Duration::ZERO, provisional: PROVISIONAL, stopping };
+            // Ranks that were asked to stop, by whomever, have time for their checkpoint.
+            let stopping =
+                if self.is_leaving { self.leave_within } else { OTHERS_END_LIMIT.max(self.leave_within) };
+            let delays = EndDelays { certain: Duration::ZERO, provisional: PROVISIONAL_DELAY, stopping };
             if !ranks.is_to_end(delays) {
                 return;
             }

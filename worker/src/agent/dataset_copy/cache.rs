@@ -33,7 +33,7 @@ const GONE: &str = ".gone-";
 /// The mode of folders. Other accounts of the machine may not be allowed to read the dataset.
 const MODE: u32 = 0o700;
 
-/// Why there can be no copies.
+/// Why the folder of copies cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::agent) enum CacheError {
     #[error("{}: another agent keeps its copies of datasets in this folder; give this agent another folder with --dataset-cache", .0.display())]
@@ -49,7 +49,7 @@ pub(in crate::agent) struct Copies {
     limit_bytes: u64,
     /// Held while a copy is added or removed.
     changes: Mutex<()>,
-    /// By folder of the copy: the lock of the job that pulls it.
+    /// By folder of the copy: the lock of the job that pulls the copy.
     turns: Mutex<HashMap<PathBuf, Arc<tokio::sync::Mutex<()>>>>,
     /// Locked while this agent runs.
     _lock: File,
@@ -68,8 +68,8 @@ pub(super) struct About {
     pub(super) bytes: u64,
 }
 
-/// The right to write to a copy, which only one job has at a time. Blocking work holds a clone, because it continues
-/// when the job is stopped.
+/// The right to write to a copy, which one job has at a time. Blocking work keeps a clone, because the work continues
+/// after the job is stopped.
 #[derive(Debug, Clone)]
 pub(super) struct CopyLock {
     _held: Arc<tokio::sync::OwnedMutexGuard<()>>,
@@ -159,14 +159,14 @@ fn use_name(attempt: &AttemptRef) -> String {
     format!("{}-{}", attempt.job, attempt.folder_name())
 }
 
-/// Whether the name is that of an entry left by a killed agent. Entries with other names are not removed.
-fn is_left(name: &OsStr) -> bool {
+/// Whether this is the name of an entry that a killed agent left behind. Entries with other names are not removed.
+fn is_leftover(name: &OsStr) -> bool {
     let name = name.to_string_lossy();
     [NEW, GONE, LISTED].iter().any(|kind| name.starts_with(kind))
 }
 
 /// Creates a folder that other accounts cannot read. An existing folder is left unchanged.
-fn make(dir: &Path) -> io::Result<()> {
+fn create_private_dir(dir: &Path) -> io::Result<()> {
     match DirBuilder::new().mode(MODE).create(dir) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         other => other,
@@ -174,7 +174,7 @@ fn make(dir: &Path) -> io::Result<()> {
 }
 
 impl Copies {
-    /// Opens or creates the folder. Only attempts in `live` still use its copies.
+    /// Opens or creates the folder. Drops the uses of its copies by attempts that are not in `live`.
     ///
     /// # Errors
     /// The folder cannot be used.
@@ -186,7 +186,7 @@ impl Copies {
         let failed = |error: io::Error| CacheError::Io(dir.into(), error);
         let above = dir.parent().unwrap_or(dir);
         fs::create_dir_all(above).map_err(|error| CacheError::Io(above.into(), error))?;
-        make(dir).map_err(failed)?;
+        create_private_dir(dir).map_err(failed)?;
         let dir = dir.canonicalize().map_err(failed)?;
         let lock = File::options().write(true).create(true).truncate(false).open(dir.join(LOCK));
         let lock = lock.map_err(failed)?;
@@ -209,8 +209,8 @@ impl Copies {
         // The limit may have been lowered. Hidden entries are incomplete, or were about to be removed.
         let mut gone = copies.evict(0, None).map_err(failed)?.0;
         let found = fs::read_dir(&copies.dir).map_err(failed)?.flatten();
-        gone.extend(found.filter(|found| is_left(&found.file_name())).map(|found| found.path()));
-        // Removing large folders takes time, and nothing has to wait for it.
+        gone.extend(found.filter(|found| is_leftover(&found.file_name())).map(|found| found.path()));
+        // Removing large folders takes time, and nothing needs to wait for the removal.
         std::thread::spawn(move || {
             if let Err(error) = remove(&gone) {
                 tracing::warn!(?error, "an old copy of a dataset cannot be removed");
@@ -223,8 +223,8 @@ impl Copies {
         &self.dir
     }
 
-    /// Whether the folder belongs to this account and has only copies. If it has other files, other accounts may need
-    /// it.
+    /// Whether the folder belongs to this account and contains only copies. Other accounts may need a folder with other
+    /// files.
     fn is_own(&self) -> io::Result<bool> {
         if fs::metadata(&self.dir)?.uid() != rustix::process::geteuid().as_raw() {
             return Ok(false);
@@ -232,7 +232,7 @@ impl Copies {
         for found in fs::read_dir(&self.dir)? {
             let found = found?;
             let name = found.file_name();
-            let of_copies = name == LOCK || is_left(&name);
+            let of_copies = name == LOCK || is_leftover(&name);
             if !of_copies && (Entry { dir: found.path() }).about().is_none() {
                 return Ok(false);
             }
@@ -264,8 +264,8 @@ impl Copies {
         Ok(all)
     }
 
-    /// Reserves space for the copy of a list, and records that the attempt uses it. Also returns the folders that
-    /// were evicted for it: they are already hidden, and the caller removes them.
+    /// Reserves space for the copy of a list, and records that the attempt uses the copy. Also returns the folders of
+    /// evicted copies: they are already hidden, and the caller removes them.
     ///
     /// # Errors
     /// The limit does not allow the copy. The message tells what to change.
@@ -299,7 +299,7 @@ impl Copies {
             if kept.saturating_add(about.bytes) > self.limit_bytes {
                 return refused(format!(
                     "it has {bytes}, and running jobs use {} of the limit of all copies, {limit}: raise the agent's \
-                     --dataset-cache-limit, or retry the job when they are over",
+                     --dataset-cache-limit, or retry the job when they have finished",
                     megabytes(kept)
                 ));
             }
@@ -307,7 +307,7 @@ impl Copies {
         let made = || -> io::Result<()> {
             if entry.about().is_none() {
                 let new = self.dir.join(format!("{NEW}{}", uuid::Uuid::new_v4().simple()));
-                make(&new)?;
+                create_private_dir(&new)?;
                 fs::create_dir(new.join("uses"))?;
                 list.file.persist(new.join("list"))?;
                 lockstep_host::write_whole(&new.join("about.json"), &serde_json::to_vec(about)?)?;
@@ -323,11 +323,11 @@ impl Copies {
         Ok((entry, gone))
     }
 
-    /// Hides unused copies, least recently used first, until `bytes` more fit within the limit. Never hides `but`.
+    /// Hides unused copies, least recently used first, until `bytes` more fit within the limit. Never hides `except`.
     /// Returns the hidden folders, and the size of the remaining copies.
-    fn evict(&self, bytes: u64, but: Option<&Entry>) -> io::Result<(Vec<PathBuf>, u64)> {
+    fn evict(&self, bytes: u64, except: Option<&Entry>) -> io::Result<(Vec<PathBuf>, u64)> {
         let mut all = self.entries()?;
-        all.retain(|(entry, _)| Some(entry) != but);
+        all.retain(|(entry, _)| Some(entry) != except);
         all.sort_by_key(|(entry, _)| entry.used());
         let mut kept = all.iter().fold(0, |sum: u64, (_, about)| sum.saturating_add(about.bytes));
         let mut gone = Vec::new();
@@ -365,7 +365,7 @@ impl Copies {
         Ok(hidden)
     }
 
-    /// Releases the copy of an attempt that is over and whose ranks have ended.
+    /// Releases the copy of an attempt whose ranks have ended.
     pub(in crate::agent) fn release(&self, attempt: &AttemptRef) {
         let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = self.forget(attempt) {

@@ -20,7 +20,7 @@ const LIST_BYTES: u64 = 8 << 30;
 /// A complete list.
 pub(super) struct List {
     pub(super) file: NamedTempFile,
-    /// The hash of the list. It changes if a file, a time of change or the path on the server changes.
+    /// The hash of the list. It changes if a file, its modification time or the path on the server changes.
     pub(super) key: String,
     /// See [`DatasetEntry::Begin`].
     pub(super) within: String,
@@ -54,7 +54,7 @@ pub(super) async fn fetch(
 
 /// Parses a list while it arrives.
 struct ListReader {
-    /// Number of bytes that may still arrive.
+    /// The number of bytes that may still arrive.
     left: u64,
     sum: Sha256,
     /// The beginning of an incomplete line.
@@ -75,7 +75,7 @@ impl ListReader {
 
     fn take(&mut self, chunk: &[u8]) -> Result<(), CopyError> {
         let left = self.left.checked_sub(chunk.len() as u64).ok_or_else(|| {
-            let why = "the list of its files is too long; put them into fewer, or shards";
+            let why = "the list of its files is too long; put the data into fewer files, such as shards";
             CopyError::Unusable(why.into())
         })?;
         self.left = left;
@@ -131,7 +131,7 @@ impl ListReader {
     }
 }
 
-/// Whether a path leads to a place below its folder.
+/// Whether a relative path stays below its folder: not empty, not absolute, and without `..`.
 fn is_below(path: &str) -> bool {
     !path.is_empty() && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)))
 }
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_is_taken_whole_or_not_at_all() {
+    fn an_incomplete_or_invalid_list_is_refused() {
         let list = "{\"begin\":\"\"}\n{\"folder\":\"a\"}\n{\"file\":[\"a/b\",5,1]}\n{\"end\":[1,5]}\n";
         let whole = read(&[list]).unwrap();
         assert_eq!((whole.files, whole.bytes, whole.within.as_str()), (1, 5, ""));

@@ -22,16 +22,17 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Maximum size of the names in one request, which keeps it below the server's limit of a body.
+/// Maximum size of the names in one request, which keeps the request below the server's size limit.
 const NAMES_BYTES: usize = 256 << 10;
 /// Maximum number of bytes that must be fetched again after the machine has lost power.
 const SYNC_BYTES: u64 = 1 << 30;
-/// The allocation unit of a disk, and the space that must stay free on it.
+/// The assumed allocation unit of a disk.
 const BLOCK_BYTES: u64 = 4096;
+/// The space that must stay free on the disk.
 const SPARE_BYTES: u64 = 64 << 20;
 
-/// Pulls the missing parts of a copy, and renames it to its final name. Returns whether anything was missing. The
-/// first request has the reason why the copy starts again (`anew`).
+/// Pulls the missing parts of a copy, and renames the copy to its final name. Returns whether anything was missing. The
+/// first request contains the reason why the copy starts again (`anew`).
 ///
 /// # Errors
 /// Some data did not arrive, or the disk is full.
@@ -94,14 +95,14 @@ pub(super) async fn complete(
 struct Missing {
     files: u64,
     bytes: u64,
-    /// The disk space that it needs.
+    /// The disk space for the missing part.
     disk_bytes: u64,
 }
 
 /// How much of a copy is certainly on disk, even after a loss of power.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Synced {
-    /// The boot in which further files of the list have arrived. They are valid until the machine restarts.
+    /// The boot in which further files of the list have arrived. These files are valid until the machine restarts.
     boot_id: String,
     /// The number of lines of the list whose files are synced.
     lines: u64,
@@ -127,7 +128,7 @@ impl Synced {
     }
 }
 
-/// Prepares the copy to be continued, and returns its missing part. `None` if it is complete.
+/// Prepares the copy to be continued, and returns its missing part. `None` if the copy is complete.
 fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
     let (data, part) = (entry.data(), entry.part());
     if data.exists() {
@@ -137,7 +138,7 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
         // Files of the complete copy were removed or changed.
         if entry.is_read() {
             let why = format!(
-                "files of its copy in {} were changed, and other jobs use it; retry the job when they are over",
+                "files of its copy in {} were changed, and other jobs use it; retry the job when they have finished",
                 entry.dir().display()
             );
             return Err(CopyError::Unusable(why));
@@ -165,8 +166,8 @@ fn entries(entry: &Entry) -> Result<Entries, CopyError> {
     Entries::open(&list).map_err(on_disk(&list))
 }
 
-/// The number of bytes of a file that have arrived. `None` if there is no file, or if it is too long.
-fn there(path: &Path, size: u64) -> Option<u64> {
+/// The number of bytes of a file that have arrived. `None` if the file does not exist or is too long.
+fn received_bytes(path: &Path, size: u64) -> Option<u64> {
     fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file).map(|m| m.len()).filter(|len| *len <= size)
 }
 
@@ -175,9 +176,9 @@ fn missing_of(entry: &Entry, folder: &Path) -> Result<Missing, CopyError> {
     for found in entries(entry)? {
         match found.map_err(on_disk(entry.dir()))? {
             DatasetEntry::File(path, size, _) => {
-                let there = there(&folder.join(path), size);
-                if there != Some(size) {
-                    let left = size - there.unwrap_or(0);
+                let received_bytes = received_bytes(&folder.join(path), size);
+                if received_bytes != Some(size) {
+                    let left = size - received_bytes.unwrap_or(0);
                     missing.files += 1;
                     missing.bytes += left;
                     missing.disk_bytes += left.next_multiple_of(BLOCK_BYTES);
@@ -204,7 +205,7 @@ async fn check_disk(
         if free >= needed {
             return Ok(());
         }
-        // Evict copies only if that frees enough space.
+        // Copies are evicted only if this frees enough space.
         let gone = match free.saturating_add(unused) >= needed {
             true => copies.evict_oldest().map_err(on_disk(entry.dir()))?,
             false => None,
@@ -252,8 +253,7 @@ impl Work {
         self.lines - u64::from(self.current.is_some())
     }
 
-    /// The parts for the next request, up to its limits. Empty at the end. Creates folders and empty files on the
-    /// way.
+    /// The parts for the next request, up to its limits. Empty at the end. Also creates their folders, and empty files.
     fn next(&mut self) -> Result<Vec<DatasetPart>, CopyError> {
         let (mut parts, mut bytes, mut names) = (Vec::new(), 0, 0);
         while parts.len() < DATASET_PARTS && bytes < DATASET_PARTS_BYTES && names < NAMES_BYTES {
@@ -292,8 +292,8 @@ impl Work {
             }
             DatasetEntry::File(path, size, _) => {
                 let path = self.part.join(path);
-                let there = there(&path, *size);
-                if there.is_none() {
+                let received_bytes = received_bytes(&path, *size);
+                if received_bytes.is_none() {
                     // With a pattern, files may be in folders that are not in the list.
                     if let Some(folder) = path.parent() {
                         fs::create_dir_all(folder).map_err(on_disk(folder))?;
@@ -301,7 +301,7 @@ impl Work {
                     cache::remove(std::slice::from_ref(&path))?;
                     File::create_new(&path).map_err(on_disk(&path))?;
                 }
-                Ok(there.unwrap_or(0))
+                Ok(received_bytes.unwrap_or(0))
             }
             _ => Ok(0),
         }

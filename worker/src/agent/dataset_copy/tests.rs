@@ -5,7 +5,7 @@ fn later() -> CopyError {
 }
 
 #[test]
-fn a_server_that_is_away_is_waited_for_and_one_that_sends_nothing_is_not() {
+fn unreachable_servers_are_waited_for_and_stalled_ones_are_not() {
     let mut tries = RetryCounts::default();
     let (away, nothing, more) = (
         PullProgress::default(),
@@ -34,7 +34,7 @@ fn a_server_that_is_away_is_waited_for_and_one_that_sends_nothing_is_not() {
 }
 
 #[test]
-fn what_changes_or_comes_damaged_is_tried_again_a_few_times() {
+fn changed_and_damaged_files_are_retried_a_few_times() {
     let mut tries = RetryCounts::default();
     let more = PullProgress { answered: true, advanced: true };
     for _ in 0..MAX_RESTARTS {

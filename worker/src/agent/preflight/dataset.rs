@@ -1,4 +1,4 @@
-//! Checks that a machine's dataset can be read, and is the dataset that was registered and with which the job began.
+//! Checks that a machine's dataset can be read and has not changed since it was registered, or since the job began.
 
 use super::StoredAttempt;
 use crate::inspect;
@@ -38,8 +38,8 @@ impl DatasetNote {
     }
 }
 
-/// Checks that the dataset can be read, and is the one with which the job began. Before the job's first start, it is
-/// compared with the registered one.
+/// Checks that the dataset can be read, and is the dataset with which the job began. Before the job's first start, it
+/// is compared with the registered fingerprint.
 ///
 /// # Errors
 /// What is wrong, and what to change.
@@ -58,8 +58,8 @@ pub(super) fn check(
     let before = DatasetNote::read(&note);
     let registered = stored.start.files.registered.as_ref();
     let registered = registered.and_then(|of| DatasetFingerprint::deserialize(of).ok());
-    let form = before.as_ref().map(|note| &note.fingerprint).or(registered.as_ref());
-    let found = take(path, form, before.is_some(), program, cancelled)?;
+    let reference = before.as_ref().map(|note| &note.fingerprint).or(registered.as_ref());
+    let found = take(path, reference, before.is_some(), program, cancelled)?;
     // Before the first start the server has no fingerprint to send. If there is a note, another machine of this
     // attempt wrote it meanwhile.
     let is_first_start = stored.start.files.dataset.is_none();
@@ -71,7 +71,7 @@ pub(super) fn check(
             }
             let on = before.machine.as_ref().map(|name| format!(" on {name}")).unwrap_or_default();
             Err(format!(
-                "the dataset {} is not what the job began with{on}: {} now, {} then, or other content; bring the old one back and \
+                "the dataset {} is not what the job began with{on}: {} now, {} then, or other content; restore the old dataset and \
                  retry the job, or submit a new one",
                 path.display(),
                 own.fingerprint.in_words(),
@@ -87,36 +87,36 @@ pub(super) fn check(
             found.in_words(),
             registered.in_words(),
         )),
-        // No one waits for this check any more, and another one may have begun.
+        // The caller no longer waits for this check, and another check may have begun.
         (None, _) if cancelled.load(Ordering::Relaxed) => Err("cancelled".into()),
         (None, _) => keep(stored, DatasetNote { fingerprint: found, machine: machine.map(str::to_owned) }),
     }
 }
 
-/// The fingerprint of the dataset now, in the form of the fingerprint with which it will be compared. Before the job
-/// has begun, each file is examined, so that ranks need not do so. Later starts examine folders.
+/// The fingerprint of the dataset now, of the same kind as the fingerprint `reference` with which it will be compared.
+/// Before the job has begun, each file is examined, so that ranks need not do so. Later starts examine only folders.
 fn take(
     path: &Path,
-    form: Option<&DatasetFingerprint>,
+    reference: Option<&DatasetFingerprint>,
     has_begun: bool,
     program: &Path,
     cancelled: &AtomicBool,
 ) -> Result<DatasetFingerprint, String> {
-    let wrong = |e: &dyn Display| format!("the dataset {e}; bring it back and retry the job");
+    let wrong = |e: &dyn Display| format!("the dataset {e}; restore it and retry the job");
     let by_files = || Fingerprint::of(path, cancelled).map(DatasetFingerprint::Files).map_err(|e| wrong(&e));
-    // If the process died, the dataset is unknown. Nothing must be recorded, because the note is compared during the
-    // whole life of the job.
+    // If the process died, the fingerprint is unknown. Nothing must be recorded, because later starts of the job
+    // compare with the note.
     let not_examined =
         |e: String| format!("the dataset {} was not examined: {e}; retry the job", path.display());
     let by_pictures = || {
         let request = AgentRequest::Fingerprint { path: path.display().to_string(), known: has_begun };
         match inspect::request_blocking(program, &request, cancelled).map_err(not_examined)? {
             Ok(AgentReply::Fingerprint { found }) => Ok(Ok(found.map(DatasetFingerprint::Pictures))),
-            Ok(_) => Err(not_examined("the inspecting process gave another kind of reply".into())),
+            Ok(_) => Err(not_examined("the inspecting process gave a reply of another kind".into())),
             Err(detail) => Ok(Err(detail)),
         }
     };
-    match form {
+    match reference {
         Some(DatasetFingerprint::Files(_)) => by_files(),
         Some(DatasetFingerprint::Pictures(_)) => match by_pictures()? {
             Ok(found) => found.map_or_else(by_files, Ok),
@@ -162,8 +162,8 @@ fn keep(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
 /// The error if two machines of a job have different datasets. `other` describes the other machine's.
 pub(in super::super) fn differs(stored: &StoredAttempt, own: &DatasetNote, other: &str) -> String {
     format!(
-        "the copies of the dataset {:?} differ: {} has {} at {}, and {other}. Lockstep cannot tell which of the two is right: compare them, and \
-         copy the right one to the other machine",
+        "the copies of the dataset {:?} differ: {} has {} at {}, and {other}. Lockstep cannot tell which of the two is correct: compare them, and \
+         copy the correct files to the other machine",
         stored.start.spec.data.dataset,
         own.machine.as_deref().unwrap_or("this machine"),
         own.fingerprint.in_words(),

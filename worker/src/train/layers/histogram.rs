@@ -7,7 +7,7 @@ use lockstep_protocol::{
 };
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Maximum number of threads. More threads are not faster, because memory is the limit.
+/// Maximum number of threads. More threads are not faster, because memory bandwidth is the limit.
 const MAX_THREADS: usize = 8;
 
 /// The histograms of `step`: of each trained tensor in `weights`, and of its gradient if there is one. The result
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_width_or_is_not_finite_has_a_histogram_too() {
+    fn constant_and_non_finite_tensors_have_histograms() {
         let found = of(&[2.5; 7]);
         assert_eq!((found.min, found.max, found.counts[0]), (2.5, 2.5, 7));
         let found = of(&[f32::NAN, f32::INFINITY, 1.0, f32::NEG_INFINITY, 3.0]);
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_as_a_server_takes() {
+    fn the_number_of_histograms_is_limited() {
         for (count, said) in [(512, 1024), (513, 1024)] {
             let all = tensors(count, "weight");
             let found = histograms(10, &all, &all, 2);

@@ -86,7 +86,7 @@ fn folder(dir: &Path, split: &str, classes: &[&str], each: usize, sizes: &[u32])
 }
 
 #[test]
-fn folders_hold_pictures_of_any_size() {
+fn folders_may_contain_pictures_of_any_size() {
     let dir = TempDir::new().expect("a folder");
     folder(dir.path(), "train", &["cat", "dog"], 8, &[28, 37, 64]);
     folder(dir.path(), "val", &["dog"], 4, &[28]);
@@ -225,7 +225,7 @@ fn folders_of_classes_without_a_split_are_training_pictures() {
 }
 
 #[test]
-fn a_folder_that_is_no_dataset_is_told_what_it_has_and_what_to_do() {
+fn a_folder_that_is_no_dataset_is_described_with_advice() {
     for (files, words) in [
         (
             &["train/1.jpg", "val/2.jpg"][..],
@@ -293,7 +293,7 @@ fn git_lfs_pointers_are_named_in_every_format() {
 }
 
 #[test]
-fn what_is_no_dataset_says_what_was_looked_for() {
+fn errors_for_missing_datasets_say_what_was_expected() {
     let dir = TempDir::new().expect("a folder");
     let path = dir.path();
     let refuses = || inspect(path).expect_err("no dataset").to_string();
@@ -359,7 +359,7 @@ fn damaged_idx_files_are_named() {
 }
 
 #[test]
-fn idx_files_with_and_without_gzip_hold_the_same_and_splits_must_fit_each_other() {
+fn idx_files_may_be_gzipped_and_splits_must_match() {
     let dir = TempDir::new().expect("a folder");
     for entry in fs::read_dir(bundled()).expect("readable") {
         let path = entry.expect("readable").path();
@@ -386,7 +386,7 @@ fn idx_files_with_and_without_gzip_hold_the_same_and_splits_must_fit_each_other(
 }
 
 #[test]
-fn pictures_larger_than_the_job_wants_are_scaled_by_their_centre_and_other_folders_are_let_be() {
+fn larger_pictures_are_scaled_and_other_folders_ignored() {
     let dir = TempDir::new().expect("a folder");
     for (class, rgb) in [("red", [200, 0, 0]), ("green", [0, 200, 0])] {
         let home = dir.path().join("train").join(class);
@@ -424,7 +424,7 @@ fn pictures_larger_than_the_job_wants_are_scaled_by_their_centre_and_other_folde
 }
 
 #[test]
-fn data_behind_a_picture_does_not_make_it_broken() {
+fn trailing_data_does_not_make_a_picture_broken() {
     let dir = TempDir::new().expect("a folder");
     folder(dir.path(), "train", &["cat", "dog"], 2, &[32]);
     for name in ["0000.png", "0001.jpg"] {

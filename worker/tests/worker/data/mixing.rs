@@ -80,7 +80,7 @@ fn each_picture_of_a_step_is_mixed_with_the_one_before_it_and_the_first_with_the
 }
 
 #[test]
-fn bytes_are_mixed_as_normalised_pictures_are_to_the_nearest_byte() {
+fn mixed_bytes_match_mixed_normalised_pictures_to_the_nearest_byte() {
     let spec =
         DataSpec { crop_padding: 2, mean: Some(vec![0.0]), std: Some(vec![1.0]), ..DataSpec::default() };
     let mut source = mixed(&spec);
@@ -107,7 +107,7 @@ fn validation_pictures_are_never_mixed() {
 /// A batch of augmentation parameters is enough for an engine that holds the pictures to mix them: it names the pictures, their
 /// partners and the rectangle, at any number of ranks and micro-batches.
 #[test]
-fn an_engine_that_has_the_pictures_can_mix_them_itself() {
+fn an_engine_with_resident_pictures_can_mix_them() {
     let spec = DataSpec { crop_padding: 2, horizontal_flip: true, ..DataSpec::default() };
     let plain = DataSource::open(&bundled(), &spec, 5).expect("opens");
     let mut drawn = mixed(&spec);

@@ -54,7 +54,7 @@ fn says(text: &str, words: &[&str]) {
 }
 
 #[test]
-fn the_bundled_pictures_are_what_they_say() {
+fn the_bundled_pictures_are_as_documented() {
     let info = inspect(&bundled()).expect("readable");
     assert_eq!((info.format.as_str(), info.height, info.width, info.channels), ("idx", 28, 28, 1));
     assert_eq!(info.classes[9], "Ankle boot");
@@ -88,7 +88,7 @@ fn shards_are_disjoint_equal_and_the_same_pictures_a_step_at_any_number_of_ranks
 }
 
 #[test]
-fn epochs_and_seeds_shuffle_anew_and_repeat_exactly() {
+fn epochs_and_seeds_shuffle_differently_and_repeatably() {
     let open = |seed| DataSource::open(&bundled(), &DataSpec::default(), seed).expect("opens");
     let first = |source: &DataSource, epoch| {
         source.epoch(EpochPlan { epoch, ..plan(0, 1) }).next().expect("a batch").expect("readable")
@@ -100,7 +100,7 @@ fn epochs_and_seeds_shuffle_anew_and_repeat_exactly() {
 }
 
 #[test]
-fn an_epoch_continued_in_its_middle_is_the_rest_of_it() {
+fn continuing_in_an_epoch_gives_its_remaining_pictures() {
     let source = DataSource::open(&bundled(), &DataSpec::default(), 3).expect("opens");
     let plan = EpochPlan { accumulate: 2, batch_size: 16, ..plan(1, 2) };
     let whole = batches(&source, plan);
@@ -109,7 +109,7 @@ fn an_epoch_continued_in_its_middle_is_the_rest_of_it() {
 }
 
 #[test]
-fn the_last_small_step_is_kept_when_asked_for_and_no_rank_goes_without() {
+fn a_small_last_step_is_kept_on_request_with_pictures_for_every_rank() {
     let source = DataSource::open(&bundled(), &DataSpec::default(), 3).expect("opens");
     // 8000 = 15 * 513 + 305; then 8000 = 2 * 3999 + 2, fewer than ranks.
     for (batch_size, last) in [(171, [101, 102, 102]), (1333, [1, 1, 1])] {
@@ -151,7 +151,7 @@ fn every_rank_knows_how_many_pictures_all_have_in_each_micro_batch() {
 }
 
 #[test]
-fn validation_counts_every_picture_on_one_rank_and_leaves_it_as_it_is() {
+fn validation_reads_every_picture_once_without_augmentation() {
     let source = DataSource::open(&bundled(), &DataSpec::default(), 0).expect("opens");
     let shares: Vec<Vec<Batch>> =
         (0..3).map(|r| source.validation(r, 3, 50, 2).map(|b| b.expect("readable")).collect()).collect();
@@ -173,14 +173,14 @@ fn a_fraction_is_held_out_and_never_trained_on() {
 }
 
 #[test]
-fn pictures_are_scaled_to_the_size_that_the_job_wants() {
+fn pictures_are_scaled_to_the_job_s_size() {
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(56)), ..DataSpec::default() };
     let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
     assert_eq!(first_batch(&source).images.len(), 64 * 56 * 56);
 }
 
 #[test]
-fn grey_pictures_take_the_average_of_a_colour_normalisation() {
+fn grey_pictures_use_the_mean_of_a_colour_normalisation() {
     let spec = DataSpec {
         mean: Some(vec![0.125, 0.25, 0.375]),
         std: Some(vec![0.25, 0.5, 0.75]),

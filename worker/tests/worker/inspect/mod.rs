@@ -131,7 +131,7 @@ fn png(of: &Expected, index: usize) -> Vec<u8> {
 }
 
 #[test]
-fn predictions_are_pytorch_s_to_four_digits() {
+fn predictions_match_pytorch_to_four_digits() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     write_model(dir.path(), &of);
@@ -163,7 +163,7 @@ fn predictions_are_pytorch_s_to_four_digits() {
 
 /// Cosines do not depend on the lengths of a class's weights, and have no bias.
 #[test]
-fn predictions_of_a_loss_with_a_margin_are_by_cosines() {
+fn predictions_with_a_margin_use_cosines() {
     let of = expected();
     let predicted = |kind: LossKind, changed: bool| {
         let dir = tempfile::tempdir().unwrap();
@@ -191,7 +191,7 @@ fn predictions_of_a_loss_with_a_margin_are_by_cosines() {
 }
 
 #[test]
-fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
+fn the_confusion_matrix_matches_pytorch() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     write_model(dir.path(), &of);
@@ -232,15 +232,15 @@ fn evaluate(folder: &Path, spec: JobSpec) -> Result<ModelEvaluation, String> {
 }
 
 #[test]
-fn a_model_that_diverged_has_no_answers_and_says_which_tensor_of_which_file() {
+fn a_diverged_model_is_refused_with_file_and_tensor() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     write_dataset(dir.path(), &of);
     // The CPU's ReLU makes 0 of NaN, so that the network would answer.
     for (tensor, value, said) in [
-        ("conv1.weight", f32::NAN, "conv1.weight holds NaN at place 3"),
-        ("layer2.0.bn1.running_mean", f32::INFINITY, "layer2.0.bn1.running_mean holds inf at place 3"),
-        ("bn1.running_var", -0.5, "bn1.running_var holds -0.5 at place 3: a variance is never below zero"),
+        ("conv1.weight", f32::NAN, "conv1.weight contains NaN at index 3"),
+        ("layer2.0.bn1.running_mean", f32::INFINITY, "layer2.0.bn1.running_mean contains inf at index 3"),
+        ("bn1.running_var", -0.5, "bn1.running_var contains -0.5 at index 3: a variance is never below zero"),
     ] {
         write_changed(
             dir.path(),
@@ -279,7 +279,7 @@ fn a_model_that_diverged_has_no_answers_and_says_which_tensor_of_which_file() {
 }
 
 #[test]
-fn the_loss_of_a_certain_and_wrong_model_is_as_large_as_it_is() {
+fn the_loss_of_a_confident_wrong_model_is_finite_and_large() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     write_dataset(dir.path(), &of);
@@ -302,7 +302,7 @@ fn the_loss_of_a_certain_and_wrong_model_is_as_large_as_it_is() {
 }
 
 #[test]
-fn an_evaluation_sees_pictures_as_its_model_was_trained_on_and_only_its_own_classes() {
+fn evaluations_use_the_model_s_transforms_and_classes() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     write_model(dir.path(), &of);
@@ -330,7 +330,7 @@ fn an_evaluation_sees_pictures_as_its_model_was_trained_on_and_only_its_own_clas
 }
 
 #[test]
-fn metadata_that_no_model_has_is_refused_by_file() {
+fn invalid_model_metadata_is_refused_with_the_file() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     for (key, value, said) in [
@@ -352,7 +352,7 @@ fn metadata_that_no_model_has_is_refused_by_file() {
 }
 
 #[test]
-fn an_embedding_is_the_input_of_the_last_layer_which_is_not_read() {
+fn embeddings_are_the_last_layer_s_input_without_reading_that_layer() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     write_model(dir.path(), &of);
@@ -386,7 +386,7 @@ fn an_embedding_is_the_input_of_the_last_layer_which_is_not_read() {
 }
 
 #[test]
-fn neighbours_are_the_training_pictures_as_validation_sees_them() {
+fn neighbours_are_training_pictures_with_validation_transforms() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     write_model(dir.path(), &of);

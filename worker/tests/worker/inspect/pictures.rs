@@ -5,7 +5,7 @@ use lockstep_protocol::agent::AllowedFolders;
 use std::os::unix::fs::symlink;
 
 #[test]
-fn pictures_that_are_not_square_are_classified_as_they_were_trained_on() {
+fn non_square_pictures_are_classified_with_training_s_transforms() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
@@ -41,7 +41,7 @@ fn pictures_that_are_not_square_are_classified_as_they_were_trained_on() {
 }
 
 #[test]
-fn pictures_are_resized_and_cropped_as_the_model_s_own_were() {
+fn pictures_are_resized_and_cropped_as_in_training() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     let resize = of.side + 5;
@@ -94,7 +94,7 @@ fn samples(path: &Path, pick: Pick) -> Samples {
 }
 
 #[test]
-fn a_dataset_whose_path_has_become_a_link_is_read_below_the_allowed_folders_alone() {
+fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().canonicalize().unwrap().join(name);
@@ -138,7 +138,7 @@ fn a_dataset_whose_path_has_become_a_link_is_read_below_the_allowed_folders_alon
 }
 
 #[test]
-fn pictures_are_shown_as_they_are_and_as_training_sees_them() {
+fn pictures_are_shown_stored_and_augmented() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     write_dataset(dir.path(), &of);

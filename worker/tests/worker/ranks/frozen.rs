@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn frozen_batch_norms_do_the_same_on_1_2_and_4_ranks_bit_for_bit() {
+fn frozen_batch_norms_give_equal_bits_on_1_2_and_4_ranks() {
     let model = ModelSpec { arch: Arch::ResNet20, freeze_norm: true, ..ModelSpec::default() };
     let network = Arc::new(resnet::build(&model, SIDE, 3, 10).unwrap());
     let mut initial = init::initial_parameters(&network, false, 1);

@@ -64,7 +64,7 @@ fn measured(plan: &Plan, weights: &[NamedTensors]) -> (Vec<f32>, NamedTensors) {
 }
 
 #[test]
-fn gradients_of_every_plan_are_those_of_finite_differences() {
+fn gradients_of_every_plan_match_finite_differences() {
     use Split::{Groups, In, Out};
     for plan in [
         Plan::data(2),

@@ -163,7 +163,7 @@ fn ranks_that_share_a_network_train_as_one_rank() {
 
 /// Optimizers that need norms of whole parameters, mixed labels, several micro-batches of unequal sizes, and a rank without pictures.
 #[test]
-fn norms_labels_and_sizes_are_those_of_all_ranks() {
+fn norms_labels_and_sizes_cover_all_ranks() {
     let network = network();
     // By step: the first picture of each rank's part of each of two micro-batches.
     let parts = [[0, 3, 8, 9, 12, 14, 14, 15, 16], [0, 0, 1, 5, 5, 5, 6, 6, 8]];
@@ -296,7 +296,7 @@ fn a_state_of_one_plan_continues_under_any_other() {
 
 /// Against data parallel where each rank has statistics of its own, or gradients are summed; and with batch norms that are frozen.
 #[test]
-fn other_settings_mean_what_they_mean_in_data_parallel() {
+fn other_settings_work_as_in_data_parallelism() {
     let frozen = Arc::new(Network { frozen_norm: true, ..(*network()).clone() });
     let [apart, summed] = [(false, true), (true, false)].map(|(sync_batch_norm, gradients_mean)| {
         EngineConfig { sync_batch_norm, gradients_mean, ..config(0) }
@@ -330,7 +330,7 @@ fn other_settings_mean_what_they_mean_in_data_parallel() {
 
 /// Progressive resizing, and an evaluation at a size of its own.
 #[test]
-fn a_shared_network_takes_pictures_of_other_sizes() {
+fn a_shared_network_supports_other_image_sizes() {
     let network = network();
     let run = |plan: &Plan| {
         let own = 16 / data_ranks(plan);
@@ -377,7 +377,7 @@ fn a_shared_network_takes_pictures_of_other_sizes() {
 
 /// Groups number their ranks anew; people and the server know the job's numbers.
 #[test]
-fn a_rank_that_is_gone_is_named_by_its_number_in_the_job() {
+fn lost_ranks_are_named_by_their_numbers_in_the_job() {
     let network = network();
     for plan in [plan([2, 1, 2], &[]), staged(2, Plan::data(2))] {
         let errors = on_ranks(4, |comm| {
@@ -397,7 +397,7 @@ fn a_rank_that_is_gone_is_named_by_its_number_in_the_job() {
 }
 
 #[test]
-fn what_cannot_be_split_is_refused_with_what_can() {
+fn impossible_splits_are_refused_with_the_possible_ones() {
     use Split::{Groups, In, Out};
     for (plan, words) in [
         (plan([1, 1, 2], &[("layer9.*", Out)]), &["\"layer9.*\"", "there are conv1, block.conv1"][..]),

@@ -141,7 +141,7 @@ fn furthest_apart(a: &NamedTensors, b: &NamedTensors) -> f32 {
 }
 
 #[test]
-fn a_global_batch_of_64_on_1_2_and_4_ranks() {
+fn a_global_batch_of_64_gives_equal_results_on_1_2_and_4_ranks() {
     // A rate at which one wrong last bit anywhere shows: it grows to 1e-3 of the loss by step 20.
     let all = [1, 2, 4].map(|ranks| train(ranks, 64, 50, 0.02));
     let (alone, weights) = &all[0][0];
@@ -161,7 +161,7 @@ fn a_global_batch_of_64_on_1_2_and_4_ranks() {
 }
 
 #[test]
-fn the_same_bits_in_every_run_and_with_any_number_of_threads() {
+fn every_run_has_the_same_bits_with_any_number_of_threads() {
     assert_eq!(train(2, 16, 4, 0.1), train(2, 16, 4, 0.1));
     let with = |threads| {
         let mut engine = engine(EngineConfig { threads, ..config(16) }, Arc::new(SingleRank));
@@ -204,7 +204,7 @@ fn ranks_with_unequal_micro_batches_count_every_picture_once() {
 }
 
 #[test]
-fn a_batch_that_does_not_say_how_many_pictures_all_ranks_have_is_refused() {
+fn a_batch_without_the_global_number_of_pictures_is_refused() {
     let errors = on_ranks(2, |comm| {
         let mut engine = engine(config(8), comm);
         engine.train_step(&[part_of(7, pictures(0, 0, 8))], 0.1).unwrap_err().to_string()
@@ -215,7 +215,7 @@ fn a_batch_that_does_not_say_how_many_pictures_all_ranks_have_is_refused() {
 }
 
 #[test]
-fn gradients_as_a_sum_are_the_mean_times_the_ranks() {
+fn summed_gradients_are_the_mean_times_the_number_of_ranks() {
     let norm = |gradients_mean| {
         on_ranks(2, move |comm| {
             let from = 8 * comm.rank() as usize;
@@ -300,7 +300,7 @@ impl ProcessGroup for Single {
 }
 
 #[test]
-fn an_engine_trains_with_the_group_that_it_is_given_whatever_other_ranks_there_are() {
+fn an_engine_uses_only_its_own_group_of_ranks() {
     let weights = |comm: Arc<dyn ProcessGroup>, seed: usize| {
         let from = 8 * comm.rank() as usize;
         let mut engine = engine(config(8), comm);
@@ -350,7 +350,7 @@ fn shared_memory_two_rings_and_one_ring_give_the_same_bits() {
 }
 
 #[test]
-fn a_rank_that_is_told_to_stop_ends_its_step_with_the_reason() {
+fn a_stopped_rank_ends_its_step_with_the_reason() {
     let ranks = on_ranks(2, |comm| {
         let mut engine = engine(config(8), comm.clone());
         engine.train_step(&[part_of(16, pictures(0, 0, 8))], 0.1).unwrap();
@@ -377,7 +377,7 @@ fn evaluation_and_prediction_change_nothing() {
 }
 
 #[test]
-fn what_does_not_fit_the_network_is_refused_by_name() {
+fn tensors_that_do_not_fit_are_refused_by_name() {
     let mut engine = engine(config(8), Arc::new(SingleRank));
     let mut weights = engine.parameters().unwrap();
     let fc = weights.remove("fc.bias").unwrap();

@@ -5,7 +5,7 @@ use super::*;
 /// Gradients are summed in float64, so every optimizer does the same at any number of ranks, with or without weight decay
 /// on batch norms and biases, and its state is the same, too.
 #[test]
-fn every_optimizer_does_the_same_on_1_2_and_4_ranks_bit_for_bit() {
+fn every_optimizer_gives_equal_bits_on_1_2_and_4_ranks() {
     for (kind, name) in OptimizerKind::ALL {
         for decay_norm_and_bias in [true, false] {
             let optimizer =
@@ -34,7 +34,7 @@ fn every_optimizer_does_the_same_on_1_2_and_4_ranks_bit_for_bit() {
 
 /// ResNet-18: too large for sums in float64, and with parameters of many pieces. With norms of each parameter and without.
 #[test]
-fn optimizers_do_the_same_to_a_large_network_on_any_ranks_and_threads() {
+fn optimizers_give_equal_results_for_a_large_network_on_any_ranks() {
     let model = ModelSpec { arch: Arch::ResNet18, ..ModelSpec::default() };
     let network = Arc::new(resnet::build(&model, SIDE, 3, 10).unwrap());
     let initial = init::initial_parameters(&network, false, 1);
@@ -71,7 +71,7 @@ fn optimizers_do_the_same_to_a_large_network_on_any_ranks_and_threads() {
 }
 
 #[test]
-fn weights_and_optimizer_state_come_back_as_they_were_set() {
+fn weights_and_optimizer_state_are_read_back_unchanged() {
     for (kind, name) in OptimizerKind::ALL {
         let config = || {
             let optimizer = Optimizer { kind, weight_decay: 0.01, ..Optimizer::default() };
@@ -111,7 +111,7 @@ fn weights_and_optimizer_state_come_back_as_they_were_set() {
 }
 
 #[test]
-fn optimizer_state_that_is_not_of_this_optimizer_or_not_finite_is_named() {
+fn foreign_or_non_finite_optimizer_state_is_named() {
     let adamw = Optimizer { kind: OptimizerKind::AdamW, ..Optimizer::default() };
     let mut engine = engine(EngineConfig { optimizer: adamw, ..config(8) }, Arc::new(SingleRank));
     let mut state = engine.optimizer_state().unwrap();
@@ -127,11 +127,11 @@ fn optimizer_state_that_is_not_of_this_optimizer_or_not_finite_is_named() {
     state.slots.insert("fc.bias.exp_avg_sq".into(), spoilt);
     engine.set_optimizer_state(&state).unwrap();
     let found = engine.first_not_finite().unwrap().unwrap();
-    assert!(found.starts_with("fc.bias.exp_avg_sq holds inf"), "{found}");
+    assert!(found.starts_with("fc.bias.exp_avg_sq contains inf"), "{found}");
 }
 
 #[test]
-fn the_average_follows_weights_and_running_statistics_and_comes_back_as_it_was_set() {
+fn averages_follow_weights_and_statistics_and_are_read_back_unchanged() {
     let mut engine = engine(config(8), Arc::new(SingleRank));
     assert!(!engine.has_average() && engine.averaged().unwrap().is_none());
     let mut wanted: Option<NamedTensors> = None;

@@ -134,7 +134,7 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
 
 /// Activations that fit into no connection's buffers: neighbours that both send first would wait for each other.
 #[test]
-fn stages_that_send_long_messages_do_not_wait_for_each_other() {
+fn stages_with_long_messages_do_not_deadlock() {
     const LARGE: usize = 64;
     let mut network = Network::new("large", LARGE, 3, 10);
     let mut x = network.input();

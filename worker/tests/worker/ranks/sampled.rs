@@ -140,7 +140,7 @@ fn sampled(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
 }
 
 #[test]
-fn a_step_is_that_of_a_classifier_of_the_chosen_classes() {
+fn a_sampled_step_equals_that_of_a_classifier_of_the_sample() {
     let margin = LossSpec { kind: LossKind::ArcFace, scale: 8.0, ..LossSpec::default() };
     let (none, margin) = (None, Margin::of(&margin));
     for (plan, kind, accumulate, margin) in [

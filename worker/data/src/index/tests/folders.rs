@@ -11,7 +11,7 @@ fn long_ago(place: &Fixture) {
 }
 
 #[test]
-fn files_of_folders_that_are_the_same_are_not_looked_at_until_one_is_found_to_have_changed() {
+fn unchanged_folders_are_skipped_until_a_change_is_found() {
     let place = Fixture::new(2, 4);
     // Names are not prefixes of each other; one file is text and not a picture.
     let odd = place.picture("class-0001/odd.png");
@@ -38,7 +38,7 @@ fn files_of_folders_that_are_the_same_are_not_looked_at_until_one_is_found_to_ha
 }
 
 #[test]
-fn files_that_are_added_removed_or_replaced_are_noticed_by_their_folder() {
+fn changes_of_files_are_detected_by_their_folders() {
     let place = Fixture::new(3, 4);
     let look = || counts(&at_folders(&place));
     // Each opening that examines all files stores the folders.
@@ -71,7 +71,7 @@ fn files_that_are_added_removed_or_replaced_are_noticed_by_their_folder() {
 }
 
 #[test]
-fn folders_that_have_just_changed_or_whose_note_or_index_is_another_are_looked_at() {
+fn recently_changed_or_unknown_folders_are_checked() {
     let place = Fixture::new(2, 4);
     let hour = Duration::from_secs(3600);
     Catalog::open_with(place.data.path(), &place.store().with_min_age(hour)).unwrap();

@@ -14,7 +14,7 @@ pub(super) struct OutputSpec {
     kind: Kind,
     /// Width and height.
     pub(super) size: (u32, u32),
-    /// Whether the output is the result of the crop, and not its input.
+    /// Whether the output is already the network's input size, after the crop.
     pub(super) is_input: bool,
 }
 
@@ -28,7 +28,7 @@ enum Kind {
         resize: u32,
     },
     CentreSquare,
-    AsItIs,
+    Unchanged,
 }
 
 impl OutputSpec {
@@ -45,7 +45,7 @@ impl OutputSpec {
             (_, _, Some(square)) => {
                 Self { kind: Kind::CentreSquare, size: (square, square), is_input: false }
             }
-            (_, _, None) => Self { kind: Kind::AsItIs, size: (width, height), is_input: false },
+            (_, _, None) => Self { kind: Kind::Unchanged, size: (width, height), is_input: false },
         }
     }
 
@@ -64,9 +64,9 @@ impl OutputSpec {
             }
             Kind::CentreCrop { resize } => (picture.centre_crop(resize, transform.side as u32), false),
             Kind::CentreSquare => (picture.centre_square(self.size.0).unwrap_or(Area::Whole), false),
-            // The file has changed; cores report that.
-            Kind::AsItIs if (width, height) != self.size => return Err(CpuDecodeReason::Damaged),
-            Kind::AsItIs => (Area::Whole, false),
+            // The file has changed, which the CPU path reports.
+            Kind::Unchanged if (width, height) != self.size => return Err(CpuDecodeReason::Damaged),
+            Kind::Unchanged => (Area::Whole, false),
         };
         let (to_width, to_height) = self.size;
         let (left, top, columns, rows) = match area {

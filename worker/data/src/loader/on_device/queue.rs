@@ -6,11 +6,11 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// Numbers of pictures. Each is claimed once.
+/// A queue of picture numbers. Each number is claimed once.
 pub(super) struct Queue {
     numbers: Vec<usize>,
     /// The range in `numbers` that no thread has claimed yet.
-    left: Mutex<Range<usize>>,
+    unclaimed: Mutex<Range<usize>>,
     /// The error of the first failed picture in the order of the batch, so that the reported error does not depend on
     /// timing.
     first_error: Mutex<Option<(usize, DataError)>>,
@@ -18,19 +18,19 @@ pub(super) struct Queue {
 
 impl Queue {
     pub(super) fn new(numbers: Vec<usize>) -> Self {
-        Self { left: Mutex::new(0..numbers.len()), numbers, first_error: Mutex::default() }
+        Self { unclaimed: Mutex::new(0..numbers.len()), numbers, first_error: Mutex::default() }
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.left.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+        self.unclaimed.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
     /// Claims up to `max` pictures, and returns their range in `numbers`.
     pub(super) fn claim(&self, max: usize) -> (usize, usize) {
-        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
-        let from = left.start;
-        left.start += max.min(left.len());
-        (from, left.start)
+        let mut unclaimed = self.unclaimed.lock().unwrap_or_else(PoisonError::into_inner);
+        let from = unclaimed.start;
+        unclaimed.start += max.min(unclaimed.len());
+        (from, unclaimed.start)
     }
 
     pub(super) fn numbers(&self, (from, to): (usize, usize)) -> &[usize] {
@@ -47,7 +47,7 @@ impl Queue {
         }
     }
 
-    pub(super) fn outcome(self) -> Result<(), DataError> {
+    pub(super) fn into_outcome(self) -> Result<(), DataError> {
         match self.first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some((_, error)) => Err(error),
             None => Ok(()),
@@ -67,17 +67,17 @@ mod tests {
         assert_eq!(queue.numbers(queue.claim(usize::MAX)), [8, 9, 11]);
         assert!(queue.is_empty());
         assert_eq!(queue.numbers(queue.claim(1)), [] as [usize; 0]);
-        queue.outcome().unwrap();
+        queue.into_outcome().unwrap();
     }
 
     #[test]
-    fn of_several_errors_the_first_in_the_batch_is_reported() {
+    fn the_first_error_of_the_batch_is_reported() {
         let queue = Queue::new((0..9).collect());
         let wrong = |what: &str| Err(DataError::Invalid(what.into()));
         queue.note(4, wrong("the fifth"));
         queue.note(2, wrong("the third"));
         queue.note(1, Ok(()));
         queue.note(7, wrong("the eighth"));
-        assert!(queue.outcome().unwrap_err().to_string().contains("the third"));
+        assert!(queue.into_outcome().unwrap_err().to_string().contains("the third"));
     }
 }

@@ -1,4 +1,4 @@
-//! JPEG files of all kinds are decoded to the same pixels as by libjpeg.
+//! Compares decoded JPEG files of all kinds with libjpeg's pixels.
 
 use super::{
     super::Picture,
@@ -9,27 +9,30 @@ use super::{
 use std::path::Path;
 
 #[test]
-fn jpeg_files_of_all_kinds_have_the_pixels_of_libjpeg() {
-    let (mut wrong, mut most_apart, mut usual) = (Vec::new(), 0, 0);
+fn all_kinds_of_jpeg_files_match_libjpeg() {
+    let (mut wrong, mut max_difference, mut usual) = (Vec::new(), 0, 0);
     for Case { name, file, pixels } in cases() {
-        let apart = Picture::decode(&file).map(|picture| {
+        let difference = Picture::decode(&file).map(|picture| {
             assert_eq!((picture.width, picture.height), pixels.dimensions(), "{name}");
             picture.pixels.iter().zip(pixels.as_raw()).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
         });
         usual += usize::from(Frame::read(&file).unwrap().is_decoded_by_zune());
-        match apart {
+        match difference {
             // The difference comes from rounding, and at borders from the chroma assumed beyond them.
-            Ok(apart) if apart <= 4 => most_apart = most_apart.max(apart),
-            _ => wrong.push((name.clone(), apart)),
+            Ok(difference) if difference <= 4 => max_difference = max_difference.max(difference),
+            _ => wrong.push((name.clone(), difference)),
         }
         assert!(!has_damaged_scan(&file), "{name}");
     }
     assert!(wrong.is_empty(), "{} files: {wrong:?}", wrong.len());
-    assert!(most_apart > 0 && usual > 50, "{usual} files of the usual kind, {most_apart} of 255 apart");
+    assert!(
+        max_difference > 0 && usual > 50,
+        "{usual} files of the usual kind, difference {max_difference} of 255"
+    );
 }
 
 #[test]
-fn jpeg_files_of_kinds_that_nothing_reads_are_refused_with_advice() {
+fn unsupported_kinds_of_jpeg_files_are_refused_with_advice() {
     let usual =
         cases().into_iter().find(|case| case.name == "ycc_1x1,1x1,1x1_35x23/b-one-0.jpg").unwrap().file;
     let frame = usual.windows(2).position(|marker| marker == [0xff, 0xc0]).unwrap();
@@ -55,7 +58,7 @@ fn jpeg_files_of_kinds_that_nothing_reads_are_refused_with_advice() {
 /// A scan that is truncated after each of its bytes, lacks bytes in the middle, has changed bytes, or lacks a restart
 /// marker.
 #[test]
-fn a_scan_is_damaged_wherever_it_breaks_off() {
+fn a_scan_truncated_anywhere_is_damaged() {
     let whole: Vec<Case> = cases().into_iter().filter(|case| case.name.contains("/b-one-")).collect();
     for Case { name, file, .. } in &whole {
         let data = Frame::read(file).unwrap().data;

@@ -1,11 +1,11 @@
 //! Checks that a scan has data for the whole picture, by following its Huffman codes (ITU-T T.81, annex F).
-//! `zune-jpeg` and `jpeg-decoder` fill in missing data and report nothing, so they cannot be used. The check takes a
+//! `zune-jpeg` and `jpeg-decoder` fill in missing data and report nothing, so they cannot be used. The check needs a
 //! third of the time of decoding.
 
 use super::Frame;
 
-/// Codes of up to this many bits are looked up in one step.
-const SHORT: u32 = 10;
+/// Maximum length in bits of codes that are looked up in one step.
+const LOOKUP_BITS: u32 = 10;
 /// A number of coefficients past the end of any block, for "end of block".
 const END: u32 = 128;
 
@@ -18,19 +18,19 @@ struct Code {
 }
 
 struct Table {
-    /// Indexed by the next [`SHORT`] bits. `bits` is 0 if the code is longer.
+    /// Indexed by the next [`LOOKUP_BITS`] bits. `bits` is 0 if the code is longer.
     short: Vec<Code>,
     /// Longer codes in ascending order, each with the first bits of its successor, as 16 bits.
     long: Vec<(u32, Code)>,
 }
 
 impl Table {
-    /// `spec` has the number of codes of each length, then their symbols. `None` if the table is invalid: too many
+    /// `spec` contains the number of codes of each length, then their symbols. `None` if the table is invalid: too many
     /// codes, or too few symbols.
     fn new(spec: &[u8], is_dc: bool) -> Option<Self> {
         let (counts, symbols) = spec.split_at_checked(16)?;
         let mut symbols = symbols.iter();
-        let mut table = Self { short: vec![Code::default(); 1 << SHORT], long: Vec::new() };
+        let mut table = Self { short: vec![Code::default(); 1 << LOOKUP_BITS], long: Vec::new() };
         let mut next = 0;
         for (length, count) in (1..).zip(counts) {
             for _ in 0..*count {
@@ -47,8 +47,10 @@ impl Table {
                 if next > 1 << 16 {
                     return None;
                 }
-                if length <= SHORT {
-                    table.short[(first >> (16 - SHORT)) as usize..(next >> (16 - SHORT)) as usize].fill(code);
+                if length <= LOOKUP_BITS {
+                    table.short
+                        [(first >> (16 - LOOKUP_BITS)) as usize..(next >> (16 - LOOKUP_BITS)) as usize]
+                        .fill(code);
                 } else {
                     table.long.push((next, code));
                 }
@@ -59,7 +61,7 @@ impl Table {
 
     /// The code at the beginning of `bits`.
     fn code(&self, bits: u64) -> Option<Code> {
-        let code = self.short[(bits >> (64 - SHORT)) as usize];
+        let code = self.short[(bits >> (64 - LOOKUP_BITS)) as usize];
         if code.bits > 0 {
             return Some(code);
         }
@@ -73,11 +75,11 @@ impl Table {
 struct Bits<'a> {
     data: &'a [u8],
     at: usize,
-    /// The next bits, from the most significant one on.
+    /// The next bits, beginning with the most significant bit.
     next: u64,
     /// The number of valid bits in `next`.
     count: u32,
-    /// The number of these bits that are beyond the end of the data.
+    /// The number of bits that were added after the end of the data.
     beyond: u32,
 }
 
@@ -141,7 +143,7 @@ impl<'a> Bits<'a> {
         (number == 64 || number >= END).then_some(())
     }
 
-    /// Whether no bits from beyond the end of the data were used.
+    /// Whether no bits after the end of the data were used.
     fn is_within_data(&self) -> bool {
         self.beyond <= self.count
     }
@@ -174,8 +176,8 @@ pub(super) fn blocks<'a>(frame: &Frame<'a>) -> Option<Vec<[&'a [u8]; 2]>> {
     Some(blocks)
 }
 
-/// Whether the data of a frame's first scan has a code for each block. The scan must have all channels, and MCUs with
-/// these `blocks`.
+/// Whether the data of a frame's first scan contains a code for each block. The scan must contain all channels, and
+/// MCUs with these `blocks`.
 pub(super) fn is_whole(bytes: &[u8], frame: &Frame<'_>, blocks: &[[&[u8]; 2]]) -> bool {
     let whole = || {
         let mut tables = Vec::new();

@@ -45,7 +45,7 @@ fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
 }
 
 #[test]
-fn a_finished_shard_is_looked_at_before_it_is_believed() {
+fn finished_shards_are_checked_before_reuse() {
     let (from, to) = (folder(25), tempfile::tempdir().unwrap());
     let made = run(from.path(), to.path(), &in_parts()).unwrap();
     let whole = files_of(to.path());
@@ -65,7 +65,7 @@ fn a_finished_shard_is_looked_at_before_it_is_believed() {
 }
 
 #[test]
-fn nobody_trains_unawares_on_a_copy_that_lost_something() {
+fn incomplete_copies_are_refused_for_training() {
     let (from, to) = (folder(25), tempfile::tempdir().unwrap());
     let made = run(from.path(), to.path(), &in_parts()).unwrap();
     let shard = to.path().join("train-000001.tar");
@@ -89,24 +89,24 @@ fn nobody_trains_unawares_on_a_copy_that_lost_something() {
 }
 
 #[test]
-fn other_settings_or_sources_or_files_are_refused_with_what_differs() {
+fn other_settings_sources_or_files_are_refused_with_the_difference() {
     let (from, to) = (folder(3), tempfile::tempdir().unwrap());
     run(from.path(), to.path(), &settings(16)).unwrap();
     let before = files_of(to.path());
     let words = refused(from.path(), to.path(), &settings(17));
-    assert!(words.contains("holds a copy with a short side of 16, not 17"), "{words}");
+    assert!(words.contains("contains a copy with a short side of 16, not 17"), "{words}");
     let other = PrepareSettings { quality: 80, ..settings(16) };
     assert!(refused(from.path(), to.path(), &other).contains("with a quality of 90, not 80"));
     fs::write(from.path().join("train/cat/new.png"), encoded(&picture(9, 9, 1), ImageFormat::Png)).unwrap();
-    assert!(refused(from.path(), to.path(), &settings(16)).contains("holds a copy of another dataset"));
+    assert!(refused(from.path(), to.path(), &settings(16)).contains("contains a copy of another dataset"));
     assert!(files_of(to.path()) == before, "nothing is touched");
     let inside = from.path().join("copy");
-    assert!(refused(from.path(), &inside, &settings(16)).contains("lies in the dataset"));
+    assert!(refused(from.path(), &inside, &settings(16)).contains("is inside the dataset"));
     assert!(!inside.exists());
     let mine = tempfile::tempdir().unwrap();
     fs::write(mine.path().join("letter.txt"), "dear").unwrap();
     let words = refused(from.path(), mine.path(), &settings(16));
-    assert!(words.contains("holds other files (letter.txt)"), "{words}");
+    assert!(words.contains("contains other files (letter.txt)"), "{words}");
     assert_eq!(files_of(mine.path()).len(), 1);
     // Two copies to one folder at the same time.
     let _first = Destination::open(from.path(), to.path()).unwrap();

@@ -1,19 +1,19 @@
 //! Checks that a list of commands is free of data races and use of invalid memory, for any timing of the GPU.
 //!
-//! - Everything is written before it is read, and nobody touches memory that is freed.
-//! - Two commands of which one writes what the other touches are ordered: by their stream, or by events.
-//! - What is waited for has been recorded, and a stream that joins in begins behind the main one.
-//! - Collectives come one after another, and the list ends when all streams have come to their ends.
-//! - Weights and what the optimizer keeps change only where the host can see it ([`UPDATING`]), and nothing waits for other ranks there,
-//!   but for ranks that divide the optimizer's state: they give each other norms and new weights. No rank alone has the state of such a
-//!   step, so the host does not ask for it.
+//! - Memory is written before it is read, and freed memory is not accessed.
+//! - If one command writes memory that another one accesses, a stream or events order the two commands.
+//! - Events are recorded before a stream waits for them, and every other stream begins with a wait for the main stream.
+//! - Collectives run one after another, and all streams join the main stream before the list ends.
+//! - Weights and optimizer state change only after the host can see that an update may be under way ([`UPDATING`]). From then on no
+//!   command waits for other ranks, except where ranks divide the optimizer's state: they exchange norms and new weights. In this case no
+//!   single rank has the whole state of an interrupted step, so the host does not recover it.
 //!
-//! The check uses vector clocks: for each stream, how many commands of every stream are known to be done.
+//! The check uses vector clocks: for each stream, how many commands of every stream are known to have completed.
 
 use super::{Access, Command, EventId, Operand, Region, StreamId, UPDATING};
 use std::collections::{BTreeMap, HashMap};
 
-/// By stream: commands that are known to be done.
+/// By stream: number of commands that are known to have completed.
 type Clock = [usize; StreamId::ALL.len()];
 
 /// Checks a list. `carries_over`: the list continues from the gradients and totals of an earlier micro-batch.
@@ -61,7 +61,7 @@ fn name(command: &Command) -> String {
     }
 }
 
-/// A command's position: number of its stream, and number of earlier commands on that stream.
+/// A command's position: number of its stream, and its number on that stream, from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Place {
     stream: usize,
@@ -69,7 +69,7 @@ struct Place {
 }
 
 impl Place {
-    /// Whether this command is known to be done at `clock` of stream number `stream`.
+    /// Whether this command is known to have completed at `clock` of stream number `stream`.
     fn is_before(self, stream: usize, clock: &Clock) -> bool {
         self.stream == stream || clock[self.stream] >= self.time
     }
@@ -79,18 +79,18 @@ impl Place {
 #[derive(Debug, Clone)]
 struct Piece {
     end: usize,
-    holds: Holds,
+    content: Content,
     written: Option<Place>,
     /// By stream: the last read since the last write.
     read: [Option<Place>; StreamId::ALL.len()],
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Holds {
+enum Content {
     /// Initialised values.
-    Something,
+    Initialised,
     /// Uninitialised memory.
-    Nothing,
+    Uninitialised,
     /// Memory that is not allocated.
     Freed,
 }
@@ -171,7 +171,7 @@ impl Check {
         let trained = |operand: Operand| {
             matches!(operand.region, Region::Weights | Region::LowPrecision | Region::OptimizerSlot(_))
         };
-        // Ranks that divide the optimizer's state meet in the update: over norms of parameters, and when they give each other new weights.
+        // Ranks that divide the optimizer's state wait for each other during the update: they reduce norms of parameters and gather new weights.
         let of_update = |to: Operand| trained(to) || to.region == Region::SegmentSquares;
         let waits = match *command {
             Command::Collective { to, .. } => !of_update(to),
@@ -192,12 +192,12 @@ impl Check {
         Ok(())
     }
 
-    /// Checks that the work of all other streams is done before any work after the list.
+    /// Checks that the work of all other streams completes before any work after the list.
     fn end(&self) -> Result<(), String> {
         let main = self.clocks[StreamId::Main as usize];
         for (stream, clock) in self.clocks.iter().enumerate() {
             if main[stream] < clock[stream] {
-                return Err(format!("the list ends before {:?} has come to its end", StreamId::ALL[stream]));
+                return Err(format!("the list ends while {:?} may still run", StreamId::ALL[stream]));
             }
         }
         Ok(())
@@ -209,7 +209,7 @@ impl Check {
             return Err(format!("{offset}..{end} is allocated"));
         }
         self.live.insert(at.offset, at.end());
-        self.pieces(at).for_each(|piece| piece.holds = Holds::Nothing);
+        self.pieces(at).for_each(|piece| piece.content = Content::Uninitialised);
         Ok(())
     }
 
@@ -218,7 +218,7 @@ impl Check {
             return Err("it is not allocated".into());
         }
         self.live.remove(&at.offset);
-        self.pieces(at).for_each(|piece| piece.holds = Holds::Freed);
+        self.pieces(at).for_each(|piece| piece.content = Content::Freed);
         Ok(())
     }
 
@@ -239,14 +239,16 @@ impl Check {
                 if piece.read.iter().any(unordered) {
                     return Err(format!("what reads {operand:?} may still run"));
                 }
-                piece.holds = Holds::Something;
+                piece.content = Content::Initialised;
                 piece.written = Some(place);
                 piece.read = Default::default();
             } else {
-                match piece.holds {
-                    Holds::Something => {}
-                    Holds::Nothing => return Err(format!("{operand:?} is read before it is written")),
-                    Holds::Freed => return Err(format!("{operand:?} is freed")),
+                match piece.content {
+                    Content::Initialised => {}
+                    Content::Uninitialised => {
+                        return Err(format!("{operand:?} is read before it is written"));
+                    }
+                    Content::Freed => return Err(format!("{operand:?} is freed")),
                 }
                 piece.read[place.stream] = Some(place);
             }
@@ -257,20 +259,20 @@ impl Check {
     /// The pieces of a range, split so that they begin and end with the range.
     fn pieces(&mut self, operand: Operand) -> impl Iterator<Item = &mut Piece> {
         let Operand { region, offset, .. } = operand;
-        let holds = match region {
-            Region::Arena => Holds::Freed,
-            _ if lasts(region, self.carries_over) => Holds::Something,
-            _ => Holds::Nothing,
+        let content = match region {
+            Region::Arena => Content::Freed,
+            _ if is_initialised(region, self.carries_over) => Content::Initialised,
+            _ => Content::Uninitialised,
         };
-        let whole = Piece { end: usize::MAX, holds, written: None, read: Default::default() };
+        let whole = Piece { end: usize::MAX, content, written: None, read: Default::default() };
         let pieces = self.memory.entry(region).or_insert_with(|| BTreeMap::from([(0, whole)]));
         for at in [offset, operand.end()] {
             if let Some((_, before)) = pieces.range_mut(..at).next_back()
                 && before.end > at
             {
-                let behind = before.clone();
+                let after = before.clone();
                 before.end = at;
-                pieces.insert(at, behind);
+                pieces.insert(at, after);
             }
         }
         pieces.range_mut(offset..operand.end()).map(|(_, piece)| piece)
@@ -278,7 +280,7 @@ impl Check {
 }
 
 /// Whether a region is initialised when a list begins: it outlives a step or, with `carries_over`, a micro-batch.
-fn lasts(region: Region, carries_over: bool) -> bool {
+fn is_initialised(region: Region, carries_over: bool) -> bool {
     match region {
         Region::MatrixGradients
         | Region::VectorGradients

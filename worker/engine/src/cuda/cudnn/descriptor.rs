@@ -50,7 +50,7 @@ impl Descriptor {
                 values.as_mut_ptr().cast(),
             )
         };
-        check(status, || format!("asking for {name:?}"))?;
+        check(status, || format!("querying {name:?}"))?;
         Ok((found.max(0) as usize).min(values.len()))
     }
 

@@ -73,11 +73,11 @@ impl Pinned {
         // SAFETY: freed when this is dropped; the driver returned the address.
         unsafe {
             let host = result::malloc_host(bytes, flags)
-                .map_err(CudaError::driver("page-locking memory of the host"))?;
+                .map_err(CudaError::driver("allocating page-locked memory"))?;
             let mut device = 0;
             sys::cuMemHostGetDevicePointer_v2(&mut device, host, 0)
                 .result()
-                .map_err(CudaError::driver("mapping memory of the host"))?;
+                .map_err(CudaError::driver("mapping page-locked memory"))?;
             std::ptr::write_bytes(host.cast::<u8>(), 0, bytes);
             let host =
                 NonNull::new(host.cast()).ok_or(CudaError::Unsupported("no page-locked memory".into()))?;

@@ -57,7 +57,7 @@ impl Stream {
         // SAFETY: the stream is alive.
         match unsafe { sys::cuStreamQuery(self.0) } {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            answer => answer.result().map(|()| true).map_err(CudaError::driver("a copy past a step")),
+            answer => answer.result().map(|()| true).map_err(CudaError::driver("waiting for a stream")),
         }
     }
 
@@ -72,7 +72,7 @@ impl Stream {
 
     /// Makes later work on this stream wait for `event`.
     pub(in crate::cuda) fn wait(self, event: &Event) -> Result<(), CudaError> {
-        // SAFETY: both are alive.
+        // SAFETY: stream and event are alive.
         unsafe { result::stream::wait_event(self.0, event.0, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
             .map_err(CudaError::driver("ordering streams"))
     }
@@ -132,14 +132,14 @@ impl Stream {
     pub(in crate::cuda) fn begin_capture(self) -> Result<(), CudaError> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is alive.
-        unsafe { result::stream::begin_capture(self.0, mode) }.map_err(CudaError::driver("recording a step"))
+        unsafe { result::stream::begin_capture(self.0, mode) }.map_err(CudaError::driver("capturing a step"))
     }
 
     /// Ends [`Stream::begin_capture`].
     pub(in crate::cuda) fn end_capture(self) -> Result<Graph, CudaError> {
         // SAFETY: capture began on this stream; the graph is destroyed after it is instantiated.
         unsafe {
-            let graph = result::stream::end_capture(self.0).map_err(CudaError::driver("recording a step"))?;
+            let graph = result::stream::end_capture(self.0).map_err(CudaError::driver("capturing a step"))?;
             let mut nodes = 0;
             let _ = sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &mut nodes);
             let executable = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0))
@@ -185,7 +185,7 @@ impl Event {
     }
 
     pub(in crate::cuda) fn record(&self, stream: Stream) -> Result<(), CudaError> {
-        // SAFETY: both are alive.
+        // SAFETY: stream and event are alive.
         unsafe { result::event::record(self.0, stream.0) }.map_err(CudaError::driver("recording an event"))
     }
 

@@ -22,7 +22,8 @@ pub(super) struct Cropper {
 
 impl Cropper {
     pub(super) fn new() -> Result<Self, CudaError> {
-        // Urgent: these kernels are few and short, and would otherwise wait for all kernels of a training step.
+        // A stream of high priority: these kernels are few and short, and would otherwise wait for all kernels of a
+        // training step.
         let stream = OwnedStream::new(true)?;
         Ok(Self { stream, size: (0, 0), outputs: None, host_outputs: None, lists: None, host_lists: None })
     }

@@ -8,7 +8,7 @@ use lockstep_data::device::{Encoded, Stored};
 use std::ops::Range;
 
 /// Maximum size of a group's decoded pictures in bytes: less than 2 GiB for all groups that are under way.
-pub(super) const MOST_DECODED: usize = 512 << 20;
+pub(super) const MAX_DECODED: usize = 512 << 20;
 /// Maximum number of pictures per launch: limit of a grid's second dimension.
 const MOST_PICTURES: usize = 65_535;
 /// Alignment of planes in bytes: two planes never share a cache line.
@@ -210,10 +210,10 @@ mod tests {
 
     #[test]
     fn a_picture_of_the_largest_side_has_room_and_others_take_little() {
-        assert!(planes_bytes(Stored { width: MAX_SIDE, height: MAX_SIDE, ..FULL }) <= MOST_DECODED);
+        assert!(planes_bytes(Stored { width: MAX_SIDE, height: MAX_SIDE, ..FULL }) <= MAX_DECODED);
         // Any number of the smallest pictures.
         let smallest = planes_bytes(Stored { width: 1, height: 1, ..FULL });
-        assert!(smallest == 3 * ALIGN && MOST_PICTURES * smallest <= MOST_DECODED);
+        assert!(smallest == 3 * ALIGN && MOST_PICTURES * smallest <= MAX_DECODED);
         let half = Subsampling { columns: 2, rows: 2 };
         assert_eq!(
             planes_bytes(Stored { width: 480, height: 370, subsampling: half, ..FULL }),

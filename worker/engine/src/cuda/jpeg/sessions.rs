@@ -15,14 +15,14 @@ struct State<T> {
     free: Vec<T>,
     in_use: usize,
     /// Number of requests so far, and number of served requests.
-    asked: u64,
+    requested: u64,
     served: u64,
     is_closed: bool,
 }
 
 impl<T> Sessions<T> {
     pub(super) fn new(free: Vec<T>) -> Self {
-        let state = State { free, in_use: 0, asked: 0, served: 0, is_closed: false };
+        let state = State { free, in_use: 0, requested: 0, served: 0, is_closed: false };
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -37,8 +37,8 @@ impl<T> Sessions<T> {
     /// Waits for a free object after all earlier requests have been served. `None` if the pool is closed.
     pub(super) fn take(&self) -> Option<Taken<'_, T>> {
         let mut state = self.state();
-        let turn = state.asked;
-        state.asked += 1;
+        let turn = state.requested;
+        state.requested += 1;
         loop {
             if state.is_closed {
                 return None;
@@ -78,13 +78,13 @@ impl<T> Deref for Taken<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        self.object.as_ref().expect("there until it is dropped")
+        self.object.as_ref().expect("present until drop")
     }
 }
 
 impl<T> DerefMut for Taken<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        self.object.as_mut().expect("there until it is dropped")
+        self.object.as_mut().expect("present until drop")
     }
 }
 
@@ -103,7 +103,7 @@ mod tests {
     use std::{sync::mpsc, thread};
 
     #[test]
-    fn who_asks_first_is_served_first_and_none_is_used_twice() {
+    fn requests_are_served_in_order_and_no_object_is_used_twice() {
         let sessions = Sessions::new(vec![()]);
         let (sender, order) = mpsc::channel();
         thread::scope(|scope| {
@@ -116,7 +116,7 @@ mod tests {
                     drop(taken);
                 });
                 // Wait until this request is queued before the next one starts.
-                while sessions.state().asked <= number {
+                while sessions.state().requested <= number {
                     thread::yield_now();
                 }
             }
@@ -126,12 +126,12 @@ mod tests {
     }
 
     #[test]
-    fn closing_waits_for_what_is_in_use_and_turns_away_who_waits() {
+    fn closing_waits_for_objects_in_use_and_refuses_waiting_requests() {
         let sessions = Sessions::new(vec![7]);
         thread::scope(|scope| {
             let taken = sessions.take().unwrap();
             let waiting = scope.spawn(|| sessions.take().is_none());
-            while sessions.state().asked < 2 {
+            while sessions.state().requested < 2 {
                 thread::yield_now();
             }
             let closing = scope.spawn(|| sessions.close());

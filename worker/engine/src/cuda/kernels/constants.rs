@@ -14,7 +14,7 @@ use lockstep_kernels::{
     orthogonal::{self, QUINTIC},
 };
 
-/// Names, and values as C++ has them, for kernels that compute in `dtype`.
+/// Names, and values in C++ syntax, for kernels that compute in `dtype`.
 pub(super) fn of(dtype: DType) -> [(&'static str, String); 17] {
     [
         ("DTYPE", dtype.number().to_string()),

@@ -40,7 +40,7 @@ pub(in crate::cuda) struct AdamW {
 pub(in crate::cuda) struct Lamb {
     pub(in crate::cuda) flat: Flat,
     pub(in crate::cuda) moments: Moments,
-    /// Where its rates are.
+    /// The learning rates of all parameters.
     pub(in crate::cuda) rates: Rates,
 }
 
@@ -61,7 +61,8 @@ impl Ops {
         )
     }
 
-    /// After [`Ops::gradient_norm`]: the moments, and sums of squares. Moves: weights and gradients once, moments twice.
+    /// Runs after [`Ops::gradient_norm`]. Updates the moments and computes sums of squares. Moves: weights and
+    /// gradients once, moments twice.
     pub(in crate::cuda) fn lamb_moments(&self, p: Lamb) -> Kernel {
         let Lamb { flat, moments, rates } = p;
         let mut args = vec![Arg::In(flat.weights)];
@@ -72,14 +73,14 @@ impl Ops {
         kernel("lamb_moments", plain(rates.norm_blocks(), [256, 1, 1]), args)
     }
 
-    /// After [`Ops::lamb_moments`]. `decay`: of what is adapted.
+    /// Runs after [`Ops::lamb_moments`]. `decay` is the weight decay of adapted parameters.
     pub(in crate::cuda) fn lamb_rates(&self, rates: Rates, decay: f32) -> Kernel {
         let (segments, count) = (Arg::In(rates.segments), Arg::U32(rates.count));
         let args = [Arg::In(rates.squares), segments, count, Arg::F32(decay), Arg::Out(rates.rates)];
         kernel("lamb_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// After [`Ops::lamb_rates`]. Moves: weights twice, moments and low_precision once.
+    /// Runs after [`Ops::lamb_rates`]. Moves: weights twice, moments and low_precision once.
     pub(in crate::cuda) fn lamb(&self, p: Lamb) -> Kernel {
         let Lamb { flat, moments, rates } = p;
         let mut args = flat.weights_args().to_vec();

@@ -37,7 +37,7 @@ pub(in crate::cuda) struct Bottleneck {
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) shape: Shape,
     pub(in crate::cuda) before: Option<Before>,
-    /// [`Ops::bottleneck_bytes`] of memory.
+    /// Scratch memory of [`Ops::bottleneck_bytes`] bytes.
     pub(in crate::cuda) room: Operand,
 }
 

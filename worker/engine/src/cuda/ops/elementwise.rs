@@ -106,7 +106,7 @@ impl Ops {
         kernel("add_bias", self.items(items, 8), args)
     }
 
-    /// dbias, float32 `[channels]`: dy summed over rows, added to what is there with `accumulate`. Moves: dy once.
+    /// dbias, float32 `[channels]`: dy summed over rows. With `accumulate`, the sum is added to dbias. Moves: dy once.
     pub(in crate::cuda) fn bias_gradient(
         &self,
         dy: Operand,

@@ -15,18 +15,19 @@ pub(in crate::cuda) struct CrossEntropy {
     /// Length of a row: classes rounded up to a multiple of 8.
     pub(in crate::cuda) padded: u32,
     pub(in crate::cuda) smoothing: f32,
-    /// float32 `[classes]`; absent: all 1.
+    /// float32 `[classes]`; if absent, all weights are 1.
     pub(in crate::cuda) class_weights: Operand,
     /// float32 factor of the gradients in addition to the control block's grad_scale (`Scaler`'s first
     /// field).
     pub(in crate::cuda) loss_scale: Operand,
-    /// T `[pictures, padded]`, zero in the padding; absent: no gradients (evaluation).
+    /// T `[pictures, padded]`, zero in the padding; absent in evaluation, which computes no gradients.
     pub(in crate::cuda) dlogits: Operand,
     /// float32 `[classes]`; may be absent.
     pub(in crate::cuda) dbias: Operand,
     /// `f64 loss_sum; u64 correct; u64 samples`, of the real pictures.
     pub(in crate::cuda) totals: Operand,
-    /// Adds to the totals and to dbias instead of replacing them: later micro-batches, evaluation.
+    /// Whether to add to the totals and to dbias instead of replacing them, as for later micro-batches and in
+    /// evaluation.
     pub(in crate::cuda) accumulate: bool,
     /// Result of [`Ops::put_margin`]; may be absent.
     pub(in crate::cuda) with_margin: Operand,

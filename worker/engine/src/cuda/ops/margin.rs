@@ -3,10 +3,11 @@
 use super::{Arg, Kernel, Operand, Ops, SplitLogits, kernel, plain};
 use crate::loss::{Margin, MarginTerms};
 
-/// Bytes of a label's logit.
+/// Size in bytes of `LabelLogit` in `loss.cu`.
 const LABEL_BYTES: usize = 16;
 
-/// Products of features and weights that become scaled cosines, or the gradient of these that becomes the products' gradient.
+/// Scales products of features and weights to scaled cosines, or the gradient of scaled cosines to the gradient of the
+/// products.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Cosines {
     /// T, in chunks of classes: each `[rows, chunk]`.
@@ -57,7 +58,8 @@ impl Ops {
         kernel("scale_cosines", self.items(groups, 8), args)
     }
 
-    /// Applies the margin to the logit of each row's label. `labels` gets what the gradient and the accuracy follow from.
+    /// Applies the margin to the logit of each row's label, and writes to `labels` the derivative and the logit without
+    /// margin, which the gradient and the accuracy need.
     pub(in crate::cuda) fn put_margin(&self, p: SplitLogits, margin: &Margin, labels: Operand) -> Kernel {
         let MarginTerms { limit, cos, sin, shift } = margin.terms();
         let args = [
@@ -81,7 +83,8 @@ impl Ops {
         kernel("put_margin", plain([p.rows().div_ceil(256), 1, 1], [256, 1, 1]), args)
     }
 
-    /// Removes from each row of a gradient what it has along the same row of `rows`. Moves: both, the gradient twice.
+    /// Removes from each row of a gradient its component along the same row of `rows`. Moves: `rows` once, the gradient
+    /// twice.
     pub(in crate::cuda) fn remove_along(
         &self,
         rows: Operand,

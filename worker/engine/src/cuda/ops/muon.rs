@@ -12,15 +12,15 @@ const THREADS: u32 = 128;
 /// One step of all weights: filters by orthogonalised momentum, all others by SGD with Nesterov momentum.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Muon<'a> {
-    /// From the first value on.
+    /// All values, from the first one on.
     pub(in crate::cuda) flat: Flat,
     /// The momentum buffers.
     pub(in crate::cuda) velocity: Operand,
     pub(in crate::cuda) momentum: f32,
     pub(in crate::cuda) filter_momentum: f32,
-    /// The places of all parameters, and room for the norms of filters.
+    /// The segments of all parameters, and memory for the norms of filters.
     pub(in crate::cuda) rates: Rates,
-    /// Filters and policies as `muon.cu` has them, and the filters' shapes.
+    /// `Filter` and `Policy` arrays of `muon.cu`, and the filters' shapes.
     pub(in crate::cuda) filters: Operand,
     pub(in crate::cuda) policies: Operand,
     pub(in crate::cuda) shapes: &'a [Filter],

@@ -200,7 +200,7 @@ mod tests {
     use crate::cuda::dtype::DType;
 
     #[test]
-    fn kernels_that_wait_for_other_ranks_leave_room_for_nccl() {
+    fn kernels_that_wait_for_other_ranks_leave_multiprocessors_for_nccl() {
         // A small Ampere GPU, A100, H100 PCIe, H100 SXM and H200.
         for (multiprocessors, capability) in [(46, 86), (108, 80), (114, 90), (132, 90)] {
             let ops = Ops::new(DType::F16, multiprocessors, capability);

@@ -91,7 +91,7 @@ pub(in crate::cuda) struct Rates {
     pub(in crate::cuda) count: u32,
     /// `f32 rate, decay` for each parameter.
     pub(in crate::cuda) rates: Operand,
-    /// `f64 [NORM_PARTS][2]` for each parameter: sums of squares that the norms are of.
+    /// `f64 [NORM_PARTS][2]` for each parameter: partial sums of squares for the norms.
     pub(in crate::cuda) squares: Operand,
 }
 
@@ -106,7 +106,7 @@ impl Rates {
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct LarsRates {
     pub(in crate::cuda) scaler: Operand,
-    /// Weight decay of what is adapted.
+    /// Weight decay of adapted parameters.
     pub(in crate::cuda) decay: f32,
     pub(in crate::cuda) rates: Rates,
     pub(in crate::cuda) trust: f32,
@@ -144,8 +144,8 @@ impl Ops {
         kernel("gradient_norm", self.norm_geometry(p.gradients), args)
     }
 
-    /// As [`Ops::gradient_norm`] where ranks have parts of some parameters: `others` are `count` sums of squares (f64) of gradients that
-    /// are not among these.
+    /// [`Ops::gradient_norm`] where ranks have parts of some parameters: `others` are `count` sums of squares (f64) of
+    /// gradients that are not in `p`.
     pub(in crate::cuda) fn gradient_norm_of_parts(
         &self,
         p: GradientNorm,
@@ -157,7 +157,7 @@ impl Ops {
         kernel("gradient_norm_of_parts", geometry, args)
     }
 
-    /// *to (f64) = the sum of squares of the gradients. Moves: all gradients once.
+    /// `to` (f64) = the sum of squares of the gradients. Moves: all gradients once.
     pub(in crate::cuda) fn gradient_squares(&self, gradients: Gradients, to: Operand) -> Kernel {
         let mut args = gradients.args().to_vec();
         args.extend([Arg::Out(to), Arg::Out(self.partials()), self.counter(NORM_COUNTER)]);
@@ -170,12 +170,12 @@ impl Ops {
         plain([blocks as u32, 1, 1], [512, 1, 1])
     }
 
-    /// Where a GPU that has all parameters leaves the sums of [`Rates::squares`].
+    /// The operand for [`Rates::squares`] on a GPU that has all parameters.
     pub(in crate::cuda) fn norm_squares(&self) -> Operand {
         self.partials()
     }
 
-    /// After [`Ops::gradient_norm`]: sums of squares. Moves: all weights and gradients once.
+    /// Runs after [`Ops::gradient_norm`]. Computes sums of squares. Moves: all weights and gradients once.
     pub(in crate::cuda) fn lars_norms(&self, flat: Flat, rates: Rates) -> Kernel {
         let mut args = vec![Arg::In(flat.weights)];
         args.extend(flat.gradients.args());
@@ -183,7 +183,7 @@ impl Ops {
         kernel("lars_norms", plain(rates.norm_blocks(), [256, 1, 1]), args)
     }
 
-    /// After [`Ops::lars_norms`].
+    /// Runs after [`Ops::lars_norms`].
     pub(in crate::cuda) fn lars_rates(&self, p: LarsRates) -> Kernel {
         let LarsRates { scaler, decay, rates, trust } = p;
         let args = [

@@ -1,40 +1,40 @@
-//! Softmax cross-entropy where the ranks of a model group have some of the classes each; `split_loss.cu`. Rows are the pictures of
-//! the whole group, `batch` a rank in the order of ranks.
+//! Softmax cross-entropy whose classes are split over the ranks of a model group; `split_loss.cu`. Rows are the
+//! pictures of the whole group in the order of ranks, `batch` per rank.
 
 use super::{Arg, Kernel, Operand, Ops, kernel, plain};
 
-/// Groups of 8 classes of a row that a block goes through: eight a thread.
+/// Number of groups of 8 classes of a row that a block reads: eight per thread.
 const GROUPS_OF_BLOCK: u32 = 8 * 256;
-/// Bytes of what a range of a row's classes, of what a rank's classes come to, and of what a row's gradient follows from.
+/// Sizes in bytes of `ClassPart`, `ClassRecord` and `ClassRow` in `split_loss.cu`.
 const PART_BYTES: usize = 24;
 const RECORD_BYTES: usize = 48;
 const ROW_BYTES: usize = 32;
 
-/// Whose classes they are, and where the logits and their labels lie.
+/// The logits of one rank's classes, for all pictures of the group, and their labels.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct SplitLogits {
     /// T, in chunks of classes: each `[rows, chunk]`, without the bias.
     pub(in crate::cuda) logits: Operand,
-    /// float32, this rank's classes and padding; may be absent.
+    /// float32, for this rank's classes and padding; may be absent.
     pub(in crate::cuda) bias: Operand,
     /// Results of [`Ops::sample_classes`] if the classes are a sample; may be absent.
     pub(in crate::cuda) sample: Operand,
     pub(in crate::cuda) places: Operand,
     /// Control blocks of all ranks of the group.
     pub(in crate::cuda) controls: Operand,
-    /// `u32`s of one of them.
+    /// Number of `u32` words of one control block.
     pub(in crate::cuda) words: u32,
-    /// Pictures of a rank.
+    /// Number of pictures of each rank.
     pub(in crate::cuda) batch: u32,
-    /// Ranks of the group, and which one this is.
+    /// Number of ranks of the group, and this rank's number.
     pub(in crate::cuda) ranks: u32,
     pub(in crate::cuda) rank: u32,
-    /// Classes of all ranks.
+    /// Number of classes of all ranks.
     pub(in crate::cuda) all_classes: u32,
-    /// This rank's classes, and the first of them.
+    /// Number of this rank's classes, and the first one.
     pub(in crate::cuda) classes: u32,
     pub(in crate::cuda) first: u32,
-    /// Classes of a chunk, a multiple of 8.
+    /// Number of classes of a chunk, a multiple of 8.
     pub(in crate::cuda) chunk: u32,
     pub(in crate::cuda) chunks: u32,
 }
@@ -42,13 +42,13 @@ pub(in crate::cuda) struct SplitLogits {
 /// The loss of this rank's pictures, from the records of all ranks.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct SplitLoss {
-    /// Of all ranks of the group.
+    /// Results of [`Ops::class_records`] of all ranks of the group.
     pub(in crate::cuda) records: Operand,
     pub(in crate::cuda) smoothing: f32,
     pub(in crate::cuda) loss_scale: Operand,
-    /// What gradients follow from; may be 0.
+    /// The values from which [`Ops::class_gradient`] computes gradients; may be absent.
     pub(in crate::cuda) rows: Operand,
-    /// As of [`super::CrossEntropy`].
+    /// As in [`super::CrossEntropy`].
     pub(in crate::cuda) totals: Operand,
     /// Adds to the totals instead of replacing them.
     pub(in crate::cuda) accumulate: bool,
@@ -59,12 +59,12 @@ impl SplitLogits {
         self.ranks * self.batch
     }
 
-    /// Blocks that share a chunk's classes of a row.
+    /// Number of blocks that divide the classes of one row and one chunk.
     fn pieces(&self) -> u32 {
         (self.chunk / 8).div_ceil(GROUPS_OF_BLOCK).max(1)
     }
 
-    /// Bytes of what [`Ops::class_records`] leaves for itself.
+    /// Bytes of the partial results of [`Ops::class_records`].
     pub(in crate::cuda) fn part_bytes(&self) -> usize {
         self.rows() as usize * (self.chunks * self.pieces()) as usize * PART_BYTES
     }
@@ -74,15 +74,15 @@ impl SplitLogits {
         self.rows() as usize * RECORD_BYTES
     }
 
-    /// Bytes of what gradients follow from.
+    /// Bytes of [`SplitLoss::rows`].
     pub(in crate::cuda) fn row_bytes(&self) -> usize {
         self.rows() as usize * ROW_BYTES
     }
 }
 
 impl Ops {
-    /// What this rank's classes come to for each row, into `records`; `parts` are for the two kernels alone. `with_margin` is the result of
-    /// [`Ops::put_margin`], and may be absent. Moves: logits once.
+    /// Reduces this rank's classes of each row to a record in `records`. Only these two kernels use `parts`.
+    /// `with_margin` is the result of [`Ops::put_margin`], and may be absent. Moves: logits once.
     pub(in crate::cuda) fn class_records(
         &self,
         p: SplitLogits,
@@ -120,7 +120,7 @@ impl Ops {
         [of_parts, kernel("class_records", plain([rows, 1, 1], [32, 1, 1]), args)]
     }
 
-    /// After [`Ops::class_records`] of all ranks.
+    /// Runs after [`Ops::class_records`] of all ranks.
     pub(in crate::cuda) fn class_loss(&self, p: SplitLogits, loss: SplitLoss) -> Kernel {
         let args = [
             Arg::In(loss.records),
@@ -139,8 +139,8 @@ impl Ops {
         kernel("class_loss", plain([1, 1, 1], [256, 1, 1]), args)
     }
 
-    /// After [`Ops::class_loss`]: the gradient of the logits in their place, and that of the bias, added to what is there with
-    /// `accumulate`. Moves: logits twice.
+    /// Runs after [`Ops::class_loss`]. Replaces the logits by their gradient, and computes the gradient of the bias.
+    /// With `accumulate`, the latter is added to. Moves: logits twice.
     pub(in crate::cuda) fn class_gradient(
         &self,
         p: SplitLogits,
@@ -167,7 +167,7 @@ impl Ops {
         kernel("class_gradient", plain(grid, [256, 1, 1]), args)
     }
 
-    /// to = the sum of `count` parts of `length` values each, a multiple of 8.
+    /// to = the sum of `count` parts of `length` values each; `length` is a multiple of 8.
     pub(in crate::cuda) fn sum_parts(&self, parts: Operand, to: Operand, length: u64, count: u32) -> Kernel {
         let args = [Arg::In(parts), Arg::Out(to), Arg::U64(length), Arg::U32(count)];
         kernel("sum_parts", self.items(length / 8, 8), args)

@@ -2,7 +2,7 @@
 
 use super::{Arg, Kernel, Operand, Ops, kernel, plain};
 
-/// Copies the next control block from a ring in pinned host memory.
+/// Copies the next control block from a ring in page-locked host memory.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Fetch {
     /// Device memory, 16-byte aligned.

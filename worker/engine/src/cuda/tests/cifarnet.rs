@@ -12,7 +12,7 @@ fn cifarnet(side: usize, channels: usize) -> Arc<Network> {
 /// Weights move as on the CPU engine with SGD, and nearly so with Muon, whose matrices are bfloat16; fixed parameters stay.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_cifarnet_trains_as_on_the_cpu_engine() {
+fn gpu_a_cifarnet_matches_the_cpu_engine() {
     for (kind, lr, bound) in [(OptimizerKind::Nesterov, 0.01, 1e-2), (OptimizerKind::Muon, 0.05, 0.1)] {
         let network = cifarnet(24, 3);
         // GELUs are smooth, but a rounding may change which pixel is a maximum.

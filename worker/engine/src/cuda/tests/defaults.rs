@@ -3,7 +3,7 @@
 
 use super::*;
 
-/// A job with default settings, except for the number format.
+/// A job with default settings, except for the floating-point format.
 fn default_in(precision: Precision) -> GpuConfig {
     GpuConfig { precision, deterministic: false, ..deterministic() }
 }

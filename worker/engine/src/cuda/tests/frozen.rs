@@ -88,7 +88,7 @@ fn gpu_frozen_batch_norms_in_16_bits_are_near_the_cpu_engine_s() {
 /// With every optimizer, and any optimizer state from earlier steps.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_no_optimizer_changes_anything_of_a_frozen_batch_norm() {
+fn gpu_no_optimizer_changes_a_frozen_batch_norm() {
     use lockstep_protocol::spec::OptimizerKind;
     let network = frozen(&network(Arch::ResNet20, Stem::Cifar, 16));
     let initial = trained(&network);

@@ -192,7 +192,7 @@ fn gpu_steps_that_wait_for_a_lost_rank_leave_the_state_before_them() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_an_update_that_has_begun_is_waited_for() {
+fn gpu_a_started_update_is_waited_for() {
     let (kind, precision) = (OptimizerKind::Momentum, Precision::Bf16);
     let whole = undisturbed(kind, precision, 1);
     let mut run = Run::new(kind, precision, 1).starts(FINISHED);

@@ -43,7 +43,7 @@ fn gpu_kept_gradients_are_the_cpu_engine_s() {
 /// Timing layers does not change a step's results: captured, replayed, timed, replayed.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_step_that_is_timed_is_the_same_bit_for_bit() {
+fn gpu_timing_a_step_does_not_change_its_bits() {
     for precision in [Precision::Fp32, Precision::Fp16] {
         for accumulate in [1, 2] {
             let network = network(Arch::ResNet50, Stem::Imagenet, 64);

@@ -145,7 +145,7 @@ fn check_update(
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_adamw_and_lamb_are_what_their_formulas_say_and_go_on_as_if_never_stopped() {
+fn gpu_adamw_and_lamb_match_their_formulas_and_continue_exactly() {
     for (name, optimizer, lr) in optimizers().into_iter().filter(|(_, o, _)| is_adam(o.kind)) {
         // A folded stem, padded channels and classes, parameters of many lengths.
         let network = network(Arch::ResNet18, Stem::Imagenet, 64);
@@ -237,7 +237,7 @@ fn gpu_the_average_follows_weights_and_running_statistics_while_the_host_runs_ah
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_the_checksum_is_that_of_every_weight_and_the_same_in_every_engine() {
+fn gpu_checksums_cover_every_weight_and_match_across_engines() {
     let network = network(Arch::ResNet20, Stem::Cifar, 16);
     let config = config(8);
     for precision in [Precision::Fp32, Precision::Fp16] {
@@ -264,7 +264,7 @@ fn gpu_the_checksum_is_that_of_every_weight_and_the_same_in_every_engine() {
 /// The average goes from zeros to constant weights, over twice the averaging window.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_the_average_is_not_biased_however_far_it_looks_back() {
+fn gpu_the_average_is_unbiased_for_any_decay() {
     const DECAY: f64 = 0.99998;
     const STEPS: i32 = 100_000;
     let network = network(Arch::ResNet20, Stem::Cifar, 16);
@@ -295,5 +295,5 @@ fn gpu_a_second_moment_that_is_not_finite_is_found() {
     state.slots.get_mut("fc.bias.exp_avg_sq").unwrap().values[9] = f32::INFINITY;
     engine.set_optimizer_state(&state).unwrap();
     let found = engine.first_not_finite().unwrap().unwrap();
-    assert!(found.starts_with("fc.bias.exp_avg_sq holds inf at place 9"), "{found}");
+    assert!(found.starts_with("fc.bias.exp_avg_sq contains inf at index 9"), "{found}");
 }

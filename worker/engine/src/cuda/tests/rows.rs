@@ -245,7 +245,7 @@ fn gpus_in_a_mesh_with_rows_train_as_one_rank() {
 /// Each rank has the statistics of its own rows, as on CPU ranks.
 #[test]
 #[ignore = "needs 2 GPUs"]
-fn gpus_that_share_rows_have_statistics_of_their_own_if_asked() {
+fn gpus_that_share_rows_may_have_separate_statistics() {
     let network = Arc::new(block());
     let (start, config) = (initial(&network), EngineConfig { sync_batch_norm: false, ..config(OWN) });
     on_gpus(2, |comm| {

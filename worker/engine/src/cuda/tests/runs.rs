@@ -99,7 +99,7 @@ fn gpu_gradients_are_the_same_bit_for_bit_in_every_engine() {
 /// comparisons with another engine are too coarse. The message has what to put into golden.json where a change was intended.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_losses_and_gradient_norms_are_the_recorded_ones() {
+fn gpu_losses_and_gradient_norms_match_recorded_ones() {
     const STEPS: usize = 10;
     let recorded: Value = serde_json::from_str(include_str!("golden.json")).unwrap();
     let mut found = serde_json::Map::new();

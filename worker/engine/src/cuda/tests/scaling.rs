@@ -11,7 +11,7 @@ fn dynamic() -> GpuConfig {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_loss_scale_that_overflows_is_halved_and_the_step_left_out() {
+fn gpu_an_overflow_halves_the_loss_scale_and_skips_the_step() {
     let (network, config) = (network(Arch::ResNet20, Stem::Cifar, 16), config(16));
     let initial = init::initial_parameters(&network, false, 1);
     let mut engine = cuda_as(&initial, &network, &config, dynamic());
@@ -47,7 +47,7 @@ fn gpu_a_loss_scale_that_overflows_is_halved_and_the_step_left_out() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_run_continues_with_its_loss_scale_as_if_it_had_never_stopped() {
+fn gpu_a_continued_run_keeps_its_loss_scale() {
     let (network, config) = (network(Arch::ResNet20, Stem::Cifar, 16), config(16));
     let initial = init::initial_parameters(&network, false, 1);
     let batches: Vec<Batch> = (0..8).map(|n| pictures(&network, 16, n)).collect();
@@ -75,7 +75,7 @@ fn gpu_a_run_continues_with_its_loss_scale_as_if_it_had_never_stopped() {
 /// A non-finite weight makes the whole step non-finite. The step must be skipped without changing other state.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_what_is_not_finite_shows_and_changes_nothing() {
+fn gpu_non_finite_values_are_reported_and_change_nothing() {
     for precision in [Precision::Fp32, Precision::Bf16, Precision::Fp16] {
         for value in [f32::NAN, f32::INFINITY] {
             let (network, config) = (network(Arch::ResNet18, Stem::Cifar, 32), config(16));

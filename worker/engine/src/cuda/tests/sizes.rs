@@ -12,7 +12,7 @@ fn state(engine: &dyn Engine) -> (NamedTensors, NamedTensors) {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_sizes_change_bit_for_bit_as_in_engines_built_for_them() {
+fn gpu_changing_sizes_gives_the_bits_of_new_engines() {
     for (arch, stem, sides, checked) in [
         (Arch::ResNet20, Stem::Cifar, [16, 32], 40),
         // The folded stem, max pooling, and fusion across 1x1 convolutions.
@@ -63,7 +63,7 @@ fn gpu_sizes_change_bit_for_bit_as_in_engines_built_for_them() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_pictures_that_are_kept_there_are_scaled_to_each_size() {
+fn gpu_resident_pictures_are_scaled_to_each_size() {
     let spec = DataSpec {
         crop_padding: 3,
         image_size: Some(ImageSize::Schedule(

@@ -213,7 +213,7 @@ fn rank_sum(ours: &[Ended], theirs: &[Ended]) -> f64 {
 /// `RUNS` (30) runs in each format and on the CPU, with slightly different learning rates.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_early_validation_is_distributed_as_on_cores() {
+fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
     let runs: usize = std::env::var("RUNS").map_or(30, |runs| runs.parse().unwrap());
     let lr = |run: usize| LR * (1.0 + SPREAD * (2.0 * run as f32 / (runs - 1) as f32 - 1.0));
     let job = Job::new();

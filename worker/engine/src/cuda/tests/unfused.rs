@@ -32,7 +32,7 @@ fn compare(precision: Precision, micro_batches: usize) -> Vec<(String, f64, f64)
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_operations_by_themselves_in_float32_are_pytorch_s() {
+fn gpu_unfused_operations_in_float32_match_pytorch() {
     // cuDNN may use other algorithms than the float64 sums of the fixtures.
     check_against_pytorch(
         &Tolerance { loss: 1e-4, gradient: 1e-3, running: 1e-4 },
@@ -44,7 +44,7 @@ fn gpu_operations_by_themselves_in_float32_are_pytorch_s() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_operations_by_themselves_in_float32_are_the_cpu_engine_s() {
+fn gpu_unfused_operations_in_float32_match_the_cpu_engine() {
     for micro_batches in [1, 3] {
         for (arch, logits, gradient) in compare(Precision::Fp32, micro_batches) {
             assert!(logits < 1e-4 && gradient < 1e-3, "{arch}: {logits} {gradient}");
@@ -54,7 +54,7 @@ fn gpu_operations_by_themselves_in_float32_are_the_cpu_engine_s() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_operations_by_themselves_in_16_bits_are_near_the_cpu_engine_s() {
+fn gpu_unfused_operations_in_16_bits_are_near_the_cpu_engine_s() {
     for (precision, near) in [(Precision::Fp16, 1e-2), (Precision::Bf16, 5e-2)] {
         for (arch, logits, gradient) in compare(precision, 1) {
             // After rounding, values of a window are often equal, so the pooling may choose another maximum.

@@ -12,7 +12,7 @@ use std::{
 pub(super) struct Folders {
     /// Folders of the setting, searched before the dynamic linker's own list.
     pub(super) setting: Vec<PathBuf>,
-    /// Usual folders, searched after that list.
+    /// Usual folders, searched after the dynamic linker's own list.
     pub(super) usual: Vec<PathBuf>,
     /// Folders with torchvision's copies of libraries, which have other file names.
     pub(super) torchvision: Vec<PathBuf>,

@@ -9,7 +9,7 @@ use std::{
 };
 
 /// Environment variable set for the second execution, to prevent a third.
-const STARTED_ANEW: &str = "LOCKSTEP_LIBRARIES";
+const REEXECUTED: &str = "LOCKSTEP_LIBRARIES";
 
 /// The folder for links to libraries: in the user's cache folder, or else a folder for this process.
 ///
@@ -47,7 +47,7 @@ pub fn links_dir() -> io::Result<PathBuf> {
 /// names the missing library.
 pub fn reexec_if_needed(needed: &[Library]) {
     let queues = crate::gpu::queues();
-    if std::env::var_os(STARTED_ANEW).is_some() || (queues.is_none() && ready(needed).is_ok()) {
+    if std::env::var_os(REEXECUTED).is_some() || (queues.is_none() && ready(needed).is_ok()) {
         return;
     }
     let libraries = Libraries::find();
@@ -60,7 +60,7 @@ pub fn reexec_if_needed(needed: &[Library]) {
     let mut command = std::process::Command::new(program);
     if let Some(name) = arguments.next() {
         use std::os::unix::process::CommandExt;
-        command.arg0(name).args(arguments).envs(variables).envs(queues).env(STARTED_ANEW, "1");
+        command.arg0(name).args(arguments).envs(variables).envs(queues).env(REEXECUTED, "1");
         // `exec` returns only if it fails; `ready` then names the missing library.
         let error = command.exec();
         tracing::warn!(%error, "the program could not be executed again with the environment of a rank");

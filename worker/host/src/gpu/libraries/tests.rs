@@ -36,7 +36,7 @@ fn libraries_of_a_python_environment_are_found_through_the_link_on_the_path() {
     let dir = &path[0];
     assert!(path.iter().any(|p| p.ends_with("nvidia/cudnn/lib")), "{path:?}");
     assert_eq!(fs::read_link(dir.join("libnccl.so")).unwrap(), nccl.path);
-    // If the system also has a cuDNN, cudarc must not take it.
+    // If the system also has a cuDNN, cudarc must not load it.
     assert_eq!(fs::read_link(dir.join("libcudnn.so")).unwrap(), libraries.get(Library::Cudnn).unwrap().path);
     // The second call works too, also if the path of NCCL has changed.
     symlink("/elsewhere", dir.join("other")).unwrap();
@@ -46,12 +46,12 @@ fn libraries_of_a_python_environment_are_found_through_the_link_on_the_path() {
 }
 
 #[test]
-fn torchvision_s_copy_of_nvjpeg_is_found_where_there_is_no_other() {
+fn torchvision_s_copy_of_nvjpeg_is_found_if_there_is_no_other() {
     let root = tempfile::tempdir().unwrap();
     let variables = environment(root.path());
     let packages = root.path().join("opt/venv/lib/python3.12/site-packages");
     let found = || {
-        // The libraries of the test machine do not count.
+        // The libraries of the test machine are ignored.
         let mut folders = folders(&variables);
         folders.usual.retain(|dir| dir.starts_with(root.path()));
         folders.torchvision.retain(|dir| dir.starts_with(root.path()));
@@ -72,7 +72,7 @@ fn torchvision_s_copy_of_nvjpeg_is_found_where_there_is_no_other() {
 }
 
 #[test]
-fn the_setting_comes_first() {
+fn folders_of_the_setting_are_searched_first() {
     let root = tempfile::tempdir().unwrap();
     let plain = environment(root.path());
     let own = root.path().join("own");
@@ -86,7 +86,7 @@ fn the_setting_comes_first() {
 }
 
 #[test]
-fn what_is_missing_is_named_with_a_way_to_get_it() {
+fn missing_libraries_are_named_with_how_to_install_them() {
     let root = tempfile::tempdir().unwrap();
     let bare = |_: &str| None;
     let _ = root;
@@ -99,7 +99,7 @@ fn what_is_missing_is_named_with_a_way_to_get_it() {
 }
 
 #[test]
-fn a_file_that_is_no_library_is_an_error_and_not_the_end() {
+fn a_file_that_is_no_library_is_an_error_and_no_panic() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("libcudnn.so.9");
     touch(&path);

@@ -5,7 +5,7 @@ use crate::agent::{asked, place};
 use lockstep_protocol::agent::StartFiles;
 
 #[tokio::test]
-async fn the_server_hears_of_the_disk_before_the_dataset_is_copied() {
+async fn the_disk_is_reported_before_the_dataset_is_copied() {
     let mut here = place(1, "exit 0");
     let (remote, asked) = asked::server();
     let copies = Copies::open(&here.dir.path().join("copies"), 1000, &[]).unwrap();

@@ -3,7 +3,7 @@
 use super::*;
 
 #[tokio::test]
-async fn what_is_missing_is_said_before_anything_starts() {
+async fn missing_requirements_are_reported_before_the_start() {
     let mut place = place(2, "exit 0");
     place.context.check = crate::agent::preflight::check;
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
@@ -18,7 +18,7 @@ async fn what_is_missing_is_said_before_anything_starts() {
 }
 
 #[test]
-fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
+fn a_killed_inspection_does_not_condemn_the_dataset() {
     use crate::agent::preflight::{Refusal, check};
     let checked = |script: &str| {
         let mut place = place(1, script);
@@ -39,7 +39,7 @@ fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
 }
 
 #[test]
-fn each_file_is_looked_at_before_a_jobs_first_start_and_folders_before_later_ones() {
+fn files_are_checked_before_the_first_start_and_folders_before_later_ones() {
     use crate::agent::preflight::check;
     use lockstep_protocol::{agent::AgentReply, dataset::PicturesFingerprint};
     let found = PicturesFingerprint {
@@ -65,7 +65,7 @@ fn each_file_is_looked_at_before_a_jobs_first_start_and_folders_before_later_one
 }
 
 #[tokio::test]
-async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopped() {
+async fn jobs_can_be_stopped_while_a_file_system_hangs() {
     for order in [Order::Stop { patient: false }, Order::Stop { patient: true }, Order::Leave] {
         let mut place = place(2, "exit 0");
         // Like stat(2) of a file on a dead network file system: it never returns, cancelled or not.
@@ -80,7 +80,7 @@ async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopp
 }
 
 #[tokio::test]
-async fn a_look_that_is_cancelled_is_told_so() {
+async fn a_cancelled_inspection_is_reported() {
     let mut place = place(1, "exit 0");
     place.context.check = |stored, _, _, cancelled, _| {
         let begun = stored.job_dir.join("begun");

@@ -44,7 +44,7 @@ fn names(dir: &Path) -> Vec<String> {
 }
 
 #[test]
-fn the_copy_that_was_not_used_for_longest_makes_room_and_none_that_a_job_uses() {
+fn the_least_recently_used_copy_without_a_job_is_removed_first() {
     let dir = tempfile::tempdir().unwrap();
     let copies = Copies::open(dir.path(), 100, &[]).unwrap();
     let [a, b, c, d] = [attempt(), attempt(), attempt(), attempt()];
@@ -74,7 +74,7 @@ fn the_copy_that_was_not_used_for_longest_makes_room_and_none_that_a_job_uses() 
 }
 
 #[test]
-fn what_a_dataset_was_before_goes_when_no_job_uses_it() {
+fn earlier_versions_of_a_dataset_are_removed_once_unused() {
     let dir = tempfile::tempdir().unwrap();
     let copies = Copies::open(dir.path(), 100, &[]).unwrap();
     let [a, b, c] = [attempt(), attempt(), attempt()];
@@ -109,7 +109,7 @@ fn open_again(dir: &Path, max_bytes: u64, live: &[&AttemptRef]) -> Copies {
 }
 
 #[test]
-fn the_next_agent_finds_the_copies_and_who_uses_them() {
+fn the_next_agent_finds_copies_and_their_users() {
     let dir = tempfile::tempdir().unwrap();
     let [a, b, c] = [attempt(), attempt(), attempt()];
     let copies = Copies::open(dir.path(), 100, &[]).unwrap();
@@ -133,7 +133,7 @@ fn mode(path: &Path) -> u32 {
 }
 
 #[test]
-fn other_accounts_see_no_copies() {
+fn copies_are_hidden_from_other_accounts() {
     let dir = tempfile::tempdir().unwrap();
     // A folder that is created together with its parents, an existing folder made for the copies, and a folder with
     // files of others.
@@ -159,7 +159,7 @@ fn other_accounts_see_no_copies() {
 }
 
 #[test]
-fn what_else_is_in_the_folder_stays() {
+fn unrelated_files_in_the_folder_are_kept() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join(".profile"), "").unwrap();
     fs::create_dir(dir.path().join(".newer")).unwrap();

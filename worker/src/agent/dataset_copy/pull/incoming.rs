@@ -1,4 +1,4 @@
-//! A response with parts of files, which are written as they arrive.
+//! A response with parts of files. Parts are written as they arrive.
 
 use super::super::{CopyError, Failed, PullProgress, cache::CopyLock, on_disk};
 use crate::agent::remote::Download;
@@ -7,7 +7,7 @@ use lockstep_protocol::agent::{DatasetPart, PART_CHANGED, PART_FOLLOWS, PART_REF
 use sha2::{Digest, Sha256};
 use std::{fs::File, os::unix::fs::FileExt, path::Path};
 
-/// Number of bytes that are buffered and written together.
+/// Number of bytes to buffer before they are written together.
 const HELD_BYTES: usize = 4 << 20;
 /// Maximum length of a reason that the server sends instead of a part.
 const WORDS_BYTES: usize = 64 << 10;
@@ -39,24 +39,24 @@ impl Incoming {
                 let bytes = self.take(length as usize).await?;
                 Ok((bytes, self.take(SUM_BYTES).await?))
             }
-            [PART_CHANGED] => Err(CopyError::Changed(self.words().await?)),
-            [PART_REFUSED] => Err(CopyError::Unusable(self.words().await?)),
-            _ => Err(odd()),
+            [PART_CHANGED] => Err(CopyError::Changed(self.reason().await?)),
+            [PART_REFUSED] => Err(CopyError::Unusable(self.reason().await?)),
+            _ => Err(unexpected_response()),
         }
     }
 
     /// The reason that the server sends instead of a part.
-    async fn words(&mut self) -> Result<String, CopyError> {
+    async fn reason(&mut self) -> Result<String, CopyError> {
         let size = self.take(4).await?;
         let size = size.iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
         if size > WORDS_BYTES {
-            return Err(odd());
+            return Err(unexpected_response());
         }
         Ok(String::from_utf8_lossy(&self.take(size).await?).into_owned())
     }
 }
 
-fn odd() -> CopyError {
+fn unexpected_response() -> CopyError {
     CopyError::Damaged("the server's response does not match the request".into())
 }
 

@@ -46,7 +46,7 @@ fn came(path: &str, offset: u64, bytes: &[u8]) -> Part {
 }
 
 #[test]
-fn small_files_come_together_and_a_large_one_in_parts() {
+fn small_files_are_fetched_together_and_large_ones_in_parts() {
     let dir = tempfile::tempdir().unwrap();
     let large = DATASET_PARTS_BYTES + 5;
     let (_copies, entry) = entry(dir.path(), &[("a/", 0), ("a/1", 3), ("a/2", 0), ("b", large), ("c", 2)]);
@@ -72,7 +72,7 @@ fn small_files_come_together_and_a_large_one_in_parts() {
 }
 
 #[test]
-fn it_continues_at_the_byte_where_it_ended_and_is_whole_in_the_end() {
+fn an_interrupted_copy_continues_at_its_last_byte() {
     let dir = tempfile::tempdir().unwrap();
     let (_copies, entry) = entry(dir.path(), &[("a", 5), ("b", 4), ("c", 3)]);
     begin(&entry).unwrap();
@@ -114,7 +114,7 @@ fn whole(entry: &Entry) {
 }
 
 #[test]
-fn a_damaged_copy_is_mended_while_others_wait_for_it_and_not_while_they_read_it() {
+fn a_damaged_copy_is_repaired_only_while_no_job_reads_it() {
     let dir = tempfile::tempdir().unwrap();
     let (_copies, entry) = entry(dir.path(), &[("a", 1)]);
     whole(&entry);
@@ -135,7 +135,7 @@ fn a_damaged_copy_is_mended_while_others_wait_for_it_and_not_while_they_read_it(
 }
 
 #[tokio::test]
-async fn what_a_stopped_job_has_begun_keeps_its_turn_until_it_is_done() {
+async fn a_copy_begun_by_a_stopped_job_keeps_its_turn() {
     let dir = tempfile::tempdir().unwrap();
     let (copies, entry) = entry(dir.path(), &[("a", 1)]);
     let turn = copies.turn(&entry).await;
@@ -160,7 +160,7 @@ async fn what_a_stopped_job_has_begun_keeps_its_turn_until_it_is_done() {
 }
 
 #[test]
-fn after_the_machine_was_off_what_was_not_synced_comes_again() {
+fn unsynced_files_are_fetched_again_after_a_power_failure() {
     let dir = tempfile::tempdir().unwrap();
     let (_copies, entry) = entry(dir.path(), &[("a", 1), ("b", 1)]);
     begin(&entry).unwrap();
@@ -178,7 +178,7 @@ fn after_the_machine_was_off_what_was_not_synced_comes_again() {
 }
 
 #[tokio::test]
-async fn a_disk_without_room_is_said_with_what_to_change() {
+async fn a_full_disk_is_reported_with_advice() {
     let dir = tempfile::tempdir().unwrap();
     let (copies, entry) = entry(dir.path(), &[("a", 1)]);
     let about = About { dataset: "x".into(), path: "/x".into(), within: String::new(), files: 1, bytes: 1 };
@@ -193,7 +193,7 @@ async fn a_disk_without_room_is_said_with_what_to_change() {
 }
 
 #[test]
-fn a_disk_that_is_too_small_is_told_with_what_is_needed_what_is_free_and_what_to_change() {
+fn a_too_small_disk_is_reported_with_sizes_and_advice() {
     let missing = Missing { files: 2, bytes: 899_999_999, disk_bytes: 900_001_792 };
     let spare = SPARE_BYTES;
     assert_eq!(
@@ -207,7 +207,7 @@ fn a_disk_that_is_too_small_is_told_with_what_is_needed_what_is_free_and_what_to
 }
 
 #[tokio::test]
-async fn a_copy_that_fits_on_no_disk_is_refused_and_those_that_are_there_stay() {
+async fn a_too_large_copy_is_refused_and_existing_copies_stay() {
     let dir = tempfile::tempdir().unwrap();
     let (copies, other) = entry(dir.path(), &[("a", 5)]);
     fs::remove_dir_all(other.dir().join("uses")).unwrap();

@@ -166,7 +166,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return Err(usage_error("--set and --sweep change a TOML file; this job is submitted already"));
     }
     if !args.sweeps.is_empty() && args.with != LauncherKind::Slurm {
-        return Err(wrong(
+        return Err(usage_error(
             "--sweep is for Slurm; submit the sweep with `lockstep submit --sweep`, and launch each trial's job",
         ));
     }

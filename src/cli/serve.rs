@@ -192,7 +192,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     config.fair_share = args.fair_share;
     config.webhooks_allow_private = args.webhooks_allow_private;
     let smtp = args.smtp.zip(args.smtp_from).map(|(url, from)| SmtpConfig::new(&url, &from));
-    config.smtp = smtp.transpose().map_err(wrong)?;
+    config.smtp = smtp.transpose().map_err(usage_error)?;
     config.lease = Duration::from_secs(args.lease.into());
     config.keep_points = Duration::from_secs(args.keep_points.into());
     config.run_silence = Duration::from_secs(args.run_silence.into());

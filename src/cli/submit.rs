@@ -4,7 +4,7 @@ use super::{
     api::{Api, ServerArgs, mistake},
     block_on,
     job_file::{check, document, mistaken, name_dataset},
-    output, sweep, sweeps, watch, wrong,
+    output, sweep, sweeps, usage_error, watch,
 };
 use lockstep_protocol::{
     Job,

@@ -1,6 +1,6 @@
 //! Sweeps in job files: the section `sweep`, which `--sweep` and `--folds` write.
 
-use super::{api::mistake, job_file, wrong};
+use super::{api::mistake, job_file, usage_error};
 use lockstep_protocol::{
     JobSpec,
     spec::{
@@ -20,7 +20,7 @@ pub(crate) fn check(path: &Path, document: &Value) -> anyhow::Result<Option<usiz
         return Ok(Some(trials));
     }
     let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-    Err(wrong(job_file::mistaken(path, &lines)))
+    Err(usage_error(job_file::mistaken(path, &lines)))
 }
 
 /// Of a job file with a section `sweep`: the number of trials, and every mistake that needs no server, once. `None` for another file.
@@ -65,7 +65,7 @@ pub(crate) fn write_grid(
     folds: Option<u32>,
 ) -> anyhow::Result<()> {
     if document.get("sweep").is_some() {
-        return Err(wrong(format!(
+        return Err(usage_error(format!(
             "--folds and --sweep cannot be combined with a section [sweep], and {} has one: remove the section, or put the values \
              into [sweep.parameters]",
             path.display()
@@ -73,13 +73,13 @@ pub(crate) fn write_grid(
     }
     let mut arguments = arguments.to_vec();
     if let Some(folds) = folds {
-        set_key(document, "data.folds", folds.into()).map_err(|e| wrong(format!("--folds: {e}")))?;
+        set_key(document, "data.folds", folds.into()).map_err(|e| usage_error(format!("--folds: {e}")))?;
         let all: Vec<_> = (1..=folds).map(|fold| fold.to_string()).collect();
         arguments.push(format!("data.fold={}", all.join(",")));
     }
     let mut parameters = Map::new();
     for argument in &arguments {
-        let refused = |why: &str| wrong(format!("--sweep {}: {why}", shortened(argument)));
+        let refused = |why: &str| usage_error(format!("--sweep {}: {why}", shortened(argument)));
         let Some((key, text)) = argument.split_once('=') else {
             return Err(refused("write it as train.lr=0.1,0.05"));
         };

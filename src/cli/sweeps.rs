@@ -3,7 +3,7 @@
 use super::{
     WrongRequest,
     age::age,
-    api::{Api, Away, PATIENCE, ServerArgs, list},
+    api::{Api, Away, SERVER_TIMEOUT, ServerArgs, list},
     block_on,
     confirm::confirmed,
     output,
@@ -35,17 +35,17 @@ enum Action {
         server: ServerArgs,
     },
     /// Show a sweep's trials
-    Show(One),
+    Show(SweepArgs),
     /// Pause a sweep: no trial starts or continues; running trials go on to their next rung, or to their end
-    Pause(One),
+    Pause(SweepArgs),
     /// Carry on a paused sweep
-    Resume(One),
+    Resume(SweepArgs),
     /// Cancel a sweep and its trials that are not over; they keep their checkpoints
-    Cancel(One),
+    Cancel(SweepArgs),
     /// Delete a sweep that is over; its jobs stay, as jobs without a sweep
     Delete {
         #[command(flatten)]
-        one: One,
+        one: SweepArgs,
         /// Do not ask for confirmation; required without a terminal
         #[arg(long, short)]
         yes: bool,
@@ -101,7 +101,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Action::Pause(one) => change(&one, "pause"),
         Action::Resume(one) => change(&one, "resume"),
         Action::Cancel(one) => change(&one, "cancel"),
-        Action::Delete { one: One { sweep, server }, yes } => {
+        Action::Delete { one: SweepArgs { sweep, server }, yes } => {
             let api = server.api()?;
             let id = block_on(async {
                 let Sweep { id, name, .. } = api.find_sweep(&sweep, true).await?;
@@ -149,13 +149,15 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
         let before = sweep.state;
         match api.get(&path).await {
             Ok(now) => sweep = now,
-            Err(error) if error.is::<WrongRequest>() || answered.elapsed() > PATIENCE => return Err(error),
+            Err(error) if error.is::<WrongRequest>() || answered.elapsed() > SERVER_TIMEOUT => {
+                return Err(error);
+            }
             Err(_) => {
-                away.silent(|text| output::warn(text));
+                away.note_silence(|text| output::warn(text));
                 continue;
             }
         }
-        away.answered(|text| output::warn(text));
+        away.note_answer(|text| output::warn(text));
         answered = Instant::now();
         if sweep.state != before && sweep.finished_at.is_none() {
             output::warn(in_words(&sweep));
@@ -188,7 +190,7 @@ fn trial_in_words(sweep: &Sweep, trial: &Trial) -> String {
     format!("trial {} ({}): {state}{}", trial.number, setting(trial), metric.unwrap_or_default())
 }
 
-fn change(One { sweep, server }: &One, what: &str) -> anyhow::Result<()> {
+fn change(SweepArgs { sweep, server }: &SweepArgs, what: &str) -> anyhow::Result<()> {
     let api = server.api()?;
     let changed: Sweep = block_on(async {
         let Sweep { id, .. } = api.find_sweep(sweep, true).await?;

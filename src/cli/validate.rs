@@ -1,6 +1,6 @@
 //! `lockstep validate`: checks a specification like a submission, without creating a job.
 
-use super::{access::AccessArgs, api::Api, block_on, job_file, output, sweep, wrong};
+use super::{access::AccessArgs, api::Api, block_on, job_file, output, sweep, usage_error};
 use lockstep_protocol::JobSpec;
 use lockstep_protocol::numbers::plural;
 use lockstep_worker::checkpoint;
@@ -55,7 +55,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let server = args.access.server(args.server.as_deref());
     let api = Api::at(&server, args.ca_file.as_deref(), args.access.token(&server)?)?;
     let trials = swept.as_ref().ok().copied().flatten();
-    let own = swept.and_then(|swept| match swept {
+    let checked = swept.and_then(|swept| match swept {
         None => job_file::check(&args.job, &document),
         // The files of the first trial's job are checked.
         Some(_) => job_file::check(&args.job, sweep::trials(&document).first().unwrap_or(&document)),

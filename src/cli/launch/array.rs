@@ -2,8 +2,8 @@
 
 use super::{
     super::{
-        api::{Api, PATIENCE, list},
-        job_file, output, sweep, sweeps, watch, wrong,
+        api::{Api, SERVER_TIMEOUT, list},
+        job_file, output, sweep, sweeps, usage_error, watch,
     },
     Args, Launch,
     hosts::Host,
@@ -105,7 +105,7 @@ async fn started(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
             jobs.sort_by_key(|job| job.trial.as_ref().map(|trial| trial.number));
             return Ok(jobs);
         }
-        if began.elapsed() > PATIENCE {
+        if began.elapsed() > SERVER_TIMEOUT {
             let _: anyhow::Result<Value> =
                 api.post(&format!("/sweeps/{}/cancel", sweep.id), &json!({})).await;
             anyhow::bail!(
@@ -113,7 +113,7 @@ async fn started(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
                 sweep.id
             );
         }
-        tokio::time::sleep(slurm::POLL).await;
+        tokio::time::sleep(slurm::POLL_INTERVAL).await;
     }
 }
 

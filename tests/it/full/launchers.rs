@@ -72,7 +72,9 @@ async fn srun_starts_four_ranks_on_each_of_two_nodes() {
     let mut srun = bench.line(&pages::line("docs/launchers.md", "srun "), "srun");
     // Its nodes have names that no resolver knows.
     srun.envs([("MASTER_ADDR", "127.0.0.1"), ("LOCKSTEP_SHARED_MEMORY", "0")]);
-    one_speaks_for_all(&succeeded(&srun.env("SLURM_CONF", slurm.config()).output().expect("it runs")));
+    assert_rank_0_reported_all(&succeeded(
+        &srun.env("SLURM_CONF", slurm.config()).output().expect("it runs"),
+    ));
     assert!(is_as_alone(&bench, "srun"));
 }
 

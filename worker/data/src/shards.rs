@@ -19,7 +19,7 @@ use super::{
     parquet::{self, ParquetFile, UnusableFile},
     pattern::{self, MAX_SHARDS, fixed_part},
 };
-use classes::{class_names, classes, is_negative, unknown};
+use classes::{class_names, classes, is_negative, unknown_class};
 use folder::{FolderContents, Kind, contents, is_unpacked, split_in_path};
 use lockstep_host::files;
 use lockstep_protocol::dataset::BrokenFile;

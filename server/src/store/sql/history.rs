@@ -16,7 +16,7 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, Row};
 
 /// Maximum number of changes of state and alerts (the newest), of forks (the oldest) and of requests (the newest) in a history.
-const MOST: i64 = 1000;
+const MAX_ENTRIES: i64 = 1000;
 
 fn event(row: &DbRow) -> Result<Event> {
     Ok(Event {

@@ -106,7 +106,7 @@ impl Wire<'_> {
             let mut arriving = vec![0; travelling.len()];
             self.exchange(&travelling, &mut Fill::new(&mut arriving))?;
             output[part((rank + n - hop) % n)].copy_from_slice(&arriving[..size]);
-            travelling = arriving.abort_with(size);
+            travelling = arriving.split_off(size);
         }
         Ok(())
     }

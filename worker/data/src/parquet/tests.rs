@@ -268,12 +268,12 @@ fn the_footer_of_a_file_that_was_touched_is_read_once_for_each_new_stamp() {
         crate::index::Stamp { size: ahead, modified_ns: 0 }
     };
     let (first, known) = (touched(60), super::ParquetFile::open(&file).unwrap());
-    let once = known.again(&file, first).unwrap();
-    assert!(std::sync::Arc::ptr_eq(&once, &known.again(&file, first).unwrap()));
+    let once = known.reopened(&file, first).unwrap();
+    assert!(std::sync::Arc::ptr_eq(&once, &known.reopened(&file, first).unwrap()));
     let second = touched(120);
-    let twice = known.again(&file, second).unwrap();
+    let twice = known.reopened(&file, second).unwrap();
     assert!(!std::sync::Arc::ptr_eq(&once, &twice));
-    assert!(std::sync::Arc::ptr_eq(&twice, &known.again(&file, second).unwrap()));
+    assert!(std::sync::Arc::ptr_eq(&twice, &known.reopened(&file, second).unwrap()));
     let listing = listing(&catalog, 0);
     assert!((0..listing.len()).all(|i| listing.read(i).is_ok()));
 }

@@ -372,7 +372,7 @@ fn impossible_copies_are_refused_before_writing() {
     // The longest side that JPEG supports, and one pixel more.
     for (length, works) in [(65_535, true), (65_536, false)] {
         let bytes = encoded(&RgbImage::new(length, 2), ImageFormat::Bmp);
-        let made = Encoder::new(&settings(16)).prepared(bytes);
+        let made = Encoder::new(&settings(16)).convert(bytes);
         assert_eq!(made.is_ok(), works, "{made:?}");
     }
 }

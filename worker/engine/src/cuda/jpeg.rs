@@ -16,7 +16,7 @@ use lockstep_data::{
     Picture,
     device::{CpuDecodeReason, DeviceDecoder, Encoded, ScaleTable, for_hardware},
 };
-use plan::{Cropping, MOST_DECODED, Planes, groups, planes_bytes};
+use plan::{Cropping, MAX_DECODED, Planes, groups, planes_bytes};
 use sessions::Sessions;
 use std::{
     fmt,
@@ -237,7 +237,7 @@ impl Session {
         let sizes: Vec<usize> = numbered.iter().map(|(_, picture)| planes_bytes(picture.stored)).collect();
         let stream = self.cropper.stream.0;
         self.cropper.begin(device, pictures.len(), size).map_err(said)?;
-        for (number, group) in groups(&sizes, MOST_DECODED).into_iter().enumerate() {
+        for (number, group) in groups(&sizes, MAX_DECODED).into_iter().enumerate() {
             if number > 0 {
                 // The decoder does not wait for this stream, so earlier users of the memory must have finished.
                 self.wait()?;

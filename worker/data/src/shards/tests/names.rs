@@ -56,7 +56,7 @@ fn a_split_that_cannot_be_listed_is_named() {
     fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join("train.tar")).unwrap();
     let words = broken(&open(dir.path()).expect("opens"));
     assert!(words.len() == 1 && words[0].contains("val is a link to gone"), "{words:?}");
-    assert!(super::super::folder::listed(&dir.path().join("train.tar")).is_err());
+    assert!(super::super::folder::sorted_entries(&dir.path().join("train.tar")).is_err());
     assert!(crate::fingerprint::has_pictures(dir.path()));
     // Only in the folder of a split.
     fs::create_dir(dir.path().join("training")).unwrap();

@@ -242,7 +242,7 @@ mod tests {
         let mut all = vec![name(128); CLASS_NAMES_BYTES / 128];
         assert_eq!(class_names_mistake(&all), None);
         all.push(name(1));
-        assert!(class_names_mistake(&all).unwrap().contains("take 4194305 bytes"));
+        assert!(class_names_mistake(&all).unwrap().contains("have 4194305 bytes"));
 
         let file = |chars: usize| BrokenFile { file: "\u{e9}".repeat(chars), detail: "is empty".into() };
         assert_eq!(file(BROKEN_FILE_CHARS).shortened(), file(BROKEN_FILE_CHARS));

@@ -55,9 +55,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let shown = args.output.display();
     let there = || {
-        usage_error(format!(
-            "{shown} is there already: give another name with --output, or move the file away"
-        ))
+        usage_error(format!("{shown} exists already: give another name with --output, or move the file away"))
     };
     // Checked before the inspection, which takes minutes if there are many pictures.
     if args.output.symlink_metadata().is_ok() {

@@ -143,7 +143,7 @@ async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
         }
     }
     parse_pointer(&text)
-        .ok_or_else(|| Failure::Refused(format!("{url} is no Git LFS pointer with the checksum")))
+        .ok_or_else(|| Failure::Refused(format!("{url} is not a Git LFS pointer with the checksum")))
 }
 
 /// Parses a Git LFS pointer.
@@ -221,8 +221,8 @@ mod tests {
         for (manners, is_wrong, words) in [
             (serving(pointer_to(&content), other), true, "its SHA-256 is"),
             (serving(pointer_to(&content), content[1..].to_vec()), true, "bytes, but model.safetensors has"),
-            (serving(content.clone(), content.clone()), true, "is no Git LFS pointer"),
-            (serving(b"oid sha256:12\nsize 3\n".to_vec(), content.clone()), true, "is no Git LFS pointer"),
+            (serving(content.clone(), content.clone()), true, "is not a Git LFS pointer"),
+            (serving(b"oid sha256:12\nsize 3\n".to_vec(), content.clone()), true, "is not a Git LFS pointer"),
             (gone, true, "404 Not Found"),
             (busy, false, "503 Service Unavailable"),
         ] {
@@ -239,6 +239,6 @@ mod tests {
             assert!(!place.exists());
         }
         let error = fetch("resnet18", "nowhere", Path::new("/nowhere/x")).unwrap_err().to_string();
-        assert!(error.contains("--from nowhere is not an address"), "{error}");
+        assert!(error.contains("--from nowhere is not a URL"), "{error}");
     }
 }

@@ -202,9 +202,10 @@ async fn the_newest_checkpoint_may_be_truncated() {
     for (attempt, (row, newest, before)) in (2..).zip(harmed) {
         assert_eq!(start_step(&events, attempt), before);
         let words = format!("-{newest} is damaged");
-        let said = logged.lines().any(|l| l.contains(&words) && l.contains("the one before it is used"));
+        let said =
+            logged.lines().any(|l| l.contains(&words) && l.contains("the previous checkpoint is used"));
         assert!(said, "{words}: {logged}");
-        row.passed("the one before it is used, the log says so");
+        row.passed("the previous checkpoint is used, the log says so");
     }
     server.stop().await;
 }

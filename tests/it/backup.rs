@@ -27,7 +27,7 @@ async fn a_backup_of_a_running_server_is_restored_to_another() {
     // An older backup is replaced by whoever says so.
     let again = |more: &[&str]| server.cli(&[&["backup", "-o", file], more, &which[..]].concat());
     let kept = std::fs::read(file).expect("a backup");
-    again(&[]).wrong(&[file, "is there already", "--force"]);
+    again(&[]).wrong(&[file, "exists already", "--force"]);
     assert_eq!(std::fs::read(file).expect("a backup"), kept);
     again(&["--force"]).ok();
     if server.database.is_none() {

@@ -82,7 +82,7 @@ async fn both_machines_are_named_if_the_right_copy_is_unknown() {
         let job = server.ended(&id).await;
         let why = job["reason"].as_str().expect("a reason");
         assert_eq!(job["state"], "failed", "{job:#}");
-        assert!(why.contains("Lockstep cannot tell which of the two is right"), "{why}");
+        assert!(why.contains("Lockstep cannot tell which of the two is correct"), "{why}");
         assert!(why.contains(own) && why.contains("machine-b"), "{why}");
     }
     // What the server has counts for its own machine.

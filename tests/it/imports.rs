@@ -97,7 +97,7 @@ async fn exported_jobs_are_imported_with_every_value() {
     assert!(a != b && new == Some(3), "another file with the same name and first row");
     server
         .cli(&["download", &a, "-o", "w"])
-        .wrong(&["from elsewhere and has no checkpoints; it has no files"]);
+        .wrong(&["from elsewhere and has no checkpoints; the run has no files"]);
     server.folder().write("a/metrics.csv", format!("{rows}2,inf,\n"));
     assert_eq!(one(&["a/metrics.csv"]), (a.clone(), Some(1)), "a longer file");
     assert_eq!(one(&["a/metrics.csv"]), (a.clone(), Some(0)));

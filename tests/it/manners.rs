@@ -49,7 +49,7 @@ async fn init_writes_a_file_for_train_and_submit() {
 
     // What is there is not touched.
     fs::write(&file, text.clone() + "# mine\n").expect("a file");
-    server.cli(&["init", root]).wrong(&["lockstep.toml is there already", "--output"]);
+    server.cli(&["init", root]).wrong(&["lockstep.toml exists already", "--output"]);
     assert!(fs::read_to_string(&file).expect("a file").ends_with("# mine\n"));
     server.cli(&["init", root, "--output", "other.toml"]).ok();
     assert_eq!(fs::read_to_string(server.folder().path().join("other.toml")).expect("a file"), text);

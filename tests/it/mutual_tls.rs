@@ -165,10 +165,10 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     let token = here(&["token", "create", "--scope", "agent", "--agent", "node-t"]);
     serve.folder.write("node-t.token", token.ok());
     let by_token = Agent::start(&serve, "three", &["--name", "node-t", "--token-file", "node-t.token"]);
-    by_token.says("shows no certificate").await;
+    by_token.says("presents no certificate").await;
     assert!(by_token.said().contains("--cert-file"), "{}", by_token.said());
     let missing = refusals(&serve);
-    assert!(missing.len() == 2 && missing[1].contains("shows no certificate"), "{missing:?}");
+    assert!(missing.len() == 2 && missing[1].contains("presents no certificate"), "{missing:?}");
     drop(by_token);
 
     // Revoked: an open connection ends within seconds, and none begins; one line says so however often it tries.

@@ -287,9 +287,9 @@ fn certificates_are_issued_for_other_servers() {
     ca(&["show"]).wrong(&["lockstep ca init"]);
     let made = ca(&["init"]);
     assert!(made.ok().starts_with("-----BEGIN CERTIFICATE-----") && made.stderr.contains("SHA-256"));
-    ca(&["init"]).wrong(&["there already"]);
+    ca(&["init"]).wrong(&["exists already"]);
     ca(&["issue", "proxy.example", "10.0.0.7", "--days", "30"]).ok();
-    ca(&["issue", "proxy.example"]).wrong(&["proxy.example.crt", "there already"]);
+    ca(&["issue", "proxy.example"]).wrong(&["proxy.example.crt", "exists already"]);
     ca(&["issue", "not a name"]).wrong(&["neither a DNS name"]);
     ca(&["issue", "a", "--days", "826"]).wrong(&["826"]);
     let verify = |name: &str| {

@@ -351,7 +351,12 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
             &["parallel.pipeline"],
         ),
         ("stop", "metric = \"val_loss\"", "patience", &["is missing"]),
-        ("stop", "patience = 3\n[evaluate]\nevery_epochs = 0", "patience", &["the only one is at the end"]),
+        (
+            "stop",
+            "patience = 3\n[evaluate]\nevery_epochs = 0",
+            "patience",
+            &["the only validation is at the end"],
+        ),
         ("stop", "patience = 3\nmetric = \"val_ema_loss\"", "metric", &["train.ema_decay"]),
         ("data", "folds = 5", "fold", &["1 to 5"]),
         ("data", "folds = 5\nfold = 6", "fold", &["there is no fold 6 of 5"]),
@@ -488,7 +493,7 @@ fn settings_from_the_command_line_overrule_the_file() {
 #[test]
 fn batch_norms_are_frozen_as_given_weights_have_them() {
     let frozen = |more: &str| with("model", &format!("freeze_norm = true\n{more}"));
-    one_mistake(&frozen(""), "/model/freeze_norm", &["without model.pretrained", "freeze_norm = false"]);
+    one_mistake(&frozen(""), "/model/freeze_norm", &["set model.pretrained", "freeze_norm = false"]);
     let spec = from_toml(&frozen("pretrained = \"weights.safetensors\"")).expect("a job");
     assert!(spec.model.freeze_norm);
     assert!(!JobSpec::default().model.freeze_norm);

@@ -103,6 +103,6 @@ mod tests {
         assert!(said.contains("symbolic link"), "{said}");
         fs::remove_file(&path).unwrap();
         fs::create_dir(&path).unwrap();
-        assert!(read(&path).unwrap_err().to_string().contains("no file"));
+        assert!(read(&path).unwrap_err().to_string().contains("is not a file"));
     }
 }

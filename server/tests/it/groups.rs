@@ -227,7 +227,7 @@ async fn invalid_groups_are_refused_with_the_valid_ones() {
     for (query, words) in [
         ("".to_owned(), "1 to 3"),
         ("by=".into(), "1 to 3"),
-        ("by=lrr".into(), "no setting"),
+        ("by=lrr".into(), "not a setting"),
         ("by=every_steps".into(), "checkpoint.every_steps or log.every_steps"),
         ("by=project&metrics=name".into(), "no number"),
         ("by=project&metrics=-loss".into(), "no number"),

@@ -150,7 +150,7 @@ async fn unknown_fields_of_lists_are_refused_by_name() {
         ("/jobs?sort=tag:".into(), "tag"),
         ("/jobs?sort=grad_nrom".into(), "did you mean \"grad_norm\"?"),
         ("/jobs?metrics=grad_nrom".into(), "did you mean \"grad_norm\"?"),
-        ("/jobs?sort=spec.train.lr'--".into(), "no setting"),
+        ("/jobs?sort=spec.train.lr'--".into(), "not a setting"),
         ("/jobs?where=train.lrr%3E1".into(), "did you mean \"train.lr\"?"),
         ("/jobs?where=train.lr".into(), "needs a key"),
         ("/jobs?where=model.arch%3Eresnet50".into(), "only with = and !="),

@@ -124,8 +124,8 @@ async fn invalid_id_tokens_are_refused() {
             Box::new(|b| b.spoil = |token| token[..token.len() - 8].to_owned() + "AAAAAAAA"),
         ),
         ("signature is wrong", Box::new(|b| b.spoil = |token| token.replacen(".e", ".eyJ4IjoxfQ", 1))),
-        ("no signed token", Box::new(|b| b.spoil = |token| token + ".x")),
-        ("no signed token", Box::new(|b| b.spoil = |_| "x".into())),
+        ("not a signed token", Box::new(|b| b.spoil = |token| token + ".x")),
+        ("not a signed token", Box::new(|b| b.spoil = |_| "x".into())),
         ("too long", Box::new(|b| b.spoil = |token| token + &"a".repeat(64 << 10))),
     ];
     let as_it_should_be = || {

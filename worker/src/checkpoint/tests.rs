@@ -313,7 +313,7 @@ fn a_checkpoint_that_diverged_is_not_loaded_and_names_file_and_tensor() {
         let folder = dir.path().join(folder_name(1, step));
         validate(&folder).unwrap();
         let words = load(&folder).unwrap_err().to_string();
-        for word in [&format!("checkpoint 1-{step}"), file, tensor, &format!("{value}"), "place 1"] {
+        for word in [&format!("checkpoint 1-{step}"), file, tensor, &format!("{value}"), "index 1"] {
             assert!(words.contains(word), "{word} in {words}");
         }
     }

@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(library(&Libraries::default(), Library::Nvjpeg, 1, None).grade, Grade::Note);
         let without = jpeg_decoder(Err("this GPU has no JPEG decoder".into()));
         assert_eq!(without.grade, Grade::Note);
-        assert!(without.advice.unwrap().contains("on cores"));
+        assert!(without.advice.unwrap().contains("on CPU cores"));
         assert_eq!(jpeg_decoder(Ok("8 engines".into())).grade, Grade::Ok);
     }
 }

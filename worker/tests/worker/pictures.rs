@@ -351,7 +351,7 @@ fn a_folder_without_usable_files_is_refused_with_a_reason() {
     let train = dir.path().join("train");
     fs::create_dir_all(train.join(OsStr::from_bytes(b"caf\xe9"))).expect("a folder");
     let words = inspect(dir.path()).expect_err("no dataset").to_string();
-    assert!(words.contains("no class folder that can be used") && words.contains("not UTF-8"), "{words}");
+    assert!(words.contains("no usable class folder") && words.contains("not UTF-8"), "{words}");
     fs::remove_dir_all(&train).expect("removes");
     symlink("gone", &train).expect("a link");
     let words = inspect(dir.path()).expect_err("no dataset").to_string();

@@ -219,7 +219,7 @@ mod tests {
             ("model.arch=resnet5", "did you mean \"resnet50\"?"),
             ("private=yes", "true or false"),
             ("data.mean=1", "one value"),
-            ("'; DROP TABLE jobs; --=1", "is no setting"),
+            ("'; DROP TABLE jobs; --=1", "is not a setting"),
         ] {
             let reported = mistake(text);
             assert!(reported.contains(words), "{text}: {reported}");

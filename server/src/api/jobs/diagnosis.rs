@@ -164,14 +164,14 @@ mod tests {
             ),
             (None, RISING, Some(5000), Some("train.epochs")),
             // Nothing is left to learn from the training pictures.
-            (Some(0.999), RISING, Some(5000), Some("by heart")),
+            (Some(0.999), RISING, Some(5000), Some("overfits")),
             (Some(0.99), FLAT, Some(5000), Some("Training accuracy is 99.0 %, validation accuracy 70.0 %")),
             (Some(0.72), FLAT, Some(5000), Some("raise train.lr or train longer")),
             // Training on mixed pictures says nothing of this.
             (None, FLAT, Some(5000), None),
             // A difference within the margin of the validation is no gap.
             (Some(0.79), &[0.7, 0.7, 0.7], Some(95), Some("low, too")),
-            (Some(0.79), &[0.7, 0.7, 0.7], Some(5000), Some("by heart")),
+            (Some(0.79), &[0.7, 0.7, 0.7], Some(5000), Some("overfits")),
         ] {
             let course = Course { training, validations: validations.to_vec(), pictures };
             let found = course.diagnosis();

@@ -142,7 +142,7 @@ mod tests {
             ("train.lr,spec.train.lr", "twice"),
             ("project,spec.project", "twice"),
             ("data.mean", "one value"),
-            ("x'; DROP TABLE jobs", "no setting"),
+            ("x'; DROP TABLE jobs", "not a setting"),
         ] {
             let reported = mistake(by(text));
             assert!(reported.contains(words), "{text}: {reported}");

@@ -159,7 +159,7 @@ fn manifests_that_no_agent_writes_are_refused() {
     assert!(refused(&model(CHECKPOINT_BYTES + 1)).contains("at most"));
     upload.begin(&sized(STATE, STATE_FILE_BYTES), true).unwrap();
     let why = refused(&sized(STATE, STATE_FILE_BYTES + 1));
-    assert!(why.contains("state.json has 1048577 bytes, at most 1048576 are taken"), "{why}");
+    assert!(why.contains("state.json has 1048577 bytes, at most 1048576 are allowed"), "{why}");
 }
 
 #[test]

@@ -89,7 +89,7 @@ impl Authority {
             let _ = fs::remove_dir_all(&unfinished);
             if folder.exists() {
                 format!(
-                    "{} is there already; `lockstep ca show` prints its certificate. Every client has to trust a new one: to \
+                    "{} exists already; `lockstep ca show` prints its certificate. Every client has to trust a new one: to \
                      make it nevertheless, move the folder away first",
                     folder.display()
                 )

@@ -13,7 +13,7 @@ use lockstep_protocol::{
 use std::collections::BTreeSet;
 
 /// Why a job fails if all its checkpoints are lost. Ranks that find only damaged checkpoints report the same.
-pub(super) const ALL_LOST: &str = "no whole checkpoint is left to continue from: neither the server's disk nor the object store has one; submit the job \
+pub(super) const ALL_LOST: &str = "no valid checkpoint is left to continue from: neither the server's disk nor the object store has one; submit the job \
                          again to begin from the start";
 
 /// Whether a job can continue.

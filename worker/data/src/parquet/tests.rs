@@ -157,7 +157,7 @@ fn truncated_and_foreign_files_are_named() {
     for (bytes, wanted) in [
         (&b""[..], "is empty"),
         (b"PAR1", "is cut off: a Parquet file without its footer"),
-        (b"not a Parquet file at all", "is no Parquet file"),
+        (b"not a Parquet file at all", "is not a Parquet file"),
         (b"PARE and so on", "is encrypted"),
         (&whole[..whole.len() - 1], "is cut off: a Parquet file without its footer"),
         (&whole[..whole.len() / 2], "is cut off: a Parquet file without its footer"),

@@ -400,7 +400,10 @@ fn lost_ranks_are_named_by_their_numbers_in_the_job() {
 fn impossible_splits_are_refused_with_the_possible_ones() {
     use Split::{Groups, In, Out};
     for (plan, words) in [
-        (plan([1, 1, 2], &[("layer9.*", Out)]), &["\"layer9.*\"", "there are conv1, block.conv1"][..]),
+        (
+            plan([1, 1, 2], &[("layer9.*", Out)]),
+            &["\"layer9.*\"", "its operators are conv1, block.conv1"][..],
+        ),
         (plan([1, 1, 2], &[("fc", Groups)]), &["a linear layer of 12 -> 10 values", "\"out\" or \"in\""]),
         (plan([1, 1, 2], &[("block.conv2", Out)]), &["a convolution of 5 groups", "split by \"groups\""]),
         (plan([1, 1, 12], &[("fc", Out)]), &["over 12 ranks", "split by \"in\""]),

@@ -144,7 +144,7 @@ fn collectives_on_two_streams_are_ordered() {
     let refused = refusal(&[&first[..], &second, &wait].concat()).unwrap();
     assert!(refused.contains("the collective before it may still run"), "{refused}");
     // And the list must not end before the other stream has.
-    assert!(refusal(&first).unwrap().contains("ends before Collectives"));
+    assert!(refusal(&first).unwrap().contains("ends while Collectives may still run"));
     let unforked = refusal(&[reduce(other, Region::Scratch)]).unwrap();
     assert!(unforked.contains("has not waited for the main one"), "{unforked}");
 }

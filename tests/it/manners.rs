@@ -246,7 +246,7 @@ async fn downloaded_weights_can_be_named_in_a_job() {
     let put_here = format!("put it here as {}", place.display());
     run(&["weights", "get", "resnet18", "--from", &nobody]).fails(1, &["timm/resnet18.a1_in1k", &put_here]);
     run(&["weights", "get", "resnet18", "--from", &mirror(b"a page")])
-        .wrong(&["is no Git LFS pointer", &put_here]);
+        .wrong(&["is not a Git LFS pointer", &put_here]);
     run(&["weights", "get", "vgg16"]).wrong(&["vgg16", "resnet18"]);
     let header = r#"{"fc.bias":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
     let mut file = (header.len() as u64).to_le_bytes().to_vec();

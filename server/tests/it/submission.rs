@@ -225,7 +225,7 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
     // What this server knows by itself it does not ask an agent, and it is listed with the other mistakes.
     let id = format!("{}-1-40", lockstep_protocol::JobId::generate());
     for (pretrained, words) in
-        [(&*id, "no checkpoint has the id"), ("https://host/w.safetensors", "download it")]
+        [(&*id, "no checkpoint has the id"), ("https://host/w.safetensors", "download the file")]
     {
         let mut spec = with(pretrained);
         spec["data"]["validation"] = json!("holdout");

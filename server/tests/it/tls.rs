@@ -232,7 +232,7 @@ fn an_authority_is_created_once_and_issues_certificates() {
     let made = Authority::init(dir.path()).unwrap();
     assert_eq!(made.fingerprint().len(), 32 * 3 - 1);
     let again = Authority::init(dir.path()).unwrap_err();
-    assert!(again.contains("is there already") && again.contains("ca show"), "{again}");
+    assert!(again.contains("exists already") && again.contains("ca show"), "{again}");
     assert_eq!(Authority::open(dir.path()).unwrap().fingerprint(), made.fingerprint());
     let names = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
     for wrong in [names(&[]), names(&["a b"]), names(&["https://a"]), names(&["a", ""])] {

@@ -179,7 +179,7 @@ def test_every_call_is_tested_and_described() -> None:
     [
         (lambda c: c.submit(SPEC, lrr=1), lockstep.Problem, "/lrr: "),
         (lambda c: c.submit(SPEC, lr="high", arch="resnet19"), lockstep.Problem, "\n/train/lr: "),
-        (lambda c: c.submit(SPEC, set={"name": "x", "name.y": 1}), lockstep.LockstepError, "name is no table"),
+        (lambda c: c.submit(SPEC, set={"name": "x", "name.y": 1}), lockstep.LockstepError, "name is not a table"),
         (lambda c: c.submit(SPEC, every_epochs=1), lockstep.LockstepError, "checkpoint.every_epochs, evaluate.every"),
         (lambda c: c.submit("none.toml"), lockstep.LockstepError, "none.toml cannot be read as a job file: "),
         (lambda c: c.submit(SPEC, lr=1e4).wait(), lockstep.JobFailed, "failed: "),
@@ -254,7 +254,7 @@ def test_the_token_is_found_as_the_command_line_finds_it(monkeypatch: pytest.Mon
     port = httpx.URL(here).port or 0
     assert access.listener_owners(access._loopback(httpx.URL(here)), port) == {os.getuid()}
     monkeypatch.setattr(access, "listener_owners", lambda addresses, port: {os.getuid() + 1})
-    with pytest.raises(lockstep.LockstepError, match="another account"):
+    with pytest.raises(lockstep.LockstepError, match="has user id"):
         sent_to(here)
 
 

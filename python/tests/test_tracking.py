@@ -442,7 +442,7 @@ def test_a_run_continues_in_another_folder(server: FakeServer) -> None:
     [
         ({"mode": "on"}, "must be online, offline or disabled"),
         ({"id": "a/b"}, "1 to 64 letters"),
-        ({"resume": "must"}, "needs id"),
+        ({"resume": "must"}, "needs the id"),
         ({"id": "new", "resume": "must"}, "does not exist"),
         ({"id": "old", "resume": "never"}, "exists"),
         ({"id": "old", "resume": "never", "mode": "offline"}, "exists"),

@@ -269,7 +269,7 @@ describe("columns", () => {
     await add("cpu_utilization");
     await until("one that is added is read", async () => (await cell("cpu_utilization")) === "25 %");
     await add("grad_nrom");
-    await until("what is none is refused", async () => /no metric “grad_nrom”.*no setting/.test(await page.locator("#columns .error").textContent()));
+    await until("what is none is refused", async () => /no metric “grad_nrom”.*not a setting/.test(await page.locator("#columns .error").textContent()));
     await add("train.lrr");
     await until("with what was meant", async () => /did you mean "train\.lr"\?/.test(await page.locator("#columns .error").textContent()));
     assert.equal(await page.locator("thead .c-extra").count(), 3);

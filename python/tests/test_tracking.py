@@ -380,6 +380,7 @@ def test_a_killed_program_loses_only_its_last_moment_and_continues(
             child.stdout.readline()
             # It logs no more, and what it has logged is written without its help.
             until(lambda: len(kept(path)) == int(os.environ["TOLD_AT"]) + 1)
+            until(lambda: mode == "offline" or bool(server.runs))
             with pytest.raises(lockstep.LockstepError, match="another process writes"):
                 lockstep.init(id="killed")
             child.stdin.write("\n")

@@ -111,12 +111,16 @@ fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
     block_on(async {
         name_dataset(&api, &mut document, true).await?;
         let sweep: Sweep = api.post_once("/sweeps", &document).await?;
-        sweeps::announce(&api, &sweep, args.server.json)?;
-        if args.folds.is_some() && !args.server.json {
+        let (follows, as_json) = (watches(args), args.server.json);
+        // With both, the only output is the sweep at its end.
+        if !(follows && as_json) {
+            sweeps::announce(&api, &sweep, as_json)?;
+        }
+        if args.folds.is_some() && !as_json {
             let (base, id) = (api.base(), &sweep.id);
             output::line(format_args!("mean and standard deviation: {base}/jobs?tag={id}&group_by=tag"))?;
         }
-        if watches(args) { sweeps::to_the_end(&api, sweep, args.server.json).await } else { Ok(()) }
+        if follows { sweeps::to_the_end(&api, sweep, as_json).await } else { Ok(()) }
     })
 }
 

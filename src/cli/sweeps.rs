@@ -136,7 +136,7 @@ const POLL: Duration = Duration::from_secs(2);
 /// Follows a sweep until it is over: prints a line for each trial that ends, then the best one. With `as_json`, prints the sweep at its end.
 ///
 /// # Errors
-/// A trial failed, the sweep was cancelled, or the connection to the server was lost.
+/// A trial did not succeed, the sweep was cancelled, or the connection to the server was lost.
 pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> anyhow::Result<()> {
     output::warn(format_args!(
         "Ctrl-C ends this display and not the sweep: `lockstep sweep show {0}` shows its trials, `lockstep sweep cancel {0}` stops it",
@@ -177,9 +177,15 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
             output::line(format_args!("best: {}", trial_in_words(&sweep, best)))?;
         }
     }
-    let failed = sweep.trials.iter().filter(|trial| trial.state == Some(JobState::Failed)).count();
+    // A sweep ends a trial early only after a rung.
+    let is_unsuccessful = |trial: &&Trial| match trial.state {
+        Some(JobState::Succeeded) => false,
+        Some(JobState::Cancelled) => trial.rung == 0 || sweep.rungs.len() == 1,
+        _ => true,
+    };
+    let unsuccessful = sweep.trials.iter().filter(is_unsuccessful).count();
     anyhow::ensure!(sweep.state == SweepState::Finished, "the sweep is {}", sweep.state.as_str());
-    anyhow::ensure!(failed == 0, "{} failed", plural(failed as u64, "trial"));
+    anyhow::ensure!(unsuccessful == 0, "{} did not succeed", plural(unsuccessful as u64, "trial"));
     Ok(())
 }
 

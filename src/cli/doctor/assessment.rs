@@ -170,7 +170,7 @@ pub(super) fn of_pair(pair: &Pair, fastest: f64) -> Vec<Finding> {
 }
 
 fn unreachable(from: &str, to: &str, why: &str) -> String {
-    if why.contains("many bytes") {
+    if why.contains("during a bulk transfer") {
         return format!(
             "The network between {from} and {to} drops long packets: give both interfaces the same MTU (ip link show), and let \
              ICMP \"fragmentation needed\" pass."

@@ -100,7 +100,7 @@ async fn started(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
     let began = Instant::now();
     loop {
         let found = api.all("/jobs", "jobs", &[("tag", sweep.id.clone())], None).await;
-        let mut jobs: Vec<Job> = list(&Value::Array(found.unwrap_or_default()), "jobs")?;
+        let mut jobs: Vec<Job> = list(&Value::Array(found.unwrap_or_default()), "jobs").unwrap_or_default();
         if jobs.len() == sweep.trial_count as usize {
             jobs.sort_by_key(|job| job.trial.as_ref().map(|trial| trial.number));
             return Ok(jobs);

@@ -15,7 +15,7 @@ use lockstep_protocol::{
 };
 use sqlx::{AssertSqlSafe, Row};
 
-/// Maximum number of changes of state and alerts (the newest), of forks (the oldest) and of requests (the newest) in a history.
+/// Maximum number of changes of state, of alerts (the newest of each), of forks (the oldest) and of requests (the newest) in a history.
 const MAX_ENTRIES: i64 = 1000;
 
 fn event(row: &DbRow) -> Result<Event> {
@@ -34,13 +34,21 @@ fn parent(row: &DbRow) -> Option<Parent> {
 
 impl SqlStore {
     pub(super) async fn read_history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
-        let events = sqlx::query(
-            "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind IN ('state', 'alert') ORDER BY seq DESC LIMIT $2",
-        )
-        .bind(job.id.as_str())
-        .bind(MAX_ENTRIES)
-        .fetch_all(&self.reader)
-        .await?;
+        let mut events = Vec::new();
+        for kind in ["state", "alert"] {
+            // As in the condition of the index `events_history`.
+            let rows = sqlx::query(
+                "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind IN ('state', 'alert') AND kind = $2 \
+                 ORDER BY seq DESC LIMIT $3",
+            )
+            .bind(job.id.as_str())
+            .bind(kind)
+            .bind(MAX_ENTRIES)
+            .fetch_all(&self.reader)
+            .await?;
+            events.extend(readable(rows.iter().map(event)));
+        }
+        events.sort_by_key(|event| event.seq);
         let own = sqlx::query("SELECT parent_job, parent_checkpoint FROM jobs WHERE id = $1")
             .bind(job.id.as_str())
             .fetch_optional(&self.reader)
@@ -74,7 +82,7 @@ impl SqlStore {
         .fetch_one(&self.reader)
         .await?;
         Ok(HistoryRows {
-            events: readable(events.iter().rev().map(event)),
+            events,
             parent: own.as_ref().and_then(parent),
             forks: readable(forks.iter().map(|row| {
                 let begun = row.try_get::<Option<String>, _>("parent_checkpoint")?;

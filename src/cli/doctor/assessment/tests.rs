@@ -46,7 +46,10 @@ fn who_does_not_reach_whom_is_said_for_each_direction() {
     assert_eq!(said.len(), 1);
     assert_eq!((said[0].0.as_str(), said[0].1), ("reach", Grade::Problem));
     assert!(said[0].2.starts_with("a does not reach b: connecting"), "{said:?}");
-    let pair = pair(Ok(link(9.4, 0.1)), Err("nothing came for 5 s when many bytes were to come".into()));
+    let pair = pair(
+        Ok(link(9.4, 0.1)),
+        Err("connected to b; short messages pass, but no data arrived for 5 s during a bulk transfer".into()),
+    );
     assert!(of_pair(&pair, 1e9)[0].advice.as_ref().unwrap().contains("MTU"));
 }
 

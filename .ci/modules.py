@@ -35,7 +35,7 @@ CRATES = {
 # The modules of a crate in order: each may use only the modules before it.
 ORDER = {
     "server": (
-        "util config lifecycle store events webhooks auth agents checkpoints datasets metrics scheduler sweeps ingest http app api boot"
+        "util config lifecycle store events webhooks auth agents checkpoints datasets metrics scheduler ingest http app api boot"
     ).split(),
 }
 

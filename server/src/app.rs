@@ -11,9 +11,8 @@ use crate::{
     http::{gate::Gate, ingress::Ingress, request_times::RequestTimes},
     ingest::runs::Runs,
     metrics::Metrics,
-    scheduler::Scheduler,
+    scheduler::{Scheduler, sweeps::Sweeps},
     store::{Store, purge::DeletedJobs},
-    sweeps::Sweeps,
     util::tasks::Tasks,
     webhooks::Webhooks,
 };

@@ -20,7 +20,6 @@ pub mod lifecycle;
 mod metrics;
 mod scheduler;
 pub mod store;
-mod sweeps;
 mod util;
 mod webhooks;
 

@@ -12,9 +12,8 @@ use crate::{
     http::{gate::Gate, ingress::Ingress, request_times::RequestTimes, tls::ServerCertificate},
     ingest::{Ingest, runs::Runs},
     metrics::{Metrics, compaction, retire},
-    scheduler::{Scheduler, WaitingJobs, dispatch},
+    scheduler::{Scheduler, WaitingJobs, dispatch, sweeps::Sweeps},
     store::{Changed, EventRow, Store, purge::DeletedJobs},
-    sweeps::Sweeps,
     util::tasks::Tasks,
     webhooks::Webhooks,
 };

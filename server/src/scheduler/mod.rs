@@ -50,6 +50,7 @@ mod preempt;
 mod reasons;
 mod round;
 mod share;
+pub(crate) mod sweeps;
 mod waiting_jobs;
 
 pub(crate) use candidates::address;

@@ -13,9 +13,11 @@ use crate::{
         error::{Error, Problem, Result},
         extract::{Document, Path, Query},
     },
-    scheduler::Scheduler,
+    scheduler::{
+        Scheduler,
+        sweeps::{Sweeps, shown},
+    },
     store::{Owned, Store, StoreError, SweepRow},
-    sweeps::{Sweeps, shown},
 };
 use axum::{
     Extension, Json,

@@ -129,8 +129,7 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
                 Ok(job) => job,
                 Err(error) => {
                     let what = explain(&launched[at].label, status, &launched[at].last_line());
-                    return LaunchDetached(format!("{what}; the job's state is unknown: {error}"))
-                        .into();
+                    return LaunchDetached(format!("{what}; the job's state is unknown: {error}")).into();
                 }
             };
             if job.state.is_final() {

@@ -162,7 +162,8 @@ impl SqlStore {
         .bind(int(*newest))
         .fetch_all(&mut *db)
         .await?;
-        let layers = layers.into_iter().map(|(layer, text)| Ok((layer, kind(&text)?))).collect::<Result<_>>()?;
+        let layers =
+            layers.into_iter().map(|(layer, text)| Ok((layer, kind(&text)?))).collect::<Result<_>>()?;
         Ok(HistogramIndex { layers, steps })
     }
 

@@ -60,13 +60,17 @@ fn what_a_list_does_not_have_is_refused() {
     assert!(refused(ListParams { fields: text("id,sice"), ..Default::default() }).contains("\"size\""));
     assert!(refused(ListParams { limit: Some(0), ..Default::default() }).contains("1 to 1000"));
     assert!(refused(ListParams { limit: Some(1001), ..Default::default() }).contains("1 to 1000"));
-    assert!(refused(ListParams { cursor: text("x"), ..Default::default() }).contains("none of this list"));
+    assert!(
+        refused(ListParams { cursor: text("x"), ..Default::default() }).contains("not valid for this list")
+    );
     assert!(
         refused(ListParams { created_after: text("1970-01-01T00:00:00Z"), ..Default::default() })
             .contains("no time")
     );
     let nul = Pages::new("items", "id").cursor(&(Key::Text("a\0".into()), "a")).unwrap();
-    assert!(refused(ListParams { cursor: Some(nul), ..Default::default() }).contains("none of this list"));
+    assert!(
+        refused(ListParams { cursor: Some(nul), ..Default::default() }).contains("not valid for this list")
+    );
     let page = ITEMS.page(items(), &ListParams { limit: Some(1), ..Default::default() }).unwrap();
     let other = ListParams { cursor: page.next_cursor, sort: text("-id"), ..Default::default() };
     assert!(refused(other).contains("another sort"));

@@ -51,7 +51,7 @@ async fn keep_histograms(
     let layers: Vec<(usize, &LayerHistogram)> = histograms.layers.iter().enumerate().collect();
     let mut rest = &layers[..];
     for size in BATCH_SIZES {
-        while let Some((now, later)) = rest.split_at_checked(size) {
+        while let Some((part, later)) = rest.split_at_checked(size) {
             rest = later;
             let row = |n| {
                 let placeholders: Vec<_> = (1..=COLUMNS).map(|c| format!("${}", n * COLUMNS + c)).collect();
@@ -62,14 +62,14 @@ async fn keep_histograms(
                 (0..size).map(row).collect::<Vec<_>>().join(", ")
             );
             let mut query = sqlx::query(AssertSqlSafe(text));
-            for (place, layer) in now {
+            for (index, layer) in part {
                 query = query
                     .bind(job.as_str())
                     .bind(&layer.name)
                     .bind(layer.kind.name())
                     .bind(int(histograms.step))
                     .bind(i64::from(attempt))
-                    .bind(int(*place as u64))
+                    .bind(int(*index as u64))
                     .bind(f64::from(layer.min))
                     .bind(f64::from(layer.max))
                     .bind(layer.counts.iter().flat_map(|count| count.to_le_bytes()).collect::<Vec<u8>>());

@@ -250,7 +250,7 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
     let first = trials(&server.get(&path).await)[0]["job"].as_str().expect("an id").to_owned();
     server.cli(&["cancel", &first]).ok();
     server.cli(&["delete", &first, "--yes"]).wrong(&["the job is trial 1 of sweep-"]);
-    server.cli(&["sweep", "delete", &id, "--yes"]).wrong(&["the sweep is not over"]);
+    server.cli(&["sweep", "delete", &id, "--yes"]).wrong(&["the sweep has not ended"]);
     server.cli(&["sweep", "cancel", "swept"]).ok();
     let sweep = sweep_over(&server, &id).await;
     assert_eq!((&sweep["state"], &sweep["ended"]), (&json!("cancelled"), &json!(2)), "{sweep:#}");

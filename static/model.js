@@ -6,10 +6,10 @@ const name = byId("model").textContent, path = `/api/v1/models/${encodeURICompon
 const aliasPath = (alias) => `${path}/aliases/${encodeURIComponent(alias)}`;
 
 /** Sends a change, and reloads the page or shows the error. */
-async function change(path, request) {
+async function change(url, request) {
   text(byId("model-error"), "");
   try {
-    await ask(path, request);
+    await ask(url, request);
     location.reload();
   } catch (error) { text(byId("model-error"), sentence(error)); }
 }

@@ -7,7 +7,7 @@ import { Gallery } from "./datasets/gallery.js";
 import { offerUpload } from "./datasets/upload.js";
 
 offerBundled();
-// Only some readers may add datasets.
+// The forms exist only for readers who may add datasets.
 if (byId("add-dataset")) offerForm(byId("add-dataset"));
 if (byId("upload")) offerUpload(byId("upload"));
 
@@ -17,7 +17,7 @@ for (const card of document.querySelectorAll("[data-dataset]")) {
   card.querySelector("[data-inspect]")?.addEventListener("click", async ({ currentTarget: button }) => {
     button.disabled = true;
     try {
-      await inspected(`/api/v1/datasets/${encodeURIComponent(name)}/inspect`, undefined, undefined, (words, far) => text(button, far || words));
+      await inspected(`/api/v1/datasets/${encodeURIComponent(name)}/inspect`, undefined, undefined, (message, progress) => text(button, progress || message));
       location.reload();
     } catch (error) {
       button.disabled = false;
@@ -25,7 +25,7 @@ for (const card of document.querySelectorAll("[data-dataset]")) {
     }
   });
   card.querySelector("[data-remove]")?.addEventListener("click", () => confirmThen({
-    title: `Remove ${name}?`, detail: "Its files stay where they are, unless they were uploaded: then they are removed, too. No new job can use it, and finished jobs can neither be evaluated nor run again.", yes: "Remove it",
+    title: `Remove ${name}?`, detail: "The dataset's files are removed only if they were uploaded. No new job can use the dataset, and finished jobs can neither be evaluated nor retried.", yes: "Remove it",
     act: async () => { await ask(`/api/v1/datasets/${encodeURIComponent(name)}`, { method: "DELETE" }); location.reload(); },
   }));
 }

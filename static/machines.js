@@ -1,4 +1,4 @@
-// The page Machines: reads the machines again every few seconds and when jobs start and end, and drains machines.
+// The page Machines: updates the cards every few seconds and when jobs start and end; drains and removes machines.
 
 import { read, write } from "./address.js";
 import { ask, byId, confirmThen, pageNow, press, sentence, showLive, text } from "./page.js";
@@ -6,25 +6,25 @@ import { Stream } from "./stream.js";
 import { Lines, RANGES } from "./machines/lines.js";
 import { morph } from "./machines/morph.js";
 
-const EVERY_MS = 5000;
+const REFRESH_INTERVAL_MS = 5000;
 const lines = new Lines(byId("machines"));
-let asking = false, changing = false, soon = 0;
+let refreshing = false, changing = false, timer = 0;
 
-/** Updates the cards from a new version of the page, because only the server renders cards. */
+/** Requests the page again and updates the cards from it, because only the server renders cards. */
 async function refresh() {
-  if (asking || document.hidden) return;
-  asking = true;
+  if (refreshing || document.hidden) return;
+  refreshing = true;
   try {
     const page = await pageNow("/machines");
     if (!page) return;
     for (const id of ["machines", "summary"]) {
-      const fresh = page.getElementById(id), here = byId(id);
-      if (!fresh || !here) { if (fresh || here) location.reload(); continue; }
-      morph(here, fresh);
+      const fresh = page.getElementById(id), shown = byId(id);
+      if (!fresh || !shown) { if (fresh || shown) location.reload(); continue; }
+      morph(shown, fresh);
     }
     lines.draw();
     await lines.refresh();
-  } catch { /* The stream's status shows that the server is unreachable. */ } finally { asking = false; }
+  } catch { /* The stream's status shows that the server is unreachable. */ } finally { refreshing = false; }
 }
 
 byId("machines").addEventListener("click", async (event) => {
@@ -44,7 +44,7 @@ byId("machines").addEventListener("click", (event) => {
   if (!button) return;
   const { remove, name } = button.dataset;
   confirmThen({
-    title: `Remove ${name}?`, detail: "The machine and its measurements are removed from this list. Checkpoints and logs on the server stay. An agent that is started there again joins again, unless its token or certificate is revoked.", yes: "Remove it",
+    title: `Remove ${name}?`, detail: "The machine and its measurements are removed from this list. Checkpoints and logs on the server remain. An agent that is started on the machine again rejoins, unless its token or certificate is revoked.", yes: "Remove it",
     act: async () => { await ask(`/api/v1/agents/${encodeURIComponent(remove)}`, { method: "DELETE" }); await refresh(); },
   });
 });
@@ -52,16 +52,16 @@ byId("machines").addEventListener("click", (event) => {
 new Stream({
   path: () => "/api/v1/stream",
   onStatus: showLive,
-  onFrame: () => { clearTimeout(soon); soon = setTimeout(refresh, 300); },
+  onFrame: () => { clearTimeout(timer); timer = setTimeout(refresh, 300); },
 });
-setInterval(refresh, EVERY_MS);
+setInterval(refresh, REFRESH_INTERVAL_MS);
 document.addEventListener("visibilitychange", refresh);
 
-const ranges = [...document.querySelectorAll("#range button")], usual = "1h";
+const ranges = [...document.querySelectorAll("#range button")], DEFAULT_RANGE = "1h";
 function show(range) {
   press(ranges, ranges.find((button) => button.dataset.range === range));
-  // If the request fails, the next round reads the lines.
+  // If the request fails, the next refresh repeats it.
   lines.show(range).catch(() => {});
 }
-for (const button of ranges) button.addEventListener("click", () => { show(button.dataset.range); write({ range: button.dataset.range === usual ? "" : button.dataset.range }); });
-show(RANGES[read("range", usual)] ? read("range", usual) : usual);
+for (const button of ranges) button.addEventListener("click", () => { show(button.dataset.range); write({ range: button.dataset.range === DEFAULT_RANGE ? "" : button.dataset.range }); });
+show(RANGES[read("range", DEFAULT_RANGE)] ? read("range", DEFAULT_RANGE) : DEFAULT_RANGE);

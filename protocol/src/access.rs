@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Scope {
-    /// Look at everything.
+    /// Read everything except other owners' private objects.
     Read,
     /// Submit, change and delete jobs and datasets.
     Submit,
@@ -19,7 +19,7 @@ pub enum Scope {
 }
 
 impl Scope {
-    /// In the order of explanations.
+    /// Ascending, then `agent`.
     pub const ALL: [Scope; 4] = [Scope::Read, Scope::Submit, Scope::Admin, Scope::Agent];
 
     /// The word used in SQL, JSON and on the command line.
@@ -32,7 +32,7 @@ impl Scope {
         }
     }
 
-    /// The smaller of this scope and `other`.
+    /// `other`, or `self` if `other` includes it.
     #[must_use]
     pub fn at_most(self, other: Scope) -> Scope {
         if other.allows(self) { self } else { other }

@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// Look at everything that is not private.
+    /// Read everything except other owners' private objects.
     Viewer,
     /// Submit jobs and register datasets; change and delete one's own jobs and datasets.
     Member,
@@ -21,7 +21,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// In the order of explanations.
+    /// Ascending.
     pub const ALL: [Role; 3] = [Role::Viewer, Role::Member, Role::Admin];
 
     /// The word used in SQL, JSON and on the command line.

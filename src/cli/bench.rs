@@ -33,7 +33,7 @@ pub(crate) struct Args {
     device: Device,
     /// Precision of the convolutions on GPUs
     #[arg(long, value_enum, default_value = "auto")]
-    precision: Number,
+    precision: Float,
     /// Number of ranks: processes on one GPU each, or CPU processes that are connected over loopback
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     ranks: u32,
@@ -55,10 +55,10 @@ pub(crate) struct Args {
     /// Fraction of a rank's classes that the rank samples in each step, above 0 and at most 1, like loss.sample_share
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = share)]
     sample_share: f64,
-    /// Number of ranks that share the rows of pictures; the product with --parallel-model must be a divisor of --ranks
+    /// Number of ranks that share the rows of pictures; --parallel-model times this number must divide --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_height: u32,
-    /// Number of pipeline stages: a divisor of --ranks
+    /// Number of pipeline stages; the product with --parallel-model and --parallel-height must divide --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_pipeline: u32,
     /// Number of micro-batches of a step, each of the case's batch size
@@ -93,7 +93,7 @@ fn shard(text: &str) -> Result<ShardSpec, String> {
     });
     parts
         .filter(ShardSpec::is_pattern)
-        .ok_or_else(|| format!("not MATCH=SPLIT with {}", Split::NAMES.join(" or ")))
+        .ok_or_else(|| format!("not MATCH=SPLIT, where SPLIT is {}", Split::NAMES.join(" or ")))
 }
 
 /// Parses the name of a kind of device, or `auto`.
@@ -103,14 +103,14 @@ fn device_parser() -> impl TypedValueParser<Value = Device> {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Number {
+enum Float {
     Auto,
     Fp32,
     Bf16,
     Fp16,
 }
 
-impl Number {
+impl Float {
     fn precision(self) -> Precision {
         match self {
             Self::Auto => Precision::Auto,
@@ -157,7 +157,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     if !ranks.is_multiple_of(parallel_pipeline * parallel_model * parallel_height) {
         return Err(usage_error(format!(
-            "--parallel-pipeline {parallel_pipeline}: {ranks} ranks cannot be divided into that many stages"
+            "--ranks {ranks}: not divisible by stages x model x height = \
+             {parallel_pipeline} x {parallel_model} x {parallel_height}"
         )));
     }
     if on_gpus && parallel_pipeline > 1 && (parallel_model * parallel_height > 1 || optimizer_sharding) {
@@ -207,7 +208,7 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
     let mut devices: Vec<String> = slots.into_iter().filter_map(|slot| slot.uuid).collect();
     let first = devices.first().map(|_| RankGpu { ordinal: 0, visible: devices.clone() });
     let backend = registry::device_of(first.as_ref(), args.device).backend;
-    if !matches!(args.precision, Number::Auto | Number::Fp32) && !backend.needs().half_precision {
+    if !matches!(args.precision, Float::Auto | Float::Fp32) && !backend.needs().half_precision {
         let why = match (args.device, hindrance) {
             (device, _) if device.is_cores() => "CPU ranks compute in fp32".into(),
             (_, Some(why)) => why,

@@ -40,9 +40,9 @@ pub(crate) fn run(args: &Args, program: clap::Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the first line of each page.
-fn made_from(by: &str) -> String {
-    format!("<!-- Made from {by} by `cargo run -- reference`. Do not edit. -->\n")
+/// Returns the first line of a page that is generated from `source`.
+fn made_from(source: &str) -> String {
+    format!("<!-- Made from {source} by `cargo run -- reference`. Do not edit. -->\n")
 }
 
 /// Formats a Markdown table. Each cell is one line.

@@ -20,7 +20,7 @@ use std::{
 /// Submit a job or a sweep
 ///
 /// On a terminal, the command shows the job's progress until the job ends; Ctrl-C ends the display, not the job. Without a terminal, and with
-/// --detach, it prints the job's id and address. If data.dataset is a path, it stands for the dataset that is registered at that path; an
+/// --detach, it prints the job's id and URL. If data.dataset is a path, it stands for the dataset that is registered at that path; an
 /// unregistered path is registered. A file with a section `sweep`, or with --sweep or --folds, is a sweep: the server starts a job for each of
 /// its settings.
 #[derive(clap::Args)]
@@ -46,11 +46,11 @@ pub(crate) struct Args {
     /// Notes on the job, instead of the file's notes
     #[arg(long)]
     notes: Option<String>,
-    /// Show the progress of the job or sweep until it ends, even without a terminal; exit with status 1 unless the job, or every trial that
-    /// the sweep does not end early, succeeds
+    /// Show the progress of the job or sweep until it ends, even without a terminal; exit with status 1 if the job does not succeed, the
+    /// sweep does not finish, or one of its trials fails
     #[arg(long)]
     watch: bool,
-    /// Print only the id and address, even on a terminal
+    /// Print only the id and URL, even on a terminal
     #[arg(long, conflicts_with = "watch")]
     detach: bool,
     #[command(flatten)]
@@ -70,21 +70,21 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if sweep::check(&args.job, &document)?.is_some() {
         return submit_sweep(&args, document);
     }
-    let own = from_json(&document).err().unwrap_or_default();
+    let local_mistakes = from_json(&document).err().unwrap_or_default();
     let api = match args.server.api() {
         Ok(api) => api,
-        Err(error) if own.is_empty() => return Err(error),
+        Err(error) if local_mistakes.is_empty() => return Err(error),
         Err(_) => return check(&args.job, &document).map(drop),
     };
     block_on(async {
-        let named = name_dataset(&api, &mut document, own.is_empty()).await;
-        if !own.is_empty() {
-            return Err(all_mistakes(&api, &args.job, &document, &own).await);
+        let named = name_dataset(&api, &mut document, local_mistakes.is_empty()).await;
+        if !local_mistakes.is_empty() {
+            return Err(all_mistakes(&api, &args.job, &document, &local_mistakes).await);
         }
         named?;
         let job: Job = api.post("/jobs", &document).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
-        if watches(&args) {
+        if shows_progress(&args) {
             if !args.server.json {
                 output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))?;
             }
@@ -99,19 +99,19 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Whether to show the progress. On a terminal, a person wants to see it. A program reads the id.
-fn watches(args: &Args) -> bool {
+/// Whether to show the progress: for a person on a terminal, but not for a program that reads the id.
+fn shows_progress(args: &Args) -> bool {
     args.watch
         || !args.detach && !args.server.json && io::stdout().is_terminal() && io::stderr().is_terminal()
 }
 
-/// Submits a file with a section `sweep`, which has no mistake that needs no server.
+/// Submits a file with a section `sweep`, after the local checks.
 fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         name_dataset(&api, &mut document, true).await?;
         let sweep: Sweep = api.post_once("/sweeps", &document).await?;
-        let (follows, as_json) = (watches(args), args.server.json);
+        let (follows, as_json) = (shows_progress(args), args.server.json);
         // With both, the only output is the sweep at its end.
         if !(follows && as_json) {
             sweeps::announce(&api, &sweep, as_json)?;
@@ -142,9 +142,9 @@ fn label(document: &mut Value, args: &Args) {
     }
 }
 
-/// Adds the mistakes that only the server finds to a job's local mistakes, so that the user can correct all of them at once.
-async fn all_mistakes(api: &Api, path: &Path, document: &Value, own: &[SpecError]) -> anyhow::Error {
-    let mut lines: Vec<_> = own.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
+/// Combines a job's local mistakes with the mistakes that only the server finds, so that the user can correct all of them at once.
+async fn all_mistakes(api: &Api, path: &Path, document: &Value, local: &[SpecError]) -> anyhow::Error {
+    let mut lines: Vec<_> = local.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
     for (pointer, detail) in api.mistakes(document, false).await {
         let line = mistake(&pointer, &detail);
         if !lines.contains(&line) {

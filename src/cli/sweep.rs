@@ -10,7 +10,7 @@ use lockstep_protocol::{
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// Checks a file with a section `sweep` as far as no server is needed. Returns the number of its trials, or `None` for another file.
+/// Checks a file with a section `sweep` locally. Returns the number of its trials, or `None` for a file without this section.
 ///
 /// # Errors
 /// Exit status 2. The message lists every mistake; a mistake that trials share is listed once.
@@ -23,7 +23,7 @@ pub(crate) fn check(path: &Path, document: &Value) -> anyhow::Result<Option<usiz
     Err(usage_error(job_file::mistaken(path, &lines)))
 }
 
-/// Of a job file with a section `sweep`: the number of trials, and every mistake that needs no server, once. `None` for another file.
+/// Returns the number of trials of a job file with a section `sweep`, and each distinct mistake. `None` for a file without this section.
 fn mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
     let (section, job) = split_sweep(document)?;
     let sweep = match read_sweep(&section) {
@@ -46,7 +46,7 @@ fn mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
     Some((settings.len(), mistakes))
 }
 
-/// The jobs of the trials of a file with a section `sweep` without a mistake, in the order in which they start.
+/// Returns the trials' job documents, in the order in which the trials start. Trials with a mistake are left out.
 pub(crate) fn trials(document: &Value) -> Vec<Value> {
     let Some((section, job)) = split_sweep(document) else { return Vec::new() };
     let settings = read_sweep(&section).map(|sweep| sweep.settings()).unwrap_or_default();
@@ -79,18 +79,18 @@ pub(crate) fn write_grid(
     }
     let mut parameters = Map::new();
     for argument in &arguments {
-        let refused = |why: &str| usage_error(format!("--sweep {}: {why}", shortened(argument)));
+        let invalid = |why: &str| usage_error(format!("--sweep {}: {why}", shortened(argument)));
         let Some((key, text)) = argument.split_once('=') else {
-            return Err(refused("write it as train.lr=0.1,0.05"));
+            return Err(invalid("the values are missing; write it as train.lr=0.1,0.05"));
         };
         let key = key.trim();
-        key_parts(key).map_err(|e| refused(&e))?;
+        key_parts(key).map_err(|e| invalid(&e))?;
         let values = values(key, text);
         if values.iter().any(|value| *value == json!("")) {
-            return Err(refused("a value is missing; write it as train.lr=0.1,0.05"));
+            return Err(invalid("a value is missing; write it as train.lr=0.1,0.05"));
         }
         if parameters.insert(key.to_owned(), json!({ "values": values })).is_some() {
-            return Err(refused("the key has a --sweep already; give all its values in one"));
+            return Err(invalid("the key is repeated; give all its values in one --sweep"));
         }
     }
     document["sweep"] = json!({ "method": "grid", "parameters": parameters });
@@ -99,9 +99,9 @@ pub(crate) fn write_grid(
 }
 
 /// Parses values: `0.1,0.05`, `"a","b"` or `[[0, 32], [5, 64]],[[0, 64]]`. Text that is not TOML is split at commas. For a key with numbers
-/// or switches, each part is then parsed.
+/// or booleans, each part is then parsed as TOML.
 fn values(path: &str, text: &str) -> Vec<Value> {
-    let listed = |text: &str| {
+    let parse_list = |text: &str| {
         let mut document = toml_document(&format!("value = [{text}]")).ok()?;
         match document.as_object_mut()?.remove("value")? {
             Value::Array(values) if !values.is_empty() => Some(values),
@@ -110,12 +110,12 @@ fn values(path: &str, text: &str) -> Vec<Value> {
     };
     let pointer = format!("/{}", path.replace('.', "/"));
     let defaults = serde_json::to_value(JobSpec::default()).unwrap_or_default();
-    let is_text = defaults.pointer(&pointer).is_none_or(|usual| usual.is_string() || usual.is_null());
-    let one = |part: &str| match listed(part).as_deref() {
+    let is_text = defaults.pointer(&pointer).is_none_or(|default| default.is_string() || default.is_null());
+    let parse_value = |part: &str| match parse_list(part).as_deref() {
         Some([value]) if !is_text => value.clone(),
         _ => part.into(),
     };
-    listed(text).unwrap_or_else(|| text.split(',').map(|part| one(part.trim())).collect())
+    parse_list(text).unwrap_or_else(|| text.split(',').map(|part| parse_value(part.trim())).collect())
 }
 
 #[cfg(test)]
@@ -171,7 +171,7 @@ mod tests {
             (json!({}), &["train.lr"][..], "write it as train.lr=0.1,0.05"),
             (json!({}), &["train.lr="], "a value is missing"),
             (json!({}), &["train.lr=a,,b"], "a value is missing"),
-            (json!({}), &["train.lr=1", "train.lr=2"], "already"),
+            (json!({}), &["train.lr=1", "train.lr=2"], "the key is repeated"),
             (json!({}), &["train..lr=1"], "names no key"),
             (json!({"sweep": {}}), &["train.lr=1"], "cannot be combined with a section [sweep]"),
             (json!({}), &[long.as_str()], "a list of 1 to 500 values"),

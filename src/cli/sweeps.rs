@@ -36,13 +36,13 @@ enum Action {
     },
     /// Show a sweep's trials
     Show(SweepArgs),
-    /// Pause a sweep: no trial starts or continues; running trials go on to their next rung, or to their end
+    /// Pause a sweep: no trial starts or resumes; running trials continue until their next rung or their end
     Pause(SweepArgs),
-    /// Carry on a paused sweep
+    /// Resume a paused sweep
     Resume(SweepArgs),
-    /// Cancel a sweep and its trials that are not over; they keep their checkpoints
+    /// Cancel a sweep and its unfinished trials; the trials keep their checkpoints
     Cancel(SweepArgs),
-    /// Delete a sweep that is over; its jobs stay, as jobs without a sweep
+    /// Delete a sweep that has ended; its jobs remain, as jobs without a sweep
     Delete {
         #[command(flatten)]
         one: SweepArgs,
@@ -77,7 +77,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             let rows: Vec<_> = sweeps.iter().map(row).collect();
             output::table_of_names(
-                ["SWEEP", "NAME", "STATE", "OVER", "BEST", "STEPS", "SUBMITTED"],
+                ["SWEEP", "NAME", "STATE", "ENDED", "BEST", "STEPS", "SUBMITTED"],
                 &["NAME"],
                 &rows,
             )
@@ -105,7 +105,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             let api = server.api()?;
             let id = block_on(async {
                 let Sweep { id, name, .. } = api.find_sweep(&sweep, true).await?;
-                confirmed(yes, format!("Delete the sweep {name} ({id})? Its jobs stay."), &id)?;
+                confirmed(yes, format!("Delete the sweep {name} ({id})? Its jobs remain."), &id)?;
                 api.request(Method::DELETE, &format!("/sweeps/{id}"), None::<&()>).await?;
                 Ok(id)
             })?;
@@ -117,7 +117,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-/// Prints a sweep that was submitted: its warnings, id, page and number of trials.
+/// Prints a submitted sweep: its warnings, id, URL, number of trials and name.
 ///
 /// # Errors
 /// Standard output is closed.
@@ -130,22 +130,22 @@ pub(crate) fn announce(api: &Api, sweep: &Sweep, as_json: bool) -> anyhow::Resul
     output::line(format_args!("{0}  {1}/sweeps/{0}  {trials} of {2}", sweep.id, api.base(), sweep.name))
 }
 
-/// Interval between two requests for a sweep that is followed.
-const POLL: Duration = Duration::from_secs(2);
+/// Interval between two requests for the state of a sweep.
+const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Follows a sweep until it is over: prints a line for each trial that ends, then the best one. With `as_json`, prints the sweep at its end.
+/// Follows a sweep until it ends: prints a line for each trial that ends, then the best trial. With `as_json`, prints only the final sweep.
 ///
 /// # Errors
-/// A trial did not succeed, the sweep was cancelled, or the connection to the server was lost.
+/// A trial did not succeed, the sweep did not finish, or the server was unreachable for too long.
 pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> anyhow::Result<()> {
     output::warn(format_args!(
-        "Ctrl-C ends this display and not the sweep: `lockstep sweep show {0}` shows its trials, `lockstep sweep cancel {0}` stops it",
+        "Ctrl-C ends this display and not the sweep. `lockstep sweep show {0}` shows its trials; `lockstep sweep cancel {0}` stops the sweep",
         sweep.id
     ));
     let path = format!("/sweeps/{}", sweep.id);
-    let (mut said, mut away, mut answered) = (BTreeSet::new(), Away::default(), Instant::now());
+    let (mut printed, mut away, mut answered) = (BTreeSet::new(), Away::default(), Instant::now());
     while sweep.finished_at.is_none() {
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
         let before = sweep.state;
         match api.get(&path).await {
             Ok(now) => sweep = now,
@@ -162,9 +162,9 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
         if sweep.state != before && sweep.finished_at.is_none() {
             output::warn(in_words(&sweep));
         }
-        let is_over = |trial: &&Trial| trial.state.is_some_and(JobState::is_final);
-        for trial in sweep.trials.iter().filter(is_over) {
-            if said.insert(trial.number) && !as_json {
+        let has_ended = |trial: &&Trial| trial.state.is_some_and(JobState::is_final);
+        for trial in sweep.trials.iter().filter(has_ended) {
+            if printed.insert(trial.number) && !as_json {
                 output::line(trial_in_words(&sweep, trial))?;
             }
         }
@@ -196,11 +196,11 @@ fn trial_in_words(sweep: &Sweep, trial: &Trial) -> String {
     format!("trial {} ({}): {state}{}", trial.number, setting(trial), metric.unwrap_or_default())
 }
 
-fn change(SweepArgs { sweep, server }: &SweepArgs, what: &str) -> anyhow::Result<()> {
+fn change(SweepArgs { sweep, server }: &SweepArgs, action: &str) -> anyhow::Result<()> {
     let api = server.api()?;
     let changed: Sweep = block_on(async {
         let Sweep { id, .. } = api.find_sweep(sweep, true).await?;
-        api.post(&format!("/sweeps/{id}/{what}"), &json!({})).await
+        api.post(&format!("/sweeps/{id}/{action}"), &json!({})).await
     })?;
     if server.json { output::json(&changed) } else { output::line(in_words(&changed)) }
 }
@@ -213,16 +213,16 @@ fn head(sweep: &Sweep) -> String {
     format!("{}: {method}, compared by {} after {epochs} {}", sweep.name, sweep.metric, rungs.join(", "))
 }
 
-/// `sweep-1a2b3c4d5e6f is running: 3 of 27 trials over, 400 steps`
+/// `sweep-1a2b3c4d5e6f is running: 3 of 27 trials have ended, 400 steps`
 fn in_words(sweep: &Sweep) -> String {
     let Sweep { id, state, ended, trial_count, steps, .. } = sweep;
     let why = sweep.reason.as_ref().map(|why| format!(" ({why})")).unwrap_or_default();
-    format!("{id} is {}{why}: {ended} of {trial_count} trials over, {steps} steps", state.as_str())
+    format!("{id} is {}{why}: {ended} of {trial_count} trials have ended, {steps} steps", state.as_str())
 }
 
 fn setting(trial: &Trial) -> String {
-    let one = |(key, value): (&String, &Value)| format!("{key}={value}");
-    trial.setting.iter().map(one).collect::<Vec<_>>().join(" ")
+    let pair = |(key, value): (&String, &Value)| format!("{key}={value}");
+    trial.setting.iter().map(pair).collect::<Vec<_>>().join(" ")
 }
 
 fn row(sweep: &Sweep) -> [String; 7] {

@@ -2,11 +2,11 @@
 
 import { read, write } from "../address.js";
 
-let number = 0;
+let menus = 0; // for unique ids
 
 /** Returns a small menu for a chart's head. `key`: the chart's name in the URL. `unit`: the axis value of 1 in the menu (0.01 for percent). */
 export function rangeMenu(chart, key, unit = 1) {
-  const menu = document.createElement("details"), summary = document.createElement("summary"), box = document.createElement("div"), id = `range-${++number}`;
+  const menu = document.createElement("details"), summary = document.createElement("summary"), box = document.createElement("div"), id = `range-${++menus}`;
   menu.className = "menu range";
   summary.textContent = "Range";
   summary.setAttribute("aria-label", `Vertical range of ${chart.label}`);

@@ -1,16 +1,18 @@
 // Converts step times to speeds. A bucket's speed is its pictures divided by its time, like the job's own speed
 // (protocol/src/throughput.rs). The mean of the speeds of the bucket's steps would be higher.
 
-function speeds(segment, until) {
+/** Returns a segment of step times as speeds. `until`: see the constructor of `Speeds`. */
+function toSpeeds(segment, until) {
   const { length, steps, counts } = segment;
   // Mean number of pictures in a step of each bucket: the last step of an epoch may have fewer pictures.
-  const apiece = Float64Array.from({ length }, (_, i) => (until(steps[i] + counts[i] - 1) - until(steps[i] - 1)) / counts[i]);
-  const column = (name) => segment[name].subarray(0, length).map((ms, i) => apiece[i] * 1000 / ms);
+  const pictures = Float64Array.from({ length }, (_, i) => (until(steps[i] + counts[i] - 1) - until(steps[i] - 1)) / counts[i]);
+  const column = (name) => segment[name].subarray(0, length).map((ms, i) => pictures[i] * 1000 / ms);
   return Object.assign(Object.create(segment), {
     of: segment,
+    // The longest step time is the lowest speed.
     mean: column("mean"), min: column("max"), max: column("min"), lastValue: (until(segment.lastStep) - until(segment.lastStep - 1)) * 1000 / segment.lastValue,
     // The numbers of pictures are smoothed like step times, so that the last step of an epoch does not look too slow.
-    smooth: (factor) => { const per = smoothed(apiece, segment, factor); return segment.smooth(factor).subarray(0, length).map((ms, i) => per[i] * 1000 / ms); },
+    smooth: (factor) => { const smoothPictures = smoothed(pictures, segment, factor); return segment.smooth(factor).subarray(0, length).map((ms, i) => smoothPictures[i] * 1000 / ms); },
   });
 }
 
@@ -28,7 +30,7 @@ export class Speeds {
   /** `base`: a series of `step_ms`. `until(n)`: the number of pictures in steps 1 to n, over all ranks. */
   constructor(base, until) { Object.assign(this, { base, until, rank: null }); }
 
-  get segments() { return this.base.segments.map((segment) => speeds(segment, this.until)); }
+  get segments() { return this.base.segments.map((segment) => toSpeeds(segment, this.until)); }
 
   /** Returns the speeds that follow from `base`, another series of `step_ms`. */
   over(base) { return new Speeds(base, this.until); }

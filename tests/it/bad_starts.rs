@@ -214,7 +214,7 @@ async fn an_agent_with_a_full_folder_takes_no_jobs_and_keeps_its_ranks() {
     let mut second = start();
     let said = || fs::read_to_string(&log).expect("its log");
     server
-        .until("it has said so again", async |_: &Server| said().matches("takes no jobs").count() == 2)
+        .until("it has said so again", async |_: &Server| said().matches("accepts no jobs").count() == 2)
         .await;
     let trained = number(&server.job(&healthy).await["step"]);
     let job = server.job_when(&healthy, "it goes on", |job| number(&job["step"]) > trained + 5).await;
@@ -224,7 +224,7 @@ async fn an_agent_with_a_full_folder_takes_no_jobs_and_keeps_its_ranks() {
     fs::remove_file(&jobs).expect("the file");
     let done = server.ended(&id).await;
     assert_eq!((&done["state"], &done["attempt"]), (&"succeeded".into(), &2.into()), "{done}");
-    assert!(said().contains("takes jobs"), "{}", said());
+    assert!(said().contains("accepts jobs"), "{}", said());
     assert_eq!(server.job(&healthy).await["attempt"], 1);
     server.cli(&["cancel", &healthy]).ok();
     server.ended(&healthy).await;

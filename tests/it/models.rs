@@ -69,7 +69,7 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
     server.cli(&["download", "models:/shoes", "-o", "x"]).wrong(&["is not the name of a model's version"]);
     server.cli(&["evaluate", "models:/shoes/1", "--checkpoint", "latest"]).wrong(&["leave --checkpoint out"]);
     server.cli(&["model", "show", "../jobs"]).wrong(&["the model's name must have"]);
-    server.cli(&["model", "remove", "shoes", "2"]).wrong(&["champion is at this version"]);
+    server.cli(&["model", "remove", "shoes", "2"]).wrong(&["the version has the alias champion"]);
     let path = format!("/jobs/{first}");
     let kept: Value = server.request(Method::DELETE, &path, None).await.problem(409);
     assert!(kept["detail"].as_str().is_some_and(|why| why.contains("models:/shoes/1")), "{kept}");

@@ -127,7 +127,7 @@ async fn swept_paths_are_registered_and_a_lost_answer_makes_no_second_sweep() {
         "mean and standard deviation: ",
         "trial 1 (data.fold=1): succeeded, val_accuracy ",
         "trial 2 (data.fold=2): succeeded, val_accuracy ",
-        "is finished: 2 of 2 trials over",
+        "is finished: 2 of 2 trials have ended",
         "best: trial ",
     ] {
         assert!(folds.stdout.contains(words), "{words} in {}", folds.stdout);
@@ -222,7 +222,7 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
             server.last_model(&alone).await == server.last_model(job["id"].as_str().expect("an id")).await,
             "bit for bit"
         );
-        assert!(server.cli(&["sweep", "show", &id]).ok().contains("6 of 6 trials over"));
+        assert!(server.cli(&["sweep", "show", &id]).ok().contains("6 of 6 trials have ended"));
     }
     assert_eq!(ends[0], ends[1]);
     server.stop().await;
@@ -250,7 +250,7 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
     let first = trials(&server.get(&path).await)[0]["job"].as_str().expect("an id").to_owned();
     server.cli(&["cancel", &first]).ok();
     server.cli(&["delete", &first, "--yes"]).wrong(&["the job is trial 1 of sweep-"]);
-    server.cli(&["sweep", "delete", &id, "--yes"]).wrong(&["the sweep is not over"]);
+    server.cli(&["sweep", "delete", &id, "--yes"]).wrong(&["the sweep has not ended"]);
     server.cli(&["sweep", "cancel", "swept"]).ok();
     let sweep = sweep_over(&server, &id).await;
     assert_eq!((&sweep["state"], &sweep["ended"]), (&json!("cancelled"), &json!(2)), "{sweep:#}");

@@ -74,10 +74,10 @@ impl SweepPage {
         age(*at, self.now)
     }
 
-    /// Counts trials and steps: `12 of 27 trials over · 1,200 steps`.
+    /// Counts trials and steps: `12 of 27 trials ended · 1,200 steps`.
     fn summary(&self) -> String {
         let Sweep { ended, trial_count, steps, .. } = &self.sweep;
-        format!("{ended} of {} over · {}", plural(u64::from(*trial_count), "trial"), plural(*steps, "step"))
+        format!("{ended} of {} ended · {}", plural(u64::from(*trial_count), "trial"), plural(*steps, "step"))
     }
 
     /// Keys of the parameters.
@@ -175,7 +175,7 @@ mod tests {
         };
         let html = page(true);
         for part in [
-            "2 of 4 trials over · 1,200 steps",
+            "2 of 4 trials ended · 1,200 steps",
             "trial 3 is paused",
             "deleted",
             "epoch 3",

@@ -1,5 +1,5 @@
-//! Responses that may have megabytes. Only a few are produced at a time, and they are serialized on blocking threads, so that other
-//! requests are not delayed.
+//! Responses that may have megabytes. At most two are produced at a time, and blocking threads serialize them, so that other requests are
+//! not delayed.
 
 use crate::http::error::{Error, Result};
 use axum::{
@@ -12,8 +12,10 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 /// Maximum number of elements of a page that needs no permit.
 const SMALL_PAGE: u32 = 100;
-static CONCURRENT: Semaphore = Semaphore::const_new(2);
-const TIMEOUT: Duration = Duration::from_secs(30);
+/// One permit for each large page that is produced at a time.
+static PERMITS: Semaphore = Semaphore::const_new(2);
+/// Maximum time to wait for a permit.
+const PERMIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Returns a permit to hold while a page of at most `limit` elements is read and serialized; `None` for a small page.
 ///
@@ -23,11 +25,13 @@ pub(super) async fn turn(limit: u32) -> Result<Option<SemaphorePermit<'static>>>
     if limit <= SMALL_PAGE {
         return Ok(None);
     }
-    let turn = tokio::time::timeout(TIMEOUT, CONCURRENT.acquire()).await;
+    let permit = tokio::time::timeout(PERMIT_TIMEOUT, PERMITS.acquire()).await;
     let busy = || {
-        Error::Unavailable("other requests are reading large pages; try again, or give a lower limit".into())
+        Error::Unavailable(
+            "other requests are reading large pages; try again, or request a lower `limit`".into(),
+        )
     };
-    turn.map_err(|_| busy())?.map(Some).map_err(|_| busy())
+    permit.map_err(|_| busy())?.map(Some).map_err(|_| busy())
 }
 
 /// Returns a response with this value as JSON.

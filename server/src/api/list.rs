@@ -1,5 +1,5 @@
-//! The parameters of all lists: `limit`, `cursor` and `next_cursor`, `sort`, `fields`, `count` and `total`, and times of creation. Lists that fit
-//! into memory are sorted and paged here ([`List`]). Queries to the store sort and page jobs and events.
+//! The parameters of all lists: `limit`, `cursor` and `next_cursor`, `sort`, `fields`, `count` and `total`, and times of creation. [`List`]
+//! sorts and pages lists that fit into memory. Queries to the store sort and page jobs and events.
 
 mod cursor;
 
@@ -56,8 +56,8 @@ pub(crate) struct Elements<T> {
 impl<T: Serialize> Serialize for Elements<T> {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         let Some(fields) = &self.fields else { return self.items.serialize(serializer) };
-        let of = |item| fields.of(item).map_err(S::Error::custom);
-        self.items.iter().map(of).collect::<std::result::Result<Vec<Value>, _>>()?.serialize(serializer)
+        let select = |item| fields.of(item).map_err(S::Error::custom);
+        self.items.iter().map(select).collect::<std::result::Result<Vec<Value>, _>>()?.serialize(serializer)
     }
 }
 
@@ -78,9 +78,9 @@ impl Fields {
     ///
     /// # Errors
     /// 400: the elements do not have a field of this name.
-    pub(super) fn parse(asked: Option<&str>, known: &'static [&'static str]) -> Result<Option<Self>> {
-        let Some(asked) = asked else { return Ok(None) };
-        let named = asked.split(',').map(|name| known_name("field", name.trim(), known));
+    pub(super) fn parse(text: Option<&str>, known: &'static [&'static str]) -> Result<Option<Self>> {
+        let Some(text) = text else { return Ok(None) };
+        let named = text.split(',').map(|name| known_name("field", name.trim(), known));
         Ok(Some(Self(named.collect::<Result<_>>()?)))
     }
 
@@ -110,7 +110,7 @@ pub(super) fn known_name(what: &str, name: &str, known: &[&'static str]) -> Resu
     }
     let names = match nearest(name, known.iter().copied()) {
         Some(near) => format!("did you mean {near:?}?"),
-        None => format!("there are {}", known.join(", ")),
+        None => format!("the names are {}", known.join(", ")),
     };
     Err(Error::BadRequest(format!("there is no {what} {:?} here; {names}", shortened(name))))
 }
@@ -129,7 +129,7 @@ pub(super) fn time(key: &str, text: Option<&str>) -> Result<Option<Timestamp>> {
     text.parse().map(Some).map_err(|_| {
         let text = shortened(text);
         Error::BadRequest(format!(
-            "{key} must be a time such as 2026-01-31T12:00:00Z (RFC 3339), is {text:?}"
+            "{key} is {text:?}, but must be a time such as 2026-01-31T12:00:00Z (RFC 3339)"
         ))
     })
 }
@@ -240,7 +240,7 @@ impl<T> List<T> {
             }),
             None if after.or(before).is_some() => {
                 let detail = format!(
-                    "{} have no time of creation: leave created_after and created_before out",
+                    "{} have no time of creation; leave out created_after and created_before",
                     self.name
                 );
                 return Err(Error::BadRequest(detail));

@@ -29,20 +29,20 @@ use std::sync::Arc;
 use utoipa::ToSchema;
 
 /// Maximum number of webhooks.
-const WEBHOOKS: usize = 50;
+const MAX_WEBHOOKS: usize = 50;
 /// Maximum length of a webhook's URL, in bytes.
-const URL_BYTES: usize = 2000;
-/// Maximum number of listed messages of a webhook (the newest ones).
-const LISTED: u32 = 1000;
+const MAX_URL_BYTES: usize = 2000;
+/// Maximum number of listed messages of a webhook: only the newest are listed.
+const MAX_LISTED_MESSAGES: u32 = 1000;
 /// Number of messages of each webhook on the page.
-const SHOWN: u32 = 5;
+const MESSAGES_ON_PAGE: u32 = 5;
 
 /// A webhook to add.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewWebhook {
-    /// URL to which messages are posted, with `https://` or `http://`; for the form `email`, `mailto:` with addresses separated by commas. At
-    /// most 2000 bytes.
+    /// URL to which messages are posted, with `https://` or `http://`; for the form `email`, `mailto:` with comma-separated e-mail addresses.
+    /// At most 2000 bytes.
     url: String,
     #[serde(default)]
     form: WebhookForm,
@@ -72,7 +72,7 @@ pub(crate) struct WebhookChange {
 /// A new webhook.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct MadeWebhook {
-    /// The secret with which messages are signed. It is shown only here.
+    /// The secret with which messages are signed. Only this response contains the secret.
     secret: String,
     #[serde(flatten)]
     webhook: Webhook,
@@ -153,8 +153,8 @@ async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
 /// Returns the URL of a webhook of this form.
 ///
 /// # Errors
-/// The form needs another kind of URL, or the server cannot send to this one.
-fn address(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> {
+/// The form needs another kind of URL, or the server cannot send to this URL.
+fn check_url(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> {
     let is_email = form == WebhookForm::Email;
     if is_email && !webhooks.has_smtp {
         return Err(mistake("/form", mail::NO_SMTP.into()));
@@ -163,10 +163,11 @@ fn address(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> {
         true => mail::recipients(url).is_some(),
         false => ["https", "http"].contains(&url.scheme()),
     };
-    let url = Url::parse(text.trim()).ok().filter(|url| is_usable(url) && url.as_str().len() <= URL_BYTES);
+    let url =
+        Url::parse(text.trim()).ok().filter(|url| is_usable(url) && url.as_str().len() <= MAX_URL_BYTES);
     let Some(url) = url else {
         let example = if is_email { "mailto:ada@example.org" } else { "https://example.org/hook" };
-        let detail = format!("must be an address such as {example}, of at most {URL_BYTES} bytes");
+        let detail = format!("must be a URL such as {example}, of at most {MAX_URL_BYTES} bytes");
         return Err(mistake("/url", detail));
     };
     if !webhooks.allow_private {
@@ -181,10 +182,10 @@ fn address(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> {
 /// The change has a mistake.
 fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> Result<()> {
     let form = change.form.unwrap_or(webhook.form);
-    // The form decides which addresses are possible.
+    // The form decides which URLs are valid.
     if change.url.is_some() || form != webhook.form {
         webhook.form = form;
-        webhook.url = address(webhooks, form, change.url.as_deref().unwrap_or(&webhook.url))?.into();
+        webhook.url = check_url(webhooks, form, change.url.as_deref().unwrap_or(&webhook.url))?.into();
     }
     if let Some(project) = change.project {
         webhook.project = Some(project).filter(|project| !project.is_empty());
@@ -228,8 +229,10 @@ async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
         WebhookChange { url: Some(url), form: Some(form), project, events, enabled },
     )?;
     let _one_at_a_time = webhooks.changing.lock().await;
-    if webhooks.store.webhooks().await?.len() >= WEBHOOKS {
-        let detail = format!("there are {WEBHOOKS} webhooks already; remove some that nobody needs");
+    if webhooks.store.webhooks().await?.len() >= MAX_WEBHOOKS {
+        let detail = format!(
+            "there are already {MAX_WEBHOOKS} webhooks, the maximum; remove webhooks that nobody needs"
+        );
         return Err(Error::Conflict(detail, None));
     }
     let row = WebhookRow { webhook, secret: new_secret()? };
@@ -246,7 +249,7 @@ async fn edit(webhooks: &Webhooks, id: &str, change: WebhookChange) -> Result<We
     let mut row = find(webhooks, id).await?;
     apply(webhooks, &mut row.webhook, change)?;
     webhooks.store.put_webhook(&row).await?;
-    // Sends the waiting messages of a webhook that was enabled again.
+    // Sends the queued messages of a webhook that was enabled again.
     webhooks.wake();
     Ok(row.webhook)
 }
@@ -286,13 +289,13 @@ pub(crate) async fn create(
     Body(new, _): Body<NewWebhook>,
 ) -> Result<(StatusCode, Extension<AuditSubject>, Json<MadeWebhook>)> {
     let WebhookRow { webhook, secret } = add(&webhooks, new).await?;
-    let concerns = AuditSubject(webhook.id.clone());
-    Ok((StatusCode::CREATED, Extension(concerns), Json(MadeWebhook { secret, webhook })))
+    let subject = AuditSubject(webhook.id.clone());
+    Ok((StatusCode::CREATED, Extension(subject), Json(MadeWebhook { secret, webhook })))
 }
 
 /// Change a webhook
 ///
-/// A webhook that is enabled again receives the messages that still wait.
+/// A webhook that is enabled again receives the messages that are still queued.
 #[utoipa::path(patch, path = "/webhooks/{id}", tag = "webhooks", params(("id" = String, Path)), request_body = WebhookChange,
     responses((status = 200, body = Webhook), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn change(
@@ -305,7 +308,7 @@ pub(crate) async fn change(
 
 /// Remove a webhook
 ///
-/// The webhook's messages are removed, too, including messages that wait to be sent.
+/// The webhook's messages are removed, too, including queued messages.
 #[utoipa::path(delete, path = "/webhooks/{id}", tag = "webhooks", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn delete(
@@ -316,9 +319,9 @@ pub(crate) async fn delete(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Send a test to a webhook
+/// Send a test message to a webhook
 ///
-/// The message is sent at once and only once, even if the webhook is disabled. The response has the result.
+/// The message is sent at once and only once, even if the webhook is disabled. The response contains the result.
 #[utoipa::path(post, path = "/webhooks/{id}/test", tag = "webhooks", params(("id" = String, Path)),
     responses((status = 200, body = Delivery), (status = 404, body = Problem)))]
 pub(crate) async fn test(
@@ -331,7 +334,7 @@ pub(crate) async fn test(
 
 /// List messages of a webhook, with each attempt to send them
 ///
-/// Messages are kept for a week. Of the delivered and failed messages, only the newest 100 are kept. `sort`: `created`.
+/// Messages are kept for a week. Of the messages that were delivered or have failed, only the newest 100 are kept. `sort`: `created`.
 #[utoipa::path(get, path = "/webhooks/{id}/deliveries", tag = "webhooks", params(("id" = String, Path), ListParams),
     responses((status = 200, body = DeliveryList), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn deliveries(
@@ -340,7 +343,7 @@ pub(crate) async fn deliveries(
     Query(params): Query<ListParams>,
 ) -> Result<Json<DeliveryList>> {
     find(&webhooks, &id).await?;
-    let deliveries = webhooks.store.deliveries(&id, LISTED).await?;
+    let deliveries = webhooks.store.deliveries(&id, MAX_LISTED_MESSAGES).await?;
     Ok(Json(DELIVERIES.page(deliveries, &params)?.into()))
 }
 
@@ -355,7 +358,7 @@ pub(crate) async fn show(
 /// Messages on the page of webhooks.
 #[derive(Default)]
 struct Notice {
-    /// The URL in the form.
+    /// The URL that the form's input keeps after an error.
     url: String,
     error: String,
     /// Secret of a new webhook.
@@ -365,7 +368,7 @@ struct Notice {
 async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage {
     let mut lines = Vec::new();
     for WebhookRow { webhook, .. } in webhooks.store.webhooks().await? {
-        let deliveries = webhooks.store.deliveries(&webhook.id, SHOWN).await?;
+        let deliveries = webhooks.store.deliveries(&webhook.id, MESSAGES_ON_PAGE).await?;
         let events = webhook.events.iter().map(|event| event.as_str().trim_start_matches("job."));
         lines.push(views::WebhookLine {
             events: events.collect::<Vec<_>>().join(", "),
@@ -423,7 +426,7 @@ pub(crate) async fn submit(
     let (action, id) = (field("action"), field("id"));
     let enable = |enabled| WebhookChange { enabled: Some(enabled), ..Default::default() };
     let done = match action.as_str() {
-        "add" => match new(&pairs, &field) {
+        "add" => match read_form(&pairs, &field) {
             Ok(new) => add(&webhooks, new).await.map(Some),
             Err(error) => Err(error),
         },
@@ -436,19 +439,19 @@ pub(crate) async fn submit(
         "remove" => remove(&webhooks, &id).await.map(|()| None),
         _ => Err(mistake("/action", "is not an action of this page".into())),
     };
-    let concerns = |id: &str| Extension(AuditSubject(format!("{action} {id:?}")));
+    let subject = |id: &str| Extension(AuditSubject(format!("{action} {id:?}")));
     match done {
         Ok(Some(WebhookRow { webhook, secret })) => {
             // E-mail is not signed.
             let secret = if webhook.form == WebhookForm::Email { String::new() } else { secret };
             let notice = Notice { secret, ..Notice::default() };
-            Ok((concerns(&webhook.id), page(&webhooks, &caller, notice).await?).into_response())
+            Ok((subject(&webhook.id), page(&webhooks, &caller, notice).await?).into_response())
         }
-        Ok(None) => Ok((concerns(&id), Redirect::to("/webhooks")).into_response()),
+        Ok(None) => Ok((subject(&id), Redirect::to("/webhooks")).into_response()),
         Err(error) => {
             let (status, error) = in_words(error)?;
             let notice = Notice { url: field("url"), error, ..Notice::default() };
-            Ok((status, concerns(&id), page(&webhooks, &caller, notice).await?).into_response())
+            Ok((status, subject(&id), page(&webhooks, &caller, notice).await?).into_response())
         }
     }
 }
@@ -456,17 +459,17 @@ pub(crate) async fn submit(
 /// Reads a new webhook from the form.
 ///
 /// # Errors
-/// The kind of message or an event is unknown.
-fn new(pairs: &[(String, String)], field: &impl Fn(&str) -> String) -> Result<NewWebhook> {
-    let known = |pointer: &str| mistake(pointer, "is not a choice of this page".into());
+/// The form of messages or an event is unknown.
+fn read_form(pairs: &[(String, String)], field: &impl Fn(&str) -> String) -> Result<NewWebhook> {
+    let unknown = |pointer: &str| mistake(pointer, "is not a choice of this page".into());
     let form = WebhookForm::ALL.into_iter().find(|form| form.as_str() == field("form"));
     let chosen = pairs.iter().filter(|(key, _)| key == "event");
     let events = chosen.map(|(_, value)| {
-        WebhookEvent::ALL.into_iter().find(|event| event.as_str() == value).ok_or_else(|| known("/events"))
+        WebhookEvent::ALL.into_iter().find(|event| event.as_str() == value).ok_or_else(|| unknown("/events"))
     });
     Ok(NewWebhook {
         url: field("url"),
-        form: form.ok_or_else(|| known("/form"))?,
+        form: form.ok_or_else(|| unknown("/form"))?,
         project: Some(field("project")),
         events: Some(events.collect::<Result<_>>()?),
         enabled: None,

@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 pub const ATTEMPT: u32 = 1;
 /// Number of a run's only rank.
 pub const RANK: u32 = 0;
-/// Maximum number of alerts in a change (the newest). The Python package keeps as many.
+/// Maximum number of alerts in a change: only the newest are stored. The Python package keeps the same number.
 const ALERTS: usize = 50;
 
 /// A change of a run by its program. It is applied completely or not at all.
@@ -37,7 +37,7 @@ pub struct RunChange {
     pub state: Option<JobState>,
     /// The reason of the state, in the program's words.
     pub reason: Option<String>,
-    /// When the run ended, if that was before now.
+    /// The time of the run's end, if it was before the request.
     pub ended_at: Option<Timestamp>,
     /// Points, in the order in which they were measured.
     pub columns: Vec<MetricColumn>,
@@ -45,18 +45,16 @@ pub struct RunChange {
 
 /// Refuses a request about a run from elsewhere that is only possible for jobs that this server's ranks train.
 pub(super) fn refuse_external(row: &JobRow, what: &str) -> Result<(), Refused> {
-    let why =
-        || format!("this is a run from elsewhere, which its own program trains: it cannot be {what} here");
+    let why = || {
+        format!("the job is a run from elsewhere, which its own program trains, so it cannot be {what} here")
+    };
     row.job.external.as_ref().map_or(Ok(()), |_| Err(refused(row.job.state, why())))
 }
 
-fn own(row: &mut JobRow) -> Result<&mut External, Refused> {
+fn require_external(row: &mut JobRow) -> Result<&mut External, Refused> {
     let state = row.job.state;
     row.job.external.as_mut().ok_or_else(|| {
-        refused(
-            state,
-            "ranks of this server train this job: only runs from elsewhere are changed by programs",
-        )
+        refused(state, "this server's ranks train the job; programs can change only runs from elsewhere")
     })
 }
 
@@ -66,7 +64,7 @@ pub fn begun(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
     run(row, at)
 }
 
-/// Applies a change of a run that its program reports. A run that had failed because its program was silent continues.
+/// Applies a change that a run's program reports. A run that failed because its program was silent continues.
 pub fn told(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let alerts = merge(row, change)?;
     let at = change.ended_at.map_or(at, |ended| ended.min(at).max(row.job.created_at));
@@ -109,10 +107,10 @@ fn run(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     Ok(vec![state_event(row)])
 }
 
-fn reason(state: JobState, words: Option<&str>) -> Option<Reason> {
-    match (state, words) {
+fn reason(state: JobState, text: Option<&str>) -> Option<Reason> {
+    match (state, text) {
         (JobState::Succeeded, _) => None,
-        (_, Some(words)) => Some(words.into()),
+        (_, Some(text)) => Some(text.into()),
         (JobState::Cancelled, None) => Some(ReasonKind::CancelledByUser { detail: None }.into()),
         (_, None) => Some("its program reported a failure".into()),
     }
@@ -121,7 +119,7 @@ fn reason(state: JobState, words: Option<&str>) -> Option<Reason> {
 /// Applies settings, results and tags. Returns the new alerts.
 fn merge(row: &mut JobRow, change: &RunChange) -> Result<Vec<Alert>, Refused> {
     let (state, id) = (row.job.state, row.job.id.clone());
-    let external = own(row)?;
+    let external = require_external(row)?;
     let alerts = new_alerts(&external.summary, &change.summary);
     for (name, value) in &change.params {
         let before = external.config.get(name).map(text_of);
@@ -152,21 +150,21 @@ fn merge(row: &mut JobRow, change: &RunChange) -> Result<Vec<Alert>, Refused> {
         let bytes = text.map_or(usize::MAX, |text| text.len());
         if bytes > RUN_CONFIG_BYTES {
             let detail =
-                format!("the run's {what} would have {bytes} bytes; at most {RUN_CONFIG_BYTES} are kept");
+                format!("the run's {what} would have {bytes} bytes; the limit is {RUN_CONFIG_BYTES}");
             return Err(refused(state, detail));
         }
     }
     Ok(alerts)
 }
 
-/// The alerts of a summary that the known summary does not have. A program sends its list of the newest alerts again with each one, so that
-/// an alert is neither lost nor raised twice. Other values under this name are no alerts.
-fn new_alerts(known: &Map<String, Value>, told: &Map<String, Value>) -> Vec<Alert> {
+/// The alerts of the summary `reported` that the summary `known` does not contain. With each alert, a program sends its whole list of the
+/// newest alerts, so that an alert is neither lost nor raised twice. Invalid entries are ignored.
+fn new_alerts(known: &Map<String, Value>, reported: &Map<String, Value>) -> Vec<Alert> {
     fn list(summary: &Map<String, Value>) -> &[Value] {
         summary.get("alerts").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default()
     }
-    let (known, told) = (list(known), list(told));
-    let newest = &told[told.len().saturating_sub(ALERTS)..];
+    let (known, reported) = (list(known), list(reported));
+    let newest = &reported[reported.len().saturating_sub(ALERTS)..];
     let new = newest.iter().filter(|alert| !known.contains(alert));
     new.filter_map(|alert| Alert::deserialize(alert).ok()).collect()
 }
@@ -198,7 +196,7 @@ fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, 
         }
         let job = &mut row.job;
         job.step = job.step.max(column.steps.iter().copied().max().unwrap_or(0));
-        // Ranks report these values with an evaluation, not as metrics.
+        // Ranks of this server report these values with an evaluation, not as metrics.
         let newest = column.values.last().copied().filter(|value| value.is_finite());
         match column.name.as_str() {
             "val_loss" => job.last.val_loss = newest.map(exact),

@@ -1,5 +1,5 @@
-//! The end of an attempt whose ranks are on several agents. The attempt is over when the ranks have ended on all agents, so that no GPU memory
-//! is in use when the next attempt starts. The best explanation among the ends is the reason.
+//! The end of an attempt whose ranks are on several agents. The attempt ends when the ranks have ended on all agents, so that no GPU memory
+//! is in use when the next attempt starts. The end with the best explanation gives the reason.
 
 use super::{JobRow, PlaceEnd, Refused, lost, place_end::explanation, reports::ended, requeue};
 use jiff::Timestamp;
@@ -21,10 +21,10 @@ pub fn place_ended(
     if ends.len() < places {
         return Ok(Vec::new());
     }
-    let Some(first) = explanation(std::mem::take(ends).into_iter().map(|(_, end)| end).collect()) else {
+    let Some(cause) = explanation(std::mem::take(ends).into_iter().map(|(_, end)| end).collect()) else {
         return Ok(Vec::new());
     };
-    match first {
+    match cause {
         PlaceEnd::Lost(reason) => lost(row, &reason, at),
         PlaceEnd::Left(reason) => requeue(row, &reason, at),
         PlaceEnd::Ended { ending, leaving } => ended(row, ending, leaving.as_ref(), at),

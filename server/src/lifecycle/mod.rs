@@ -136,14 +136,14 @@ pub fn started(row: &mut JobRow, fewer: Option<Reason>, at: Timestamp) -> Result
     Ok(vec![go(row, JobState::Starting, fewer, None, at)?])
 }
 
-/// Whether a waiting job shows `reason`, why it waits. Otherwise the job shows how its last attempt ended, which is more useful to a user
-/// who can only wait.
+/// Whether a waiting job shows `reason`, the reason why it waits. Otherwise the job shows how its last attempt ended, which tells a user
+/// more if the job will start again by itself.
 pub fn tells_wait(job: &Job, reason: &Reason) -> bool {
     let continues = job.cause.as_ref().is_some_and(|c| matches!(c.next(), Some(Next::Continue { .. })));
-    let never = matches!(reason.kind(), ReasonKind::UnreadableSpec { .. });
+    let cannot_start = matches!(reason.kind(), ReasonKind::UnreadableSpec { .. });
     match job.state {
-        JobState::Queued => never || job.attempt == 0 || !continues,
-        JobState::Restarting => never,
+        JobState::Queued => cannot_start || job.attempt == 0 || !continues,
+        JobState::Restarting => cannot_start,
         _ => false,
     }
 }
@@ -164,7 +164,7 @@ pub fn waits(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refuse
 pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     if state.is_final() {
-        return Err(refused(state, format!("the job is already over: it is {state}")));
+        return Err(refused(state, format!("the job has already ended: it is {state}")));
     }
     let reason: Reason = ReasonKind::CancelledByUser { detail: None }.into();
     if row.fencing_token.is_some() && reachable {
@@ -178,8 +178,8 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
     Ok(vec![go(row, JobState::Cancelled, Some(reason), None, at)?])
 }
 
-/// Pauses a job for a user: its ranks write a checkpoint and free their slots. An agent that is away gets the order when it reconnects, or
-/// its ranks end with the lease.
+/// Pauses a job for a user: its ranks write a checkpoint and free their slots. An unreachable agent gets the order when it reconnects, or
+/// its ranks end when the lease expires.
 pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     external::refuse_external(row, "paused")?;
     let state = row.job.state;
@@ -189,7 +189,7 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
             Ok(vec![go(row, JobState::Pausing, Some(ReasonKind::Pausing.into()), None, at)?])
         }
         JobState::Pausing => Ok(preemption::pause_instead(row)),
-        _ => Err(refused(state, format!("the job is {state}; only one that waits or runs can be paused"))),
+        _ => Err(refused(state, format!("the job is {state}; only a waiting or running job can be paused"))),
     }
 }
 
@@ -204,7 +204,7 @@ pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused
             state if state.is_final() => "; retry it instead",
             _ => "",
         };
-        return Err(refused(state, format!("the job is {state}; only a paused one can be resumed{hint}")));
+        return Err(refused(state, format!("the job is {state}; only a paused job can be resumed{hint}")));
     }
     row.restarts = 0;
     row.progress.not_begun = 0;
@@ -270,14 +270,14 @@ pub fn cannot_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec
 /// Restarts a job after a failed attempt, or fails the job if it has no restarts left. The loss of a machine does not count as a restart if
 /// the attempt has written a newer checkpoint: a job on many machines loses machines from time to time, but makes progress in each attempt.
 fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<EventBody, Refused> {
-    // The order to start the ranks was lost with a connection, so no rank has run.
-    let never_came = matches!(why.kind(), ReasonKind::StartLost { .. })
+    // No rank has run, because the order to start ranks was lost with a connection.
+    let start_was_lost = matches!(why.kind(), ReasonKind::StartLost { .. })
         && row.progress.trained == Some(false)
         && row.progress.not_begun < MAX_NOT_BEGUN;
-    row.progress.not_begun += u32::from(never_came);
+    row.progress.not_begun += u32::from(start_was_lost);
     let lost_machine =
         matches!(why.kind(), ReasonKind::AgentLost { .. }) || !row.progress.unreachable.is_empty();
-    let is_free = never_came || (lost_machine && row.progress.checkpoint > row.progress.began_from);
+    let is_free = start_was_lost || (lost_machine && row.progress.checkpoint > row.progress.began_from);
     if is_free || row.restarts < row.job.spec.recovery.max_restarts {
         row.restarts += u32::from(!is_free);
         let next = Next::Restart { attempt: row.job.attempt + 1, from_step: row.progress.checkpoint };

@@ -59,7 +59,7 @@ impl PlaceEnd {
     }
 }
 
-/// Selects the end that explains the attempt's end. `ends` has the ends of all agents, in the order in which they were reported.
+/// Selects the end that explains the attempt's end. `ends`: the ends on all agents, in the order of their reports.
 pub(super) fn explanation(ends: Vec<PlaceEnd>) -> Option<PlaceEnd> {
     // `min_by_key` selects the first of several equal ends.
     ends.into_iter().min_by_key(|end| (end.precedence(), end.step()))
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn causes_come_before_what_they_bring_about() {
+    fn causes_take_precedence_over_their_consequences() {
         let lost = || PlaceEnd::Lost("it was silent".into());
         let leaving = PlaceEnd::Ended { ending: Ending::Stopped, leaving: Some("it leaves".into()) };
         explains(&[secondary(), stopped(), killed(3), lost()], 2);
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn of_ranks_that_stand_still_the_suspended_one_holds_up_the_others_or_the_one_furthest_behind() {
+    fn a_suspended_rank_or_the_rank_furthest_behind_explains_a_stall() {
         let waits = |step| stalled(step, None);
         let suspended = stalled(8, Some("its process is suspended"));
         explains(&[waits(7), suspended, waits(7)], 1);
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn only_ranks_that_are_done_or_had_to_stop_leave_the_others_alone() {
+    fn ranks_that_succeeded_or_were_stopped_do_not_end_others() {
         assert!(!succeeded().ends_others() && !stopped().ends_others());
         assert!(secondary().ends_others() && PlaceEnd::Lost("silent".into()).ends_others());
     }

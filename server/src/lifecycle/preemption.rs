@@ -37,8 +37,8 @@ pub(super) fn pause_instead(row: &mut JobRow) -> Vec<EventBody> {
     vec![state_event(row)]
 }
 
-/// Handles the end of the ranks of a pausing job: the job is paused, or waits again if it was preempted. `why` is the reason if the ranks have
-/// not ended in an orderly way.
+/// Handles the end of the ranks of a pausing job: the job is paused, or queued again if it was preempted. `why` is the reason if the ranks
+/// have not ended in an orderly way.
 pub(super) fn set_aside(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refused> {
     let Some(ReasonKind::Preempting { job, priority }) = row.job.cause.as_ref().map(Reason::kind) else {
         return paused(row, why, at);

@@ -13,12 +13,12 @@ const SPARKLINE_POINTS: usize = 40;
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Progress {
-    /// Sum and number of the losses in each of [`SPARKLINE_POINTS`] equal parts of the run.
+    /// Sum and count of the losses in each of [`SPARKLINE_POINTS`] equal parts of the run.
     parts: Vec<(f64, u32)>,
     /// Each rank's newest loss and accuracy, or `None` if the value was not finite. The job shows the mean over ranks.
     pub(super) loss: BTreeMap<u32, Option<f64>>,
     pub(super) accuracy: BTreeMap<u32, Option<f64>>,
-    /// Each rank's newest value of every other metric. Empty if the job is over.
+    /// Each rank's newest value of every other metric. Empty if the job has ended.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub(super) others: BTreeMap<String, BTreeMap<u32, f32>>,
     /// The step of the newest checkpoint.
@@ -29,7 +29,7 @@ pub struct Progress {
     pub(super) trained: Option<bool>,
     /// The speed of the newest attempt that has trained.
     pub(super) speed: Throughput,
-    /// The ids of agents on which the ranks of the live attempt have ended, in order. Empty if a single agent has all ranks.
+    /// The ids of agents on which the ranks of the live attempt have ended, with these ends, in order. Empty if a single agent has all ranks.
     pub(super) ends: Vec<(String, PlaceEnd)>,
     /// Ranks of the live attempt whose machines do not respond, as reported by neighbouring ranks.
     #[serde(skip_serializing_if = "BTreeSet::is_empty")]
@@ -37,10 +37,10 @@ pub struct Progress {
     /// Number of consecutive attempts that have ended before any rank began.
     #[serde(skip_serializing_if = "is_zero")]
     pub(super) not_begun: u32,
-    /// For a trial of a sweep: the epoch after which it pauses, where its sweep compares it.
+    /// For a trial of a sweep: the epoch after which the trial pauses, so that the sweep compares it with other trials.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pause_after: Option<u32>,
-    /// For a trial of a sweep: the rungs that it has reached, in order.
+    /// For a trial of a sweep: the rungs at which the trial has paused, in order.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub rungs: Vec<Rung>,
     /// Number of steps that `parts` cover, for a run of unknown length.
@@ -54,11 +54,11 @@ pub struct Progress {
 /// The progress of a trial when it paused for its sweep.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Rung {
-    /// The epoch after which it paused.
+    /// The epoch after which the trial paused.
     pub epoch: u32,
-    /// Accuracy of the newest validation; `None` if its numbers were not finite.
+    /// Accuracy of the newest validation; `None` if the result was not finite.
     pub val_accuracy: Option<f64>,
-    /// Loss of the newest validation; `None` if its numbers were not finite.
+    /// Loss of the newest validation; `None` if the result was not finite.
     pub val_loss: Option<f64>,
 }
 
@@ -78,12 +78,12 @@ impl Progress {
         self.began = Some(at);
     }
 
-    /// Notes that an attempt has given its slots back. Returns the total time for which all attempts had slots, in seconds.
+    /// Notes that an attempt has freed its slots. Returns the total time for which all attempts had slots, in seconds.
     pub(super) fn end(&mut self, at: Timestamp) -> Option<f64> {
-        // An attempt that an earlier version began has no beginning.
+        // An attempt that an earlier version began has no stored beginning.
         if let Some(began) = self.began.take() {
             let ms = at.as_millisecond().saturating_sub(began.as_millisecond());
-            // A clock may have been put back.
+            // The clock may have been set back.
             self.ran_ms = Some(self.ran_ms.unwrap_or(0) + u64::try_from(ms).unwrap_or(0));
         }
         self.ran_secs()
@@ -94,6 +94,7 @@ impl Progress {
         self.ran_ms.map(|ms| ms as f64 / 1000.0)
     }
 
+    /// Adds losses to the sparkline. `total_steps`: the length of the run, or 0 if it is unknown.
     pub(super) fn add_losses(&mut self, column: &MetricColumn, total_steps: u64) {
         self.parts.resize(SPARKLINE_POINTS, (0.0, 0));
         let total = match total_steps {
@@ -108,7 +109,7 @@ impl Progress {
         }
     }
 
-    /// Doubles the length of the parts until they include `step`. Returns the number of steps that they cover.
+    /// Joins pairs of parts, so that each part covers twice the steps, until the parts include `step`. Returns the number of covered steps.
     fn widen(&mut self, step: u64) -> u64 {
         self.span = self.span.max(SPARKLINE_POINTS as u64);
         while self.span < step {

@@ -107,7 +107,7 @@ pub fn report(
             vec![EventBody::Log { attempt, rank, lines }]
         }
         AttemptEvent::Rank { rank, mut report } if has(row, rank) => {
-            // Replaced by 0, because JSON has no NaN or infinity, and readers expect numbers.
+            // Other numbers become 0, because JSON has no NaN or infinity, and readers expect numbers.
             let times = [&mut report.step_ms, &mut report.all_reduce_ms, &mut report.data_ms];
             let of_axes = report.axis_ms.iter_mut().flat_map(AxisTimes::values_mut);
             for number in times.into_iter().chain([&mut report.images_per_second]).chain(of_axes) {
@@ -125,7 +125,7 @@ pub fn report(
             row.progress.checkpoint = row.progress.checkpoint.filter(|newest| *newest != step);
             vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
         }
-        // The loss is not finite, which JSON cannot represent, or the accuracy is no share: there is no valid result.
+        // The loss is not finite, or the accuracy is not in 0 to 1. JSON cannot represent such a result, so the newest result is removed.
         AttemptEvent::Evaluation(evaluation)
             if !evaluation.loss.is_finite() || !(0.0..=1.0).contains(&evaluation.accuracy) =>
         {
@@ -177,8 +177,8 @@ fn is_column(column: &MetricColumn) -> bool {
         && !column.steps.is_empty()
 }
 
-/// Merges consecutive points of a rank into one record, because a fast rank writes many records per report. Log lines and rank reports do not
-/// end a merge. Other records do, because later points may depend on them.
+/// Merges consecutive points of a rank into one record, because a fast rank writes many records per report. All records except log lines and
+/// rank reports end a merge, because later points may depend on them.
 pub fn merge_points(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
     let mut all = Vec::new();
     // The rank whose points are being merged, and the index of the merged record.
@@ -191,15 +191,15 @@ pub fn merge_points(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
             all.push(event.clone());
             continue;
         };
-        let place = match gathered {
-            Some((of, place)) if of == *rank => place,
+        let index = match gathered {
+            Some((gathered_rank, index)) if gathered_rank == *rank => index,
             _ => {
                 all.push(AttemptEvent::Metrics { rank: *rank, columns: Vec::new() });
                 all.len() - 1
             }
         };
-        gathered = Some((*rank, place));
-        let Some(AttemptEvent::Metrics { columns: to, .. }) = all.get_mut(place) else { continue };
+        gathered = Some((*rank, index));
+        let Some(AttemptEvent::Metrics { columns: to, .. }) = all.get_mut(index) else { continue };
         for column in columns.iter().filter(|column| is_column(column)) {
             match to.iter_mut().find(|c| c.name == column.name) {
                 Some(same) => {
@@ -258,14 +258,15 @@ pub(super) fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
     }
 }
 
-/// Updates the speed and the remaining time after points of any rank. The speed of the previous attempt stays until the first step of this
-/// attempt.
+/// Updates the speed and the remaining time after points of any rank. Until the first step of this attempt, the job shows the speed of the
+/// previous attempt.
 fn note_speed(row: &mut JobRow) {
     let (job, speed) = (&mut row.job, &row.progress.speed);
     job.images_per_second = speed.images_per_second().or(job.images_per_second);
     job.eta_secs = speed.secs_left(job.step, job.total_steps).filter(|_| job.state.is_active());
 }
 
+/// Handles the end of the live attempt's ranks. `leaving` is the reason if the agent itself is stopping.
 pub(super) fn ended(
     row: &mut JobRow,
     ending: Ending,
@@ -302,10 +303,10 @@ pub(super) fn ended(
         }
         (Ending::Stopped, None) if trial::is_at_rung(row) => events.push(trial::reached(row, at)?),
         (Ending::Stopped, None) => {
-            let in_order = ReasonKind::AgentStopped { agent: None, detail: None }.into();
-            events.extend(requeue(row, leaving.unwrap_or(&in_order), at)?);
+            let agent_stopped = ReasonKind::AgentStopped { agent: None, detail: None }.into();
+            events.extend(requeue(row, leaving.unwrap_or(&agent_stopped), at)?);
         }
-        // No rank has run, so this is not a restart. If it happens too often in a row, it counts like any other failure.
+        // No rank has run, so this end does not count as a restart, unless it happens too often in a row.
         (Ending::Failed { reason, retriable: true }, None)
             if matches!(reason.kind(), ReasonKind::AgentRestarted { .. })
                 && row.progress.not_begun < MAX_NOT_BEGUN =>

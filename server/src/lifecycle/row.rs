@@ -1,4 +1,4 @@
-//! The data that rules of the lifecycle read and edit, and refusals of requests. The store only stores this data; it does not have the rules.
+//! The data that the rules of the lifecycle read and edit, and refusals of requests. The store only stores this data.
 
 use super::progress::Progress;
 use jiff::Timestamp;

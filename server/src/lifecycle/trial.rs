@@ -1,5 +1,5 @@
-//! Trials of sweeps: jobs that pause by themselves after an epoch, where their sweep compares them, and that continue or end as it
-//! decides (`sweeps/decide.rs`).
+//! Trials of sweeps: jobs that pause at a rung, after an epoch at which their sweep compares them. The sweep then resumes or ends them
+//! (`sweeps/decide.rs`).
 
 use super::{JobRow, Refused, go, progress::Rung, queue, refused};
 use jiff::Timestamp;
@@ -25,12 +25,12 @@ pub(super) fn reached(row: &mut JobRow, at: Timestamp) -> Result<EventBody, Refu
     go(row, JobState::Paused, Some(ReasonKind::PausedBySweep { epoch }.into()), Some(next), at)
 }
 
-/// Refuses a request to resume a trial that waits at a rung: it would continue without a comparison.
+/// Refuses a request to resume a trial that waits at a rung, because the trial would continue without a comparison.
 pub(super) fn refuse_at_rung(row: &JobRow) -> Result<(), Refused> {
     let Some(trial) = row.job.trial.as_ref().filter(|_| row.job.waits_for_sweep()) else { return Ok(()) };
     let detail = format!(
         "the job is trial {} of {sweep} and waits at a rung, where its sweep compares it with other trials and then resumes or ends it; \
-         if the sweep is paused, resume it with `lockstep sweep resume {sweep}`; a trial that the sweep ends can be retried after the sweep is over",
+         if the sweep is paused, resume it with `lockstep sweep resume {sweep}`; a trial that the sweep ends can be retried after the sweep has ended",
         trial.number,
         sweep = trial.sweep,
     );
@@ -45,7 +45,7 @@ fn require_waiting(row: &JobRow) -> Result<(), Refused> {
     }
 }
 
-/// Lets a trial continue for its sweep, to the end of an epoch or of its training.
+/// Resumes a trial for its sweep, to the end of epoch `pause_after`, or to the end of training.
 pub fn promote(row: &mut JobRow, pause_after: Option<u32>, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     require_waiting(row)?;
     row.restarts = 0;

@@ -1,8 +1,9 @@
-//! The encoding of a series as columns of bytes.
+//! The encoding of a series as bytes.
 //!
-//! Level 0 holds points: the difference to the previous point's step (LEB128), and the value (float32, little endian). Level `k` holds
-//! buckets of `16^k` steps, counted from step 1. A bucket has the difference between its first step and the previous bucket's first step, the
-//! number of points, the number of finite points (all LEB128), and the minimum, maximum (float32) and sum (float64) of the finite points.
+//! Level 0 contains points: the difference to the previous point's step (LEB128), and the value (float32, little endian). Level `k` contains
+//! buckets of `16^k` steps, counted from step 1. A bucket contains the difference between its first step and the previous bucket's first
+//! step, the number of points, the number of finite points (all LEB128), and the minimum, maximum (float32) and sum (float64) of the finite
+//! points.
 
 use crate::{
     store::error::StoreError,
@@ -14,7 +15,7 @@ pub(crate) const LEVELS: u32 = 6;
 /// Number of points in a full chunk of level 0. Every compaction rewrites the newest chunk of each series. Larger chunks would keep the
 /// database's only writer busy for a job of hundreds of ranks. Smaller chunks would be too many rows for a job of a million steps.
 const CHUNK_POINTS: usize = 1024;
-/// Number of buckets in a full chunk of the other levels. It has about as many bytes as a full chunk of level 0.
+/// Number of buckets in a full chunk of the other levels. Such a chunk has about as many bytes as a full chunk of level 0.
 const CHUNK_BUCKETS: usize = 256;
 
 /// Number of steps of a bucket at `level`.
@@ -76,7 +77,7 @@ pub(crate) fn push(to: &mut Vec<Bucket>, bucket: &Bucket, width: u64) {
     }
 }
 
-/// Merges points in any order into a series with ascending steps. If a step has several points, the last of them replaces the others.
+/// Merges points in any order into a series with ascending steps. If a step has several points, the last point replaces the others.
 pub(crate) fn merged(mut series: Vec<Bucket>, points: impl IntoIterator<Item = Bucket>) -> Vec<Bucket> {
     series.extend(points);
     // This sort is stable, and fast for a few ascending runs.
@@ -93,15 +94,15 @@ pub(crate) fn merged(mut series: Vec<Bucket>, points: impl IntoIterator<Item = B
 
 /// Adds a point to the bucket of its step, among ascending buckets of `width` steps. `width` is more than 1.
 pub(crate) fn put(to: &mut Vec<Bucket>, point: &Bucket, width: u64) {
-    let place = |bucket: &Bucket| bucket.index(width);
+    let index = |bucket: &Bucket| bucket.index(width);
     // Most points come in order.
     let at = match to.last() {
-        Some(last) if place(last) > place(point) => to.partition_point(|bucket| place(bucket) < place(point)),
-        Some(last) if place(last) == place(point) => to.len() - 1,
+        Some(last) if index(last) > index(point) => to.partition_point(|bucket| index(bucket) < index(point)),
+        Some(last) if index(last) == index(point) => to.len() - 1,
         _ => to.len(),
     };
     match to.get_mut(at) {
-        Some(same) if place(same) == place(point) => same.join(point),
+        Some(same) if index(same) == index(point) => same.join(point),
         _ => to.insert(at, *point),
     }
 }
@@ -109,10 +110,10 @@ pub(crate) fn put(to: &mut Vec<Bucket>, point: &Bucket, width: u64) {
 /// Encodes buckets of a series at `level`. The steps must ascend.
 pub(crate) fn encode(level: u32, buckets: &[Bucket]) -> Vec<u8> {
     let mut out = Vec::with_capacity(buckets.len() * if level == 0 { 5 } else { 20 });
-    let mut before = 0;
+    let mut last_step = 0;
     for bucket in buckets {
-        put_number(&mut out, bucket.step - before);
-        before = bucket.step;
+        put_number(&mut out, bucket.step - last_step);
+        last_step = bucket.step;
         if level == 0 {
             let value = if bucket.finite == 1 { bucket.min } else { f32::NAN };
             out.extend(value.to_le_bytes());
@@ -160,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_again() {
+    fn decode_reverses_encode_and_refuses_damaged_bytes() {
         let mut points: Vec<_> =
             [(1, 2.5), (2, f32::NAN), (300, -1.0), (1 << 40, 1e-30)].map(|(s, v)| Bucket::of(s, v)).into();
         assert_eq!(decode(0, &encode(0, &points)).unwrap(), points);

@@ -19,7 +19,7 @@ const COMPACTION_PAUSE: Duration = Duration::from_millis(20);
 
 /// Compacts the points of queued jobs. Runs until dropped.
 pub(crate) async fn run(metrics: Arc<Metrics>) {
-    // The queue is in memory: after a start, every unfinished job is queued once.
+    // The queue is in memory, so every unfinished job is queued once at the server's start.
     match metrics.store.unfinished().await {
         Ok(jobs) => {
             jobs.iter().for_each(|job| metrics.queue.count(&job.id, job.ranks, batch_cost(job.ranks)))
@@ -45,8 +45,8 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
     }
 }
 
-/// Compacts the next rows of a job, up to `cost`, and moves the job's watermark. With `rest`, fewer rows are compacted, too. Returns false if
-/// nothing was compacted: there were too few rows, or another compaction moved the watermark first.
+/// Compacts the next rows of a job, up to `cost`, and moves the job's watermark. With `rest`, also compacts rows that cost less than a
+/// batch. Returns false if nothing was compacted: there were too few rows, or another compaction moved the watermark first.
 pub(super) async fn compact(store: &dyn Store, job: &JobId, cost: u64, rest: bool) -> Result<bool> {
     let (watermark, newest) = store.newest_metric_chunks(job).await?;
     let filter = MetricFilter { after: watermark, limit_cost: Some(cost), ..MetricFilter::default() };
@@ -54,7 +54,7 @@ pub(super) async fn compact(store: &dyn Store, job: &JobId, cost: u64, rest: boo
     if !page.full && (!rest || page.last <= watermark) {
         return Ok(false);
     }
-    let stored = going_back(store, job, &newest, &page.columns).await?;
+    let stored = read_rewritten(store, job, &newest, &page.columns).await?;
     store.put_metric_chunks(job, watermark, page.last, &grow(newest, page.columns, stored)).await
 }
 
@@ -65,9 +65,9 @@ fn key_of(chunk: &MetricChunk) -> Key {
     (chunk.name.clone(), chunk.rank, chunk.attempt)
 }
 
-/// The stored points of those series to which `columns` add points at or before the last stored step. Only runs from elsewhere have such
-/// points.
-async fn going_back(
+/// Reads all stored points of the series to which `columns` add points at or before the last stored step. Only runs from elsewhere have
+/// such points.
+async fn read_rewritten(
     store: &dyn Store,
     job: &JobId,
     newest: &[MetricChunk],
@@ -94,8 +94,8 @@ async fn going_back(
     Ok(stored)
 }
 
-/// The chunks that change when `columns` are added to the series whose newest chunks are `newest`. `stored` has all points of the series that
-/// get points of earlier steps: all chunks of these series are replaced. If a step has several points, the last of them counts.
+/// Returns the chunks that change when `columns` are added to the series whose newest chunks are `newest`. All chunks of the series in
+/// `stored` (see [`read_rewritten`]) are replaced. If a step has several points, the last point counts.
 fn grow(
     newest: Vec<MetricChunk>,
     columns: Vec<(u32, u32, MetricColumn)>,
@@ -121,12 +121,12 @@ fn grow(
         for level in 0..LEVELS {
             let old = newest.remove(&(key.clone(), level));
             let mut buckets = old.as_ref().map(|old| readable_chunk(level, old)).unwrap_or_default();
-            let before = buckets.len();
+            let old_len = buckets.len();
             points.iter().for_each(|p| chunk::push(&mut buckets, p, width(level)));
-            // A full chunk of points is not written again. At higher levels, the last bucket of a full chunk may have grown.
-            let full = before == capacity(level) && level == 0;
+            // A full chunk of points does not change. At higher levels, the last bucket of a full chunk may have grown.
+            let is_unchanged = old_len == capacity(level) && level == 0;
             for (i, part) in buckets.chunks(capacity(level)).enumerate() {
-                if i == 0 && full {
+                if i == 0 && is_unchanged {
                     continue;
                 }
                 let is_last = (i + 1) * capacity(level) >= buckets.len();
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_the_same_however_the_points_came() {
+    fn chunks_do_not_depend_on_how_points_arrive() {
         let mut whole = grow(Vec::new(), vec![column(1..20_001)], BTreeMap::new());
         let mut kept: BTreeMap<(u32, u64), MetricChunk> = BTreeMap::new();
         for first in (1..20_001).step_by(700) {
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repeated_step_is_taken_once() {
+    fn the_last_point_of_a_repeated_step_counts() {
         let first = grow(Vec::new(), vec![column(1..11)], BTreeMap::new());
         let key = key_of(&first[0]);
         let stored = BTreeMap::from([(key, readable_chunk(0, &first[0]))]);

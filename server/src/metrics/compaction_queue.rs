@@ -1,4 +1,4 @@
-//! The queue of compaction: jobs whose rows of events are not compacted yet. A job is compacted when its rows make up a batch.
+//! The queue of compaction: jobs whose newest rows of events are not compacted yet. A job is compacted when these rows make up a batch.
 
 use crate::store::{Changed, EventRow, Stored};
 use lockstep_protocol::job::JobId;
@@ -28,7 +28,7 @@ struct Waiting {
     batch_cost: u64,
 }
 
-/// The cost of the rows that one compaction of a job with `ranks` ranks takes.
+/// The cost of the rows in one compaction of a job with `ranks` ranks.
 pub(crate) fn batch_cost(ranks: u32) -> u64 {
     (u64::from(ranks) * COST_PER_RANK).max(MIN_COST)
 }
@@ -38,7 +38,7 @@ impl CompactionQueue {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts the points of a stored change.
+    /// Adds the cost of a stored change's points to the job's waiting rows.
     pub(crate) fn note(&self, changed: &Changed) {
         let points = changed.events.iter().filter(|row| matches!(row.stored, Stored::Points { .. }));
         self.count(&changed.job.id, changed.job.ranks, points.map(EventRow::cost).sum());
@@ -58,6 +58,7 @@ impl CompactionQueue {
         }
     }
 
+    /// Removes a job whose rows make up a batch. Returns the job and the cost of a batch.
     pub(crate) fn take(&self) -> Option<(JobId, u64)> {
         let mut all = self.lock();
         let (job, waiting) = all.iter().find(|(_, waiting)| waiting.cost >= waiting.batch_cost)?;

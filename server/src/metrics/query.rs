@@ -52,7 +52,7 @@ impl Plan {
     }
 }
 
-/// Reads a job's metrics as at most `points` buckets a series.
+/// Reads a job's metrics, with at most `points` buckets per series.
 pub(crate) async fn find(
     metrics: &Metrics,
     job: &Job,
@@ -63,7 +63,7 @@ pub(crate) async fn find(
         if let Some(found) = attempt(metrics, &job.id, job.ranks, filter, points).await? {
             return Ok(found);
         }
-        // A compaction has moved the watermark between two reads: read again.
+        // A compaction has moved the watermark between two reads, so both are repeated.
     }
 }
 
@@ -75,7 +75,7 @@ async fn attempt(
     points: usize,
 ) -> Result<Option<Found>> {
     let (watermark, extent) = metrics.store.metric_extent(job, filter).await?;
-    // Reads all steps, because the buckets at the ends of the range are returned whole, like the buckets of chunks.
+    // Reads all steps, because buckets that cross an end of the range are returned whole, like the buckets of chunks.
     let newest = MetricFilter { after: watermark, from: None, to: None, ..filter.clone() };
     let page = metrics.store.metrics(job, &newest).await?;
     let (as_of, tail) = (page.as_of, page.columns);

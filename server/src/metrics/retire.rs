@@ -1,5 +1,5 @@
-//! Removes the points of a job from `events` some time after the job's end. The job's charts and CSV file then come from chunks, which hold
-//! every point. The job's stream begins after the removed events.
+//! Removes the points of a job from `events` some time after the job's end. The job's charts and CSV file are then read from chunks, which
+//! contain every point. The job's stream begins after the removed events.
 
 use super::{Metrics, compaction, compaction_queue};
 use crate::store::{Result, StoreError};
@@ -31,13 +31,15 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
                 Ok(Some(job)) => job,
                 Ok(None) => break,
                 Err(error) => {
-                    tracing::warn!(%error, "points of finished jobs stay in their events; trying again");
+                    tracing::warn!(%error, "points of finished jobs could not be removed from events; trying again");
                     break;
                 }
             };
             match retire(&metrics, &job).await {
                 Ok(()) | Err(StoreError::NotFound(_)) => {}
-                Err(error) => tracing::warn!(%error, %job, "a job's points stay in its events; trying again"),
+                Err(error) => {
+                    tracing::warn!(%error, %job, "a job's points could not be removed from events; trying again")
+                }
             }
             last = Some(job);
         }

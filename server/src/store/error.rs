@@ -21,10 +21,10 @@ pub enum StoreError {
     #[error("jobs train on the dataset {0:?}")]
     DatasetInUse(String),
     /// The idempotency key was used with another request before.
-    #[error("this Idempotency-Key was used before, with another request")]
+    #[error("this Idempotency-Key was used before with another request; use a new key")]
     KeyReused,
     /// A cursor's value does not fit the list's order.
-    #[error("the cursor is none of this list: leave it out to begin with the first page")]
+    #[error("the cursor is not valid for this list; leave it out to begin with the first page")]
     Cursor,
     /// The database is full, busy or unreachable. A later attempt may succeed.
     #[error("the database is not available: {0}")]

@@ -60,9 +60,9 @@ impl fmt::Display for Location {
                 // A password is between the scheme and the last @ before the path, or in the query.
                 let (scheme, rest) = url.split_once("://").unwrap_or(("postgres", url));
                 let authority = rest.split(['/', '?']).next().unwrap_or_default();
-                let place = authority.rsplit('@').next().unwrap_or_default();
+                let host = authority.rsplit('@').next().unwrap_or_default();
                 let path = rest[authority.len()..].split('?').next().unwrap_or_default();
-                write!(f, "{scheme}://{place}{path}")
+                write!(f, "{scheme}://{host}{path}")
             }
         }
     }

@@ -32,7 +32,7 @@ mod tests {
     use std::{fs, path::Path};
 
     #[test]
-    fn every_file_of_the_folders_is_there() {
+    fn every_migration_file_is_embedded() {
         for (database, files) in [("sqlite", SQLITE.as_slice()), ("postgres", &POSTGRES)] {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../migrations").join(database);
             let mut found: Vec<(String, String)> = fs::read_dir(folder)

@@ -56,8 +56,8 @@ use lockstep_protocol::{
 use sqlx::migrate::{MigrateError, Migrator};
 use std::collections::HashMap;
 
-/// Size limit of a page in bytes, over the columns of unbounded length (specifications, notes, log lines). A page that reaches it ends
-/// before the page's limit of rows.
+/// Size limit of a page in bytes, over the columns of unbounded length (specifications, notes, log lines). A page that reaches this size ends
+/// before its limit of rows.
 pub(crate) const PAGE_BYTES: usize = 4 << 20;
 
 /// Converts an error of a migration.
@@ -79,7 +79,7 @@ fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeEr
 /// A change of one job: edits the row and returns the events to store. The store may call it more than once.
 pub type Change = Box<dyn Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
 
-/// A change of a run from elsewhere by records. The second argument is the number of these records that were stored before.
+/// A change of a run from elsewhere by records. The second argument is the number of these records that are already stored.
 pub type RecordsChange =
     Box<dyn Fn(&mut JobRow, u64) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
 
@@ -106,7 +106,7 @@ pub trait Store: Send + Sync + 'static {
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
     /// The given jobs without their notes, in no order. Jobs that do not exist or cannot be read are left out.
     async fn jobs_of(&self, ids: &[JobId]) -> Result<Vec<JobRow>>;
-    /// Waits until the writer's connection answers. Earlier transactions whose connection broke during the commit have then been committed
+    /// Waits until the writer's connection responds. Earlier transactions whose connection broke during the commit have then been committed
     /// or rolled back, because their sessions have released the write lock.
     async fn settled(&self) -> Result<()>;
     /// A page of the jobs that match a filter, in its order, after its cursor.
@@ -133,16 +133,16 @@ pub trait Store: Send + Sync + 'static {
     /// A page of the jobs that wait for slots, by descending priority, then the oldest first. Also returns the beginning of the next page;
     /// `None` on the last page.
     async fn waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)>;
-    /// The version of every job that waits for slots.
+    /// The version of every job that waits for slots, by job.
     async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>>;
     /// The number of slots in use by each owner or project, over jobs with an attempt that may write.
     async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>>;
-    /// All jobs that are not over.
+    /// All unfinished jobs.
     async fn unfinished(&self) -> Result<Vec<Job>>;
     /// Applies `change` to a job, completely or not at all.
     ///
     /// # Errors
-    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: `change` refuses. If `change` resumes a job that was over:
+    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: `change` refuses. If `change` resumes a job that had ended:
     /// [`StoreError::NoDataset`], and [`StoreError::Refused`] if the job has registered versions.
     async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed>;
     /// Like [`Store::change_job`], for several jobs in one transaction. Returns `None` for a job that does not exist.
@@ -150,10 +150,10 @@ pub trait Store: Send + Sync + 'static {
     /// # Errors
     /// Errors of [`Store::change_job`] for any job. Then no job is changed.
     async fn change_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<Changed>>>;
-    /// Deletes a job that is over. The job is no longer found; [`Store::purge_deleted`] removes its rows in small steps.
+    /// Deletes a job that has ended. The job is no longer found; [`Store::purge_deleted`] removes its rows in small steps.
     ///
     /// # Errors
-    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: the job is not over, or has registered versions.
+    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: the job has not ended, has registered versions, or is a trial of an unfinished sweep.
     async fn delete_job(&self, id: &JobId) -> Result<()>;
     /// The job that was deleted first among the deleted jobs that still have rows.
     async fn oldest_deleted(&self) -> Result<Option<JobId>>;
@@ -178,13 +178,13 @@ pub trait Store: Send + Sync + 'static {
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
     /// Jobs that have an attempt that may write, by ascending priority, then the newest first.
     async fn occupants(&self) -> Result<Vec<Occupant>>;
-    /// Like [`Store::occupants`], but only the jobs that are ending or may be preempted, so that other jobs may count on their slots.
+    /// Like [`Store::occupants`], but only jobs that are ending or may be preempted, so that their slots may become free for other jobs.
     async fn yielding(&self) -> Result<Vec<Occupant>>;
     /// The number of stored records of each source of an attempt, as one of its agents names the sources. Empty if the fencing token is
     /// not the attempt's, or the agent has none of its ranks.
     async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>>;
     /// Stores reports in one transaction: their events, the numbers of acknowledged records, and the jobs' rows. Records that were stored
-    /// before are skipped. Returns one answer for each report, in order.
+    /// before are skipped. Returns one result for each report, in order.
     async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>>;
 
     /// Stores records of a run from elsewhere by applying `change`.
@@ -197,7 +197,7 @@ pub trait Store: Send + Sync + 'static {
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
     /// The sequence number at which a job's stream begins. Points of earlier events are only in chunks.
     async fn first_seq(&self, job: &JobId) -> Result<u64>;
-    /// The oldest job after `behind` that was over at `before` and has points among its events.
+    /// The oldest job after `behind` that had ended at `before` and has points among its events.
     async fn oldest_with_points(&self, before: Timestamp, behind: Option<&JobId>) -> Result<Option<JobId>>;
     /// Removes some points that are in chunks from a job's events, in a short transaction, so that other writers hardly wait. Returns
     /// false if none were left.
@@ -263,7 +263,7 @@ pub trait Store: Send + Sync + 'static {
     async fn artifact_marker(&self, store: &str) -> Result<Option<ArtifactMarker>>;
     /// Whether this marker, at any address, was restored from a backup. `None`: the marker is unknown.
     async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>>;
-    /// Replaces a marker that was restored from a backup by this database's own.
+    /// Replaces a marker that was restored from a backup by this database's own marker.
     async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()>;
     /// Stores the marker of an object store. If another address has the same marker, the store has moved: its copies are assigned to the
     /// new address.
@@ -285,7 +285,7 @@ pub trait Store: Send + Sync + 'static {
     /// # Errors
     /// [`StoreError::NotFound`]: the dataset was removed, or another dataset has taken its name.
     async fn update_dataset(&self, dataset: &Dataset) -> Result<()>;
-    /// Removes a dataset that no unfinished job needs. Its files stay.
+    /// Removes a dataset that no unfinished job needs. The dataset's files remain.
     ///
     /// # Errors
     /// [`StoreError::NotFound`]; [`StoreError::DatasetInUse`].
@@ -294,7 +294,7 @@ pub trait Store: Send + Sync + 'static {
     /// Registers a checkpoint as the next version of a model. Returns the version's number.
     ///
     /// # Errors
-    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: the checkpoint's job is not over.
+    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: the checkpoint's job has not ended, or the maximum number of versions is reached.
     async fn add_model_version(&self, new: &NewVersion) -> Result<u32>;
     /// The versions of a model, or of all models, by name and number.
     async fn model_versions(&self, model: Option<&str>) -> Result<Vec<VersionRow>>;
@@ -350,16 +350,16 @@ pub trait Store: Send + Sync + 'static {
     async fn histograms(&self, job: &JobId, filter: &HistogramFilter) -> Result<Vec<HistogramRow>>;
     /// The layers of a job's network; `None` if no rank has reported them.
     async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>>;
-    /// Ids of drained agents, which take no new work.
+    /// Ids of drained agents, which get no new work.
     async fn draining(&self) -> Result<Vec<String>>;
     /// Drains an agent, or undrains it.
     async fn set_draining(&self, agent: &str, draining: bool) -> Result<()>;
 
     /// Stores or replaces machines' means of minutes.
     async fn add_machine_minutes(&self, minutes: &[MinuteRow]) -> Result<()>;
-    /// A machine's minutes from the minute `from` on (since 1970), in order.
+    /// A machine's means of minutes from the minute `from` on (since 1970), in order.
     async fn machine_minutes(&self, agent: &str, from: i64) -> Result<Vec<MinuteRow>>;
-    /// Removes minutes before the minute `before` (since 1970), for all machines.
+    /// Removes the means of minutes before the minute `before` (since 1970), for all machines.
     async fn purge_machine_minutes(&self, before: i64) -> Result<()>;
 
     /// All people, by name.

@@ -79,7 +79,7 @@ mod dialect {
         "TRUE".into()
     }
 
-    /// Makes the next attempt's fencing token greater than all restored ones.
+    /// Makes the next attempt's fencing token greater than all restored tokens.
     pub(super) const AFTER_COPY: &str = "SELECT setval(pg_get_serial_sequence('attempts', 'fencing_token'), \
         greatest((SELECT coalesce(max(fencing_token), 0) FROM attempts), 1))";
 }

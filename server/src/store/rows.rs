@@ -68,7 +68,7 @@ pub struct Holder {
     pub agent_id: String,
     /// The agent's name when it was given the attempt.
     pub agent: String,
-    /// Index of the agent's place in the attempt; the first has rank 0.
+    /// Index of the agent's place in the attempt; the first place has rank 0.
     pub place: usize,
 }
 
@@ -77,7 +77,7 @@ pub struct Holder {
 /// disk is always `Complete`. A copy on the server's disk has a row only if it is `Damaged`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyState {
-    /// The upload has not ended.
+    /// The upload is not complete.
     Copying,
     /// The copy is complete.
     Complete,
@@ -101,7 +101,7 @@ impl CopyState {
     }
 }
 
-/// The copies of a checkpoint. Whether the server's disk has one is not stored: the folder exists or does not.
+/// The copies of a checkpoint. Whether the server's disk has a copy is not stored; the copy's folder exists or does not.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Copies {
     /// The agents that have the checkpoint on their own disk. The agent of rank 0, which most likely continues the job, is first.
@@ -144,7 +144,7 @@ impl StoredCheckpoint {
     }
 }
 
-/// The marker that identifies an object store, regardless of its address.
+/// The marker that identifies an object store, regardless of its URL.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArtifactMarker {
     /// The text in the store's `LOCKSTEP.json`.

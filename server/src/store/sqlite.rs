@@ -4,8 +4,8 @@
 //! `synchronous = FULL`: a commit is on disk before it is acknowledged, even if the machine loses power. Ingest puts many reports into
 //! one transaction, which costs one sync for all.
 //!
-//! Until the database is closed in order, the lock file states that the write-ahead log must exist. A database without this log has
-//! lost writes and is refused. After an unclean end, every page is checked.
+//! Until the database is closed cleanly, the lock file states that the write-ahead log must exist. A database without this log has
+//! lost writes and is refused. After an unclean shutdown, every page is checked.
 
 use super::{migration_error, migrations::OF_SQLITE as MIGRATIONS};
 use crate::{config::serve_error::ServeError, util::private};
@@ -90,7 +90,7 @@ mod dialect {
         )
     }
 
-    /// Nothing to do: AUTOINCREMENT takes restored rows into account.
+    /// No statement is needed, because AUTOINCREMENT considers restored rows.
     pub(super) const AFTER_COPY: &str = "SELECT 1";
 }
 
@@ -156,7 +156,7 @@ impl SqliteStore {
 
 /// Reads all pages and checks that they are consistent. Otherwise damage would be found only later, while jobs run.
 async fn check(writer: &SqlitePool, name: &str) -> Result<(), ServeError> {
-    tracing::info!(database = name, "checking the database, which was not closed in order");
+    tracing::info!(database = name, "checking the database, which was not closed cleanly");
     let found: Result<Vec<String>, _> =
         sqlx::query_scalar(AssertSqlSafe(format!("PRAGMA quick_check({MAX_FLAWS})"))).fetch_all(writer).await;
     let detail = match found {
@@ -184,12 +184,12 @@ const MAX_FLAWS: u32 = 3;
 
 /// The locks of a database: a lock file next to it, and the database file's inode. The system releases them when this process ends. The
 /// data directory's lock does not suffice, because two servers with different directories may name the same --database. The lock file names
-/// the process that has the database, and is empty after the database was closed in order.
+/// the process that has opened the database, and is empty after the database was closed cleanly.
 #[derive(Debug)]
 pub(super) struct Lock {
     file: File,
     _inode: Option<File>,
-    /// The previous process did not close the database in order, and the database has not been checked since.
+    /// The previous process did not close the database cleanly, and the database has not been checked since then.
     pub(super) is_unclean: bool,
 }
 
@@ -197,7 +197,7 @@ impl Lock {
     /// Takes the locks of a database.
     ///
     /// # Errors
-    /// Another process has the database, or its write-ahead log is missing.
+    /// Another process has opened the database, or the write-ahead log is missing.
     pub(super) fn take(path: &Path) -> Result<Self, ServeError> {
         let name = path.display().to_string();
         let lock_path = beside(path, ".lock");
@@ -238,11 +238,11 @@ impl Lock {
         self.file.set_len(text.len() as u64)
     }
 
-    /// Notes that the database is being closed in order. Closing the last connection removes the write-ahead log.
+    /// Notes that the database is being closed cleanly. Closing the last connection removes the write-ahead log.
     pub(super) fn closes(&self) {
         let noted = if self.is_unclean { self.note("") } else { self.file.set_len(0) };
         if let Err(error) = noted {
-            tracing::warn!(%error, "cannot note in the lock file that the database was closed in order: the next start checks the database");
+            tracing::warn!(%error, "cannot note in the lock file that the database was closed cleanly; the next start checks the database");
         }
     }
 }
@@ -254,7 +254,7 @@ impl Drop for Lock {
     }
 }
 
-/// The path of a file next to the database, with this ending.
+/// The path of a file next to the database, with this suffix.
 fn beside(path: &Path, ending: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(ending);

@@ -18,7 +18,7 @@ impl From<sqlx::Error> for StoreError {
             sqlx::Error::Encode(_) => StoreError::Rejected(error.to_string()),
             sqlx::Error::Database(ref e) if is_lasting(e.as_ref()) => StoreError::Rejected(error.to_string()),
             sqlx::Error::RowNotFound => StoreError::NotFound("row"),
-            sqlx::Error::PoolTimedOut => StoreError::Unavailable("it does not answer".into()),
+            sqlx::Error::PoolTimedOut => StoreError::Unavailable("it does not respond".into()),
             _ => StoreError::Unavailable(error.to_string()),
         }
     }
@@ -61,8 +61,8 @@ pub(super) fn uint(value: i64) -> u64 {
     u64::try_from(value).unwrap_or(0)
 }
 
-/// A fencing token from its columns. A missing secret (in a row of an earlier version) is replaced by a random one, so that no agent knows
-/// the token.
+/// A fencing token from its columns. A missing secret (in a row of an earlier version) is replaced by a random secret, so that no agent
+/// knows the token.
 pub(super) fn fencing(number: i64, secret: Option<&str>) -> FencingToken {
     let number = uint(number);
     secret.and_then(|secret| FencingToken::of(number, secret)).unwrap_or_else(|| new_fencing(number))
@@ -79,8 +79,8 @@ pub(super) fn to_u32(value: i64) -> u32 {
     u32::try_from(value).unwrap_or(0)
 }
 
-/// Removes NUL characters, which Postgres does not accept in text. Otherwise a request with NUL would fail with an error of the database,
-/// and a report with NUL would be retried forever.
+/// Removes NUL characters, which Postgres does not accept in text. With NUL, a request would fail with an error of the database, and a
+/// report would be retried forever.
 pub(super) fn plain(text: &str) -> Cow<'_, str> {
     if text.contains('\0') { text.replace('\0', "").into() } else { text.into() }
 }

@@ -11,7 +11,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
 };
 
-/// IPv4 networks that are not public: those of the IANA special-purpose address registry, multicast, and Azure's platform services.
+/// IPv4 networks that are not public: from the IANA special-purpose address registry, multicast, and Azure's platform services.
 const SPECIAL_V4: [Ipv4Net; 15] = [
     v4([0, 0, 0, 0], 8),
     v4([10, 0, 0, 0], 8),

@@ -1,12 +1,12 @@
-//! The body of a message in each form. Names and reasons are untrusted text: they are escaped, so that they do not become links, mentions
-//! or markup.
+//! The body of a message in each form. Names and reasons are untrusted text. They are escaped, so that they contain no links, mentions or
+//! markup.
 
 use crate::store::WebhookForm;
 use lockstep_protocol::numbers::percent;
 use reqwest::Url;
 use serde_json::{Value, json};
 
-/// Maximum length of a title and of a detail, in bytes. Discord's limit for a message is 2000 characters, ntfy's is 4096 bytes.
+/// Maximum length of a title and of a detail, in bytes. A message has at most 2000 characters on Discord and 4096 bytes on ntfy.
 const TEXT_BYTES: usize = 800;
 
 /// The content of a message.
@@ -26,7 +26,7 @@ struct Text {
     is_bad: bool,
 }
 
-/// The body of a message. Some forms change `url`, the address to which the message is sent.
+/// The body of a message. ntfy also changes `url`, to which the message is sent.
 pub(super) fn body(form: WebhookForm, payload: Value, url: &mut Url) -> Body {
     let body = match form {
         WebhookForm::Standard => payload,
@@ -44,7 +44,7 @@ impl Text {
         let data = &payload["data"];
         let text = |value: &Value| value.as_str().map(str::to_owned);
         let event = payload["type"].as_str().unwrap_or_default();
-        let what = match event {
+        let status = match event {
             "job.started" => "is running",
             "job.preempted" => "gives way to a job of higher priority",
             "job.paused" => "is paused",
@@ -57,7 +57,7 @@ impl Text {
         let alert = &data["alert"];
         let title = match (text(&data["name"]), text(&alert["title"])) {
             (Some(name), Some(alert)) => format!("{name}: {alert}"),
-            (Some(name), None) => format!("{name} {what}"),
+            (Some(name), None) => format!("{name} {status}"),
             (None, _) => "Lockstep: a test of this webhook".to_owned(),
         };
         let best = data["best"]["value"].as_f64().filter(|_| event == "job.succeeded");
@@ -80,22 +80,22 @@ fn shortened(mut text: String) -> String {
 
 /// <https://docs.slack.dev/messaging/formatting-message-text>: only `&`, `<` and `>` are escaped. `plain_text` has no markup.
 fn slack(text: &Text) -> Value {
-    let escaped = |text: &str| text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    let escape = |text: &str| text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
     let mut blocks = vec![json!({ "type": "section", "text": { "type": "plain_text", "text": text.title } })];
     if !text.detail.is_empty() {
         blocks.push(json!({ "type": "section", "text": { "type": "plain_text", "text": text.detail } }));
     }
     if let Some(link) = &text.link {
-        let link = format!("<{}|Open the job>", escaped(link));
+        let link = format!("<{}|Open the job>", escape(link));
         blocks.push(json!({ "type": "section", "text": { "type": "mrkdwn", "text": link } }));
     }
     // `text` is shown in notifications, which do not show blocks.
-    json!({ "text": escaped(&text.title), "blocks": blocks })
+    json!({ "text": escape(&text.title), "blocks": blocks })
 }
 
 /// <https://docs.discord.com/developers/resources/webhook#execute-webhook>.
 fn discord(text: &Text) -> Value {
-    let escaped = |text: &str| {
+    let escape = |text: &str| {
         text.chars().fold(String::new(), |mut text, c| {
             if c.is_ascii_punctuation() {
                 text.push('\\');
@@ -104,10 +104,10 @@ fn discord(text: &Text) -> Value {
             text
         })
     };
-    let mut content = format!("**{}**", escaped(&text.title));
+    let mut content = format!("**{}**", escape(&text.title));
     if !text.detail.is_empty() {
         content.push('\n');
-        content.push_str(&escaped(&text.detail));
+        content.push_str(&escape(&text.detail));
     }
     // Discord's limit also counts the escape characters.
     content.truncate(content.floor_char_boundary(1500));

@@ -1,5 +1,4 @@
-//! Sends one message as e-mail, through the mail server of the settings. The administrator chooses that server, so the rule against private
-//! addresses does not apply to it.
+//! Sends one message as e-mail, through the configured mail server. The administrator chooses this server, so its address may be private.
 
 use crate::config::smtp::SmtpConfig;
 use lettre::{
@@ -25,7 +24,7 @@ pub(crate) fn recipients(url: &Url) -> Option<Vec<Address>> {
 /// Sends an e-mail. Returns the mail server's reply code. `id` is the same in each attempt.
 ///
 /// # Errors
-/// The mail server cannot be reached, or does not take the e-mail.
+/// The mail server cannot be reached, or rejects the e-mail.
 pub(super) async fn send(
     smtp: Option<&SmtpConfig>,
     id: &str,
@@ -34,7 +33,7 @@ pub(super) async fn send(
     text: String,
 ) -> Result<StatusCode, String> {
     let smtp = smtp.ok_or(NO_SMTP)?;
-    let recipients = recipients(to).ok_or("its address has no e-mail addresses")?;
+    let recipients = recipients(to).ok_or("the webhook's URL has no e-mail addresses")?;
     let message = Message::builder()
         .from(smtp.from.clone())
         .message_id(Some(format!("<{id}@{}>", smtp.from.email.domain())))

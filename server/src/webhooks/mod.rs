@@ -1,7 +1,7 @@
 //! Webhooks: messages about jobs in the format of <https://www.standardwebhooks.com>, of chat services, or as e-mail.
 //!
 //! The store queues a message in the transaction that changes a job's state or stores an alert (`store/sql/webhooks.rs`). The task in this
-//! module sends messages that are due: one message of each webhook at a time, so a slow receiver delays only its own webhook. A message is
+//! module sends due messages: one at a time per webhook, so a slow receiver delays only its own webhook. A message is
 //! sent at least once, with the same `webhook-id` in each attempt.
 
 pub(crate) mod addresses;
@@ -34,9 +34,9 @@ use tokio::{
 };
 
 /// How long messages are kept. The last attempt is made much earlier.
-const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
+const RETENTION: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Interval between two removals of old messages.
-const PURGE_EVERY: Duration = Duration::from_secs(3600);
+const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
 /// Pauses before a failed query is retried: the first and the longest.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(30));
 
@@ -45,14 +45,14 @@ pub(crate) struct Webhooks {
     pub(crate) store: Arc<dyn Store>,
     /// Whether messages may be sent to addresses that are not public.
     pub(crate) allow_private: bool,
-    /// Whether the server has a mail server for e-mail.
+    /// Whether a mail server is configured.
     pub(crate) has_smtp: bool,
     sender: Sender,
     /// The pause after each attempt except the last.
     retries: Vec<Duration>,
     /// Notified when a message may be due.
     wake: Notify,
-    /// Held while a webhook is read, changed and stored.
+    /// Locked while a webhook is read, changed and stored.
     pub(crate) changing: Mutex<()>,
 }
 
@@ -109,18 +109,18 @@ impl Webhooks {
         }
     }
 
-    /// Starts to send the messages that are due to webhooks that are not busy. Returns the time until another message is due.
+    /// Starts to send due messages to webhooks that are not busy. Returns the pause until the next call.
     async fn start_due(
         self: &Arc<Self>,
         sending: &mut JoinSet<String>,
         busy: &mut HashSet<String>,
         purged: &mut Option<Instant>,
     ) -> Result<Duration> {
-        if purged.is_none_or(|at| at.elapsed() >= PURGE_EVERY) {
-            self.store.purge_deliveries(crate::now() - KEPT).await?;
+        if purged.is_none_or(|at| at.elapsed() >= PURGE_INTERVAL) {
+            self.store.purge_deliveries(crate::now() - RETENTION).await?;
             *purged = Some(Instant::now());
         }
-        let mut pause = PURGE_EVERY;
+        let mut pause = PURGE_INTERVAL;
         for (row, delivery) in self.store.next_deliveries().await? {
             if busy.contains(&row.webhook.id) {
                 continue;
@@ -145,7 +145,7 @@ impl Webhooks {
         let mut backoff = RETRY;
         // Without a stored attempt, the message would be sent again at once.
         while let Err(error) = self.store.note_attempt(&delivery, outcome == Outcome::Gone).await {
-            tracing::warn!(%error, delivery = delivery.id, "an attempt of a webhook is not stored yet");
+            tracing::warn!(%error, delivery = delivery.id, "an attempt of a webhook could not be stored; trying again");
             sleep(backoff.pause()).await;
         }
         row.webhook.id
@@ -184,12 +184,13 @@ impl Webhooks {
         let (outcome, error) = match sent {
             Ok(status) if status.is_success() => (Outcome::Delivered, None),
             Ok(StatusCode::GONE) => {
-                (Outcome::Gone, Some("it answered 410 Gone: it wants no more messages".into()))
+                (Outcome::Gone, Some("the receiver answered 410 Gone: it wants no more messages".into()))
             }
-            Ok(status) if status.is_redirection() => {
-                (Outcome::Failed, Some(format!("it answered {status}, and redirects are not followed")))
-            }
-            Ok(status) => (Outcome::Failed, Some(format!("it answered {status}"))),
+            Ok(status) if status.is_redirection() => (
+                Outcome::Failed,
+                Some(format!("the receiver answered {status}, and redirects are not followed")),
+            ),
+            Ok(status) => (Outcome::Failed, Some(format!("the receiver answered {status}"))),
             Err(error) => (Outcome::Failed, Some(error)),
         };
         delivery.attempts.push(DeliveryAttempt { at, status, error, secs });

@@ -21,7 +21,7 @@ use std::{
 use tokio::time::timeout;
 
 /// Time limit of an attempt.
-const TIMEOUT: Duration = Duration::from_secs(15);
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Maximum length of the text of an error, in bytes.
 const ERROR_BYTES: usize = 300;
 
@@ -31,7 +31,7 @@ pub(super) struct Sender {
     /// The server's URL for links, if it is configured.
     server: Option<String>,
     smtp: Option<SmtpConfig>,
-    /// Created for the first message, because reading the system's certificate authorities is slow.
+    /// Created for the first message, because reading the system's CA certificates is slow.
     client: OnceLock<Result<Client, String>>,
 }
 
@@ -43,7 +43,7 @@ impl Sender {
     /// Sends a message. Returns the status of the receiver's response, or the mail server's reply code.
     ///
     /// # Errors
-    /// The message could not be sent, or no response came.
+    /// The message could not be sent, or the receiver did not respond.
     pub(super) async fn send(
         &self,
         row: &WebhookRow,
@@ -55,9 +55,11 @@ impl Sender {
         let body = match forms::body(row.webhook.form, self.with_link(payload), &mut url) {
             Body::Json(body) => body,
             Body::Mail { subject, text } => {
-                let sent =
-                    timeout(TIMEOUT, mail::send(self.smtp.as_ref(), &delivery.id, &url, subject, text));
-                return sent.await.unwrap_or_else(|_| Err(too_late())).map_err(shortened);
+                let sent = timeout(
+                    ATTEMPT_TIMEOUT,
+                    mail::send(self.smtp.as_ref(), &delivery.id, &url, subject, text),
+                );
+                return sent.await.unwrap_or_else(|_| Err(timeout_message())).map_err(shortened);
             }
         };
         if !self.allow_private {
@@ -67,7 +69,7 @@ impl Sender {
             self.client.get_or_init(|| client(self.allow_private)).as_ref().map_err(String::clone)?;
         let timestamp = at.as_second();
         let signature = signature::sign(&row.secret, &delivery.id, timestamp, &body)
-            .ok_or("its secret cannot be read; remove the webhook and add it again")?;
+            .ok_or("the webhook's secret cannot be read; remove the webhook and add it again")?;
         let request = client
             .post(url)
             .header(header::CONTENT_TYPE, "application/json")
@@ -78,7 +80,7 @@ impl Sender {
         Ok(request.send().await.map_err(in_words)?.status())
     }
 
-    /// Adds the address of the job's page.
+    /// Adds the URL of the job's page.
     fn with_link(&self, mut payload: Value) -> Value {
         let job = payload["data"]["id"].as_str();
         if let Some(link) = self.server.as_ref().zip(job).map(|(server, job)| format!("{server}/jobs/{job}"))
@@ -91,7 +93,7 @@ impl Sender {
 
 fn client(allow_private: bool) -> Result<Client, String> {
     let mut roots = RootCertStore::empty();
-    // Unreadable authorities of the system are skipped. If one of them is needed, the connection fails.
+    // The system's unreadable CA certificates are skipped. A connection that needs one of them fails.
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
     let mut tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
@@ -100,7 +102,7 @@ fn client(allow_private: bool) -> Result<Client, String> {
         .with_no_client_auth();
     tls.alpn_protocols = vec![b"http/1.1".to_vec()];
     let builder = Client::builder()
-        .timeout(TIMEOUT)
+        .timeout(ATTEMPT_TIMEOUT)
         .redirect(redirect::Policy::none())
         // A proxy would resolve names itself, and could reach addresses that are not allowed.
         .no_proxy()
@@ -112,10 +114,10 @@ fn client(allow_private: bool) -> Result<Client, String> {
     builder.build().map_err(|error| error.to_string())
 }
 
-/// The text of the innermost cause, which is the most specific. It does not contain the URL, which may have a secret.
+/// The text of the innermost cause, which is the most specific, without the URL, which may contain a secret.
 fn in_words(error: reqwest::Error) -> String {
     if error.is_timeout() {
-        return too_late();
+        return timeout_message();
     }
     let error = error.without_url();
     let mut cause: &dyn Error = &error;
@@ -125,11 +127,11 @@ fn in_words(error: reqwest::Error) -> String {
     shortened(cause.to_string())
 }
 
-fn too_late() -> String {
-    format!("it has not answered within {} s", TIMEOUT.as_secs())
+fn timeout_message() -> String {
+    format!("the receiver did not answer within {} s", ATTEMPT_TIMEOUT.as_secs())
 }
 
-fn shortened(mut words: String) -> String {
-    words.truncate(words.floor_char_boundary(ERROR_BYTES));
-    words
+fn shortened(mut text: String) -> String {
+    text.truncate(text.floor_char_boundary(ERROR_BYTES));
+    text
 }

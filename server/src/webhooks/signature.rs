@@ -6,14 +6,14 @@ use std::io;
 
 const PREFIX: &str = "whsec_";
 /// Length of a secret: 256 bits.
-const BYTES: usize = 32;
+const SECRET_BYTES: usize = 32;
 
 /// Creates a secret.
 ///
 /// # Errors
 /// The system has no random bits.
 pub(crate) fn new_secret() -> io::Result<String> {
-    let mut bytes = [0; BYTES];
+    let mut bytes = [0; SECRET_BYTES];
     getrandom::fill(&mut bytes).map_err(|error| io::Error::other(format!("no random bits: {error}")))?;
     Ok(format!("{PREFIX}{}", STANDARD.encode(bytes)))
 }

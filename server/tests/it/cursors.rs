@@ -70,7 +70,7 @@ async fn a_cursor_of_another_job_list_or_order_is_refused() {
             refused(&server, &format!("/jobs/{mine}/{another}"), &own, "of another list").await;
         }
         for none in ["x", "e30", &"A".repeat(5000), &own[..own.len() - 4]] {
-            refused(&server, &path(&mine), none, "none of this list").await;
+            refused(&server, &path(&mine), none, "not valid for this list").await;
         }
     }
     for (list, sort) in [("logs", "-seq"), ("attempts", "-attempt"), ("checkpoints", "created")] {

@@ -84,14 +84,14 @@ async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
         (
             json!({"data.dataset": "colour"}),
             "/data/dataset",
-            "trained on pictures of 1 channel, those of colour have 3",
+            "trained on pictures of 1 channel, but pictures of colour have 3",
         ),
         (
             json!({"model.arch": "resnet32"}),
             "/model/arch",
-            "its network is a resnet20, resnet32 is another network",
+            "the checkpoint's network is resnet20, not resnet32",
         ),
-        (json!({"model.stem": "imagenet"}), "/model/stem", "has the cifar stem, not the imagenet one"),
+        (json!({"model.stem": "imagenet"}), "/model/stem", "has the cifar stem, not the imagenet stem"),
     ] {
         let (status, body) = fork(set.clone()).await;
         assert_eq!(status, 422, "{set}: {body}");
@@ -136,7 +136,7 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
             &["untested has no split for an evaluation: it has train", "a split called test, val"][..],
         ),
         ("others", &["trained on other classes than others has", "lacks the model's \"dog\""]),
-        ("colour", &["trained on pictures of 1 channel, those of colour have 3"]),
+        ("colour", &["trained on pictures of 1 channel, but pictures of colour have 3"]),
         ("color", &["no dataset is called \"color\"; did you mean \"colour\"?"]),
         ("cifar10", &["no dataset is called \"cifar10\"", "`lockstep dataset get cifar10` fetches it"]),
     ] {

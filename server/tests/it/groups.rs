@@ -235,7 +235,7 @@ async fn invalid_groups_are_refused_with_the_valid_ones() {
         ("by=project&sort=loss".into(), "name \"loss\" in metrics"),
         ("by=project&limit=0".into(), "1 to 1000"),
         ("by=project&limit=1001".into(), "1 to 1000"),
-        ("by=project&cursor=x".into(), "none of this list"),
+        ("by=project&cursor=x".into(), "not valid for this list"),
         ("by=project&groups=x".into(), "no query parameter"),
         ("by=project&state=fast".into(), "fast"),
     ] {

@@ -67,7 +67,7 @@ async fn a_log_is_read_in_pages_from_either_end() {
     for (query, words) in [
         ("sort=sec".to_owned(), "did you mean \"seq\"?"),
         (format!("sort=-seq&cursor={cursor}"), "the cursor is of another sort"),
-        ("cursor=x".to_owned(), "the cursor is none of this list"),
+        ("cursor=x".to_owned(), "the cursor is not valid for this list"),
         (format!("format=text&cursor={cursor}"), "leave sort and cursor out"),
     ] {
         let (status, body) = server.get(&format!("{logs}?{query}")).await;

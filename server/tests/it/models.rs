@@ -128,7 +128,7 @@ async fn scenario(server: TestServer) {
     refused(
         server.post("/models", &json!({"name": "shoes", "job": live})).await,
         409,
-        &["when the job is over"],
+        &["after the job's end"],
     );
 
     // A job begins with the checkpoint that the alias is at, and keeps it.

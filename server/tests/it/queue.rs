@@ -151,7 +151,7 @@ async fn the_queue_is_paged_and_refuses_unknown_parameters() {
         ("fields=place,nam", "did you mean \\\"name\\\""),
         ("projekt=x", "did you mean \\\"project\\\""),
         ("project=a%20b", "project must have"),
-        ("cursor=x", "the cursor is none of this list"),
+        ("cursor=x", "the cursor is not valid for this list"),
         (of_jobs.as_str(), "another list"),
     ] {
         let (status, problem) = server.get(&format!("/queue?{query}")).await;

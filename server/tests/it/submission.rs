@@ -169,7 +169,7 @@ async fn fatal_broken_files_are_reported_at_submission() {
         spec["train"] = json!({"epochs": 2, "batch_size": 100});
         let (_, response) = server.post("/jobs/validate", &spec).await;
         assert_eq!(response["steps_per_epoch"], 5, "{response}");
-        let said = response["warnings"].to_string().contains("validated every 5 steps and written every 3");
+        let said = response["warnings"].to_string().contains("validated every 5 steps and saved every 3");
         assert_eq!(said, is_said, "{response}");
     }
     // Where they are left out, or there is none, nothing is said; nor is a job a warning for ever.

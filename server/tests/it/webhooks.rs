@@ -315,7 +315,7 @@ async fn messages_are_retried_with_the_same_id_also_by_the_next_server() {
     let (last, failed) = attempts(&delivery).split_last().unwrap();
     assert!(last["status"] == 204 && last["error"].is_null(), "{delivery}");
     assert!(!failed.is_empty() && failed.iter().all(|attempt| attempt["status"] == 500), "{delivery}");
-    assert_eq!(failed[0]["error"], "it answered 500 Internal Server Error");
+    assert_eq!(failed[0]["error"], "the receiver answered 500 Internal Server Error");
     let again = receiver.next().await;
     assert_eq!((again.id(), &again.body), (first.id(), &first.body));
     assert_signed(&again, &secret);

@@ -99,7 +99,7 @@ pub(super) async fn follow(
     } else if let Err(error) = &done
         && launched.iter_mut().any(|one| one.ended().is_none() && one.status.is_none())
     {
-        // The server was unreachable for too long for this command. The agents keep trying.
+        // This command gave up on the unreachable server. The agents keep trying.
         return Err(LaunchDetached(format!("{error:#}")).into());
     }
     let until = Instant::now() + EXIT_TIMEOUT;
@@ -108,7 +108,7 @@ pub(super) async fn follow(
             let left: Vec<_> =
                 launched.iter().filter(|one| one.status.is_none()).map(|one| one.label.as_str()).collect();
             output::warn(format_args!(
-                "the agents started on {} have not ended yet; see {}",
+                "the agents started on {} are still running; see {}",
                 left.join(", "),
                 logs.display()
             ));
@@ -124,13 +124,12 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
     loop {
         for at in 0..launched.len() {
             let Some(status) = launched[at].ended() else { continue };
-            // Each exit is reported once. If the network has failed, this request may fail at the same moment.
-            let job = match job_once_read(launch).await {
+            // `ended` returns each exit once, so a failed request is retried: a network failure may have caused the exit.
+            let job = match retry_job(launch).await {
                 Ok(job) => job,
                 Err(error) => {
                     let what = explain(&launched[at].label, status, &launched[at].last_line());
-                    return LaunchDetached(format!("{what}; the state of the job is not known: {error}"))
-                        .into();
+                    return LaunchDetached(format!("{what}; the job's state is unknown: {error}")).into();
                 }
             };
             if job.state.is_final() {
@@ -143,7 +142,7 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
                 return anyhow::anyhow!(what);
             }
             if is_last && launch.elsewhere(&job).is_some() {
-                // The job's state is reported at the end.
+                // The caller adds that agents of another launch run the job.
                 return anyhow::anyhow!(what);
             }
             if is_last {
@@ -216,7 +215,7 @@ async fn online(
     Ok(nodes.all(|(at, node)| has_ended(at) || is_online(&node.name)).then_some(Ok(())))
 }
 
-/// Whether each agent has its own process on this machine, in the same order, as with SSH.
+/// Whether the processes correspond to the nodes one to one, in the same order, as with SSH.
 fn is_each(launch: &Launch, launched: &[Launched]) -> bool {
     launched.len() == launch.bundle.nodes.len()
 }
@@ -253,7 +252,7 @@ async fn job(api: &Api, launch: &Launch) -> anyhow::Result<Job> {
 ///
 /// # Errors
 /// The server refuses the request, or does not respond for a minute.
-async fn job_once_read(launch: &Launch) -> anyhow::Result<Job> {
+async fn retry_job(launch: &Launch) -> anyhow::Result<Job> {
     let began = Instant::now();
     loop {
         match job(&launch.api, launch).await {

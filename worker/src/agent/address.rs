@@ -34,8 +34,8 @@ pub(super) struct Address {
 /// The address of the agents' websocket on the server of `options`.
 ///
 /// # Errors
-/// Why the options cannot be used: the address is invalid, traffic would cross the network unencrypted, a client
-/// certificate lacks TLS, or a file cannot be used.
+/// The options cannot be used: the address is invalid, traffic would cross the network unencrypted, a client
+/// certificate is given without TLS, or a file cannot be used.
 pub(super) fn parse(options: &Options) -> Result<Address, String> {
     let server = options.server.as_str();
     let base = server.trim_end_matches('/');
@@ -87,8 +87,8 @@ fn is_loopback(host: &str) -> bool {
 }
 
 /// Checks that the processes that listen at the server's address belong to the server's account, or to root. Another
-/// account of this machine may have taken the port of a stopped server, and must not get the token. If nothing listens,
-/// this is an error too: another program could start to listen before the connection is made.
+/// account of this machine may have taken the port of a stopped server, and must not get the token. It is also an error
+/// if nothing listens, because another program could start to listen before the connection is made.
 pub(super) fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), String> {
     const ROOT: u32 = 0;
     if listeners.is_empty() && !owners.is_empty() {

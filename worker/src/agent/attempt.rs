@@ -37,7 +37,7 @@ pub(super) use gang::{Gang, free_port};
 pub(super) enum Order {
     /// The server ordered the attempt to stop. `patient`: ranks first finish their step and write a checkpoint.
     Stop { patient: bool },
-    /// This agent is shutting down in order: ranks write a checkpoint first.
+    /// This agent stops in an orderly way: ranks write a checkpoint first.
     Leave,
     /// The spool is full: ranks write a checkpoint and end.
     Full(Reason),

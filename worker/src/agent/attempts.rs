@@ -99,7 +99,7 @@ impl Agent {
         match self.state_dir.probe() {
             Err(error) => drop(self.take_no_work(&error)),
             Ok(()) if self.no_work.take().is_some() => {
-                tracing::info!(folder = %self.state_dir.dir().display(), "the folder can be written again: this agent takes jobs");
+                tracing::info!(folder = %self.state_dir.dir().display(), "the folder can be written again; this agent accepts jobs");
             }
             Ok(()) => {}
         }
@@ -109,14 +109,14 @@ impl Agent {
     fn take_no_work(&mut self, error: &std::io::Error) -> String {
         let folder = self.state_dir.dir().display();
         if self.no_work.is_none() {
-            tracing::error!(%folder, %error, "the folder cannot be written: this agent takes no jobs until then; free space there or make the folder writable");
+            tracing::error!(%folder, %error, "the folder cannot be written, so this agent accepts no jobs; free space on its disk, or make the folder writable");
         }
         let reason = format!("its folder {folder} cannot be written: {error}");
         self.no_work = Some(reason.clone());
         reason
     }
 
-    /// Ends the agent in order: notifies the server, and lets ranks write a checkpoint.
+    /// Stops the agent in an orderly way: notifies the server, and lets ranks write a checkpoint.
     pub(super) fn leave(&mut self, reason: String) {
         self.leaving = Some(Shutdown { reason, announced: false, ranks_gone: None });
         self.context.spares.close();

@@ -74,7 +74,7 @@ const ONLY_JOB_UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// Runs an agent until a signal, or until `only_job` or `follow_parent` ends it.
 ///
-/// SIGTERM and SIGINT end the agent in order: it notifies the server, ends its ranks and returns. A second such
+/// SIGTERM and SIGINT stop the agent in an orderly way: it notifies the server, ends its ranks and returns. A second such
 /// signal kills the ranks. SIGUSR1 detaches: the agent returns at once and leaves the ranks to the next agent.
 ///
 /// # Errors

@@ -28,7 +28,7 @@ pub struct Options {
     pub gpus: Option<String>,
     /// Serve only this job, and end with it.
     pub only_job: Option<JobId>,
-    /// End when `only_job` has finished, rather than after an attempt of it. An earlier signal is reported as
+    /// End when `only_job` has finished, rather than after an attempt of this job. An earlier signal is reported as
     /// [`AgentError::Signalled`].
     pub until_final: bool,
     /// The address at which ranks of other machines reach the ranks of this machine. If absent, the address of

@@ -41,7 +41,7 @@ impl Datasets {
 
 /// Chooses the job's folder, and creates the folder of the attempt. The server's own folder is used only if this agent
 /// shares the server's disk: the agent must read the random mark that the server has just written there, and be able to
-/// write to the same folder. An equal path proves nothing. A lock proves nothing either, because some network file
+/// write to the same folder. Equal paths do not prove a shared disk. Locks do not either, because some network file
 /// systems do not propagate locks.
 ///
 /// # Errors

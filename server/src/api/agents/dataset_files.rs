@@ -32,9 +32,8 @@ use std::sync::Arc;
 
 /// List a dataset's files
 ///
-/// For an agent that runs an attempt on a machine without the dataset. The response has a JSON entry in each line; the last entry is `end`
-/// or
-/// `failed`.
+/// For an agent that runs an attempt on a machine without the dataset. Each line of the response is a JSON entry; the last entry is `end`
+/// or `failed`.
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/dataset/files", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)),
     responses((status = 200, content_type = "application/x-ndjson", body = String), (status = 403, body = Problem),

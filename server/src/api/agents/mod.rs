@@ -38,7 +38,7 @@ use std::sync::Arc;
 use utoipa::ToSchema;
 
 /// Time for which a warning about a second agent with the same identity is shown. A refused agent retries every few seconds.
-const TWIN_SHOWN: SignedDuration = SignedDuration::from_secs(60);
+const TWIN_WARNING_LIFE: SignedDuration = SignedDuration::from_secs(60);
 
 /// A page of machines.
 #[derive(Debug, Serialize, ToSchema)]
@@ -282,7 +282,7 @@ pub(super) async fn all(scheduler: &Scheduler, ingress: &Ingress, caller: &Calle
             warnings.insert(0, MachineWarning { problem: true, text });
         }
         let twin = now.and_then(|agent| agent.twin);
-        if let Some((address, _)) = twin.filter(|(_, at)| crate::now().duration_since(*at) < TWIN_SHOWN) {
+        if let Some((address, _)) = twin.filter(|(_, at)| crate::now().duration_since(*at) < TWIN_WARNING_LIFE) {
             let text = format!(
                 "Another agent with this machine's identity tries to connect from {address} and is refused. If this machine has crashed, wait: \
                  its agent is accepted soon. If the other agent's folder is a copy of this one's, remove the file agent_id there and start \

@@ -109,6 +109,8 @@ impl RequestingAgent {
     }
 
     fn no_such(&self, name: &str) -> Error {
-        Error::NotFound(format!("the job has no checkpoint {name} of this agent, or no longer"))
+        Error::NotFound(format!(
+            "the job has no checkpoint {name} of this agent, or the checkpoint was removed"
+        ))
     }
 }

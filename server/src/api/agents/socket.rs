@@ -48,7 +48,7 @@ use tokio::sync::mpsc;
 
 /// Maximum number of orders to stop after a heartbeat.
 const MAX_STOPS: usize = 64;
-/// Time limit for `Hello`, and for sending an answer.
+/// Time limit for `Hello`, and for sending a message.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Connect an agent
@@ -107,7 +107,7 @@ impl End {
     }
 }
 
-/// Any other end, which is no fault of the agent.
+/// Any other reason, which is not the agent's fault.
 impl From<String> for End {
     fn from(why: String) -> Self {
         Self { why, code: close_code::NORMAL }

@@ -57,7 +57,7 @@ impl From<Failure> for Error {
 }
 
 /// Time limit of an evaluation. A large validation split takes long on a busy machine's CPU.
-const TIMEOUT: Duration = Duration::from_secs(3600);
+const EVALUATION_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// The progress of an evaluation.
 #[derive(Debug, Serialize, ToSchema)]
@@ -124,9 +124,9 @@ pub(crate) struct NeighboursQuery {
 
 /// Evaluate a checkpoint
 ///
-/// Per-class scores, the confusion matrix and the most confident mistakes on the validation pictures of the job's dataset or of another
-/// dataset. The evaluation is computed at the first request, and again if the pictures have changed. This may take a while: 202 means that
-/// it is in progress; send the request again.
+/// Returns per-class scores, the confusion matrix and the most confident mistakes on the validation pictures of the job's dataset or of
+/// another dataset. The evaluation is computed at the first request, and again if the pictures have changed. This may take a while: 202
+/// means that the evaluation is in progress; repeat the request.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), EvaluationQuery),
     responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"),
@@ -145,7 +145,7 @@ pub(crate) async fn evaluation(
 /// The `k` nearest training pictures vote on the class of each validation picture, by the cosine similarity of embeddings (the inputs of
 /// the network's last layer). The last layer is not used, so the number of its classes does not matter. The evaluation is computed at the
 /// first request, and again if the validation pictures have changed. An agent embeds every picture on its CPU cores, which may take a
-/// while: 202 means that the evaluation is in progress; send the request again.
+/// while: 202 means that the evaluation is in progress; repeat the request.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation/neighbours", tag = "checkpoints", params(("id" = String, Path), NeighboursQuery),
     responses((status = 200, body = NearestNeighbours), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"),
@@ -320,7 +320,7 @@ async fn start(
                 let waiting = requests::send(&scheduler.agents, for_agent).await?;
                 // Cannot fail, because only this task sets it.
                 let _ = request.set(waiting.id);
-                scheduler.agents.reply(waiting, TIMEOUT).await
+                scheduler.agents.reply(waiting, EVALUATION_TIMEOUT).await
             };
             match answer.await {
                 Ok(AgentReply::Evaluation(found)) if neighbours.is_none() => keep(&file, &found).await,

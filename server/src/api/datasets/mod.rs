@@ -40,7 +40,7 @@ use utoipa::ToSchema;
 const MAX_PATH_BYTES: usize = 4096;
 const MAX_NAME_BYTES: usize = 100;
 /// Maximum number of jobs that an error message names.
-const JOBS_NAMED: usize = 10;
+const MAX_NAMED_JOBS: usize = 10;
 
 /// A page of datasets.
 #[derive(Debug, Serialize, ToSchema)]
@@ -98,8 +98,8 @@ pub(super) async fn seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<Da
 
 /// Register a dataset
 ///
-/// An agent inspects the files and detects their format. The first inspection of many pictures takes minutes: 202 has the progress; send
-/// the same request again until the response is 201.
+/// An agent inspects the files and detects their format. The first inspection of many pictures takes minutes. A response 202 contains the
+/// progress; repeat the request until the response is 201.
 #[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitQuery), request_body = NewDataset,
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
@@ -392,12 +392,13 @@ pub(crate) async fn delete(
 
 /// Formats an error message such as `2 jobs train on it: j1 ("a", running), j2 ("b", queued); cancel them first`.
 fn needed_by(jobs: &[Job]) -> String {
-    let named = jobs.iter().take(JOBS_NAMED).map(|job| format!("{} ({:?}, {})", job.id, job.name, job.state));
+    let named =
+        jobs.iter().take(MAX_NAMED_JOBS).map(|job| format!("{} ({:?}, {})", job.id, job.name, job.state));
     let named = named.collect::<Vec<_>>().join(", ");
     match jobs.len() {
         1 => format!("a job trains on it: {named}; cancel it first"),
-        n if n > JOBS_NAMED => {
-            format!("{n} jobs train on it: {named} and {} more; cancel them first", n - JOBS_NAMED)
+        n if n > MAX_NAMED_JOBS => {
+            format!("{n} jobs train on it: {named} and {} more; cancel them first", n - MAX_NAMED_JOBS)
         }
         n => format!("{n} jobs train on it: {named}; cancel them first"),
     }

@@ -35,8 +35,8 @@ use std::{
 use tokio::sync::Mutex;
 use utoipa::{IntoParams, ToSchema};
 
-/// Held while the folder of an upload is emptied, unpacked into, registered or removed. Work on threads for blocking work holds it to its
-/// end, also after the client has disconnected.
+/// Locked while the folder of an upload is emptied, filled, registered or removed. Work on threads for blocking work keeps the lock until
+/// its end, even if the client disconnects.
 static FOLDERS: Mutex<()> = Mutex::const_new(());
 /// Time for which an archive is unpacked before the next archive gets its turn.
 const TURN: Duration = Duration::from_secs(5);
@@ -102,8 +102,8 @@ pub(crate) async fn upload_archive(
 
 /// Make an uploaded zip file a dataset
 ///
-/// The pictures are unpacked into the server's data directory and registered under this name. They are removed with the dataset. 202 has
-/// the progress; send the same request again until the response is 201.
+/// The pictures are unpacked into the server's data directory and registered under this name. They are removed with the dataset. A response
+/// 202 contains the progress; repeat the request until the response is 201.
 #[utoipa::path(post, path = "/datasets/uploads/{name}", tag = "datasets", params(("name" = String, Path), WaitQuery), request_body = UploadedDataset,
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being unpacked or inspected; ask again"),
         (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem, description = "The file is not a zip file of pictures"),

@@ -38,7 +38,7 @@ pub(crate) struct Annotations {
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct AnnotationsQuery {
-    /// Maximum number of jobs on a page, 1 to 1000 (default 1000). A page also ends after 4 MiB; it then has a `next_cursor`.
+    /// Maximum number of jobs on a page, 1 to 1000 (default 1000). A page also ends after 4 MiB, and then has a `next_cursor`.
     #[param(minimum = 1, maximum = 1000)]
     limit: Option<u32>,
     /// `next_cursor` of the previous page.
@@ -78,10 +78,10 @@ pub(crate) async fn list(
 ) -> Result<Response> {
     let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
-    let behind: Option<String> = PAGES.read(query.cursor.as_deref())?;
+    let after: Option<String> = PAGES.read(query.cursor.as_deref())?;
     let seen_by = caller.sees_as();
     let _turn = large::turn(limit).await?;
-    let page = store.annotations(seen_by.as_deref(), &behind.unwrap_or_default(), limit).await?;
+    let page = store.annotations(seen_by.as_deref(), &after.unwrap_or_default(), limit).await?;
     let jobs = page.jobs.into_iter().map(|(id, annotation)| {
         let annotation = match &fields {
             Some(fields) => fields.of(&annotation),
@@ -150,7 +150,7 @@ pub(crate) async fn change(
 /// Disk space of a job.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Size {
-    /// Size of the job's folder, which has checkpoints, logs and evaluations. The job's rows in the database are not included.
+    /// Size of the job's folder, which contains checkpoints, logs and evaluations. The job's rows in the database are not included.
     size_bytes: u64,
 }
 

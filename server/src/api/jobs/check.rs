@@ -52,13 +52,14 @@ impl LaunchQuery {
 pub(crate) struct Plan {
     /// The complete specification, with all defaults.
     spec: JobSpec,
-    /// Number of training pictures. If `data.validation` is a fraction, this is the expected number, because each picture is held out at
-    /// random. The numbers of steps are computed from it.
+    /// Number of training pictures, from which the numbers of steps are computed. If `data.validation` is a fraction, this is the expected
+    /// number, because pictures are held out at random.
     samples: u64,
     global_batch_size: u64,
     steps_per_epoch: u64,
     total_steps: u64,
-    /// Number of trials, for a job file with a section `sweep`. The other fields are those of the first trial, and `spec` has no setting.
+    /// Number of trials, for a job file with a section `sweep`. The other fields describe the first trial, but `spec` does not contain the
+    /// first trial's setting.
     #[serde(skip_serializing_if = "Option::is_none")]
     trials: Option<usize>,
     /// The section `sweep`.
@@ -86,9 +87,9 @@ pub(crate) struct Estimate {
 }
 
 /// Number of the newest jobs that an estimate considers.
-const ESTIMATED_FROM: u32 = 100;
+const MAX_COMPARED_JOBS: u32 = 100;
 /// Minimum number of steps of a measured job. With fewer steps, the start-up dominates the speed.
-const MEASURED_STEPS: u64 = 20;
+const MIN_MEASURED_STEPS: u64 = 20;
 
 /// Check a specification without submitting it
 ///
@@ -102,7 +103,7 @@ pub(crate) async fn validate(
     Document(document, _): Document,
 ) -> Result<Json<Plan>> {
     if let Some((section, job)) = split_sweep(&document) {
-        // All trials are checked when they are submitted.
+        // Only the first trial is checked completely. A submission checks all trials.
         let checked = check_sweep(&scheduler, &caller, (&section, &job), "sweep", 1, query.slots()).await?;
         return Ok(Json(checked.plan(section, &job)?));
     }
@@ -113,13 +114,13 @@ pub(crate) async fn validate(
 
 async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &Checked) -> Result<Option<Estimate>> {
     let Checked { spec, dataset, .. } = checked;
-    let filter = JobFilter { limit: ESTIMATED_FROM, seen_by: caller.sees_as(), ..JobFilter::default() };
+    let filter = JobFilter { limit: MAX_COMPARED_JOBS, seen_by: caller.sees_as(), ..JobFilter::default() };
     let jobs = scheduler.store.jobs(&filter).await?.jobs;
     let online = scheduler.agents.online();
     let is_here =
         |job: &Job| job.agents.iter().all(|name| online.iter().any(|agent| agent.row.name == *name));
     let measured = jobs.into_iter().filter_map(|job| {
-        let is_measured = job.step >= MEASURED_STEPS && !job.agents.is_empty();
+        let is_measured = job.step >= MIN_MEASURED_STEPS && !job.agents.is_empty();
         let speed = job.images_per_second.filter(|speed| is_measured && *speed > 0.0)?;
         (is_as_fast(spec, &job) && is_here(&job)).then_some((job, speed))
     });
@@ -134,7 +135,7 @@ async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &Checked) -> 
     }))
 }
 
-/// Whether a new job with this specification trains about as fast as an earlier job.
+/// Whether a new job with this specification should train about as fast as an earlier job.
 fn is_as_fast(spec: &JobSpec, job: &Job) -> bool {
     let other = &job.spec;
     let has_same_size = spec.data.image_size.is_some() || spec.data.dataset == other.data.dataset;
@@ -210,7 +211,7 @@ pub(super) async fn check_with(
     let (mut spec, mut errors) = spec::read(document);
     // A mistake in parallel.mode does not affect the checks below.
     let causes = errors.iter().map(|e| e.pointer.clone()).filter(|pointer| pointer != "/parallel/mode");
-    let own = DocumentMistakes(causes.collect());
+    let in_document = DocumentMistakes(causes.collect());
     let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
     let name = document.pointer("/data/dataset").and_then(Value::as_str).unwrap_or_default();
     let datasets = datasets::seen_by(&*scheduler.store, caller).await?;
@@ -227,7 +228,7 @@ pub(super) async fn check_with(
     }
     if let Some(spec) = &spec
         && slots == Slots::Now
-        && !own.concern(&["/parallel", "/train/precision"])
+        && !in_document.concern(&["/parallel", "/train/precision"])
     {
         errors.extend(slots_mistake(&scheduler.agents, spec));
     }
@@ -241,8 +242,8 @@ pub(super) async fn check_with(
             errors.push(at("/private", detail));
         }
         let found = dataset_mistakes(spec, dataset);
-        errors.extend(found.into_iter().filter(|mistake| !own.may_cause(mistake)));
-        if begins && !own.concern(&["/model", "/data", "/train/recipe"]) {
+        errors.extend(found.into_iter().filter(|mistake| !in_document.may_cause(mistake)));
+        if begins && !in_document.concern(&["/model", "/data", "/train/recipe"]) {
             match submission::pretrained(scheduler, caller, spec, dataset).await? {
                 Weights::Fit => {}
                 Weights::Mistake(mistake) => errors.push(mistake),
@@ -261,7 +262,7 @@ pub(super) async fn check_with(
     }
 }
 
-/// A sweep without a mistake.
+/// A sweep that passed all checks.
 pub(in crate::api) struct CheckedSweep {
     pub(in crate::api) sweep: SweepSpec,
     /// The settings of all trials.
@@ -281,16 +282,17 @@ impl CheckedSweep {
     }
 }
 
-/// Checks a sweep with this id. The first `most` trials are checked like by [`check`], and only the documents of the others.
+/// Checks a sweep with this id. The first `full_checks` trials are checked as by [`check`]; of the other trials, only the documents are
+/// checked.
 ///
 /// # Errors
-/// Every mistake, once.
+/// Each distinct mistake, or the database cannot be read.
 pub(in crate::api) async fn check_sweep(
     scheduler: &Scheduler,
     caller: &Caller,
     (section, job): (&Value, &Value),
     id: &str,
-    most: usize,
+    full_checks: usize,
     slots: Slots,
 ) -> Result<CheckedSweep> {
     let sweep = read_sweep(section).map_err(Error::Invalid)?;
@@ -299,7 +301,7 @@ pub(in crate::api) async fn check_sweep(
     for (index, setting) in settings.iter().enumerate() {
         let found = match trial_document(job, setting, id) {
             Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
-            Ok(document) if index >= most => spec::read(&document).1,
+            Ok(document) if index >= full_checks => spec::read(&document).1,
             Ok(document) => match check_with(scheduler, caller, &document, true, slots).await {
                 Ok(checked) => {
                     let found = sweep.check(&checked.spec);
@@ -334,8 +336,8 @@ fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> 
         return None;
     }
     Some(format!(
-        "the network is validated every {validated} steps and written every {every}: the best network is kept only if both fall on the same \
-         step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of {validated}"
+        "the network is validated every {validated} steps and saved every {every} steps, so the best network is kept only if both happen at the \
+         same step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of {validated}"
     ))
 }
 
@@ -343,12 +345,12 @@ fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> 
 struct DocumentMistakes(Vec<String>);
 
 impl DocumentMistakes {
-    /// Whether a mistake is at one of these pointers, or below one.
-    fn concern(&self, places: &[&str]) -> bool {
-        let at = |pointer: &str, place: &str| {
-            pointer.strip_prefix(place).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+    /// Whether a mistake is at one of these pointers, or below one of them.
+    fn concern(&self, ancestors: &[&str]) -> bool {
+        let is_below = |pointer: &str, ancestor: &str| {
+            pointer.strip_prefix(ancestor).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
         };
-        self.0.iter().any(|pointer| places.iter().any(|place| at(pointer, place)))
+        self.0.iter().any(|pointer| ancestors.iter().any(|ancestor| is_below(pointer, ancestor)))
     }
 
     /// Whether `mistake` may be a consequence of the mistakes in the document.
@@ -363,13 +365,13 @@ impl DocumentMistakes {
     }
 }
 
-/// Error message if none of `datasets` is called `name`, with the most similar name.
+/// The error message if none of `datasets` is called `name`. Suggests the most similar name.
 pub(in crate::api) fn no_dataset(name: &str, datasets: &[Dataset]) -> String {
     let names: Vec<_> = datasets.iter().map(|d| d.name.as_str()).collect();
     let known = match (nearest(name, names.iter().copied()), names.is_empty()) {
         (_, true) => "no dataset is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned(),
         (Some(near), _) => format!("did you mean {near:?}?"),
-        (None, _) => format!("there are {}", names.join(", ")),
+        (None, _) => format!("the datasets are {}", names.join(", ")),
     };
     let fetched = match name {
         "cifar10" | "cifar100" => format!("; `lockstep dataset get {name}` fetches it"),
@@ -389,8 +391,8 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     let device = device_for(spec);
     let mut slots = online.iter().flat_map(|agent| &agent.row.slots);
     let is_cpu = device == Device::Cpu || slots.all(|slot| slot.device == Device::Cpu.name());
-    let sum = max_capacity_of(online.into_iter().map(|agent| agent.row), device);
-    let most = sum.slots;
+    let capacity = max_capacity_of(online.into_iter().map(|agent| agent.row), device);
+    let most = capacity.slots;
     if most >= spec.parallel.ranks as usize {
         return None;
     }
@@ -418,18 +420,18 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     let unit = device.kind().map_or("slot", |kind| kind.slot_name);
     let units = if most == 1 { unit.to_owned() } else { format!("{unit}s") };
     let ranks = spec.parallel.ranks;
-    // The number of CPU slots of a machine is an option.
+    // A machine's number of CPU slots can be changed by an option.
     let more_slots = match is_cpu {
         true => {
             ", or give a machine more slots: `lockstep serve --cpu-slots N` or `lockstep agent --cpu-slots N`"
         }
         false => "",
     };
-    let detail = if sum.machines > 1 {
+    let detail = if capacity.machines > 1 {
         format!(
             "{ranks} ranks, but the {} machines online that can share a job have {most} {units} in all; use at most {most}, or join \
              another machine{more_slots}",
-            sum.machines
+            capacity.machines
         )
     } else {
         format!(
@@ -443,7 +445,7 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
 pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
     let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
     match (&spec.data.validation, spec.data.fold.zip(spec.data.folds)) {
-        // The first folds have one picture more if the pictures cannot be divided evenly. Without regard to duplicates.
+        // The first folds have one more picture if the pictures cannot be divided evenly. Duplicates are not considered.
         (_, Some((fold, folds))) => {
             let (fold, folds) = (u64::from(fold), u64::from(folds.max(1)));
             train - train / folds - u64::from(fold <= train % folds)

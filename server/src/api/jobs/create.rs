@@ -1,4 +1,4 @@
-//! Submitting a job. The server checks it and stores it with its folder, once for each `Idempotency-Key`.
+//! Submitting a job. The server checks the job and stores it with its folder, once for each `Idempotency-Key`.
 
 use super::check::{Checked, LaunchQuery, Slots, check_with};
 use crate::{
@@ -83,8 +83,8 @@ async fn submit_with(
     Ok((status, job))
 }
 
-/// Returns the job that an earlier request with the same `Idempotency-Key` made. This is checked first, so that a later change, such as
-/// a missing file, does not make the repeated request fail.
+/// Returns the job that an earlier request with the same `Idempotency-Key` made. Handlers call this function first, so that a later change,
+/// such as a missing file, does not make a repeated request fail.
 pub(in crate::api) async fn made_before(
     store: &dyn Store,
     caller: &Caller,
@@ -134,11 +134,11 @@ pub(in crate::api) fn idempotency_key(
     let Some(key) = headers.get("idempotency-key") else { return Ok(None) };
     let key = key.to_str().ok().filter(|k| !k.is_empty() && k.len() <= MAX_KEY_BYTES);
     let key = key.ok_or_else(|| {
-        Error::BadRequest(format!("Idempotency-Key must be 1 to {MAX_KEY_BYTES} plain characters"))
+        Error::BadRequest(format!("Idempotency-Key must be 1 to {MAX_KEY_BYTES} visible ASCII characters"))
     })?;
     // A path contains no NUL, so different requests have different texts.
     let request = Sha256::new().chain_update(uri.path()).chain_update([0]).chain_update(body).finalize();
-    // If jobs have owners, two people may choose the same key. No name contains the separator.
+    // If jobs have owners, two people may choose the same key, so the key contains the owner. No name contains the separator.
     let key = match caller.owner().filter(|_| auth.access.has_people()) {
         Some(owner) => format!("{owner}\u{1f}{key}"),
         None => key.to_owned(),

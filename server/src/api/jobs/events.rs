@@ -20,7 +20,7 @@ use std::sync::Arc;
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
-/// The only order, for cursors.
+/// The only sort key, for cursors.
 const ORDER: &str = "seq";
 /// Number of rows in each query.
 const ROWS: u32 = 250;
@@ -185,7 +185,7 @@ mod tests {
     };
 
     #[test]
-    fn every_field_of_an_event_can_be_asked_for() {
+    fn every_field_of_an_event_can_be_requested() {
         let evaluation = Evaluation { epoch: 1, step: 2, samples: 3, accuracy: 0.5, loss: 0.5, secs: 0.5 };
         let report = RankReport {
             status: "training".into(),

@@ -54,7 +54,7 @@ impl Trained {
     }
 }
 
-/// Returns why a checkpoint cannot be evaluated on `dataset`, if its classes or channels differ.
+/// Returns the reason if a checkpoint cannot be evaluated on `dataset`, because classes or channels differ.
 pub(crate) fn not_measurable(trained: &Trained, dataset: &Dataset) -> Option<String> {
     let (name, info) = (&dataset.name, &dataset.info);
     if let Some(difference) = classes_differ(&trained.classes, &info.classes) {
@@ -62,7 +62,7 @@ pub(crate) fn not_measurable(trained: &Trained, dataset: &Dataset) -> Option<Str
     }
     (trained.channels != info.channels).then(|| {
         format!(
-            "the model was trained on pictures of {} channel{}, those of {name} have {}",
+            "the model was trained on pictures of {} channel{}, but pictures of {name} have {}",
             trained.channels,
             if trained.channels == 1 { "" } else { "s" },
             info.channels
@@ -92,23 +92,26 @@ pub(crate) fn mistakes(
     };
     if spec.model.arch != source.model.arch {
         let (is, was) = (spec.model.arch.name(), source.model.arch.name());
-        mistake("/model/arch", format!("its network is a {was}, {is} is another network"));
+        mistake("/model/arch", format!("the checkpoint's network is {was}, not {is}"));
     }
     let Some(trained) = trained else {
         if spec.model.stem != source.model.stem {
             let (is, was) = (spec.model.stem.name(), source.model.stem.name());
-            mistake("/model/stem", format!("its network has the {was} stem, not the {is} one"));
+            mistake("/model/stem", format!("the checkpoint's network has the {was} stem, not the {is} stem"));
         }
         return mistakes;
     };
     let (name, info) = (&dataset.name, &dataset.info);
     if let Some(difference) = classes_differ(&trained.classes, &info.classes) {
-        mistake("/data/dataset", format!("{name} has other classes than it was trained on ({difference})"));
+        mistake(
+            "/data/dataset",
+            format!("{name} has other classes than the checkpoint was trained on ({difference})"),
+        );
     }
     if trained.channels != info.channels {
         let (was, is) = (trained.channels, info.channels);
         let was = plural(was.into(), "channel");
-        let detail = format!("it was trained on pictures of {was}, those of {name} have {is}");
+        let detail = format!("it was trained on pictures of {was}, but pictures of {name} have {is}");
         mistake("/data/dataset", detail);
     }
     let (was, is) = (trained.image_size, spec.data.evaluation_size().unwrap_or(info.height));
@@ -123,7 +126,7 @@ pub(crate) fn mistakes(
     } else if had != has {
         mistake(
             "/model/stem",
-            format!("its network has the {} stem, not the {} one", had.name(), has.name()),
+            format!("the checkpoint's network has the {} stem, not the {} stem", had.name(), has.name()),
         );
     }
     mistakes
@@ -139,15 +142,15 @@ pub(crate) async fn check_newest(checkpoints: &Checkpoints, caller: &Caller, job
     }
     let name = &job.spec.data.dataset;
     // A private dataset may have been registered under this name since.
-    let usable = |dataset: &Dataset| {
+    let is_usable = |dataset: &Dataset| {
         !dataset.private || (job.spec.private && caller.sees(true, dataset.owner.as_deref()))
     };
-    let Some(dataset) = checkpoints.store.dataset(name).await?.filter(usable) else {
+    let Some(dataset) = checkpoints.store.dataset(name).await?.filter(is_usable) else {
         // A job in any other state cannot continue anyway; `lifecycle` reports that.
-        let could = matches!(job.state, JobState::Paused | JobState::Failed | JobState::Cancelled);
+        let can_continue = matches!(job.state, JobState::Paused | JobState::Failed | JobState::Cancelled);
         let detail = format!("the dataset {name:?} is no longer registered; add it again under this name");
         let mistake = SpecError { pointer: "/data/dataset".into(), detail };
-        return if could { Err(Error::Invalid(vec![mistake])) } else { Ok(()) };
+        return if can_continue { Err(Error::Invalid(vec![mistake])) } else { Ok(()) };
     };
     let Some(newest) = checkpoints.store.checkpoints(&job.id).await?.into_iter().next() else {
         return Ok(());

@@ -15,7 +15,7 @@ const MAX_VALUES_BYTES: usize = 16_384;
 /// Number of leading characters of a text by which groups are ordered. Cursors contain these characters.
 const ORDERED_CHARS: usize = 100;
 
-fn refused(detail: impl std::fmt::Display) -> Error {
+fn invalid_by(detail: impl std::fmt::Display) -> Error {
     Error::BadRequest(format!("by {detail}"))
 }
 
@@ -26,23 +26,23 @@ fn refused(detail: impl std::fmt::Display) -> Error {
 pub(super) fn by(text: &str) -> Result<Vec<GroupBy>> {
     let parts: Vec<_> = text.split(',').map(str::trim).filter(|part| !part.is_empty()).collect();
     if !(1..=MAX_KEYS).contains(&parts.len()) {
-        return Err(refused(format!(
+        return Err(invalid_by(format!(
             "must name 1 to {MAX_KEYS} of project, owner, tag, state, name and keys such as train.lr; names {}",
             parts.len()
         )));
     }
     let mut found: Vec<GroupBy> = Vec::new();
     for part in parts {
-        let by = one(part)?;
+        let by = parse_key(part)?;
         if found.contains(&by) {
-            return Err(refused(format!("names {part:?} twice")));
+            return Err(invalid_by(format!("names {part:?} twice")));
         }
         found.push(by);
     }
     Ok(found)
 }
 
-fn one(part: &str) -> Result<GroupBy> {
+fn parse_key(part: &str) -> Result<GroupBy> {
     Ok(match part {
         "project" => GroupBy::Project,
         "owner" => GroupBy::Owner,
@@ -50,7 +50,7 @@ fn one(part: &str) -> Result<GroupBy> {
         "state" => GroupBy::State,
         "name" => GroupBy::Name,
         path => {
-            let (table, key, kind) = single_setting(path).map_err(refused)?;
+            let (table, key, kind) = single_setting(path).map_err(invalid_by)?;
             match (table, key, kind) {
                 ("", "project", _) => GroupBy::Project,
                 ("", "name", _) => GroupBy::Name,
@@ -79,7 +79,7 @@ pub(super) fn group(by_text: Option<&str>, values: Option<&str>) -> Result<Vec<(
             ));
         }
     };
-    let wrong = || {
+    let invalid_group = || {
         Error::BadRequest(format!(
             "group must be the values of a group as JSON, one for each of by, such as [\"resnet20\",0.1] or [null]; is {:?}",
             shortened(values)
@@ -91,9 +91,9 @@ pub(super) fn group(by_text: Option<&str>, values: Option<&str>) -> Result<Vec<(
             values.len()
         )));
     }
-    let values: Vec<GroupValue> = serde_json::from_str(values).map_err(|_| wrong())?;
+    let values: Vec<GroupValue> = serde_json::from_str(values).map_err(|_| invalid_group())?;
     let fits = values.len() == by.len() && by.iter().zip(&values).all(|(by, value)| fits(*by, value));
-    if fits { Ok(by.into_iter().zip(values).collect()) } else { Err(wrong()) }
+    if fits { Ok(by.into_iter().zip(values).collect()) } else { Err(invalid_group()) }
 }
 
 fn fits(by: GroupBy, value: &GroupValue) -> bool {
@@ -110,7 +110,7 @@ fn fits(by: GroupBy, value: &GroupValue) -> bool {
 /// Sort key of a group, from the values that the group's jobs have in common.
 pub(super) fn key(values: &[GroupValue]) -> Key {
     let part = |value: &GroupValue| match value {
-        GroupValue::Bool(is) => Key::Number(f64::from(u8::from(*is))),
+        GroupValue::Bool(value) => Key::Number(f64::from(u8::from(*value))),
         GroupValue::Number(number) => Key::Number(*number),
         GroupValue::Text(text) => Key::Text(text.chars().take(ORDERED_CHARS).collect()),
         GroupValue::Missing => Key::Missing,

@@ -27,8 +27,9 @@ const MAX_METRICS: usize = 16;
 const ID_BYTES: usize = 600;
 
 /// Limits the number of concurrent requests, because each reads all matching jobs and the database has few readers.
-static CONCURRENT: Semaphore = Semaphore::const_new(2);
-const TIMEOUT: Duration = Duration::from_secs(10);
+static PERMITS: Semaphore = Semaphore::const_new(2);
+/// Maximum time to wait for a permit.
+const PERMIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Parameters of `GET /jobs/groups`. The filters are the same as in `GET /jobs`.
 #[derive(Debug, Default, Deserialize, IntoParams)]
@@ -211,7 +212,7 @@ pub(crate) async fn list(
         created_before: query.created_before,
         ..ListQuery::default()
     };
-    let turn = tokio::time::timeout(TIMEOUT, CONCURRENT.acquire()).await;
+    let turn = tokio::time::timeout(PERMIT_TIMEOUT, PERMITS.acquire()).await;
     let _turn = turn.map_err(|_| Error::Unavailable("other requests are grouping jobs; try again".into()))?;
     let found = store.job_groups(&jobs.filter(&caller)?, &by, &metrics, MAX_GROUPS).await?;
     let Some(found) = found else {

@@ -58,7 +58,7 @@ use serde::Deserialize;
 use std::{collections::HashSet, sync::Arc, time::Duration};
 use utoipa::IntoParams;
 
-/// Returns the jobs that a caller may not see.
+/// Returns the ids of the jobs that a caller may not see.
 ///
 /// # Errors
 /// The store cannot be read.
@@ -77,7 +77,7 @@ pub(super) async fn row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
     store.job(id).await?.ok_or_else(|| Error::NotFound("no job has this id".into()))
 }
 
-/// Reads a job, with its place in the queue.
+/// Reads a job, with its position in the queue.
 ///
 /// # Errors
 /// 404: no job has this id.
@@ -87,7 +87,7 @@ pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
     Ok(job)
 }
 
-/// Returns a job as the caller may see it: its parent is included only if the caller may see that job.
+/// Returns a job as the caller may see it: the parent is included only if the caller may see the parent.
 ///
 /// # Errors
 /// The store cannot be read.
@@ -140,8 +140,8 @@ pub(crate) struct EndQuery {
     wait: u64,
 }
 
-/// Same as [`row`], but waits until the job is over or `patience` has passed.
-async fn row_at_end(scheduler: &Scheduler, id: &JobId, patience: Duration) -> Result<JobRow> {
+/// Same as [`row`], but waits until the job has ended or `limit` has passed.
+async fn row_at_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Result<JobRow> {
     let end = async {
         // Subscribed before the job is read, so that no event in between is missed.
         let mut subscription = scheduler.events.hub.subscribe(id);
@@ -164,7 +164,7 @@ async fn row_at_end(scheduler: &Scheduler, id: &JobId, patience: Duration) -> Re
     };
     tokio::select! {
         found = end => return found,
-        () = tokio::time::sleep(patience) => {}
+        () = tokio::time::sleep(limit) => {}
         () = scheduler.tasks.stopping.cancelled() => {}
     }
     row(&*scheduler.store, id).await
@@ -172,7 +172,7 @@ async fn row_at_end(scheduler: &Scheduler, id: &JobId, patience: Duration) -> Re
 
 /// Show a job
 ///
-/// With `wait`, the response comes when the job is over (`succeeded`, `failed`, `cancelled`) or the time has passed.
+/// With `wait`, the response comes when the job has ended (`succeeded`, `failed`, `cancelled`) or the time has passed.
 #[utoipa::path(get, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path), EndQuery),
     responses((status = 200, body = Job), (status = 304, description = "The job is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 404, body = Problem)))]
 pub(crate) async fn show(
@@ -196,7 +196,7 @@ pub(crate) async fn show(
 ///
 /// A queued job is cancelled at once. A running job is cancelled after its ranks have been stopped.
 #[utoipa::path(post, path = "/jobs/{id}/cancel", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job is already over")))]
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has already ended")))]
 pub(crate) async fn cancel(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -236,11 +236,11 @@ pub(crate) async fn resume(
     Ok((StatusCode::ACCEPTED, Json(changed.job)))
 }
 
-/// Run a finished job again
+/// Retry a failed or cancelled job
 ///
-/// The job's next attempt continues from the newest checkpoint. A job with registered versions is refused; fork that job instead.
+/// The job's next attempt continues from the newest checkpoint. A job with registered versions is refused; fork the job instead.
 #[utoipa::path(post, path = "/jobs/{id}/retry", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job is not over, or has registered versions"),
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has not failed or been cancelled, or has registered versions"),
         (status = 422, body = Problem, description = "The job's dataset is not registered, or was registered again and does not fit the newest checkpoint")))]
 pub(crate) async fn retry(
     State(scheduler): State<Arc<Scheduler>>,
@@ -265,10 +265,10 @@ pub(crate) async fn retry(
     Ok((StatusCode::ACCEPTED, Json(changed.job)))
 }
 
-/// Refuses a job that this version of Lockstep cannot read completely, because it would run a different job.
+/// Refuses a job that this version of Lockstep cannot read completely, because this version would run a different job.
 ///
 /// # Errors
-/// 409: the part of the job that cannot be read.
+/// 409, with the part of the job that cannot be read.
 pub(super) fn check_readable(job: &Job) -> Result<()> {
     match &job.unreadable {
         None => Ok(()),
@@ -283,8 +283,8 @@ pub(super) fn check_readable(job: &Job) -> Result<()> {
 
 /// Delete a job
 ///
-/// The job's events and checkpoints are deleted, too. A job that is not over is refused; cancel the job first. A job with registered
-/// versions is refused; remove the versions first.
+/// The job's events and checkpoints are deleted, too. An unfinished job is refused; cancel the job first. A job with registered versions is
+/// refused; remove the versions first.
 #[utoipa::path(delete, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
 pub(crate) async fn delete(
@@ -298,10 +298,10 @@ pub(crate) async fn delete(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Deletes a job that is over.
+/// Deletes a job that has ended.
 ///
 /// # Errors
-/// The job does not exist, is not over or has registered versions, or the store cannot be written.
+/// The job does not exist, has not ended, has registered versions or is a trial of an unfinished sweep, or the store cannot be written.
 pub(super) async fn remove(
     scheduler: &Scheduler,
     auth: &Auth,

@@ -25,7 +25,7 @@ use std::{
 use utoipa::IntoParams;
 
 const DEFAULT_LIMIT: u32 = 100;
-/// Pages of the queue for cursors. The only order is by place.
+/// Pages of the queue for cursors. The only sort key is the place.
 const PAGES: Pages = Pages::new("queue", "place");
 const FIELDS: &[&str] = &[
     "place",
@@ -121,7 +121,7 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
     let from: Option<(u64, Option<JobId>)> = PAGES.read(query.cursor.as_deref())?;
     let mut rows = scheduler.waiting.read(&*scheduler.store).await?;
-    // The order of the newest round of dispatch. Jobs that were queued since stay in the order of priority and age.
+    // The order of the newest round of dispatch. Jobs that were queued since then follow in the order of priority and age.
     scheduler.last_plan.sort(&mut rows, |row| &row.job.id);
     let kept = scheduler.last_plan.reservations();
     let slots = kept_slots(&kept);
@@ -162,7 +162,7 @@ fn behind(jobs: &[(u64, Option<&JobId>)], (place, last): &(u64, Option<JobId>)) 
         (Some(at), _) => at + 1,
         // The job no longer waits, so the next job has the same or an earlier place.
         (None, Some(_)) => jobs.partition_point(|(of, _)| of < place),
-        // A private job of somebody else.
+        // This job is private to another person.
         (None, None) => jobs.partition_point(|(of, _)| of <= place),
     }
 }
@@ -245,7 +245,7 @@ mod tests {
     fn a_page_continues_where_the_one_before_ended_whatever_has_left_meanwhile() {
         let ids: Vec<JobId> = (0..4).map(|_| JobId::generate()).collect();
         let queue = |of: &[usize]| -> Vec<(u64, Option<&JobId>)> {
-            // The last one is private to somebody else.
+            // The last job is private to another person.
             (1..).zip(of).map(|(place, n)| (place, ids.get(*n).filter(|_| *n != 3))).collect()
         };
         let last = (2, Some(ids[1].clone()));
@@ -253,7 +253,7 @@ mod tests {
         assert_eq!(behind(&queue(&[1, 2]), &last), 1, "one before it has started");
         assert_eq!(behind(&queue(&[0, 2]), &last), 1, "it has started itself");
         assert_eq!(behind(&queue(&[]), &last), 0);
-        assert_eq!(behind(&queue(&[0, 3, 2]), &(2, None)), 2, "a private one has a place alone");
+        assert_eq!(behind(&queue(&[0, 3, 2]), &(2, None)), 2, "a private job has only a place");
         assert_eq!(behind(&queue(&[0, 1, 2]), &(u64::MAX, None)), 3);
     }
 }

@@ -64,10 +64,10 @@ fn accept(
 ///
 /// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events. Between events come
 /// `progress` with the job's speed and remaining time, `changed` when the job's tags, notes, priority or project change, and
-/// `heartbeat` every 20 seconds. When the job is over and all its events are sent, `end` (`{"type": "end", "state": "succeeded"}`) is the
+/// `heartbeat` every 20 seconds. When the job has ended and all its events are sent, `end` (`{"type": "end", "state": "succeeded"}`) is the
 /// last frame, and the server closes the connection with code 1000, unless `keep_open` is set.
 /// Points of metrics are removed from the events some time after the job's end (`lockstep serve --keep-points`). `first_seq` in `hello` is
-/// the first event that remains, and earlier points are in `GET /jobs/{id}/metrics`.
+/// the number of the first remaining event, and `GET /jobs/{id}/metrics` returns earlier points.
 /// If `since` is above `last_seq` in `hello`, an older database was restored. The stream then continues from `last_seq`, and the client
 /// must discard the later events that it has.
 #[utoipa::path(get, path = "/jobs/{id}/stream", tag = "streams", params(("id" = String, Path), SinceQuery),

@@ -27,7 +27,7 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of broken files that a warning names.
 const MAX_NAMED: usize = 3;
 
-/// Fetches the checkpoint from which a job begins if only the object store has it. A damaged checkpoint is reported by the later check.
+/// Fetches the checkpoint from which a job begins if only the object store has a copy. The later check reports a damaged checkpoint.
 async fn fetch_from_store(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
     let copies = checkpoints.copies_of(row).await?;
     let Some(fetch) = artifact_fetches::fetch(checkpoints, row, Some(&copies)) else { return Ok(()) };
@@ -38,7 +38,7 @@ async fn fetch_from_store(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -
         }
         Some(_) => return Ok(()),
     };
-    Err(Error::Unavailable(format!("checkpoint {} is to be fetched from the object store, {why}", row.id)))
+    Err(Error::Unavailable(format!("checkpoint {} must be fetched from the object store, {why}", row.id)))
 }
 
 /// Chooses a validation split that the dataset has, unless the submitted document names one (`given`).
@@ -68,13 +68,13 @@ pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
     let files = plural(info.broken_count, "file");
     vec![format!(
-        "{files} of {} could not be read when it was registered, and with data.broken_files = \"fail\" the job fails if one \
-         still cannot: repair them, or set data.broken_files = \"skip\" to leave them out ({named}{more})",
+        "{files} of {} could not be read when the dataset was registered. With data.broken_files = \"fail\", the job fails if a file \
+         is still unreadable: repair the files, or set data.broken_files = \"skip\" to leave them out ({named}{more})",
         dataset.name
     )]
 }
 
-/// Result of checking the pretrained weights of a job.
+/// The result of checking the pretrained weights of a job.
 #[derive(Debug)]
 pub(crate) enum Weights {
     /// The job has no pretrained weights, or they fit.
@@ -147,7 +147,7 @@ pub(crate) async fn pretrained(
             }
             None => {
                 return mistake(format!(
-                    "no checkpoint has the id {given:?}; it was deleted or not kept: `lockstep checkpoints JOB` lists a job's"
+                    "no checkpoint has the id {given:?}; the checkpoint may have been removed: `lockstep checkpoints JOB` lists a job's checkpoints"
                 ));
             }
         }
@@ -174,11 +174,11 @@ pub(crate) async fn pretrained(
         Ok(_) => "an agent gave an unexpected reply".to_owned(),
         Err(error) => error.in_words(),
     };
-    // No agent could read the file, but its name is that of a pickle, which is never loaded.
+    // No agent could read the file, but the file is named like a pickle, which is never loaded.
     if pickle::is_named_like_one(given) {
         return mistake(format!("{given}: {}", pickle::convert(given)));
     }
     Ok(Weights::NotChecked(format!(
-        "model.pretrained {given:?} was not checked ({why}): if it is missing or does not fit, the job fails when it starts"
+        "model.pretrained {given:?} was not checked ({why}): if the file is missing or does not fit, the job fails when it starts"
     )))
 }

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 /// Maximum length of a cursor, in bytes. A cursor may contain a name of 200 characters.
 const CURSOR_BYTES: usize = 4096;
-const BEGIN_AGAIN: &str = "leave it out to begin with the first page";
+const START_OVER: &str = "leave it out to begin with the first page";
 
 /// A list in one order, which is returned in pages.
 #[derive(Debug, Clone, Copy)]
@@ -59,8 +59,8 @@ impl<'a> Pages<'a> {
     /// The position cannot be serialized.
     pub(in crate::api) fn cursor<K: Serialize>(self, at: &K) -> Result<String> {
         let of = self.of.map(|(_, id)| id.to_owned());
-        let place = CursorPosition { list: self.list.to_owned(), of, sort: self.sort.to_owned(), at };
-        let text = serde_json::to_vec(&place).map_err(|e| Error::Internal(format!("a cursor: {e}")))?;
+        let position = CursorPosition { list: self.list.to_owned(), of, sort: self.sort.to_owned(), at };
+        let text = serde_json::to_vec(&position).map_err(|e| Error::Internal(format!("a cursor: {e}")))?;
         Ok(BASE64_URL_SAFE_NO_PAD.encode(text))
     }
 
@@ -70,26 +70,27 @@ impl<'a> Pages<'a> {
     /// 400: the text is not a cursor, or belongs to another list, job, dataset or order.
     pub(in crate::api) fn read<K: DeserializeOwned>(self, cursor: Option<&str>) -> Result<Option<K>> {
         let Some(text) = cursor else { return Ok(None) };
-        let wrong = |what: &str| Error::Of(Code::WrongCursor, format!("the cursor is {what}: {BEGIN_AGAIN}"));
+        let invalid =
+            |what: &str| Error::Of(Code::WrongCursor, format!("the cursor is {what}: {START_OVER}"));
         let bytes = (text.len() <= CURSOR_BYTES).then(|| BASE64_URL_SAFE_NO_PAD.decode(text).ok()).flatten();
-        let place: Option<CursorPosition<Value>> =
+        let position: Option<CursorPosition<Value>> =
             bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok());
-        let Some(place) = place else { return Err(wrong("none of this list")) };
-        if place.list != self.list {
-            return Err(wrong("of another list"));
+        let Some(position) = position else { return Err(invalid("not valid for this list")) };
+        if position.list != self.list {
+            return Err(invalid("of another list"));
         }
         match self.of {
-            Some((kind, id)) if place.of.as_deref() != Some(id) => {
-                return Err(wrong(&format!("of the {} of another {kind}", self.list)));
+            Some((kind, id)) if position.of.as_deref() != Some(id) => {
+                return Err(invalid(&format!("of the {} of another {kind}", self.list)));
             }
             _ => {}
         }
-        if place.sort != self.sort {
-            return Err(wrong("of another sort"));
+        if position.sort != self.sort {
+            return Err(invalid("of another sort"));
         }
         // Stored texts have no NUL, and Postgres would report it as an error.
-        let at = (!has_nul(&place.at)).then(|| serde_json::from_value(place.at).ok()).flatten();
-        at.map(Some).ok_or_else(|| wrong("none of this list"))
+        let at = (!has_nul(&position.at)).then(|| serde_json::from_value(position.at).ok()).flatten();
+        at.map(Some).ok_or_else(|| invalid("not valid for this list"))
     }
 }
 

@@ -22,7 +22,7 @@ fn items() -> Vec<Item> {
     sizes.into_iter().enumerate().map(|(n, size)| Item { id: format!("i{n}"), size, lr: 0.1 }).collect()
 }
 
-fn walked(sort: &str, limit: u32) -> Vec<String> {
+fn all_pages(sort: &str, limit: u32) -> Vec<String> {
     let (mut ids, mut cursor) = (Vec::new(), None);
     loop {
         let params =
@@ -40,15 +40,15 @@ fn walked(sort: &str, limit: u32) -> Vec<String> {
 #[test]
 fn pages_of_any_size_are_the_whole_list_in_order() {
     for limit in 1..=6 {
-        assert_eq!(walked("id", limit), ["i0", "i1", "i2", "i3", "i4"]);
-        assert_eq!(walked("-id", limit), ["i4", "i3", "i2", "i1", "i0"]);
-        assert_eq!(walked("size", limit), ["i2", "i0", "i3", "i1", "i4"]);
-        assert_eq!(walked("-size", limit), ["i3", "i0", "i2", "i4", "i1"]);
+        assert_eq!(all_pages("id", limit), ["i0", "i1", "i2", "i3", "i4"]);
+        assert_eq!(all_pages("-id", limit), ["i4", "i3", "i2", "i1", "i0"]);
+        assert_eq!(all_pages("size", limit), ["i2", "i0", "i3", "i1", "i4"]);
+        assert_eq!(all_pages("-size", limit), ["i3", "i0", "i2", "i4", "i1"]);
     }
 }
 
 #[test]
-fn what_a_list_does_not_have_is_refused() {
+fn invalid_parameters_are_refused() {
     let refused = |params: ListParams| match ITEMS.page(items(), &params) {
         Err(Error::BadRequest(detail) | Error::Of(Code::WrongCursor, detail)) => detail,
         other => panic!("{other:?}"),
@@ -60,20 +60,24 @@ fn what_a_list_does_not_have_is_refused() {
     assert!(refused(ListParams { fields: text("id,sice"), ..Default::default() }).contains("\"size\""));
     assert!(refused(ListParams { limit: Some(0), ..Default::default() }).contains("1 to 1000"));
     assert!(refused(ListParams { limit: Some(1001), ..Default::default() }).contains("1 to 1000"));
-    assert!(refused(ListParams { cursor: text("x"), ..Default::default() }).contains("none of this list"));
+    assert!(
+        refused(ListParams { cursor: text("x"), ..Default::default() }).contains("not valid for this list")
+    );
     assert!(
         refused(ListParams { created_after: text("1970-01-01T00:00:00Z"), ..Default::default() })
             .contains("no time")
     );
     let nul = Pages::new("items", "id").cursor(&(Key::Text("a\0".into()), "a")).unwrap();
-    assert!(refused(ListParams { cursor: Some(nul), ..Default::default() }).contains("none of this list"));
+    assert!(
+        refused(ListParams { cursor: Some(nul), ..Default::default() }).contains("not valid for this list")
+    );
     let page = ITEMS.page(items(), &ListParams { limit: Some(1), ..Default::default() }).unwrap();
     let other = ListParams { cursor: page.next_cursor, sort: text("-id"), ..Default::default() };
     assert!(refused(other).contains("another sort"));
 }
 
 #[test]
-fn an_answer_has_the_fields_that_are_asked_for() {
+fn elements_have_only_the_requested_fields() {
     let params =
         ListParams { fields: Some("lr".into()), limit: Some(1), count: Some(true), ..Default::default() };
     let page = ITEMS.page(items(), &params).unwrap();

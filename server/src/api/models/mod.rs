@@ -79,9 +79,9 @@ pub(crate) struct ModelDetail {
 pub(crate) struct NewModel {
     /// 1 to 100 letters, digits, `-`, `_` and `.`.
     name: String,
-    /// Id of a checkpoint, whose job must be over.
+    /// Id of a checkpoint, whose job must have ended.
     checkpoint: Option<String>,
-    /// In place of `checkpoint`, the id of a job: the job's best checkpoint, or the newest one if none was validated.
+    /// In place of `checkpoint`, the id of a job, whose best checkpoint is registered (the newest if no checkpoint was validated).
     job: Option<String>,
     /// At most 20 000 bytes.
     #[serde(default)]
@@ -180,7 +180,7 @@ fn no_such_model() -> Error {
 /// deleted.
 #[utoipa::path(post, path = "/models", tag = "models", request_body = NewModel,
     responses((status = 201, body = ModelVersion, headers(("Location" = String))), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "The job is not over, its checkpoint is still being uploaded, or somebody else's model has the name"),
+        (status = 409, body = Problem, description = "The job has not ended, its checkpoint is still being uploaded, or another owner's model has the name"),
         (status = 422, body = Problem)))]
 pub(crate) async fn create(
     State(checkpoints): State<Arc<Checkpoints>>,
@@ -222,10 +222,10 @@ pub(crate) async fn create(
         };
         checkpoints.store.add_model_version(&new).await?
     };
-    let address = format!("/api/v1/models/{model}/versions/{version}");
+    let location = format!("/api/v1/models/{model}/versions/{version}");
     let version = find(&*checkpoints.store, &caller, &model, &Which::Number(version)).await?;
-    let concerns = AuditSubject(format!("{model}/{}", version.version));
-    Ok((StatusCode::CREATED, Extension(concerns), [(header::LOCATION, address)], Json(version)))
+    let subject = AuditSubject(format!("{model}/{}", version.version));
+    Ok((StatusCode::CREATED, Extension(subject), [(header::LOCATION, location)], Json(version)))
 }
 
 /// Returns the checkpoint that a request names. The caller must be allowed to change its job.
@@ -253,8 +253,8 @@ async fn chosen(
         return Err(Error::NotFound(what.into()));
     };
     if !auth.may_change(caller, owned.owner.as_deref()) {
-        let detail = "the job is somebody else's: only its owner and admins register its checkpoints, as that keeps the job from being \
-                      deleted";
+        let detail = "the job is somebody else's; only the owner and admins may register its checkpoints, because a job with registered versions \
+                      cannot be deleted";
         return Err(Error::Forbidden(detail.into()));
     }
     match by_id {
@@ -273,7 +273,7 @@ async fn lineage(
         #[serde(default)]
         versions: BTreeMap<String, String>,
     }
-    // Fields that the checkpoint does not have are empty in the registered version, too.
+    // Fields that are missing in the checkpoint are empty in the registered version, too.
     let state = regular::read(&checkpoints.folder(row).join(STATE)).await.unwrap_or_default();
     let State { versions } = serde_json::from_slice(&state).unwrap_or_default();
     let job_dir = checkpoints.config.job_dir(&row.job);
@@ -304,7 +304,10 @@ pub(crate) async fn remove_version(
 ) -> Result<StatusCode> {
     let found = find(&*store, &caller, &name, &Which::Number(version)).await?;
     if !found.aliases.is_empty() {
-        let detail = format!("{} is at this version: move or remove it first", found.aliases.join(", "));
+        let detail = format!(
+            "the version has the alias {}; move or remove its aliases first",
+            found.aliases.join(", ")
+        );
         return Err(Error::Conflict(detail, None));
     }
     store.remove_model_version(&name, version).await?;
@@ -324,7 +327,7 @@ pub(crate) async fn show_alias(
 
 /// Move an alias to a version
 ///
-/// Makes the alias if it does not exist.
+/// The alias is created if it does not exist.
 #[utoipa::path(put, path = "/models/{name}/aliases/{alias}", tag = "models", params(("name" = String, Path), ("alias" = String, Path)), request_body = AliasTarget,
     responses((status = 200, body = ModelVersion), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn put_alias(

@@ -136,7 +136,7 @@ pub(crate) async fn list(
 
 /// Add a person
 ///
-/// The person signs in at `/login`. Once the server has people, only their owners and admins may change jobs and datasets; see `owner`.
+/// The person signs in at `/login`. Once the server has people, only owners and admins may change jobs and datasets; see `owner`.
 #[utoipa::path(post, path = "/people", tag = "access", request_body = NewPerson,
     responses((status = 201, body = Person), (status = 409, body = Problem, description = "The name is taken, there are 1000 people, or the server runs without authentication"),
         (status = 422, body = Problem)))]
@@ -179,15 +179,15 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, first: bool) -> Result<Pers
     insert(auth, new.name, new.role, hash, identity).await
 }
 
-/// Checks that a name is not taken, that an account is not bound to another person, and that the maximum number of people is not reached.
+/// Checks that nobody has the name or the account, and that the maximum number of people is not reached.
 pub(super) fn room_for(auth: &Auth, name: &str, identity: Option<&Identity>) -> Result<()> {
     let conflict = |detail: String| Err(Error::Conflict(detail, None));
-    let there = auth.access.people();
-    if there.iter().any(|person| person.name == name) {
+    let people = auth.access.people();
+    if people.iter().any(|person| person.name == name) {
         return conflict(format!("the name {name:?} is taken; choose another"));
     }
-    if there.len() >= PEOPLE {
-        return conflict(format!("there are {PEOPLE} people already; remove some first"));
+    if people.len() >= PEOPLE {
+        return conflict(format!("there are already {PEOPLE} people, the maximum; remove people first"));
     }
     identity.map_or(Ok(()), |identity| free(auth, name, identity))
 }
@@ -201,7 +201,7 @@ fn free(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
         SignsInAs::Person(row) if row.person.name != name => {
             let other = row.person.name;
             let detail = format!(
-                "that account signs in as {other:?}; take it from there first (`lockstep user unlink {other}`)"
+                "the account already signs in as {other:?}; unlink it first (`lockstep user unlink {other}`)"
             );
             Err(Error::Conflict(detail, None))
         }
@@ -332,7 +332,7 @@ pub(crate) async fn change_own(
 /// Changes the caller's password.
 ///
 /// # Errors
-/// The current password is wrong, the new one is invalid, or the caller has no password.
+/// The current password is wrong, the new password is invalid, or the caller has no password.
 pub(super) async fn set_own(
     auth: &Auth,
     caller: &Caller,

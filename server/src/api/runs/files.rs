@@ -67,7 +67,7 @@ async fn run(store: &dyn Store, auth: &Auth, caller: &Caller, id: &str) -> Resul
     match job.external {
         Some(_) => Ok(id),
         None => {
-            let detail = "ranks of this server train this job: only runs from elsewhere have files";
+            let detail = "this server's ranks train the job; only runs from elsewhere have files";
             Err(Error::Conflict(detail.into(), Some(job.state)))
         }
     }
@@ -216,7 +216,7 @@ pub(super) async fn sent(files: &RunFiles, path: &str, mut request: Request<Body
 
 /// Delete a file of a run
 ///
-/// The path may also be that of a folder. Then all files in the folder are deleted.
+/// If the path is a folder, all files in the folder are deleted.
 #[utoipa::path(delete, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose"), FileQuery),
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "The server's own ranks train the job")))]
 pub(crate) async fn delete(

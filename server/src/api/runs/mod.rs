@@ -82,7 +82,7 @@ impl NewRun {
             mistake("/id", detail);
         }
         if !(1..=NAME_CHARS).contains(&self.name.chars().count()) || first_unseen(&self.name).is_some() {
-            mistake("/name", format!("must have 1 to {NAME_CHARS} characters, and no invisible ones"));
+            mistake("/name", format!("must have 1 to {NAME_CHARS} characters, none of them invisible"));
         }
         if self.started_at.is_some_and(|ms| Timestamp::from_millisecond(ms).is_err()) {
             mistake("/started_at", "must be milliseconds since 1970".into());
@@ -140,7 +140,7 @@ async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result
     }
     if is_own {
         return Err(Error::NotFound(
-            "no job has this id; ids of this form are chosen by the server: choose another, or leave it out"
+            "no job has this id, and only the server chooses ids of this form; choose another id, or leave the id out"
                 .into(),
         ));
     }
@@ -201,7 +201,7 @@ async fn continued(
     Ok(Some(runs.tell(id, change).await?))
 }
 
-/// A number, including those that JSON cannot represent.
+/// A number, which may be a value that JSON cannot represent (NaN or an infinity).
 #[derive(Debug, Clone, Copy)]
 struct Number(f64);
 
@@ -308,7 +308,7 @@ fn columns<'a>(points: impl Iterator<Item = (&'a str, u64, f64)>) -> Vec<MetricC
 /// Log the metrics of a run
 ///
 /// Records that are already stored are skipped, so a request may be repeated. If a metric has several values for the same step, charts show
-/// the last one.
+/// the last value.
 #[utoipa::path(post, path = "/runs/{id}/records", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose")),
     request_body = NewRecords, responses((status = 200, body = RecordsStored), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "Earlier records are missing; `expected` has the number of the next record. Or no other program trains the job"),
@@ -337,7 +337,7 @@ pub(crate) async fn log(
         Logged::Stored(acknowledged) => Ok(Json(RecordsStored { acknowledged })),
         Logged::Gap(expected) => Err(Error::Gap(
             format!(
-                "record {first} does not follow those that are stored; send again from number {expected}"
+                "record {first} does not follow the stored records; send the records from number {expected} on"
             ),
             expected,
         )),
@@ -369,12 +369,12 @@ impl From<RunState> for JobState {
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RunNews {
-    /// Settings, which replace those with the same names. At most 64 kB of JSON in total.
+    /// Settings, which replace settings with the same names. At most 64 kB of JSON in total.
     #[schema(value_type = Option<Object>)]
     config: Option<Map<String, Value>>,
-    /// Results, which replace those with the same names. At most 64 kB of JSON in total. Under the name `alerts`, a list of objects with
-    /// `title`, `text` and `level` (`INFO`, `WARN` or `ERROR`): each object that the run does not have yet is an alert, which is an event of
-    /// the run and is sent to webhooks.
+    /// Results, which replace results with the same names. At most 64 kB of JSON in total. The result `alerts` is a list of objects with
+    /// `title`, `text` and `level` (`INFO`, `WARN` or `ERROR`). Each new object in this list raises an alert, which is an event of the run
+    /// and is sent to webhooks.
     #[schema(value_type = Option<Object>)]
     summary: Option<Map<String, Value>>,
     state: Option<RunState>,

@@ -34,15 +34,15 @@ use sha2::{Digest, Sha256};
 use std::{collections::BTreeSet, sync::Arc};
 use utoipa::ToSchema;
 
-/// Sweeps that the reader sees.
+/// A page of sweeps that the caller may see.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct SweepList {
-    /// Newest first, unless `sort` says otherwise.
+    /// Newest first, unless `sort` is given.
     #[schema(value_type = Vec<Sweep>)]
     sweeps: Elements<Sweep>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Value of `cursor` for the next page; null on the last page.
     next_cursor: Option<String>,
-    /// With `count=true`: sweeps on all pages together.
+    /// Number of sweeps on all pages; absent without `count=true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
 }
@@ -82,10 +82,10 @@ const LIST: List<Sweep> = List {
 
 type Submitted = (StatusCode, [(HeaderName, String); 1], Json<Sweep>);
 
-/// A sweep, without its trials.
+/// Returns a sweep without its trials.
 ///
 /// # Errors
-/// 404: there is none.
+/// 404: no sweep has this id.
 async fn find(store: &dyn Store, id: &str) -> Result<SweepRow> {
     store.sweep(id).await?.ok_or_else(|| Error::NotFound("no sweep has this id".into()))
 }
@@ -94,10 +94,10 @@ async fn with_trials(store: &dyn Store, row: &SweepRow) -> Result<Sweep> {
     Ok(shown(row, &store.trials(&row.id).await?))
 }
 
-/// The sweeps that a caller sees, newest first.
+/// Returns the sweeps that a caller may see, newest first.
 ///
 /// # Errors
-/// The store's.
+/// The store cannot be read.
 async fn seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepRow>> {
     let mut rows = store.sweeps().await?;
     rows.retain(|row| caller.sees(row.owned.private, row.owned.owner.as_deref()));
@@ -106,13 +106,13 @@ async fn seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepRow>> {
 
 /// Submit a sweep
 ///
-/// The body is a job file with the section `sweep`. The server makes a job for each trial and starts these jobs as the section says. With an
-/// `Idempotency-Key`, the same request sent again answers with the sweep that it made.
+/// The body is a job file with the section `sweep`. The server makes a job for each trial, and starts these jobs by the rules of the section.
+/// With an `Idempotency-Key`, repeating the request returns the sweep that the first request made.
 #[utoipa::path(post, path = "/sweeps", tag = "sweeps", request_body(content((Object = "application/json"), (String = "application/toml"))),
-    params(LaunchQuery, ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
-    responses((status = 201, body = Sweep, headers(("Location" = String))), (status = 200, body = Sweep, description = "The same request made this sweep before"),
-        (status = 409, body = Problem, description = "The key came with another request"), (status = 422, body = Problem)))]
-#[expect(clippy::too_many_arguments, reason = "what a handler needs, it extracts")]
+    params(LaunchQuery, ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters, chosen by the client")),
+    responses((status = 201, body = Sweep, headers(("Location" = String))), (status = 200, body = Sweep, description = "An earlier identical request has made this sweep"),
+        (status = 409, body = Problem, description = "The key was used with another request"), (status = 422, body = Problem)))]
+#[expect(clippy::too_many_arguments, reason = "a handler extracts each part of the state that it needs")]
 pub(crate) async fn create(
     State(scheduler): State<Arc<Scheduler>>,
     State(sweeps): State<Arc<Sweeps>>,
@@ -129,10 +129,10 @@ pub(crate) async fn create(
     Ok((status, [(header::LOCATION, format!("/api/v1/sweeps/{}", sweep.id))], Json(sweep)))
 }
 
-/// Answers with the sweep that the same request has made.
+/// Returns the sweep that an earlier identical request has made.
 ///
 /// # Errors
-/// 409: another request has made it, or the caller does not see it.
+/// 409: another request has made the sweep, or the caller may not see the sweep.
 async fn made_before(
     store: &dyn Store,
     caller: &Caller,
@@ -156,10 +156,10 @@ async fn submit(
     let store = &*scheduler.store;
     let (section, job) = split_sweep(&document).ok_or_else(|| {
         let detail =
-            "is missing: a sweep is a job file with the section `sweep`; POST /api/v1/jobs takes a job";
+            "is missing: a sweep is a job file with the section `sweep`; submit a job by POST /api/v1/jobs";
         Error::Invalid(vec![SpecError { pointer: "/sweep".into(), detail: detail.into() }])
     })?;
-    // The key is the id: the same request finds its sweep.
+    // The id is computed from the key, so that a repeated request finds its sweep.
     let has_key = key.is_some();
     let seed = key.map_or_else(|| uuid::Uuid::new_v4().to_string(), |(key, _)| key);
     let id = format!("sweep-{}", &hex::encode(Sha256::digest(seed))[..12]);
@@ -168,7 +168,7 @@ async fn submit(
     }
     let all = usize::MAX;
     let checked = check_sweep(scheduler, caller, (&section, &job), &id, all, query.slots()).await?;
-    // Trials share most warnings.
+    // A set, because trials share most warnings.
     let warnings: BTreeSet<_> = checked.trials.iter().flat_map(|trial| &trial.warnings).cloned().collect();
     let specs: Vec<_> = checked.trials.into_iter().map(|trial| trial.spec).collect();
     let first = specs.first().ok_or_else(|| Error::Internal("a sweep without trials was checked".into()))?;
@@ -190,18 +190,18 @@ async fn submit(
         finished_at: None,
     };
     if !store.add_sweep(&row, &specs).await? {
-        // The same request came twice at once.
+        // A concurrent identical request has stored the sweep.
         return made_before(store, caller, &find(store, &row.id).await?, &row.spec).await;
     }
     sweeps.wake();
-    // Before a trial has started.
+    // No trial has started yet.
     let sweep = Sweep { warnings: warnings.into_iter().collect(), ..shown(&row, &[]) };
     Ok((StatusCode::CREATED, sweep))
 }
 
 /// List sweeps
 ///
-/// Without their trials. `sort`: `created`, `name`.
+/// The list does not contain the trials. `sort`: `created`, `name`.
 #[utoipa::path(get, path = "/sweeps", tag = "sweeps", params(ListParams),
     responses((status = 200, body = SweepList), (status = 400, body = Problem)))]
 pub(crate) async fn list(
@@ -221,7 +221,7 @@ pub(crate) async fn list(
 
 /// Show a sweep
 ///
-/// With its trials: their settings, jobs, and the metric at the newest rung.
+/// Returns the sweep with its trials: settings, jobs, and the metric at the newest rung.
 #[utoipa::path(get, path = "/sweeps/{id}", tag = "sweeps", params(("id" = String, Path)),
     responses((status = 200, body = Sweep), (status = 404, body = Problem)))]
 pub(crate) async fn show(State(store): State<Arc<dyn Store>>, Path(id): Path<String>) -> Result<Json<Sweep>> {
@@ -230,9 +230,9 @@ pub(crate) async fn show(State(store): State<Arc<dyn Store>>, Path(id): Path<Str
 
 /// Pause a sweep
 ///
-/// No trial starts or continues. Trials that train go on to their next rung, or to their end.
+/// No trial starts or resumes. Running trials continue until their next rung or their end.
 #[utoipa::path(post, path = "/sweeps/{id}/pause", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not running")))]
+    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep is not running")))]
 pub(crate) async fn pause(
     State(sweeps): State<Arc<Sweeps>>,
     State(store): State<Arc<dyn Store>>,
@@ -243,7 +243,7 @@ pub(crate) async fn pause(
 
 /// Resume a paused sweep
 #[utoipa::path(post, path = "/sweeps/{id}/resume", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not paused")))]
+    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep is not paused")))]
 pub(crate) async fn resume(
     State(sweeps): State<Arc<Sweeps>>,
     State(store): State<Arc<dyn Store>>,
@@ -254,9 +254,9 @@ pub(crate) async fn resume(
 
 /// Cancel a sweep
 ///
-/// With its trials that are not over. They keep their checkpoints.
+/// The sweep's unfinished trials are cancelled, too. The trials keep their checkpoints.
 #[utoipa::path(post, path = "/sweeps/{id}/cancel", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is over already")))]
+    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep has already ended")))]
 pub(crate) async fn cancel(
     State(sweeps): State<Arc<Sweeps>>,
     State(store): State<Arc<dyn Store>>,
@@ -267,9 +267,9 @@ pub(crate) async fn cancel(
 
 /// Delete a sweep
 ///
-/// Its jobs stay, as jobs without a sweep. A sweep that is not over is refused; cancel it first.
+/// The sweep's jobs remain, as jobs without a sweep. An unfinished sweep is refused; cancel the sweep first.
 #[utoipa::path(delete, path = "/sweeps/{id}", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not over")))]
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep has not ended")))]
 pub(crate) async fn delete(
     State(store): State<Arc<dyn Store>>,
     Path(id): Path<String>,
@@ -277,7 +277,7 @@ pub(crate) async fn delete(
     if store.delete_sweep(&find(&*store, &id).await?.id).await? {
         return Ok(StatusCode::NO_CONTENT);
     }
-    Err(Error::Conflict("the sweep is not over: cancel it before it is deleted".into(), None))
+    Err(Error::Conflict("the sweep has not ended; cancel it before it is deleted".into(), None))
 }
 
 async fn change(

@@ -1,10 +1,10 @@
-//! What follows for the trials of a sweep: a pure function from what is stored.
+//! Decides the next actions for the trials of a sweep: a pure function of the stored rows.
 //!
-//! Trials are compared at rungs, as successive halving has it (Jamieson and Talwalkar, 2016): of the `n` trials that come to a rung, the
-//! best `n / reduction` train on. A trial trains on as soon as it is certain to be among them, whatever the others come to, and ends as
-//! soon as it is certain not to be. So which trials train how far follows from their metrics, and not from the order in which they
-//! arrive: not from the slots, from restarts of the server, or from lost ranks. Asynchronous halving would keep slots busy at the end of
-//! a rung, but its result depends on who arrives first.
+//! Trials are compared at rungs by synchronous successive halving (Jamieson and Talwalkar, 2016): of the `n` trials that reach a rung, the
+//! best `n / reduction` continue. A trial continues as soon as it is certain to be among the best, whatever the metrics of the remaining
+//! trials will be, and ends as soon as it is certain not to be. So the result depends only on the trials' metrics, and not on the order in
+//! which trials reach a rung, which depends on the number of slots, restarts of the server and lost ranks. Asynchronous halving would keep
+//! slots busy at the end of a rung, but its result depends on this order.
 
 use crate::store::{JobRow, SweepRow};
 use lockstep_protocol::{
@@ -14,13 +14,13 @@ use lockstep_protocol::{
 };
 use std::cmp::Reverse;
 
-/// What a sweep decides by, apart from its trials.
+/// The input of a decision, apart from the trials.
 #[derive(Debug, Clone)]
 pub(crate) struct Rules {
     pub(crate) state: SweepState,
     pub(crate) metric: SweepMetric,
     pub(crate) reduction: u32,
-    /// Epochs, the last of which ends the training.
+    /// The epochs after which trials are compared. The last epoch ends training.
     pub(crate) rungs: Vec<u32>,
     /// Number of trials, including trials that have not started.
     pub(crate) trials: u32,
@@ -52,14 +52,14 @@ impl Rules {
     }
 }
 
-/// What a trial does.
+/// The stage of a trial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// It waits for slots, trains, or was paused by somebody else than its sweep.
+    /// The trial is queued, trains, or is paused but not by its sweep.
     Active,
-    /// It waits at a rung for its sweep.
+    /// The trial waits at a rung for its sweep.
     AtRung,
-    /// Its job is over.
+    /// The trial's job has ended.
     Over,
 }
 
@@ -68,18 +68,18 @@ pub(crate) enum Stage {
 pub(crate) struct TrialState {
     pub(crate) number: u32,
     pub(crate) stage: Stage,
-    /// The metric at each rung that it has reached; `None` where it had no finite value.
+    /// The metric at each rung that the trial has reached. `None` if the metric was not finite.
     pub(crate) values: Vec<Option<f64>>,
 }
 
 impl TrialState {
-    /// The state of a trial's job; `None` if the job is no trial.
+    /// The state of a trial. `None` if the job is not a trial.
     pub(crate) fn of(rules: &Rules, row: &JobRow) -> Option<Self> {
         let (job, last) = (&row.job, &row.job.last);
         let mut values: Vec<_> =
             row.progress.rungs.iter().map(|rung| rules.metric.of(rung.val_accuracy, rung.val_loss)).collect();
         if job.state == JobState::Succeeded {
-            // It may have stopped early, or been retried at a rung, and so past the others.
+            // A trial that stopped early, or was retried after it had ended at a rung, has not paused at the remaining rungs.
             values.resize(
                 rules.rungs.len().max(values.len()),
                 rules.metric.of(last.val_accuracy, last.val_loss),
@@ -93,28 +93,28 @@ impl TrialState {
         Some(Self { number: job.trial.as_ref()?.number, stage, values })
     }
 
-    /// The metric at a rung, if it is known; `Some(None)`, the worst, for a trial that was over before.
+    /// The metric at a rung, if it is known. `Some(None)`, the worst, for a trial that ended before the rung.
     fn at(&self, rung: usize) -> Option<Option<f64>> {
         self.values.get(rung).copied().or_else(|| (self.stage == Stage::Over).then_some(None))
     }
 }
 
-/// What is to be done, for trials by their numbers.
+/// An action for a sweep or for the trial with this number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// `pause_after`: the epoch of the first rung; `None` trains to the end.
+    /// Starts a trial, which pauses after the epoch `pause_after`. Without `pause_after`, the trial trains to the end.
     Start { number: u32, pause_after: Option<u32> },
-    /// A trial at a rung trains on, likewise.
+    /// Resumes a trial at a rung, with `pause_after` as in `Start`.
     Promote { number: u32, pause_after: Option<u32> },
-    /// A trial at a rung is worse than others.
+    /// Ends a trial at a rung, because other trials are better.
     End { number: u32 },
-    /// The sweep is being cancelled.
+    /// Cancels a trial of a cancelled sweep.
     Cancel { number: u32 },
-    /// Every trial is over.
+    /// Ends the sweep, because all its trials have ended.
     Finish,
 }
 
-/// What is to be done now. `trials` are those that have started, in any order.
+/// Decides the next actions. `trials`: the started trials, in any order.
 pub(crate) fn decide(rules: &Rules, trials: &[TrialState]) -> Vec<Action> {
     let live = || trials.iter().filter(|trial| trial.stage != Stage::Over);
     if rules.state == SweepState::Cancelled && live().next().is_some() {
@@ -133,7 +133,7 @@ pub(crate) fn decide(rules: &Rules, trials: &[TrialState]) -> Vec<Action> {
     let pause_after = |rung: usize| rules.rungs.get(rung).copied().filter(|_| rung + 1 < rules.rungs.len());
     let new = (1..=rules.trials).filter(|number| trials.iter().all(|trial| trial.number != *number));
     let starts = new.map(|number| Action::Start { number, pause_after: pause_after(0) });
-    // Trials that have come far use what was spent on them.
+    // Trials at later rungs come first, because more computation was spent on them.
     promoted.sort_by_key(|(_, rung)| Reverse(*rung));
     let promotions = promoted
         .into_iter()
@@ -142,34 +142,35 @@ pub(crate) fn decide(rules: &Rules, trials: &[TrialState]) -> Vec<Action> {
     actions
 }
 
-/// Trials that wait at a rung and are certain to be among the best there, with the rung, and the ends of those that are certain not to be.
-/// A trial that trained on because another one had failed ends at its next rung if that one was retried and has taken its place.
+/// Compares the trials at each rung. Returns the waiting trials that are certain to be among the best, each with its rung, and actions that
+/// end the waiting trials that are certain not to be. If a failed trial is retried and is better than a trial that was promoted in its place,
+/// the promoted trial ends at its next rung.
 fn compare(rules: &Rules, trials: &[TrialState]) -> (Vec<(u32, usize)>, Vec<Action>) {
     let (mut promoted, mut ends) = (Vec::new(), Vec::new());
-    // Those that are certain to come to the rung, and how many will.
-    let (mut entered, mut places) = (trials.iter().collect::<Vec<_>>(), rules.trials as usize);
+    // The trials that are certain to reach the rung, and the number of trials that will reach it.
+    let (mut entrants, mut entrant_count) = (trials.iter().collect::<Vec<_>>(), rules.trials as usize);
     for rung in 0..rules.rungs.len().saturating_sub(1) {
-        let keep = (places / rules.reduction as usize).max(1);
+        let keep = (entrant_count / rules.reduction as usize).max(1);
         let waits = |trial: &TrialState| trial.stage == Stage::AtRung && trial.values.len() == rung + 1;
-        if entered.len() == places {
-            let has_entered = |trial: &TrialState| entered.iter().any(|other| other.number == trial.number);
+        if entrants.len() == entrant_count {
+            let has_entered = |trial: &TrialState| entrants.iter().any(|other| other.number == trial.number);
             let displaced = trials.iter().filter(|trial| waits(trial) && !has_entered(trial));
             ends.extend(displaced.map(|trial| Action::End { number: trial.number }));
         }
-        let mut known: Vec<_> = entered.iter().filter_map(|trial| Some((*trial, trial.at(rung)?))).collect();
+        let mut known: Vec<_> = entrants.iter().filter_map(|trial| Some((*trial, trial.at(rung)?))).collect();
         known.sort_by(|(a, x), (b, y)| rules.metric.order(*x, *y).then(a.number.cmp(&b.number)));
-        // Each of the others may turn out to be better than all of these.
-        let unknown = places.saturating_sub(known.len());
+        // Each trial without a known metric may turn out to be better than all known trials.
+        let unknown = entrant_count.saturating_sub(known.len());
         let certain = keep.saturating_sub(unknown);
-        for (place, (trial, _)) in known.iter().enumerate() {
-            if waits(trial) && place < certain {
+        for (index, (trial, _)) in known.iter().enumerate() {
+            if waits(trial) && index < certain {
                 promoted.push((trial.number, rung));
-            } else if waits(trial) && place >= keep {
+            } else if waits(trial) && index >= keep {
                 ends.push(Action::End { number: trial.number });
             }
         }
-        entered = known.into_iter().take(certain).map(|(trial, _)| trial).collect();
-        places = keep;
+        entrants = known.into_iter().take(certain).map(|(trial, _)| trial).collect();
+        entrant_count = keep;
     }
     (promoted, ends)
 }

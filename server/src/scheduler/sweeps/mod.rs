@@ -1,6 +1,6 @@
-//! Sweeps: jobs that are submitted with several settings. A sweep starts a job for each setting, and continues or ends these trials as
-//! `decide` says. It keeps nothing in memory: whatever it decides follows from its row and its trials' rows, and each action is one
-//! transaction. A server that is killed between two of them decides the rest after its start.
+//! Sweeps: jobs that are submitted with several settings. A sweep starts a job (a trial) for each setting, and resumes or ends trials at
+//! rungs. Sweeps have no state in memory: `decide` computes the actions from the rows of the sweep and its trials, and each action is one
+//! transaction. A server that was killed between two actions computes the remaining actions after its start.
 
 mod decide;
 
@@ -25,15 +25,15 @@ use lockstep_protocol::{
 use std::{sync::Arc, time::Duration};
 use tokio::{sync::Notify, time::sleep};
 
-/// Between two looks at all sweeps. Changes of trials and of sweeps are looked at as they come.
-const EVERY: Duration = Duration::from_secs(30);
-/// Before the database is asked again: first, and at most.
+/// Maximum pause between two rounds over all sweeps. A change of a trial or a sweep starts a round at once.
+const MAX_PAUSE: Duration = Duration::from_secs(30);
+/// Pauses before a failed round is retried: the first and the longest.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(30));
 
 /// The sweeps of a server.
 pub(crate) struct Sweeps {
     scheduler: Arc<Scheduler>,
-    /// A trial or a sweep has changed.
+    /// Notified when a trial or a sweep has changed.
     wake: Arc<Notify>,
 }
 
@@ -42,12 +42,12 @@ impl Sweeps {
         Self { scheduler, wake }
     }
 
-    /// A sweep has changed.
+    /// Starts a round, because a sweep has changed.
     pub(crate) fn wake(&self) {
         self.wake.notify_one();
     }
 
-    /// Carries sweeps on, until dropped.
+    /// Advances all sweeps. Runs until dropped.
     pub(crate) async fn run(self: Arc<Self>) {
         let (mut failing, mut backoff) = (Failing::default(), RETRY);
         loop {
@@ -55,13 +55,13 @@ impl Sweeps {
                 Ok(()) => {
                     backoff = RETRY;
                     if let Some(failures) = failing.ended() {
-                        tracing::info!(failures, "sweeps continue");
+                        tracing::info!(failures, "sweeps advance again");
                     }
-                    EVERY
+                    MAX_PAUSE
                 }
                 Err(error) => {
                     if failing.is_new(&error) {
-                        tracing::warn!(%error, "sweeps cannot be carried on; trying again");
+                        tracing::warn!(%error, "sweeps could not be advanced; trying again");
                     }
                     backoff.pause()
                 }
@@ -74,18 +74,18 @@ impl Sweeps {
     }
 
     async fn advance_all(&self) -> Result<()> {
-        let mut all = Ok(());
+        let mut first_error = Ok(());
         for sweep in self.scheduler.store.unfinished_sweeps().await? {
-            let done = match self.advance(&sweep).await {
+            let result = match self.advance(&sweep).await {
                 Err(error @ StoreError::Corrupt(_)) if sweep.state == SweepState::Running => {
                     self.pause(&sweep, &error.to_string()).await
                 }
-                done => done,
+                result => result,
             };
-            // The other sweeps go on.
-            all = all.and(done);
+            // An error of a sweep does not stop the remaining sweeps.
+            first_error = first_error.and(result);
         }
-        all
+        first_error
     }
 
     async fn advance(&self, sweep: &SweepRow) -> Result<()> {
@@ -93,26 +93,35 @@ impl Sweeps {
         let rules = match Rules::of(sweep) {
             Some(rules) => rules,
             None if sweep.state == SweepState::Cancelled => Rules::to_cancel(sweep),
-            None => return self.pause(sweep, "another version of lockstep stored the sweep").await,
+            None => {
+                return self
+                    .pause(
+                        sweep,
+                        "another version of lockstep stored the sweep, and this version cannot read it",
+                    )
+                    .await;
+            }
         };
         let rows = store.trials(&sweep.id).await?;
         let trials: Vec<_> = rows.iter().filter_map(|row| TrialState::of(&rules, row)).collect();
         let mut specs = None;
         for action in decide(&rules, &trials) {
-            let job = |number: u32| {
+            let job_id = |number: u32| {
                 let found =
                     rows.iter().find(|row| row.job.trial.as_ref().is_some_and(|of| of.number == number));
                 found.map(|row| row.job.id.clone()).ok_or(StoreError::NotFound("trial"))
             };
             let at = crate::now();
-            let done = match action {
+            let result = match action {
                 Action::Start { number, pause_after } => {
                     if specs.is_none() {
                         specs = Some(store.sweep_specs(&sweep.id).await?);
                     }
                     let spec = specs.iter().flatten().nth(number as usize - 1).cloned();
                     let Some(spec) = spec else {
-                        return self.pause(sweep, "its trials are not stored").await;
+                        return self
+                            .pause(sweep, "the trials' specifications are missing in the database")
+                            .await;
                     };
                     let of = TrialOf { sweep: sweep.id.clone(), number };
                     let mut new = new_job(JobId::generate(), spec, sweep.owned.owner.clone());
@@ -120,7 +129,7 @@ impl Sweeps {
                     match add_job(&self.scheduler, new).await {
                         Ok(_) => Ok(()),
                         Err(NewJobError::Store(error)) if error.may_pass() => Err(error),
-                        // A full disk, or a dataset that was removed: people have to see to it.
+                        // For example a full disk, or a removed dataset: a person must solve the problem and resume the sweep.
                         Err(error) => {
                             return self.pause(sweep, &format!("trial {number} cannot start: {error}")).await;
                         }
@@ -128,14 +137,14 @@ impl Sweeps {
                 }
                 Action::Promote { number, pause_after } => {
                     let promote = move |row: &mut JobRow| trial::promote(row, pause_after, at);
-                    self.scheduler.events.change_job(&job(number)?, Box::new(promote)).await.map(drop)
+                    self.scheduler.events.change_job(&job_id(number)?, Box::new(promote)).await.map(drop)
                 }
                 Action::End { number } => {
                     let end = move |row: &mut JobRow| trial::end(row, at);
-                    self.scheduler.events.change_job(&job(number)?, Box::new(end)).await.map(drop)
+                    self.scheduler.events.change_job(&job_id(number)?, Box::new(end)).await.map(drop)
                 }
                 Action::Cancel { number } => {
-                    dispatch::stop(&self.scheduler, &job(number)?, Wish::Cancel).await.map(drop)
+                    dispatch::stop(&self.scheduler, &job_id(number)?, Wish::Cancel).await.map(drop)
                 }
                 Action::Finish => {
                     let state = match sweep.state {
@@ -145,16 +154,16 @@ impl Sweeps {
                     store.set_sweep_state(&sweep.id, state, None, Some(at)).await.map(drop)
                 }
             };
-            match done {
-                // Somebody else has changed the trial: the next look sees what it is now.
+            match result {
+                // Somebody has changed the trial meanwhile. The next round sees the change.
                 Err(StoreError::Refused(_) | StoreError::NotFound(_)) => {}
-                done => done?,
+                result => result?,
             }
         }
         Ok(())
     }
 
-    /// Nothing starts until somebody resumes the sweep.
+    /// Pauses a running sweep, so that no trial starts until somebody resumes the sweep.
     async fn pause(&self, sweep: &SweepRow, why: &str) -> Result<()> {
         if sweep.state == SweepState::Running {
             tracing::warn!(sweep = %sweep.id, why, "a sweep is paused");
@@ -164,7 +173,7 @@ impl Sweeps {
     }
 }
 
-/// A sweep as it is shown.
+/// Returns a sweep as clients see it.
 pub(crate) fn shown(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
     let rules = Rules::of(row);
     let number_of = |row: &JobRow| row.job.trial.as_ref().map(|of| of.number);
@@ -173,7 +182,7 @@ pub(crate) fn shown(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
         SweepState::Finished => u32::MAX,
         _ => jobs.iter().filter_map(number_of).max().unwrap_or(0),
     };
-    let one = |(number, setting): (u32, &Setting)| {
+    let trial_of = |(number, setting): (u32, &Setting)| {
         let job = jobs.iter().find(|row| number_of(row) == Some(number));
         let state = rules.as_ref().zip(job).and_then(|(rules, job)| TrialState::of(rules, job));
         let values = state.map(|state| state.values).unwrap_or_default();
@@ -192,7 +201,7 @@ pub(crate) fn shown(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
             step: job.map_or(0, |row| row.job.step),
         }
     };
-    let trials: Vec<_> = (1..).zip(&row.settings).map(one).collect();
+    let trials: Vec<_> = (1..).zip(&row.settings).map(trial_of).collect();
     let best = rules.as_ref().and_then(|rules| {
         let compared = trials.iter().filter(|trial| trial.metric.is_some());
         compared.min_by(|a, b| {
@@ -202,7 +211,7 @@ pub(crate) fn shown(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
                 .then_with(|| a.number.cmp(&b.number))
         })
     });
-    let is_over = |trial: &&Trial| match row.finished_at {
+    let has_ended = |trial: &&Trial| match row.finished_at {
         Some(_) => trial.number <= started,
         None => trial.state.is_some_and(|state| state.is_final()),
     };
@@ -221,7 +230,7 @@ pub(crate) fn shown(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
         rungs: row.rungs.clone(),
         warnings: Vec::new(),
         trial_count: u32::try_from(trials.len()).unwrap_or(u32::MAX),
-        ended: u32::try_from(trials.iter().filter(is_over).count()).unwrap_or(u32::MAX),
+        ended: u32::try_from(trials.iter().filter(has_ended).count()).unwrap_or(u32::MAX),
         paused: paused.collect(),
         best: best.cloned(),
         steps: trials.iter().map(|trial| trial.step).sum(),

@@ -5,7 +5,7 @@ use lockstep_protocol::access::Token;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// A token and the hash by which it is recognised.
+/// A token and the hash by which the server recognises it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenRow {
     /// The token's public part.
@@ -19,11 +19,12 @@ pub struct TokenRow {
 pub struct SessionRow {
     /// SHA-256 of the cookie's value, hexadecimal.
     pub hash: String,
-    /// Id of the token that the session acts for, or the person's principal. The session ends with the token or person.
+    /// Id of the token with whose rights the session acts, or the person's principal. The session ends when the token is revoked or the
+    /// person is removed.
     pub token_id: String,
     /// When the session began.
     pub created_at: Timestamp,
-    /// When the session ends.
+    /// When the session expires.
     pub expires_at: Timestamp,
 }
 

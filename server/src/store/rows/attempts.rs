@@ -45,7 +45,7 @@ pub struct Claim {
     pub after_attempt: u32,
     /// The agents and slots of the attempt's ranks.
     pub places: Vec<Place>,
-    /// The number of ranks and the reason, if the attempt has fewer ranks than the job.
+    /// The reason if the attempt has fewer ranks than the job.
     pub fewer: Option<Reason>,
     /// The current time.
     pub at: Timestamp,
@@ -69,7 +69,7 @@ pub struct AttemptRow {
     pub attempt: AttemptRef,
     /// The agents and slots of the attempt's ranks.
     pub places: Vec<Place>,
-    /// Whether the ranks must end, at once or with a checkpoint. The job has the reason.
+    /// Whether the ranks must end, at once or with a checkpoint. The reason is in the job.
     pub ends: bool,
 }
 
@@ -131,7 +131,7 @@ pub struct Report {
     pub events: Vec<AttemptEvent>,
     /// When the records were received.
     pub at: Timestamp,
-    /// The reason why the agent is being stopped in order, if it is.
+    /// The reason if the agent is being stopped in an orderly way.
     pub leaving: Option<Reason>,
 }
 
@@ -140,7 +140,7 @@ pub struct Report {
 pub struct RunRecords {
     /// The run.
     pub job: JobId,
-    /// Number of the first record, from 1. `None`: the records follow the stored ones.
+    /// Number of the first record, from 1. `None` if the records follow the stored records.
     pub first: Option<u64>,
     /// Number of records.
     pub count: u64,
@@ -172,12 +172,12 @@ pub enum Ingested {
     Stored {
         /// The acknowledgement for the agent.
         acknowledged: Acknowledged,
-        /// The changes of the job by the transaction, in the answer to its first new report; otherwise `None`.
+        /// The changes of the job by the transaction, in the result of the transaction's first new report; otherwise `None`.
         changed: Option<Box<Changed>>,
     },
     /// The attempt may not write: it was fenced, has ended, or its job was deleted.
     Stale,
-    /// Earlier records are missing: the connection lost some, or the agent is faulty.
+    /// Earlier records are missing: the connection lost them, or the agent is faulty.
     Gap {
         /// Number of stored records.
         stored: u64,

@@ -65,8 +65,8 @@ impl EventRow {
         ROW_COST + self.bytes() as u64
     }
 
-    /// Attempt, rank and one column per event of a row of points; only the metric `name`, or all. `None` if the row has no points or they
-    /// cannot be read.
+    /// Attempt, rank and one column per event of a row of points. With `name`, only the column of this metric. `None` if the row has no
+    /// points, or the points cannot be read.
     pub fn metrics(&self, name: Option<&str>) -> Option<(u32, u32, Vec<MetricColumn>)> {
         match &self.stored {
             Stored::Points { attempt, rank, data } => {

@@ -11,12 +11,12 @@ use lockstep_protocol::{
 pub struct HistoryRows {
     /// The job's newest changes of state and alerts, in order.
     pub events: Vec<Event>,
-    /// The checkpoint that the job was forked from, even if its job is private.
+    /// The checkpoint from which the job was forked, even if the checkpoint's job is private.
     pub parent: Option<Parent>,
     /// Forks of the job, each with the id of the checkpoint from which it began, the oldest first.
     pub forks: Vec<(Job, String)>,
     /// Successful requests about the job, in order; empty unless requested.
     pub requests: Vec<AuditEntry>,
-    /// Number of waiting jobs before this one in the queue.
+    /// Number of waiting jobs before this job in the queue.
     pub before_it: u64,
 }

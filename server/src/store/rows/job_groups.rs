@@ -33,7 +33,7 @@ pub enum SettingKind {
     Bool,
 }
 
-/// The common value of the jobs of a group; null if they have none.
+/// The common value of the jobs of a group; null if the jobs have no value.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub enum GroupValue {
@@ -88,28 +88,29 @@ impl Spread {
         };
     }
 
-    fn of(&self, value: f64, least: u64) -> Option<f64> {
-        (self.n >= least && value.is_finite()).then_some(value)
+    /// Returns a finite `value` if at least `min_n` jobs have a value.
+    fn checked(&self, value: f64, min_n: u64) -> Option<f64> {
+        (self.n >= min_n && value.is_finite()).then_some(value)
     }
 
     /// The mean; `None` without values.
     pub fn mean(&self) -> Option<f64> {
-        self.of(self.mean, 1)
+        self.checked(self.mean, 1)
     }
 
     /// The sample standard deviation (divided by n - 1); `None` for fewer than two values.
     pub fn std(&self) -> Option<f64> {
-        self.of((self.squares / (self.n.max(2) - 1) as f64).sqrt(), 2)
+        self.checked((self.squares / (self.n.max(2) - 1) as f64).sqrt(), 2)
     }
 
     /// The smallest value; `None` without values.
     pub fn min(&self) -> Option<f64> {
-        self.of(self.min, 1)
+        self.checked(self.min, 1)
     }
 
     /// The largest value; `None` without values.
     pub fn max(&self) -> Option<f64> {
-        self.of(self.max, 1)
+        self.checked(self.max, 1)
     }
 }
 
@@ -124,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_spread_is_that_of_a_sample() {
+    fn std_is_the_sample_standard_deviation() {
         let of = spread(&[2.0, 4.0, f64::NAN, 9.0]);
         assert_eq!((of.n, of.mean(), of.min(), of.max()), (3, Some(5.0), Some(2.0), Some(9.0)));
         // ((2-5)^2 + (4-5)^2 + (9-5)^2) / 2 = 13.
@@ -139,15 +140,15 @@ mod tests {
     }
 
     #[test]
-    fn values_far_from_zero_and_near_each_other_keep_their_spread() {
+    fn std_of_large_close_values_is_exact() {
         let of = spread(&[1e9 + 1.0, 1e9 + 2.0, 1e9 + 3.0]);
         assert!((of.std().unwrap() - 1.0).abs() < 1e-6, "{of:?}");
-        // Sums of values that are large beyond measure are none.
+        // The sum of squares overflows.
         assert_eq!(spread(&[f64::MAX, -f64::MAX]).std(), None);
     }
 
     #[test]
-    fn a_value_is_written_as_what_it_is() {
+    fn group_values_keep_their_json_type() {
         let values = [
             GroupValue::Bool(true),
             GroupValue::Number(0.1),

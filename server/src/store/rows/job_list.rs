@@ -18,7 +18,7 @@ pub struct JobFilter {
     pub conditions: Vec<Condition>,
     /// Only jobs of this person or token.
     pub owner: Option<String>,
-    /// Only jobs that this person or token sees: without the private jobs of others. `None` sees all jobs.
+    /// Only jobs that this person or token sees: all except private jobs of others. `None` matches all jobs.
     pub seen_by: Option<String>,
     /// Only jobs of this project.
     pub project: Option<String>,
@@ -34,9 +34,9 @@ pub struct JobFilter {
     pub with_notes: bool,
     /// The order of the list.
     pub sort: JobSort,
-    /// Maximum number of jobs (0: 50).
+    /// Maximum number of jobs (default 50 if 0).
     pub limit: u32,
-    /// Only jobs after this position, which must be of the same order.
+    /// Only jobs after this position. The cursor must belong to a list with the same `sort`.
     pub cursor: Option<Cursor>,
 }
 
@@ -132,7 +132,7 @@ pub enum SortBy {
     },
 }
 
-/// A position in a list of jobs. It stays valid when the job before it is deleted.
+/// A position in a list of jobs. The cursor stays valid when the job before the position is deleted.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cursor {
     /// Sort value of the job before the position.
@@ -164,7 +164,7 @@ pub struct Page {
     pub next: Option<Cursor>,
 }
 
-/// A project. It exists while at least one job has its name.
+/// A project. A project exists while at least one job names it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ProjectRow {
     /// The project's name.

@@ -15,7 +15,7 @@ pub struct MetricFilter {
     pub to: Option<u64>,
     /// Only events with `seq > after`.
     pub after: u64,
-    /// Total cost ([`super::EventRow::cost`]) at which the page ends, after the row that reaches it (`None`: no limit).
+    /// Total cost ([`super::EventRow::cost`]) of a page. The page ends after the row that reaches this cost (`None`: no limit).
     pub limit_cost: Option<u64>,
 }
 
@@ -63,6 +63,6 @@ pub struct MetricChunk {
     pub data: Vec<u8>,
     /// Whether this chunk replaces the stored chunk with the same series, level and first step.
     pub replaces_chunk: bool,
-    /// Whether this chunk is one of those that replace all stored chunks of the series.
+    /// Whether this chunk and the other new chunks of the series replace all stored chunks of the series.
     pub replaces_series: bool,
 }

@@ -19,7 +19,7 @@ impl std::fmt::Debug for PersonRow {
 }
 
 impl PersonRow {
-    /// The person's principal, which sessions store in place of a token's id. It has a colon, which token ids never have.
+    /// The person's principal, which sessions store in place of a token's id. The principal contains a colon, which token ids never contain.
     pub fn principal(&self) -> String {
         principal(&self.person.name)
     }

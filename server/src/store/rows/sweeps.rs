@@ -20,7 +20,7 @@ pub struct SweepRow {
     pub reason: Option<String>,
     /// The job file.
     pub spec: Value,
-    /// The settings of each trial, in the order in which trials start. Stored, so that another version starts the same trials.
+    /// The settings of each trial, in the order in which trials start. The settings are stored, so that another version starts the same trials.
     pub settings: Vec<Setting>,
     /// Epochs after which trials are compared; the last is the end of training.
     pub rungs: Vec<u32>,

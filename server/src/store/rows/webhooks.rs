@@ -47,7 +47,7 @@ impl WebhookEvent {
         WebhookEvent::Cancelled,
         WebhookEvent::Alert,
     ];
-    /// The default events of a webhook: a job is over, or a program has raised an alert.
+    /// The default events of a webhook: a job has ended, or a program has raised an alert.
     pub const DEFAULTS: [WebhookEvent; 4] =
         [WebhookEvent::Succeeded, WebhookEvent::Failed, WebhookEvent::Cancelled, WebhookEvent::Alert];
 
@@ -163,7 +163,7 @@ impl fmt::Debug for WebhookRow {
 pub struct DeliveryAttempt {
     #[schema(value_type = String)]
     pub at: Timestamp,
-    /// HTTP status of the response (of an e-mail that the mail server has taken: its reply code); null without a response.
+    /// HTTP status of the response, or the reply code of the mail server that accepted the e-mail; null without a response.
     pub status: Option<u16>,
     /// Why the message was not delivered; null if it was delivered.
     pub error: Option<String>,
@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_are_those_of_json() {
+    fn as_str_is_the_name_in_json() {
         for event in WebhookEvent::ALL {
             assert_eq!(serde_json::to_value(event).unwrap(), event.as_str());
         }
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_that_waits_again_was_preempted_or_is_no_event() {
+    fn only_preemption_is_an_event_of_a_queued_job() {
         let of = |state, kind: Option<ReasonKind>| WebhookEvent::of(state, kind.map(Reason::from).as_ref());
         let preempted = ReasonKind::Preempted { job: None, priority: 1, detail: None };
         assert_eq!(of(JobState::Queued, Some(preempted)), Some(WebhookEvent::Preempted));

@@ -1,4 +1,4 @@
-//! Tokens and sessions. The server reads them at start and keeps them in memory.
+//! Tokens and sessions. The server reads these rows at its start and keeps them in memory.
 
 use super::{DbRow, SqlStore};
 use crate::store::{

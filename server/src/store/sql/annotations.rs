@@ -33,7 +33,8 @@ impl SqlStore {
         rows.truncate(limit as usize);
         let next = rows.last().filter(|_| more).map(|(id, ..)| id.clone());
         let read = |(id, notes, tags): (String, String, String)| {
-            let flawed = |what: &str| StoreError::Corrupt(format!("{what} of the notes of job {id:?}"));
+            let flawed =
+                |what: &str| StoreError::Corrupt(format!("{what} in the notes and tags of job {id:?}"));
             let tags = from_json(&tags).map_err(|_| flawed("tags"))?;
             Ok((id.parse().map_err(|_| flawed("the id"))?, Annotation { notes, tags }))
         };
@@ -93,8 +94,8 @@ impl SqlStore {
     }
 }
 
-/// The stored specification of a job with a new value of a key. All other keys, also those of other versions, are unchanged. A
-/// specification that cannot be read is returned unchanged.
+/// The stored specification of a job with a new value of a key. All other keys, also unknown keys of other versions, are unchanged. An
+/// unreadable specification is returned unchanged.
 async fn with_key(db: &mut Connection, job: &JobId, key: &str, value: Value) -> Result<String> {
     let spec: Option<String> =
         sqlx::query_scalar("SELECT spec FROM jobs WHERE id = $1 AND deleted_at IS NULL")

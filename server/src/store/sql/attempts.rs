@@ -21,7 +21,7 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, Row};
 use std::collections::HashMap;
 
-/// Condition for jobs whose slots other jobs may count on. SQLite uses the index `jobs_yielding` only if the index's condition has the same
+/// Condition for jobs whose slots may become free for other jobs: preemptible jobs, and jobs whose ranks are ending. SQLite uses the index `jobs_yielding` only if the index's condition has the same
 /// text.
 pub(super) const YIELDS: &str =
     "(preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running'))";
@@ -104,11 +104,11 @@ impl SqlStore {
         Ok(made)
     }
 
-    /// Jobs that hold slots and fulfil the condition `which`.
-    pub(super) async fn list_occupants(&self, which: &'static str) -> Result<Vec<Occupant>> {
+    /// Jobs that hold slots and fulfil `condition`.
+    pub(super) async fn list_occupants(&self, condition: &'static str) -> Result<Vec<Occupant>> {
         let query = format!(
             "SELECT id, priority, preemptible, state, stop, cause FROM jobs WHERE fencing_token IS NOT NULL \
-             AND deleted_at IS NULL AND {which} ORDER BY priority, created_at DESC, id DESC"
+             AND deleted_at IS NULL AND {condition} ORDER BY priority, created_at DESC, id DESC"
         );
         let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
         let occupant = |row: &DbRow| {
@@ -116,8 +116,8 @@ impl SqlStore {
             // A job in a state of another version counts as running and is not preempted.
             let state = row.try_get::<&str, _>("state")?.parse::<JobState>().ok();
             let runs = matches!(state, None | Some(JobState::Starting | JobState::Running));
-            let pausing = state == Some(JobState::Pausing);
-            let cause = row.try_get::<Option<String>, _>("cause")?.filter(|_| pausing);
+            let is_pausing = state == Some(JobState::Pausing);
+            let cause = row.try_get::<Option<String>, _>("cause")?.filter(|_| is_pausing);
             let cause = cause.and_then(|cause| read::<Option<Reason>>(&id, "cause", &cause));
             Ok(Occupant {
                 priority: i32::try_from(row.try_get::<i64, _>("priority")?).unwrap_or(i32::MAX),
@@ -158,8 +158,8 @@ impl SqlStore {
 /// The new attempt of a claimed job: the attempt's number, and the checkpoint from which it continues.
 type Taken = (u32, Option<String>);
 
-/// Increments the attempt of each claimed job that still waits after the claim's attempt, and returns these jobs. Of two concurrent claims
-/// only one finds the job waiting.
+/// Increments the attempt number of each claimed job that still waits and whose newest attempt is the claim's `after_attempt`. Returns these
+/// jobs. Of two concurrent claims, only one finds the job waiting.
 async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Taken>> {
     let mut taken = HashMap::with_capacity(claims.len());
     for claims in batch::split(claims) {
@@ -210,7 +210,7 @@ async fn insert(db: &mut Connection, attempts: &[(&Claim, Taken)]) -> Result<Has
     Ok(tokens)
 }
 
-/// Claims jobs. Returns `None` for a claim whose job no longer waits or has had another attempt.
+/// Claims jobs. Returns `None` for a claim whose job no longer waits or has a newer attempt.
 async fn make_attempts(db: &mut Connection, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
     let mut taken = take(db, claims).await?;
     // If several claims name a job, the first gets it.
@@ -260,8 +260,8 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let text = |name: &str| row.try_get::<Option<String>, _>(name);
     let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
     let agents = agents(&places);
-    let live = row.try_get::<Option<i64>, _>("job_fencing_token")? == Some(row.try_get("fencing_token")?);
-    let (state, reason) = if live { ("job_state", "job_cause") } else { ("state", "reason") };
+    let is_live = row.try_get::<Option<i64>, _>("job_fencing_token")? == Some(row.try_get("fencing_token")?);
+    let (state, reason) = if is_live { ("job_state", "job_cause") } else { ("state", "reason") };
     let ended_at: Option<i64> = row.try_get("ended_at")?;
     let state = match text(state)? {
         // An earlier version did not store the state in which the attempt ended.

@@ -1,4 +1,4 @@
-//! Statements of many rows. Each statement is a round trip to the database, during which the transaction occupies the writer. If a hundred
+//! Statements with many rows. Each statement is a round trip to the database, during which the transaction occupies the writer. If a hundred
 //! attempts end at once, the server executes a few statements, not hundreds.
 
 /// Numbers of rows of a statement, the largest first. The driver caches one statement for each of these numbers, and any number of rows
@@ -10,9 +10,9 @@ pub(super) fn split<T>(rows: &[T]) -> impl Iterator<Item = &[T]> {
     let mut rest = rows;
     std::iter::from_fn(move || {
         let size = SIZES.into_iter().find(|size| *size <= rest.len())?;
-        let (now, later) = rest.split_at(size);
+        let (part, later) = rest.split_at(size);
         rest = later;
-        Some(now)
+        Some(part)
     })
 }
 

@@ -27,8 +27,8 @@ pub(super) async fn add_agent(db: &mut Connection, checkpoint: &str, agent_id: &
     Ok(())
 }
 
-/// Removes the copies that became invalid when a checkpoint was removed (`None`) or written by `attempt`: copies that agents wrote in
-/// another attempt, and the damage mark of the server's copy.
+/// Removes rows that became invalid when a checkpoint was removed (`None`) or written by `attempt`: the copies that agents wrote in other
+/// attempts, and the damage mark of the server's copy.
 pub(super) async fn forget_replaced(
     db: &mut Connection,
     checkpoint: &str,
@@ -77,7 +77,7 @@ impl SqlStore {
     }
 
     /// The agents with their own disks in the attempts that wrote a job's checkpoints, by attempt and agent id. Each attempt's places are
-    /// read once, because each of its agents may have each of its checkpoints.
+    /// read once, because each agent of an attempt may have each checkpoint of the attempt.
     async fn read_agents_with_disks(&self, job: &JobId) -> Result<HashMap<(i64, String), Holder>> {
         let rows = sqlx::query(
             "SELECT attempt, places, own_disks FROM attempts WHERE job_id = $1 AND own_disks <> '[]' \

@@ -27,13 +27,13 @@ fn chunk(row: &DbRow) -> Result<MetricChunk> {
 const BATCH_SIZES: [usize; 2] = [32, 1];
 
 async fn insert(db: &mut Connection, job: &JobId, chunks: &[&MetricChunk]) -> Result<()> {
-    let place = |n: usize| {
-        let place: Vec<_> = (1..=8).map(|column| format!("${}", 8 * n + column)).collect();
-        format!("({})", place.join(", "))
+    let row = |n: usize| {
+        let placeholders: Vec<_> = (1..=8).map(|column| format!("${}", 8 * n + column)).collect();
+        format!("({})", placeholders.join(", "))
     };
     let text = format!(
         "INSERT INTO metric_chunks (job_id, name, rank, attempt, level, first_step, last_step, data) VALUES {}",
-        (0..chunks.len()).map(place).collect::<Vec<_>>().join(", ")
+        (0..chunks.len()).map(row).collect::<Vec<_>>().join(", ")
     );
     let mut query = sqlx::query(AssertSqlSafe(text));
     for chunk in chunks {
@@ -67,7 +67,7 @@ impl SqlStore {
     ) -> Result<(u64, Option<(u64, u64)>)> {
         let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
         let watermark = watermark(&mut db, job).await?;
-        // Every level covers all steps. The coarsest has the fewest rows.
+        // Every level covers all steps. The coarsest level has the fewest rows.
         let ends: (Option<i64>, Option<i64>) = sqlx::query_as(
             "SELECT min(first_step), max(last_step) FROM metric_chunks WHERE job_id = $1 AND level = 5 \
              AND ($2 IS NULL OR name = $2) AND ($3 = '' OR $3 LIKE '%,' || rank || ',%')",
@@ -176,9 +176,9 @@ impl SqlStore {
         let new: Vec<_> = chunks.iter().filter(|chunk| !chunk.replaces_chunk).collect();
         let mut rest = &new[..];
         for size in BATCH_SIZES {
-            while let Some((now, later)) = rest.split_at_checked(size) {
+            while let Some((part, later)) = rest.split_at_checked(size) {
                 rest = later;
-                insert(&mut db, job, now).await?;
+                insert(&mut db, job, part).await?;
             }
         }
         sqlx::query(

@@ -61,8 +61,8 @@ fn cells(table: &Table, row: &DbRow) -> sqlx::Result<Vec<Cell>> {
 
 /// Inserts a row. The backup's table may have fewer columns than the database's.
 pub(in crate::store) async fn insert(db: &mut Connection, table: &Table, row: Vec<Cell>) -> sqlx::Result<()> {
-    let places: Vec<_> = (1..=table.columns.len()).map(|n| format!("${n}")).collect();
-    let query = format!("INSERT INTO {} ({}) VALUES ({})", table.name, names(table), places.join(", "));
+    let placeholders: Vec<_> = (1..=table.columns.len()).map(|n| format!("${n}")).collect();
+    let query = format!("INSERT INTO {} ({}) VALUES ({})", table.name, names(table), placeholders.join(", "));
     let mut query = sqlx::query(AssertSqlSafe(query));
     for cell in row {
         query = match cell {
@@ -93,7 +93,7 @@ pub(in crate::store) async fn mark_restored(db: &mut Connection) -> sqlx::Result
     sqlx::query(query).bind(RESTORED).execute(db).await.map(drop)
 }
 
-/// Advances counters, so that new rows get greater numbers than the restored ones.
+/// Advances counters, so that new rows get greater numbers than the restored rows.
 pub(in crate::store) async fn advance_counters(db: &mut Connection) -> sqlx::Result<()> {
     sqlx::query(AFTER_COPY).execute(db).await.map(drop)
 }

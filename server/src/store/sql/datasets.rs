@@ -75,7 +75,7 @@ impl SqlStore {
     }
 
     pub(super) async fn delete_dataset(&self, name: &str) -> Result<()> {
-        // Checks the jobs in the same transaction: a concurrently submitted job is either stored before, or does not find the dataset.
+        // Checks the jobs in the same transaction. So a concurrently submitted job is either stored before, or does not find the dataset.
         let mut db = self.begin().await?;
         let specs: Vec<String> = sqlx::query_scalar(
             "SELECT spec FROM jobs WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL",

@@ -26,21 +26,22 @@ async fn edit(db: &mut Connection, changes: &[(&JobId, &Change)]) -> Result<Vec<
             continue;
         };
         if let (Some((state, _)), None) = (&row.unknown_state, row.fencing_token) {
-            let detail =
-                format!("the job is {state:?}, a state of another version of lockstep; start that version");
+            let detail = format!(
+                "the job is {state:?}, a state that only another version of lockstep knows; start that version"
+            );
             return Err(lifecycle::Refused { state: row.job.state, detail }.into());
         }
-        // The dataset of an unfinished job cannot be removed, so only jobs that were over need this check.
+        // The dataset of an unfinished job cannot be removed, so only jobs that had ended need this check.
         let state = row.job.state;
         let bodies = change(row)?;
-        let its = append(db, row, bodies, at).await?;
+        let appended = append(db, row, bodies, at).await?;
         if state.is_final() && !row.job.state.is_final() && row.job.external.is_none() {
             datasets::require_dataset(db, &row.job.spec.data.dataset).await?;
             models::require_unregistered(db, id, state, "run again").await?;
         }
-        let events = its.iter().map(|new| new.row.clone()).collect();
+        let events = appended.iter().map(|new| new.row.clone()).collect();
         changed.push(Some(Changed { job: row.job.clone(), events }));
-        new.extend(its);
+        new.extend(appended);
     }
     save(db, &rows.values().collect::<Vec<_>>(), at).await?;
     events::insert(db, &new).await?;
@@ -88,7 +89,7 @@ impl SqlStore {
         .bind(id.as_str())
         .execute(&mut *db)
         .await?;
-        // Rows that can be found without their job are deleted at once. They are few.
+        // Rows that queries find without their job are deleted at once, because they are few.
         for table in ["checkpoints", "annotations", "idempotency", "webhook_deliveries"] {
             let query = format!("DELETE FROM {table} WHERE job_id = $1");
             sqlx::query(AssertSqlSafe(query)).bind(id.as_str()).execute(&mut *db).await?;

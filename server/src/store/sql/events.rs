@@ -26,7 +26,7 @@ pub(super) struct New {
     pub(super) row: EventRow,
 }
 
-/// Creates the rows of new events of a job. Each event has its own row, except that successive metrics of a rank share one.
+/// Creates the rows of new events of a job. Each event has its own row, except that successive metrics of a rank share a row.
 pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> Result<Vec<New>> {
     let notices: Vec<_> = bodies.iter().map(|body| webhooks::notice(job, body, at)).collect();
     let mut rows = Vec::new();
@@ -48,7 +48,11 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
                 let values = values.into_iter().map(|v| v.unwrap_or(f32::NAN)).collect();
                 let column = MetricColumn { name, steps, values };
                 match &mut points {
-                    Some((a, r, columns)) if (*a, *r) == (attempt, rank) => columns.push(column),
+                    Some((last_attempt, last_rank, columns))
+                        if (*last_attempt, *last_rank) == (attempt, rank) =>
+                    {
+                        columns.push(column)
+                    }
                     other => {
                         if let Some(before) = other.replace((attempt, rank, vec![column])) {
                             let (kind, attempt, rank, events, stored) = stored(before);
@@ -84,13 +88,13 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
 
 /// Stores rows, and queues messages for webhooks.
 pub(super) async fn insert(db: &mut Connection, rows: &[New]) -> Result<()> {
-    for now in batch::split(rows) {
+    for part in batch::split(rows) {
         let text = format!(
             "INSERT INTO events (job_id, seq, at, kind, attempt, rank, body, points) VALUES {}",
-            batch::values(now.len(), 8)
+            batch::values(part.len(), 8)
         );
         let mut query = sqlx::query(AssertSqlSafe(text));
-        for New { job, kind, attempt, rank, row, .. } in now {
+        for New { job, kind, attempt, rank, row, .. } in part {
             let (body, points) = match &row.stored {
                 Stored::Body(body) => (body.as_str(), None),
                 Stored::Points { data, .. } => ("", Some(&data[..])),

@@ -1,4 +1,4 @@
-//! The parts of a job's history: its changes of state, its alerts, its forks, requests about it, and its place in the queue.
+//! The parts of a job's history: changes of state, alerts, forks, requests about the job, and the job's position in the queue.
 
 use super::{
     DbRow, SqlStore, audit,
@@ -26,7 +26,7 @@ fn event(row: &DbRow) -> Result<Event> {
     })
 }
 
-/// The checkpoint that a job was forked from.
+/// The checkpoint from which a job was forked.
 fn parent(row: &DbRow) -> Option<Parent> {
     let text = |name: &str| row.try_get::<Option<String>, _>(name).ok().flatten();
     Some(Parent { job: text("parent_job")?, checkpoint: text("parent_checkpoint")? })
@@ -71,7 +71,7 @@ impl SqlStore {
             .fetch_all(&self.reader)
             .await?;
         }
-        // In the order of `list_waiting`, which ignores fair share.
+        // Counts in the order of `list_waiting`, which ignores fair share.
         let before_it: i64 = sqlx::query_scalar(
             "SELECT COUNT(*) FROM jobs WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
              AND (priority > $1 OR (priority = $1 AND (created_at, id) < ($2, $3)))",

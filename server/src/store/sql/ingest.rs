@@ -17,7 +17,7 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, Row};
 use std::collections::{BTreeSet, HashMap, hash_map::Entry};
 
-/// A source as stored: a rank's number; -1 for the agent of the attempt's first place, -2 for the agent of the second, and so on.
+/// A source as stored: a rank's number; -1 for the agent of the attempt's first place, -2 for the agent of the second place, and so on.
 type SourceNumber = i64;
 
 fn number(source: Source, place: usize) -> SourceNumber {
@@ -44,8 +44,8 @@ type Records = HashMap<SourceNumber, u64>;
 /// The attempt of a report: its job and number.
 type Named = (JobId, u32);
 
-/// Reads tokens, agents and numbers of records of attempts. Attempts that do not exist are left out.
-async fn known(db: &mut Connection, attempts: &[Named]) -> Result<HashMap<Named, (Given, Records)>> {
+/// Reads the tokens, agents and numbers of records of attempts. Attempts that do not exist are left out.
+async fn read_attempts(db: &mut Connection, attempts: &[Named]) -> Result<HashMap<Named, (Given, Records)>> {
     let mut found: HashMap<Named, (Given, Records)> = HashMap::with_capacity(attempts.len());
     for attempts in batch::split(attempts) {
         let text = format!(
@@ -81,7 +81,7 @@ async fn known(db: &mut Connection, attempts: &[Named]) -> Result<HashMap<Named,
 struct Loaded {
     row: JobRow,
     attempts: HashMap<u32, Attempt>,
-    /// Events of the transaction, and the index of the first report with new records, whose answer returns the events.
+    /// Events of the transaction, and the index of the first report with new records, whose result returns the events.
     events: Vec<EventRow>,
     first_report: Option<usize>,
 }
@@ -95,14 +95,14 @@ struct Attempt {
 }
 
 async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, SourceNumber, u64)]) -> Result<()> {
-    for now in batch::split(numbers) {
+    for part in batch::split(numbers) {
         let text = format!(
             "INSERT INTO acknowledged VALUES {} \
              ON CONFLICT (job_id, attempt, source) DO UPDATE SET records = excluded.records",
-            batch::values(now.len(), 4)
+            batch::values(part.len(), 4)
         );
         let mut query = sqlx::query(AssertSqlSafe(text));
-        for (job, attempt, source, records) in now {
+        for (job, attempt, source, records) in part {
             query = query.bind(job.as_str()).bind(i64::from(*attempt)).bind(*source).bind(int(*records));
         }
         query.execute(&mut *db).await?;
@@ -201,7 +201,7 @@ impl SqlStore {
     ) -> Result<Vec<Acknowledged>> {
         let mut db = self.reader.acquire().await?;
         let named = (attempt.job.clone(), attempt.attempt);
-        let known = known(&mut db, std::slice::from_ref(&named)).await?.remove(&named);
+        let known = read_attempts(&mut db, std::slice::from_ref(&named)).await?.remove(&named);
         let Some(((_, agents), records)) = known.filter(|((token, _), _)| *token == attempt.fencing_token)
         else {
             return Ok(Vec::new());
@@ -223,7 +223,7 @@ async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, 
     let rows = jobs::load_all(db, &ids).await?;
     let mut loaded: HashMap<_, _> =
         rows.into_iter().map(|row| (row.job.id.clone(), Loaded::new(row))).collect();
-    for ((job, attempt), (given, records)) in known(db, &attempts).await? {
+    for ((job, attempt), (given, records)) in read_attempts(db, &attempts).await? {
         if let Some(job) = loaded.get_mut(&job) {
             job.attempts.insert(attempt, Attempt { given: Some(given), records, grown: BTreeSet::new() });
         }
@@ -231,7 +231,7 @@ async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, 
     Ok(loaded)
 }
 
-/// Applies a report to a job. Returns the answer, and whether the report had new records.
+/// Applies a report to a job. Returns the result, and whether the report had new records.
 async fn store_report(
     db: &mut Connection,
     job: &mut Loaded,
@@ -255,31 +255,31 @@ async fn store_report(
         let acknowledged = acknowledgement(attempt.clone(), source, have);
         return Ok((Ingested::Stored { acknowledged, changed: None }, false));
     }
-    // With several agents: the lease of this one has expired, or the agent has already reported the end of its ranks.
+    // The attempt has ended, or, with several agents, this agent's lease has expired or its ranks have already ended.
     if row.live().as_ref() != Some(attempt) || lifecycle::has_ended_at(row, agent_id) {
         return Ok((Ingested::Stale, false));
     }
     if first > have {
         return Ok((Ingested::Gap { stored: have }, false));
     }
-    let known_already = usize::try_from(have - first).unwrap_or(usize::MAX).min(events.len());
-    for event in lifecycle::merge_points(&events[known_already..]) {
+    let duplicates = usize::try_from(have - first).unwrap_or(usize::MAX).min(events.len());
+    for event in lifecycle::merge_points(&events[duplicates..]) {
         if row.fencing_token.is_none() {
             break; // The attempt has ended, so later events are ignored.
         }
-        // Only rank 0 reports layers, and only steps that the job has.
-        let is_its_own = match &event {
+        // Layers are accepted only from rank 0, and only for steps of the job.
+        let is_accepted = match &event {
             AttemptEvent::Histograms(found) => source == Source::Rank(0) && found.step <= row.job.total_steps,
             AttemptEvent::Network(_) => source == Source::Rank(0),
             _ => true,
         };
-        if !is_its_own {
+        if !is_accepted {
             continue;
         }
         layers::keep(db, &attempt.job, attempt.attempt, &event).await?;
-        // Only these events change the job's state, and only such a change can fail after it has edited the row.
-        let moves = matches!(event, AttemptEvent::Ended(_) | AttemptEvent::Running { .. });
-        let before = moves.then(|| row.clone());
+        // Only these events change the job's state, and only a change of state can fail after it has edited the row.
+        let changes_state = matches!(event, AttemptEvent::Ended(_) | AttemptEvent::Running { .. });
+        let before = changes_state.then(|| row.clone());
         let changed = match event {
             AttemptEvent::Ended(ending) if agents.len() > 1 => {
                 let end = lifecycle::PlaceEnd::Ended { ending, leaving: leaving.clone() };

@@ -77,8 +77,8 @@ fn expression(by: &SortBy) -> (String, Holds, bool) {
     }
 }
 
-/// SQL expression for a key of the specification; for a run from elsewhere, the setting of the same name (`lr` for `train.lr`). `table` and
-/// `key` are constants, not text of a request.
+/// SQL expression for a key of the specification. For a run from elsewhere, the expression reads the run's setting of the same name (`lr`
+/// for `train.lr`). `table` and `key` are constants, not text of a request.
 fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
     if (table, key) == ("", "project") {
         // A specification omits the default project.
@@ -91,10 +91,10 @@ fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
     let (own, path) = (json("jobs.spec", &[table, key]), ["config", key]);
     let mut config = json("jobs.external", &path);
     if is_number {
-        // An external program may log a text for a setting that is a number here.
-        let (text, is) = (json_text("jobs.external", &path), json_is_number("jobs.external", &path));
+        // An external program may log a text for a setting that is a number in a specification.
+        let (text, test) = (json_text("jobs.external", &path), json_is_number("jobs.external", &path));
         let starts = "('0', '1', '2', '3', '4', '5', '6', '7', '8', '9', '-', '.')";
-        config = format!("CASE WHEN substr({text}, 1, 1) IN {starts} AND {is} THEN {config} END");
+        config = format!("CASE WHEN substr({text}, 1, 1) IN {starts} AND {test} THEN {config} END");
     }
     format!("CASE WHEN jobs.external IS NULL THEN {own} ELSE {config} END")
 }
@@ -107,7 +107,7 @@ fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
         // Specifications omit some settings that are false.
         setting = format!("COALESCE({setting}, {FALSE})");
     }
-    let or_none =
+    let or_missing =
         if *comparison == Comparison::NotEqual { format!("{setting} IS NULL OR ") } else { String::new() };
     let operator = match comparison {
         Comparison::Equal => "=",
@@ -117,11 +117,11 @@ fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
         Comparison::Greater => ">",
         Comparison::GreaterOrEqual => ">=",
     };
-    query.push(format!(" AND ({or_none}{setting} {operator} "));
+    query.push(format!(" AND ({or_missing}{setting} {operator} "));
     match value {
         SettingValue::Number(number) => query.push_bind(*number),
         SettingValue::Text(text) => query.push_bind(plain(text).into_owned()),
-        SettingValue::Bool(is) => query.push(if *is { TRUE } else { FALSE }),
+        SettingValue::Bool(value) => query.push(if *value { TRUE } else { FALSE }),
     };
     query.push(")");
 }
@@ -148,16 +148,16 @@ fn push_text(query: &mut QueryBuilder<Db>, text: &str) -> Result<()> {
     Ok(())
 }
 
-/// A tag in the JSON list of a job's tags: with quotation marks, as the first tag or after a comma. Quotation marks in the tag are
+/// The two texts that a tag has in the JSON list of a job's tags: as the first tag, and after a comma. Quotation marks in the tag are
 /// escaped.
-fn tag_places(tag: &str) -> Result<[String; 2]> {
+fn tag_patterns(tag: &str) -> Result<[String; 2]> {
     let tag = json(&tag)?;
     Ok([format!("[{tag}"), format!(",{tag}")])
 }
 
 /// Adds a condition: the job has this tag.
 fn push_tag(query: &mut QueryBuilder<Db>, tag: &str) -> Result<()> {
-    let [first, later] = tag_places(tag)?;
+    let [first, later] = tag_patterns(tag)?;
     query.push(format!(" AND ({POSITION}(annotations.tags, ")).push_bind(first);
     query.push(format!(") > 0 OR {POSITION}(annotations.tags, ")).push_bind(later).push(") > 0)");
     Ok(())
@@ -166,7 +166,7 @@ fn push_tag(query: &mut QueryBuilder<Db>, tag: &str) -> Result<()> {
 /// Binds the tag to sort by once, for all uses in [`expression`].
 fn push_sorting(query: &mut QueryBuilder<Db>, by: &SortBy) -> Result<()> {
     if let SortBy::Tag(tag) = by {
-        let [first, later] = tag_places(tag)?;
+        let [first, later] = tag_patterns(tag)?;
         query.push(" CROSS JOIN (SELECT CAST(").push_bind(first).push(" AS TEXT) AS first_tag, CAST(");
         query.push_bind(later).push(" AS TEXT) AS later_tag) AS sorting");
     }

@@ -35,7 +35,7 @@ pub(super) fn part_of(text: &str) -> String {
     pattern
 }
 
-/// Reads a job as far as this version understands it. Values of another version hide neither this job nor others.
+/// Reads a job as far as this version can read the row. Values that another version wrote hide neither this job nor other jobs.
 pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let id: String = row.try_get("id")?;
     let mut flaws = Vec::new();
@@ -51,7 +51,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let fencing_token = fencing_token
         .map(|number| Ok::<_, StoreError>(fencing(number, row.try_get("fencing_secret")?)))
         .transpose()?;
-    // A job with an attempt that may write is running in any state of another version, because its slots are in use.
+    // A job with a live attempt counts as running in an unknown state, because its slots are in use.
     let stands_for = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
     let known = stored_state.parse::<JobState>();
     let unknown_state = known.is_err().then_some((stored_state, stands_for));
@@ -147,8 +147,8 @@ pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRo
 pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<JobRow>> {
     let mut found = Vec::with_capacity(ids.len());
     for ids in batch::split(ids) {
-        let places = batch::values(ids.len(), 1);
-        let text = format!("{JOB_AND_NOTES} WHERE jobs.id IN ({places}) AND jobs.deleted_at IS NULL");
+        let placeholders = batch::values(ids.len(), 1);
+        let text = format!("{JOB_AND_NOTES} WHERE jobs.id IN ({placeholders}) AND jobs.deleted_at IS NULL");
         let query = sqlx::query(AssertSqlSafe(text));
         let query = ids.iter().fold(query, |query, id| query.bind(id.as_str()));
         for row in query.fetch_all(&mut *db).await? {
@@ -185,7 +185,7 @@ const COLUMNS: [&str; 23] = [
     "external",
 ];
 
-/// Writes the columns of jobs that can change. Marks attempts that may no longer write as ended, with state and reason.
+/// Writes the columns of jobs that can change. Marks attempts that may no longer write as ended, with their states and reasons.
 pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -> Result<()> {
     let columns = COLUMNS.iter().zip(2..).map(|(column, n)| format!("{column} = column{n}"));
     let columns = columns.collect::<Vec<_>>().join(", ");
@@ -226,9 +226,9 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
         }
         query.execute(&mut *db).await?;
     }
-    let is_over = |row: &&&JobRow| row.fencing_token.is_none() && row.job.attempt > 0;
-    let over: Vec<_> = rows.iter().filter(is_over).collect();
-    for rows in batch::split(&over) {
+    let has_ended = |row: &&&JobRow| row.fencing_token.is_none() && row.job.attempt > 0;
+    let ended: Vec<_> = rows.iter().filter(has_ended).collect();
+    for rows in batch::split(&ended) {
         let text = format!(
             "UPDATE attempts SET ended_at = column2, state = column3, reason = column4, step = column5 \
              FROM (VALUES {}) AS new WHERE job_id = column1 AND ended_at IS NULL",
@@ -257,12 +257,13 @@ pub(super) async fn append(
     at: Timestamp,
 ) -> Result<Vec<events::New>> {
     for body in &bodies {
-        project(db, &row.job.id, body, at).await?;
+        update_checkpoints(db, &row.job.id, body, at).await?;
     }
     events::rows(row, bodies, at)
 }
 
-async fn project(db: &mut Connection, job: &JobId, body: &EventBody, at: Timestamp) -> Result<()> {
+/// Updates the table of checkpoints after an event.
+async fn update_checkpoints(db: &mut Connection, job: &JobId, body: &EventBody, at: Timestamp) -> Result<()> {
     match body {
         EventBody::Checkpoint { attempt, id, checkpoint } => {
             checkpoint_copies::forget_replaced(db, id, Some(*attempt)).await?;
@@ -299,6 +300,7 @@ async fn project(db: &mut Connection, job: &JobId, body: &EventBody, at: Timesta
     Ok(())
 }
 
+/// Applies `change` to a job, and stores the job and the events.
 pub(super) async fn change(
     db: &mut Connection,
     mut row: JobRow,
@@ -316,16 +318,16 @@ pub(super) async fn change(
 ///
 /// # Errors
 /// [`StoreError::KeyReused`]: the key was used with another request.
-async fn made_before(db: &mut Connection, (key, request): &(String, String)) -> Result<Option<Job>> {
-    let before = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = $1")
+async fn find_by_key(db: &mut Connection, (key, request): &(String, String)) -> Result<Option<Job>> {
+    let found = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = $1")
         .bind(key)
         .fetch_optional(&mut *db)
         .await?;
-    let Some(before) = before else { return Ok(None) };
-    if before.try_get::<String, _>("request")? != *request {
+    let Some(found) = found else { return Ok(None) };
+    if found.try_get::<String, _>("request")? != *request {
         return Err(StoreError::KeyReused);
     }
-    let id: String = before.try_get("job_id")?;
+    let id: String = found.try_get("job_id")?;
     let id = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
     let row = load(db, &id).await?.ok_or(StoreError::NotFound("job"))?;
     Ok(Some(row.job))
@@ -334,14 +336,14 @@ async fn made_before(db: &mut Connection, (key, request): &(String, String)) -> 
 impl SqlStore {
     pub(super) async fn read_made_before(&self, key: &(String, String)) -> Result<Option<Job>> {
         let mut db = self.reader.acquire().await?;
-        made_before(&mut db, key).await
+        find_by_key(&mut db, key).await
     }
 
     pub(super) async fn insert_job(&self, new: NewJob) -> Result<Created> {
         let mut db = self.begin().await?;
         fault_point("create.begin")?;
         if let Some(key) = &new.idempotency
-            && let Some(before) = made_before(&mut db, key).await?
+            && let Some(before) = find_by_key(&mut db, key).await?
         {
             return Ok(Created::Before(Box::new(before)));
         }

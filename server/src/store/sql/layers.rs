@@ -51,25 +51,25 @@ async fn keep_histograms(
     let layers: Vec<(usize, &LayerHistogram)> = histograms.layers.iter().enumerate().collect();
     let mut rest = &layers[..];
     for size in BATCH_SIZES {
-        while let Some((now, later)) = rest.split_at_checked(size) {
+        while let Some((part, later)) = rest.split_at_checked(size) {
             rest = later;
             let row = |n| {
-                let places: Vec<_> = (1..=COLUMNS).map(|c| format!("${}", n * COLUMNS + c)).collect();
-                format!("({})", places.join(", "))
+                let placeholders: Vec<_> = (1..=COLUMNS).map(|c| format!("${}", n * COLUMNS + c)).collect();
+                format!("({})", placeholders.join(", "))
             };
             let text = format!(
                 "INSERT INTO histograms (job_id, layer, kind, step, attempt, place, min, max, counts) VALUES {}",
                 (0..size).map(row).collect::<Vec<_>>().join(", ")
             );
             let mut query = sqlx::query(AssertSqlSafe(text));
-            for (place, layer) in now {
+            for (index, layer) in part {
                 query = query
                     .bind(job.as_str())
                     .bind(&layer.name)
                     .bind(layer.kind.name())
                     .bind(int(histograms.step))
                     .bind(i64::from(attempt))
-                    .bind(int(*place as u64))
+                    .bind(int(*index as u64))
                     .bind(f64::from(layer.min))
                     .bind(f64::from(layer.max))
                     .bind(layer.counts.iter().flat_map(|count| count.to_le_bytes()).collect::<Vec<u8>>());
@@ -78,10 +78,10 @@ async fn keep_histograms(
         }
     }
     let mut steps = steps(db, job).await?;
-    while let Some(place) = superfluous(&steps) {
+    while let Some(index) = superfluous(&steps) {
         sqlx::query("DELETE FROM histograms WHERE job_id = $1 AND step = $2")
             .bind(job.as_str())
-            .bind(int(steps.remove(place)))
+            .bind(int(steps.remove(index)))
             .execute(&mut *db)
             .await?;
     }
@@ -94,8 +94,8 @@ fn superfluous(steps: &[u64]) -> Option<usize> {
     if steps.len() <= HISTOGRAM_STEPS {
         return None;
     }
-    let gaps = steps.windows(3).map(|of| of[2] - of[0]).enumerate();
-    gaps.min_by_key(|(_, gap)| *gap).map(|(place, _)| place + 1)
+    let gaps = steps.windows(3).map(|w| w[2] - w[0]).enumerate();
+    gaps.min_by_key(|(_, gap)| *gap).map(|(index, _)| index + 1)
 }
 
 /// Query for the steps that have histograms, with one index look-up per step. DISTINCT would read a row for each layer of a step.
@@ -132,7 +132,7 @@ fn kind(text: &str) -> Result<HistogramKind> {
     match text {
         "weight" => Ok(HistogramKind::Weight),
         "gradient" => Ok(HistogramKind::Gradient),
-        other => Err(StoreError::Corrupt(format!("a histogram of {other:?}"))),
+        other => Err(StoreError::Corrupt(format!("unknown kind of histogram {other:?}"))),
     }
 }
 
@@ -162,7 +162,8 @@ impl SqlStore {
         .bind(int(*newest))
         .fetch_all(&mut *db)
         .await?;
-        let layers = layers.into_iter().map(|(layer, of)| Ok((layer, kind(&of)?))).collect::<Result<_>>()?;
+        let layers =
+            layers.into_iter().map(|(layer, text)| Ok((layer, kind(&text)?))).collect::<Result<_>>()?;
         Ok(HistogramIndex { layers, steps })
     }
 
@@ -207,7 +208,7 @@ mod tests {
         let steps: Vec<u64> = (1..=HISTOGRAM_STEPS as u64).collect();
         assert_eq!(superfluous(&steps), None);
         let steps: Vec<u64> = (1..=HISTOGRAM_STEPS as u64 + 1).collect();
-        assert_eq!(superfluous(&steps), Some(1), "the oldest but the first");
+        assert_eq!(superfluous(&steps), Some(1), "the second step");
     }
 
     #[test]
@@ -215,8 +216,8 @@ mod tests {
         let mut steps = Vec::new();
         for step in 1..=10_000 {
             steps.push(step);
-            while let Some(place) = superfluous(&steps) {
-                steps.remove(place);
+            while let Some(index) = superfluous(&steps) {
+                steps.remove(index);
             }
         }
         assert_eq!((steps.len(), steps[0], steps[HISTOGRAM_STEPS - 1]), (HISTOGRAM_STEPS, 1, 10_000));

@@ -11,7 +11,7 @@ impl SqlStore {
     pub(super) async fn insert_machine_minutes(&self, minutes: &[MinuteRow]) -> Result<()> {
         let mut db = self.begin().await?;
         for row in minutes {
-            // If the server was restarted in this minute, the part after the restart replaces the part before.
+            // If the server was restarted in this minute, the means since the restart replace the means before the restart.
             sqlx::query(
                 "INSERT INTO machine_minutes (agent_id, minute, data) VALUES ($1, $2, $3) \
                  ON CONFLICT (agent_id, minute) DO UPDATE SET data = excluded.data",

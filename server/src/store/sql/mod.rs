@@ -68,7 +68,7 @@ use std::{collections::HashMap, sync::Arc};
 pub struct SqlStore {
     pub(in crate::store) writer: Pool<Db>,
     pub(in crate::store) reader: Pool<Db>,
-    /// Held while the store exists, if the database's lock is a file.
+    /// Locked while the store exists, if the database's lock is a file.
     pub(in crate::store) lock: Arc<Lock>,
 }
 
@@ -76,8 +76,8 @@ impl SqlStore {
     /// Begins a transaction that has the write lock from the start.
     async fn begin(&self) -> Result<Transaction<'static, Db>> {
         match self.writer.begin_with(BEGIN_WRITE).await {
-            // The database itself ended the previous transaction (as SQLite does on a full disk), but the driver still considers it open. A
-            // new connection has no such state.
+            // The database itself ended the previous transaction (as SQLite does on a full disk), but the driver still considers the
+            // transaction open. A new connection does not have this state.
             Err(sqlx::Error::InvalidSavePointStatement) => {
                 self.writer.acquire().await?.close().await?;
                 Ok(self.writer.begin_with(BEGIN_WRITE).await?)
@@ -115,9 +115,9 @@ impl Store for SqlStore {
         filter: &JobFilter,
         by: &[GroupBy],
         metrics: &[SortBy],
-        most: usize,
+        max_groups: usize,
     ) -> Result<Option<Vec<GroupRow>>> {
-        self.group_jobs(filter, by, metrics, most).await
+        self.group_jobs(filter, by, metrics, max_groups).await
     }
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
         self.list_attempts(job).await
@@ -481,7 +481,7 @@ impl Store for SqlStore {
         self.count().await
     }
     async fn ready(&self) -> Result<()> {
-        // Only a committed write proves that the database can be written. This one leaves no row.
+        // Only a committed write proves that the database can be written. This write leaves no row.
         let mut db = self.begin().await?;
         for statement in
             ["INSERT INTO draining (agent_id) VALUES ('')", "DELETE FROM draining WHERE agent_id = ''"]

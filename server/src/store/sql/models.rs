@@ -17,9 +17,10 @@ use sqlx::{AssertSqlSafe, Row};
 
 /// Maximum number of versions that a refusal names.
 const MAX_NAMED: usize = 10;
-/// Maximum numbers of versions of a model and of a job. Requests read all versions of a model.
-const VERSIONS_OF_A_MODEL: i64 = 1000;
-const VERSIONS_OF_A_JOB: i64 = 100;
+/// Maximum number of versions of a model. Requests read all versions of a model.
+const MAX_VERSIONS_PER_MODEL: i64 = 1000;
+/// Maximum number of versions of a job's checkpoints.
+const MAX_VERSIONS_PER_JOB: i64 = 100;
 
 const VERSION: &str = "SELECT v.*, jobs.name AS job_name, jobs.project, jobs.spec, jobs.owner, jobs.private, \
     c.val_accuracy, c.val_loss, c.validation FROM model_versions v JOIN jobs ON jobs.id = v.job_id \
@@ -53,7 +54,7 @@ fn version(row: &DbRow) -> Result<VersionRow> {
 /// Refuses a change of a job whose checkpoints are registered as versions, because the change would affect the versions.
 ///
 /// # Errors
-/// [`StoreError::Refused`]: there are such versions, which the error names.
+/// [`StoreError::Refused`]: versions of the job exist, which the error names.
 pub(super) async fn require_unregistered(
     db: &mut Connection,
     job: &JobId,
@@ -72,7 +73,7 @@ pub(super) async fn require_unregistered(
     let named = found.iter().take(MAX_NAMED).map(|(model, version)| format!("{SCHEME}{model}/{version}"));
     let more = if found.len() > MAX_NAMED { ", ..." } else { "" };
     let detail = format!(
-        "the job has registered versions ({}{more}), which would change if it were {change}: remove them first, or fork the job",
+        "the job has registered versions ({}{more}), which would change if the job were {change}; remove the versions first, or fork the job",
         named.collect::<Vec<_>>().join(", ")
     );
     Err(Refused { state, detail }.into())
@@ -85,7 +86,7 @@ impl SqlStore {
         let state = row.job.state;
         if !state.is_final() || row.fencing_token.is_some() {
             let detail = format!(
-                "the job is {state}, and an unfinished job replaces and removes its checkpoints: register one when the job is over"
+                "the job is {state}, and an unfinished job replaces and removes its checkpoints; register a checkpoint after the job's end"
             );
             return Err(Refused { state, detail }.into());
         }
@@ -105,10 +106,10 @@ impl SqlStore {
             .bind(new.job.as_str())
             .fetch_one(&mut *db)
             .await?;
-        if of_model >= VERSIONS_OF_A_MODEL || of_job >= VERSIONS_OF_A_JOB {
+        if of_model >= MAX_VERSIONS_PER_MODEL || of_job >= MAX_VERSIONS_PER_JOB {
             let detail = format!(
-                "the model has {of_model} versions and the job {of_job}; at most {VERSIONS_OF_A_MODEL} and \
-                 {VERSIONS_OF_A_JOB} are kept: remove some first"
+                "the model has {of_model} versions and the job {of_job}; the limits are {MAX_VERSIONS_PER_MODEL} per model and \
+                 {MAX_VERSIONS_PER_JOB} per job. Remove versions first"
             );
             return Err(Refused { state, detail }.into());
         }

@@ -1,4 +1,4 @@
-//! Panels of jobs, and panels of projects for jobs without their own.
+//! Panels of jobs, and panels of projects for jobs without their own panels.
 
 use super::SqlStore;
 use crate::store::{
@@ -8,8 +8,8 @@ use crate::store::{
 use lockstep_protocol::panels::Panel;
 use sqlx::AssertSqlSafe;
 
-/// The table of the panels, its key column, and the key.
-fn place(of: PanelsOf<'_>) -> (&'static str, &'static str, String) {
+/// The table of the panels, the table's key column, and the key.
+fn table_and_key(of: PanelsOf<'_>) -> (&'static str, &'static str, String) {
     match of {
         PanelsOf::Job(job) => ("job_panels", "job_id", job.to_string()),
         PanelsOf::Project(project) => ("project_panels", "project", plain(project).into_owned()),
@@ -18,11 +18,11 @@ fn place(of: PanelsOf<'_>) -> (&'static str, &'static str, String) {
 
 impl SqlStore {
     pub(super) async fn read_panels(&self, of: PanelsOf<'_>) -> Result<Option<Vec<Panel>>> {
-        let (table, key, name) = place(of);
+        let (table, key, name) = table_and_key(of);
         let query = format!("SELECT panels FROM {table} WHERE {key} = $1");
         let found: Option<String> =
             sqlx::query_scalar(AssertSqlSafe(query)).bind(name).fetch_optional(&self.reader).await?;
-        // Panels of another version may be unreadable. The page then shows none.
+        // Panels of another version may be unreadable. The page then shows no panels.
         Ok(found.and_then(|text| {
             let panels = from_json(&text);
             panels.inspect_err(|error| tracing::warn!(table, %error, "stored panels cannot be read")).ok()
@@ -30,7 +30,7 @@ impl SqlStore {
     }
 
     pub(super) async fn write_panels(&self, of: PanelsOf<'_>, panels: Option<&[Panel]>) -> Result<()> {
-        let (table, key, name) = place(of);
+        let (table, key, name) = table_and_key(of);
         let Some(panels) = panels else {
             let query = format!("DELETE FROM {table} WHERE {key} = $1");
             sqlx::query(AssertSqlSafe(query)).bind(name).execute(&self.writer).await?;

@@ -78,7 +78,7 @@ impl SqlStore {
             .execute(&mut *db)
             .await?;
         }
-        // Ends all sessions that began before the change.
+        // Ends all sessions of the person and of the person's tokens.
         sqlx::query(
             "DELETE FROM sessions WHERE token_id = $1 OR token_id IN (SELECT id FROM tokens WHERE owner = $2)",
         )

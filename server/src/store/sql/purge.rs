@@ -1,5 +1,5 @@
-//! Incremental removal of deleted jobs' rows, and of points that are in chunks. A run of a week has millions of rows. One statement that
-//! removes them all would delay all other writers, or exceed the database's time limit.
+//! Incremental removal of deleted jobs' rows, and of points that are in chunks. A run of a week has millions of rows. A single statement that
+//! removes all of them would delay all other writers, or exceed the database's time limit.
 
 use super::{Connection, SOME_METRIC_CHUNKS, SqlStore};
 use crate::store::{Result, StoreError, values::uint};
@@ -7,10 +7,10 @@ use jiff::Timestamp;
 use lockstep_protocol::JobId;
 use sqlx::AssertSqlSafe;
 
-/// Maximum number of events removed at a time, which takes a few milliseconds.
-const EVENTS: i64 = 1000;
-/// Maximum number of chunks of metrics removed at a time. A chunk has about three kilobytes.
-const CHUNKS: i64 = 500;
+/// Maximum number of events that a statement removes in a few milliseconds.
+const MAX_EVENTS: i64 = 1000;
+/// Maximum number of chunks of metrics that a statement removes. A chunk has about three kilobytes.
+const MAX_CHUNKS: i64 = 500;
 
 fn found(id: Option<String>) -> Result<Option<JobId>> {
     id.map(|id| id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))).transpose()
@@ -47,7 +47,7 @@ impl SqlStore {
     pub(super) async fn remove_some_points(&self, job: &JobId) -> Result<bool> {
         let id = job.as_str();
         let mut db = self.begin().await?;
-        // `removed` moves first, so that streams begin after the points that are deleted below.
+        // `removed` is advanced first, so that streams begin after the points that are deleted below.
         sqlx::query(
             "UPDATE metric_compaction SET removed = watermark WHERE job_id = $1 AND removed < watermark",
         )
@@ -60,7 +60,7 @@ impl SqlStore {
              WHERE job_id = $1) ORDER BY seq LIMIT $2) AS first)",
         )
         .bind(id)
-        .bind(EVENTS)
+        .bind(MAX_EVENTS)
         .execute(&mut *db)
         .await?;
         db.commit().await?;
@@ -79,7 +79,7 @@ impl SqlStore {
             (SELECT seq FROM events WHERE job_id = $1 ORDER BY seq LIMIT $2) AS first)";
         let chunks = format!("DELETE FROM metric_chunks WHERE {SOME_METRIC_CHUNKS}");
         let mut db = self.begin().await?;
-        for (query, rows) in [(events, EVENTS), (chunks.as_str(), CHUNKS)] {
+        for (query, rows) in [(events, MAX_EVENTS), (chunks.as_str(), MAX_CHUNKS)] {
             let done = sqlx::query(AssertSqlSafe(query)).bind(id).bind(rows).execute(&mut *db).await?;
             if done.rows_affected() > 0 {
                 db.commit().await?;
@@ -105,7 +105,7 @@ impl SqlStore {
     }
 }
 
-/// Deletes the panels of projects that no longer exist. A project exists while a job has its name.
+/// Deletes the panels of projects that no longer exist. A project exists while a job names it.
 pub(super) async fn forget_projects(db: &mut Connection) -> Result<()> {
     let projects = "DELETE FROM project_panels WHERE NOT EXISTS \
         (SELECT 1 FROM jobs WHERE jobs.project = project_panels.project)";

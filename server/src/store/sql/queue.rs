@@ -43,8 +43,8 @@ impl SqlStore {
     pub(super) async fn read_jobs(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
         let mut found = Vec::with_capacity(ids.len());
         for ids in batch::split(ids) {
-            let places = batch::values(ids.len(), 1);
-            let text = format!("{JOB} WHERE jobs.id IN ({places}) AND jobs.deleted_at IS NULL");
+            let placeholders = batch::values(ids.len(), 1);
+            let text = format!("{JOB} WHERE jobs.id IN ({placeholders}) AND jobs.deleted_at IS NULL");
             let query = sqlx::query(AssertSqlSafe(text));
             let query = ids.iter().fold(query, |query, id| query.bind(id.as_str()));
             let rows = query.fetch_all(&self.reader).await?;

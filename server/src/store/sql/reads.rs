@@ -46,9 +46,9 @@ pub(super) fn ranks(filter: &MetricFilter) -> String {
 /// A pattern for bodies that may contain `text` in a string. `None` if `text` has characters that JSON may escape, or letters whose case
 /// not every database ignores.
 fn pattern(text: &str) -> Option<String> {
-    let plain =
+    let is_plain =
         !text.is_empty() && text.bytes().all(|b| (b' '..=b'~').contains(&b) && b != b'"' && b != b'\\');
-    plain.then(|| {
+    is_plain.then(|| {
         let mut pattern = String::from("%");
         for letter in text.chars() {
             if matches!(letter, '%' | '_' | '!') {
@@ -118,7 +118,7 @@ impl SqlStore {
             "SELECT seq, at, attempt, rank, body, points FROM events {BY_METRICS} WHERE job_id = $1 AND kind = 'metrics' \
              AND ($2 = '' OR $2 LIKE '%,' || rank || ',%') AND seq > $3 ORDER BY seq LIMIT $4"
         );
-        // No page has more rows than this, so the database need not send more.
+        // A page cannot have more rows, because each row costs at least `ROW_COST`.
         let limit = filter.limit_cost.map_or(i64::MAX, |cost| int(cost / ROW_COST + 1));
         let mut page = MetricPage { as_of: uint(as_of), ..MetricPage::default() };
         let mut rows = sqlx::query(AssertSqlSafe(query))
@@ -179,7 +179,7 @@ impl SqlStore {
         job: &JobId,
         attempt: u32,
     ) -> Result<Vec<(u32, RankReport)>> {
-        // A run of a week has millions of reports. The newest of each rank is found by index look-ups only.
+        // A run of a week has millions of reports. The newest report of each rank is found by index look-ups only.
         let rows: Vec<(i64, i64, String)> = sqlx::query_as(
             "WITH RECURSIVE ranks (rank) AS ( \
                SELECT (SELECT max(rank) FROM events WHERE job_id = $1 AND kind = 'rank') \

@@ -1,4 +1,4 @@
-//! Sweeps. Their trials are jobs, from which all other facts of a sweep follow.
+//! Sweeps. The trials of a sweep are jobs; the sweep's progress is computed from them.
 
 use super::{
     Connection, DbRow, SqlStore,
@@ -53,7 +53,7 @@ pub(super) async fn require_over(db: &mut Connection, trial: &TrialOf, state: Jo
         return Ok(());
     }
     let detail = format!(
-        "the job is trial {} of {}, which is not over: delete it afterwards, or cancel the sweep first",
+        "the job is trial {} of {}, which has not ended: delete the job after the sweep's end, or cancel the sweep first",
         trial.number, trial.sweep
     );
     Err(Refused { state, detail }.into())

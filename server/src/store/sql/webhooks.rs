@@ -1,5 +1,5 @@
-//! Webhooks and their messages. A message is queued in the transaction that changes the job's state, so that a message exists exactly if
-//! the change was committed.
+//! Webhooks and their messages. A message is queued in the transaction that changes the job's state or stores the alert, so that a message
+//! exists exactly if the transaction was committed.
 
 use super::{Connection, DbRow, SqlStore, batch};
 use crate::store::{
@@ -12,8 +12,8 @@ use lockstep_protocol::{JobId, stream::EventBody};
 use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, Row};
 
-/// Maximum number of a webhook's messages that are kept after their last attempt.
-const MAX_KEPT: i64 = 100;
+/// Maximum number of messages of a webhook that are kept after their last attempt.
+const MAX_MESSAGES: i64 = 100;
 
 /// A change of a job's state or an alert, to be sent to webhooks.
 pub(super) struct Notice {
@@ -24,8 +24,8 @@ pub(super) struct Notice {
     payload: String,
 }
 
-/// The notice for an event, after which the job is as in `row`. `None` if the event neither changes the job's state nor is an alert. Private
-/// jobs have no notices, because others can read the receiver's messages.
+/// The notice for an event. `row` is the job after the event. `None` if the event neither changes the job's state nor is an alert. Private
+/// jobs have no notices, because other people can read the receiver's messages.
 pub(super) fn notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Option<Box<Notice>> {
     let (event, state, reason, cause, attempt) = match body {
         EventBody::State { state, reason, cause, attempt } => {
@@ -91,13 +91,13 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
         .flat_map(|notice| webhooks.iter().map(move |webhook| (webhook, *notice)))
         .filter(|(webhook, notice)| wants(webhook, notice))
         .collect();
-    for now in batch::split(&wanted) {
+    for part in batch::split(&wanted) {
         let text = format!(
             "INSERT INTO webhook_deliveries (id, webhook_id, job_id, event, payload, created_at, next_at) VALUES {}",
-            batch::values(now.len(), 7)
+            batch::values(part.len(), 7)
         );
         let mut query = sqlx::query(AssertSqlSafe(text));
-        for (webhook, notice) in now {
+        for (webhook, notice) in part {
             query = query
                 .bind(Delivery::new_id())
                 .bind(webhook.id.as_str())
@@ -238,7 +238,7 @@ impl SqlStore {
              (SELECT id FROM webhook_deliveries WHERE webhook_id = $1 AND next_at IS NULL ORDER BY id DESC LIMIT $2)",
         )
         .bind(&delivery.webhook)
-        .bind(MAX_KEPT)
+        .bind(MAX_MESSAGES)
         .execute(&mut *db)
         .await?;
         Ok(db.commit().await?)

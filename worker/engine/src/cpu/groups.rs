@@ -104,8 +104,8 @@ pub(super) struct TimesByAxes([(Axes, Duration); 4]);
 
 impl TimesByAxes {
     pub(super) fn add(&mut self, axes: Axes, time: Duration) {
-        let (of, sum) = &mut self.0[index(axes)];
-        (*of, *sum) = (axes, *sum + time);
+        let (entry_axes, sum) = &mut self.0[index(axes)];
+        (*entry_axes, *sum) = (axes, *sum + time);
     }
 
     pub(super) fn sum(&self) -> Duration {
@@ -122,15 +122,15 @@ pub(super) struct Groups {
     pub(super) height: Group,
     /// The ranks with the same coordinates in the other stages.
     pub(super) stage: Group,
-    /// For gradients, which are reduced concurrently with the backward pass, in a separate order.
+    /// For gradients, which are reduced concurrently with the backward pass, so apart from the calls of `statistics`.
     pub(super) gradients: ByAxes,
-    /// For statistics, for which the passes wait.
+    /// For batch statistics and losses, for which the forward and backward passes wait.
     pub(super) statistics: ByAxes,
 }
 
 impl Groups {
-    /// Seconds that this rank has spent in exchanges along each axis since the last call of this function: of activations,
-    /// and of sums over pictures, which `sums` has.
+    /// Seconds that this rank has spent in communication along each axis since the last call of this function:
+    /// exchanges of activations, and the sums over pictures, whose times are `sums`.
     pub(super) fn take_waited(&self, sums: &TimesByAxes) -> AxisTimes {
         let [pipeline, height, model] =
             [&self.stage, &self.height, &self.model].map(|group| group.take_waited().as_secs_f64());

@@ -65,7 +65,7 @@ impl std::fmt::Debug for Convolution {
         text.field("in_h", &self.in_h).field("in_w", &self.in_w).field("in_c", &self.in_c);
         text.field("out_h", &self.out_h).field("out_w", &self.out_w).field("out_c", &self.out_c);
         text.field("kernel", &self.kernel).field("stride", &self.stride).field("padding", &self.padding);
-        // Printed only if set, so that stored choices of other convolutions stay valid.
+        // Printed only if not the default, so that cached plans of other convolutions stay valid.
         if self.row_padding != self.padding {
             text.field("row_padding", &self.row_padding);
         }
@@ -79,14 +79,14 @@ impl std::fmt::Debug for Convolution {
 impl std::fmt::Display for Convolution {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { in_h, in_w, in_c, out_c, kernel, stride, groups, .. } = self;
-        let of = match self.direction {
+        let what = match self.direction {
             Direction::Forward => "convolution",
             Direction::Input => "convolution, gradient of input,",
             Direction::Weight => "convolution, gradient of weight,",
         };
         let grouped = if *groups == 1 { String::new() } else { format!(" in {groups} groups") };
         let sums = if self.sums { " with sums" } else { "" };
-        write!(f, "{of} {in_h}x{in_w}x{in_c} -> {out_c}, {kernel}x{kernel}/{stride}{grouped}{sums}")
+        write!(f, "{what} {in_h}x{in_w}x{in_c} -> {out_c}, {kernel}x{kernel}/{stride}{grouped}{sums}")
     }
 }
 
@@ -122,7 +122,7 @@ mod tests {
         sums: false,
     };
 
-    /// The key of a plan contains the number of groups, except for one group, as in caches from before groups were supported.
+    /// A key contains the number of groups only if it is not 1, as in caches that are older than the field.
     #[test]
     fn convolutions_with_different_plans_have_different_keys() {
         let name = |c: &Convolution| format!("{c:?}");

@@ -29,19 +29,19 @@ fn trials_train_on_or_end_as_soon_as_that_is_certain() {
     let two_of_three = rules(3, &[2], 2);
     for (name, rules, trials, expected) in [
         (
-            "a sweep starts as many as it may, without a rung",
+            "a sweep starts max_concurrent trials; with one rung, trials do not pause",
             two_of_three.clone(),
             vec![],
             vec![Start { number: 1, pause_after: None }, Start { number: 2, pause_after: None }],
         ),
         (
-            "and the next where one is over",
+            "the next trial starts when a trial has ended",
             two_of_three,
             started(&[(Over, &[0.5]), (Active, &[])]),
             vec![Start { number: 3, pause_after: None }],
         ),
         (
-            "two of six are kept: with two unknown nothing is certain but the ends",
+            "two of six continue: with two unknown, only the ends are certain",
             six.clone(),
             started(&[
                 (AtRung, &[0.4]),
@@ -67,7 +67,7 @@ fn trials_train_on_or_end_as_soon_as_that_is_certain() {
             vec![End { number: 2 }, Promote { number: 1, pause_after: None }],
         ),
         (
-            "a failed trial is the worst, and of equal ones the first is kept",
+            "a failed trial is the worst, and of equal trials the first continues",
             six.clone(),
             started(&[
                 (AtRung, &[0.3]),
@@ -85,7 +85,7 @@ fn trials_train_on_or_end_as_soon_as_that_is_certain() {
             ],
         ),
         (
-            "a retried trial takes the place of one that had trained on",
+            "a retried trial displaces a promoted trial",
             rules(3, &[1, 3, 9], 10),
             started(&[(Active, &[0.5]), (AtRung, &[0.4, 0.6]), (Over, &[0.1])]),
             vec![End { number: 2 }],
@@ -97,14 +97,14 @@ fn trials_train_on_or_end_as_soon_as_that_is_certain() {
             vec![End { number: 3 }],
         ),
         (
-            "a cancelled one cancels them, and is over after that",
+            "a cancelled sweep first cancels its trials",
             with(SweepState::Cancelled),
             started(&[(AtRung, &[0.4]), (Over, &[])]),
             vec![Cancel { number: 1 }],
         ),
-        ("also without trials", with(SweepState::Cancelled), vec![], vec![Finish]),
+        ("a cancelled sweep without trials finishes", with(SweepState::Cancelled), vec![], vec![Finish]),
         (
-            "a sweep is over with its last trial",
+            "a sweep finishes with its last trial",
             rules(1, &[1, 3], 1),
             started(&[(Over, &[0.1, 0.2])]),
             vec![Finish],
@@ -114,7 +114,7 @@ fn trials_train_on_or_end_as_soon_as_that_is_certain() {
     }
 }
 
-/// A generator for the orders in which trials arrive.
+/// A random generator, for the order in which trials reach rungs.
 struct Order(u64);
 
 impl Order {
@@ -124,8 +124,8 @@ impl Order {
     }
 }
 
-/// Runs a sweep whose trials have these metrics (`None` fails), in an order given by `seed`; the epochs that each trial has trained.
-/// `retries`: failed trials are retried once, at any time until the sweep is over, and then do not fail.
+/// Runs a sweep whose trials have these metrics (`None` fails), in an order given by `seed`. Returns the number of epochs of each trial.
+/// `retries`: failed trials are retried once, at any time until the sweep ends, and then do not fail.
 fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, retries: bool) -> BTreeMap<u32, u32> {
     let (mut order, mut trials, mut epochs) = (Order(seed), Vec::<TrialState>::new(), BTreeMap::new());
     let (mut failed, mut retried) = (BTreeSet::new(), BTreeSet::new());
@@ -167,8 +167,8 @@ fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, retries: bool) ->
         if active.is_empty() {
             continue;
         }
-        let place = order.below(active.len());
-        let arrived = &mut active[place];
+        let index = order.below(active.len());
+        let arrived = &mut active[index];
         let rung = arrived.values.len();
         let again = retried.contains(&arrived.number).then(|| f64::from(arrived.number % 50));
         let metric = metrics[arrived.number as usize - 1][rung].or(again);
@@ -206,11 +206,11 @@ fn a_sweep_ends_with_the_same_trials_in_any_order_of_arrival() {
             for seed in 1..6 {
                 run(&rules(trials, &rungs, u32::MAX), &metrics, seed, true);
             }
-            // At most so many trials come to each rung.
-            let mut places = trials;
+            // The number of trials that reach each rung is limited.
+            let mut limit = trials;
             for epoch in &rungs {
-                assert!(expected.values().filter(|epochs| *epochs >= epoch).count() <= places as usize);
-                places = (places / 3).max(1);
+                assert!(expected.values().filter(|epochs| *epochs >= epoch).count() <= limit as usize);
+                limit = (limit / 3).max(1);
             }
         }
     }

@@ -1,5 +1,5 @@
-//! Groups of jobs. The groups are formed here and not by the database, because a job is in one group for each of its tags, and SQLite
-//! has no standard deviation.
+//! Groups of jobs. The server and not the database forms the groups, because a job is in one group for each of its tags, and SQLite has no
+//! standard deviation.
 
 use super::{
     super::super::dialect::{FALSE, TRUE},
@@ -49,8 +49,8 @@ pub(super) fn push_group(query: &mut QueryBuilder<Db>, group: &[(GroupBy, GroupV
             (_, GroupValue::Number(number)) => {
                 query.push(format!(" AND {column} = ")).push_bind(*number);
             }
-            (_, GroupValue::Bool(is)) => {
-                query.push(format!(" AND {column} = ")).push_bind(i64::from(*is));
+            (_, GroupValue::Bool(value)) => {
+                query.push(format!(" AND {column} = ")).push_bind(i64::from(*value));
             }
         }
     }
@@ -60,7 +60,7 @@ pub(super) fn push_group(query: &mut QueryBuilder<Db>, group: &[(GroupBy, GroupV
 /// A job's values of one criterion: one value, or one for each tag.
 fn values(row: &DbRow, by: GroupBy, column: &str) -> Result<Vec<GroupValue>> {
     let text = || row.try_get::<Option<String>, _>(column);
-    let one = match by {
+    let value = match by {
         GroupBy::Tag => {
             // Another version may have written a column that is not a list of tags.
             let tags: Vec<String> =
@@ -79,12 +79,12 @@ fn values(row: &DbRow, by: GroupBy, column: &str) -> Result<Vec<GroupValue>> {
         }
         _ => text()?.map(GroupValue::Text),
     };
-    Ok(vec![one.unwrap_or(GroupValue::Missing)])
+    Ok(vec![value.unwrap_or(GroupValue::Missing)])
 }
 
 /// The Cartesian product of lists of values.
-fn combined(each: Vec<Vec<GroupValue>>) -> Vec<Vec<GroupValue>> {
-    each.into_iter().fold(vec![Vec::new()], |done, values| {
+fn cartesian_product(lists: Vec<Vec<GroupValue>>) -> Vec<Vec<GroupValue>> {
+    lists.into_iter().fold(vec![Vec::new()], |done, values| {
         let with =
             |value| done.iter().map(move |before| [before.as_slice(), slice::from_ref(value)].concat());
         values.iter().flat_map(with).collect()
@@ -105,7 +105,7 @@ impl SqlStore {
         filter: &JobFilter,
         by: &[GroupBy],
         metrics: &[SortBy],
-        most: usize,
+        max_groups: usize,
     ) -> Result<Option<Vec<GroupRow>>> {
         let metrics: Vec<_> = metrics.iter().map(expression).collect();
         let groups = by.iter().enumerate().map(|(n, by)| format!(", {} AS by_{n}", grouped_by(*by)));
@@ -117,23 +117,23 @@ impl SqlStore {
         push_conditions(&mut query, filter)?;
         let query = query.build();
         let mut rows = query.fetch(&self.reader);
-        let (mut found, mut places): (Vec<GroupRow>, HashMap<String, usize>) = Default::default();
+        let (mut found, mut indices): (Vec<GroupRow>, HashMap<String, usize>) = Default::default();
         while let Some(row) = rows.try_next().await? {
             // Jobs in a state of another version are left out, as in lists.
             let Ok(state) = row.try_get::<String, _>("state")?.parse::<JobState>() else { continue };
             let created_at = time(row.try_get("created_at")?)?;
-            let each = by.iter().enumerate().map(|(n, by)| values(&row, *by, &format!("by_{n}")));
-            for values in combined(each.collect::<Result<_>>()?) {
+            let lists = by.iter().enumerate().map(|(n, by)| values(&row, *by, &format!("by_{n}")));
+            for values in cartesian_product(lists.collect::<Result<_>>()?) {
                 let key = serde_json::to_string(&values).map_err(|e| StoreError::Corrupt(e.to_string()))?;
-                let place = *places.entry(key).or_insert(found.len());
-                if place == found.len() {
-                    if found.len() == most {
+                let index = *indices.entry(key).or_insert(found.len());
+                if index == found.len() {
+                    if found.len() == max_groups {
                         return Ok(None);
                     }
                     let metrics = vec![Spread::default(); metrics.len()];
                     found.push(GroupRow { values, states: Vec::new(), newest_at: created_at, metrics });
                 }
-                let Some(group) = found.get_mut(place) else { continue };
+                let Some(group) = found.get_mut(index) else { continue };
                 group.newest_at = group.newest_at.max(created_at);
                 match group.states.iter_mut().find(|(known, _)| *known == state) {
                     Some((_, count)) => *count += 1,

@@ -15,12 +15,12 @@ use std::{ops::Range, sync::atomic::Ordering};
 /// The ranks that divide each bucket.
 pub(in crate::cpu) struct Sharding {
     groups: ByAxes,
-    /// By bucket.
+    /// Per bucket: the axes of its group.
     axes: Vec<Axes>,
     pub(super) shares: Vec<Share>,
-    /// Ranges in the flat buffer.
+    /// Per bucket: its range in the flat buffer.
     buckets: Vec<Range<usize>>,
-    /// By group: the parameters of its buckets, in the order in which all ranks sum norms.
+    /// Per group: its axes and the slot numbers (parameters) of its buckets, in the order in which all ranks sum norms.
     slots: Vec<(Axes, Vec<usize>)>,
 }
 
@@ -32,11 +32,11 @@ impl Sharding {
             Share { rank: group.rank() as usize, ranks: group.size() as usize }
         };
         let mut slots: Vec<(Axes, Vec<usize>)> = Vec::new();
-        for (number, slot) in layout.slots.iter().enumerate() {
+        for (index, slot) in layout.slots.iter().enumerate() {
             let axes = layout.axes[slot.bucket];
-            match slots.iter_mut().find(|(of, _)| *of == axes) {
-                Some((_, slots)) => slots.push(number),
-                None => slots.push((axes, vec![number])),
+            match slots.iter_mut().find(|(group, _)| *group == axes) {
+                Some((_, slots)) => slots.push(index),
+                None => slots.push((axes, vec![index])),
             }
         }
         Self {
@@ -70,7 +70,7 @@ impl Sharding {
 }
 
 impl State {
-    /// Collective if ranks have parts of parameters: sums the pieces' squares over the ranks that need norms of whole parameters.
+    /// Sums the pieces' squares over the ranks that have parts of the same parameters. Collective if such ranks exist.
     pub(super) fn add_up_squares(&self) -> Result<(), CommError> {
         if let Some(sharding) = &self.sharding {
             for (axes, slots) in &sharding.slots {
@@ -116,7 +116,7 @@ impl State {
         flat
     }
 
-    /// Collective: the whole optimizer slot number `slot`, gathered from all ranks that divide it, on ranks with `keep`.
+    /// Collective: gathers optimizer slot `slot` from all ranks that divide it. `None` without `keep`.
     ///
     /// # Errors
     /// Another rank is gone.
@@ -129,12 +129,12 @@ impl State {
         let (mut rest, mut all) = (&self.optimizer_slots[slot][..], Vec::new());
         let mut flat = Vec::new();
         for (bucket, range) in sharding.buckets.iter().enumerate() {
-            let (own, behind) = rest.split_at(sharding.shares[bucket].of(range.len()).len());
+            let (own, later) = rest.split_at(sharding.shares[bucket].of(range.len()).len());
             sharding.gather(bucket, own, &mut all)?;
             if keep {
                 flat.extend_from_slice(&all[..range.len()]);
             }
-            rest = behind;
+            rest = later;
         }
         Ok(keep.then_some(flat))
     }

@@ -106,7 +106,7 @@ impl Program {
             }
         };
         let (segments, rates) = (device.upload(&segments)?, device.zeros(8 * count)?);
-        // As many as the schedule has between their passes.
+        // The number of micro-batches that the schedule has between their forward and backward passes.
         let slots = (stages - network.stage().0).min(config.accumulate.max(1));
         let inputs = Inputs::new(device, config.batch_size, slots)?;
         // A split head has separate kernels and does not copy its logits.
@@ -242,7 +242,7 @@ impl Program {
         let own = self.tuner.workspace_bytes(false).max(self.ops.bottleneck_bytes());
         self.workspace = device.alloc(own)?;
         self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
-        // Frees the old arena first: both may not fit.
+        // Frees the old arena first, because both arenas may not fit.
         self.arena = device.alloc(256)?;
         self.arena = device.zeros(bytes * self.slots)?;
         if self.plan.network.stage().0 > 0 {
@@ -256,7 +256,7 @@ impl Program {
     }
 
     /// Whether a convolution may compute statistics: in float16, without groups, not in deterministic mode (cuDNN sums in the order in which
-    /// its blocks end), and not for small activations, for which batch norm's one-launch kernel takes statistics.
+    /// its blocks end), and not for small activations, for which batch norm's single kernel computes statistics.
     fn takes_sums(&self, convolution: &Convolution) -> bool {
         let shape = ops::Shape {
             pictures: convolution.batch as u32,

@@ -1,5 +1,5 @@
-//! A step's forward and backward pass, operation by operation, as the fused graph decides: a list of [`Command`]s. Nothing is
-//! started, and the same facts give the same list.
+//! Emits the commands of a step, operation by operation, from the fused graph: a list of [`Command`]s. Nothing is launched, and the
+//! same facts give the same list.
 
 use super::*;
 use crate::cuda::command::{Collective, EventId, Group, Kernel, Part, StreamId};
@@ -20,21 +20,21 @@ mod stages;
 mod tests;
 mod update;
 
-/// Weight gradients on the side stream that the backward pass does not wait for to use their memory again.
+/// Number of weight gradients on the side stream for which the backward pass does not wait in order to reuse their memory.
 const PENDING_WEIGHT_GRADIENTS: usize = 4;
 
-/// Gradients of an activation that wait for its producer.
+/// A gradient of an activation, which the backward pass of the activation's producer will use.
 #[derive(Debug, Clone, Copy)]
 enum Gradient {
-    /// Of every value.
+    /// The gradient of every value.
     Whole(Allocation),
-    /// Of the mean over all pixels.
+    /// The gradient of the mean over all pixels.
     Pooled(Allocation),
-    /// Of the output of a 1x1 convolution with so many outputs and these weights, whose dgrad batch norm computes.
+    /// The gradient `dy` of the output of a 1x1 convolution with `outputs` channels. The batch norm's kernel computes the convolution's dgrad.
     ThroughConv { dy: Allocation, weights: Operand, outputs: usize },
-    /// Past a ReLU; the sums of the batch norm before it are known.
+    /// The gradient of a ReLU's input. The sums of the batch norm before the ReLU are already computed.
     Summed(Allocation),
-    /// Of a batch norm's output; the sums are known, and the convolution before it applies them.
+    /// The gradient `g` of a batch norm's output. The sums are already computed, and the convolution before the batch norm applies them.
     Deferred { g: Allocation, x: Allocation, norm: usize },
 }
 
@@ -58,38 +58,38 @@ struct GraphEmitter<'a> {
     /// Whether weight gradients run on a side stream, concurrently with the backward pass: kernels of small tensors leave most
     /// of the GPU idle.
     side_stream: bool,
-    /// By weight gradient that may still run, oldest first: its number, and what it reads and nothing needs after it.
+    /// The weight gradients that may still run, oldest first: the number, and the allocations to free after the weight gradient.
     pending: VecDeque<(usize, Vec<Allocation>)>,
-    /// Weight gradients so far.
+    /// Number of weight gradients so far.
     weight_gradients: usize,
-    /// By tensor.
+    /// By tensor: its memory, while operations need it.
     activations: Vec<Option<Allocation>>,
-    /// By tensor: operations that still read it. In training those whose backward pass does (a weight gradient, a GELU, a ReLU's or
-    /// max pooling's mask), in evaluation all.
+    /// By tensor: the number of operations that will still read it. In training, only operations whose backward pass reads the tensor count
+    /// (a convolution or linear layer, a batch norm, a GELU or a ReLU); in evaluation, all operations.
     readers: Vec<usize>,
-    /// By batch norm: `relu_mask`, a bit a value of its output, or of a pooled one `argmax`, a byte a value.
+    /// By batch norm: `relu_mask` with a bit per value of the output or, for a pooled batch norm, `argmax` with a byte per value.
     masks: Vec<Option<Allocation>>,
-    /// By tensor: the argmax of the max pooling that makes it by itself.
+    /// By tensor: the argmax of the unfused max pooling that computes the tensor.
     argmax: Vec<Option<Allocation>>,
     /// By tensor: gradients from its readers.
     gradients: Vec<Vec<Gradient>>,
-    /// Allocations with two owners: freed once before they are free.
+    /// Allocations with two owners. The first call of `free` removes the entry; the second frees the memory.
     shared: Vec<Allocation>,
-    /// Buckets of gradients that are complete.
+    /// Number of buckets of gradients whose reduction has started.
     sent: usize,
-    /// Features and gradient of the logits, where the gradient of a split head's weights is still to come.
+    /// Features, and gradient of the logits, if the gradient of a split head's weights is computed in the update.
     head: Option<[Allocation; 2]>,
     /// The sampled classes of a split head, in training.
     sampled: Option<sampled_head::SampledHead>,
-    /// Where logits are cosines, in training.
+    /// In training with a margin: the memory of the cosines.
     cosines: Option<margin::HeadCosines>,
-    /// The convolution output whose sums cuDNN has taken along.
+    /// The convolution output whose sums the convolution has computed.
     summed: Option<TensorId>,
     /// Number of commands of the forward pass, without the loss.
     forward_commands: usize,
 }
 
-/// A list of commands, and the bytes of [`Region::Arena`] that it needs.
+/// A list of commands, and the number of bytes of [`Region::Arena`] that the commands need.
 pub(super) struct Emitted {
     pub(super) commands: Vec<Command>,
     forward_commands: usize,
@@ -106,10 +106,10 @@ impl Emitted {
     }
 }
 
-/// The commands of a micro-batch. `side_stream`: weight gradients run on a stream of their own.
+/// The commands of a micro-batch. `side_stream`: weight gradients run on a separate stream.
 ///
 /// # Errors
-/// An operation reads what none has made.
+/// An operation reads a tensor that no earlier operation has computed.
 pub(super) fn emit(
     facts: &Facts<'_>,
     phase: Phase,
@@ -203,7 +203,7 @@ impl<'a> GraphEmitter<'a> {
         self.commands.extend(kernels.into_iter().map(|kernel| Command::Kernel { stream, kernel }));
     }
 
-    /// Most kernels are the main stream's.
+    /// Starts kernels on the main stream.
     fn main(&mut self, kernels: impl IntoIterator<Item = Kernel>) {
         self.start(StreamId::Main, kernels);
     }
@@ -228,8 +228,8 @@ impl<'a> GraphEmitter<'a> {
         self.arena.free(allocation);
     }
 
-    /// Room for a tensor of the whole batch. Before more memory is taken for it, the backward pass waits for the weight
-    /// gradients that are far behind, and uses again what they have read.
+    /// Allocates memory for a tensor of the whole batch. Before the arena grows, the backward pass waits for all weight gradients except
+    /// the newest [`PENDING_WEIGHT_GRADIENTS`], and frees the memory that they have read.
     fn alloc(&mut self, tensor: TensorId, content: fn(TensorId) -> Content) -> Allocation {
         let bytes = self.tensor_bytes(tensor);
         if self.pending.len() > PENDING_WEIGHT_GRADIENTS && !self.arena.fits(bytes) {
@@ -249,7 +249,7 @@ impl<'a> GraphEmitter<'a> {
         self.plan.pictures(tensor) * self.plan.values(tensor) * self.plan.dtype.size()
     }
 
-    /// Frees an allocation, which may have two owners that do so.
+    /// Frees an allocation, which may have two owners that each call this function.
     fn free(&mut self, allocation: Allocation) {
         match self.shared.iter().position(|shared| *shared == allocation) {
             Some(index) => drop(self.shared.swap_remove(index)),
@@ -257,7 +257,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// Frees what a weight gradient on the side stream may still read: with what the newest one reads.
+    /// Frees an allocation that a weight gradient on the side stream may still read, together with the allocations of the newest one.
     fn free_with_newest(&mut self, allocation: Allocation) {
         match self.pending.back_mut() {
             Some((_, read)) => read.push(allocation),
@@ -267,7 +267,7 @@ impl<'a> GraphEmitter<'a> {
 
     fn activation(&self, tensor: TensorId) -> Result<Allocation, EngineError> {
         self.activations[tensor]
-            .ok_or_else(|| EngineError::Parameters(format!("tensor {tensor} is read before it is made")))
+            .ok_or_else(|| EngineError::Parameters(format!("tensor {tensor} is read before it is computed")))
     }
 
     /// Frees an activation that nothing needs any more.
@@ -277,7 +277,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// In evaluation: `tensor` has been read once more.
+    /// In evaluation: notes that an operation has read `tensor`, and frees the tensor after the last operation.
     fn evaluated(&mut self, tensor: TensorId) {
         self.readers[tensor] -= 1;
         if self.readers[tensor] == 0 {
@@ -286,10 +286,10 @@ impl<'a> GraphEmitter<'a> {
     }
 }
 
-/// Bytes that activations and their gradients take at most.
+/// Maximum number of bytes of activations and their gradients.
 ///
 /// # Errors
-/// An operation reads what none has made.
+/// An operation reads a tensor that no earlier operation has computed.
 pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, EngineError> {
     let only = MicroBatch { first: true, last: true, whole: true, pass: None };
     let peak = |phase: Phase, side_stream: bool| -> Result<usize, EngineError> {
@@ -300,19 +300,19 @@ pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, Engi
     if !trains {
         return Ok(evaluated);
     }
-    // Without a side stream is how a step is timed call by call.
+    // A step whose calls are timed one by one has no side stream.
     Ok(evaluated.max(peak(Phase::Train(only), true)?).max(peak(Phase::Train(only), false)?))
 }
 
-/// What the host says about the micro-batch that is under way.
+/// The control block of the current micro-batch, which the host has written.
 const CONTROL: Operand = Operand::whole(Region::Control);
 
-/// One of four readings of the GPU's clock.
+/// The memory of one of four time stamps.
 fn stamp(number: usize) -> Operand {
     Operand::new(Region::Stamps, 8 * number, 8)
 }
 
-/// Where an allocation is, if there is one.
+/// The operand of an allocation; [`Operand::NONE`] without an allocation.
 fn optional(allocation: Option<Allocation>) -> Operand {
     allocation.map_or(Operand::NONE, Allocation::operand)
 }

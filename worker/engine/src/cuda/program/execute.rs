@@ -1,4 +1,4 @@
-//! Launches commands: operands become addresses, and streams and events become the driver's.
+//! Launches commands: converts operands to addresses, and streams and events to the driver's handles.
 
 use super::*;
 use crate::cuda::{

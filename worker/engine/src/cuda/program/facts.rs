@@ -1,5 +1,5 @@
 //! The inputs of emission: the plan of the step, the settings, and the few facts about the GPU and the ranks on which commands
-//! depend. None of them needs a GPU.
+//! depend. Emission itself needs no GPU.
 
 use super::StepPlan;
 use crate::{
@@ -20,11 +20,11 @@ use crate::{
 use lockstep_kernels::optimizer::ParameterPolicy;
 use std::ops::Range;
 
-/// A range of all that an update works on.
+/// A range of parameters, with their gradients, optimizer state and rates.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Updated {
     pub(super) flat: ops::Flat,
-    /// The optimizer's.
+    /// The optimizer's slots for the range.
     pub(super) slots: [Operand; 2],
     pub(super) rates: ops::Rates,
 }
@@ -32,24 +32,24 @@ pub(super) struct Updated {
 pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) plan: &'a StepPlan,
     pub(in crate::cuda) layout: &'a Layout,
-    /// By batch norm.
+    /// Memory of each batch norm, by its number.
     pub(in crate::cuda) norms: &'a [NormSite],
     pub(in crate::cuda) ops: Ops,
     pub(in crate::cuda) optimizer: Optimizer,
     pub(in crate::cuda) label_smoothing: f32,
-    /// Whether classes have weights in the loss of training.
+    /// Whether the training loss weights the classes (`loss.class_weights`).
     pub(in crate::cuda) has_class_weights: bool,
     /// Whether a step may have several micro-batches.
     pub(in crate::cuda) accumulates: bool,
     /// Whether loss scaling is dynamic.
     pub(in crate::cuda) dynamic_scale: bool,
-    /// How ranks reduce statistics; `None` for a single rank, which sends no gradients either.
+    /// How ranks reduce statistics; `None` for a single rank, which does not exchange gradients either.
     pub(in crate::cuda) ranks: Option<&'a Statistics>,
-    /// Number of ranks that have the same part of the network as this rank, and other pictures.
+    /// Number of ranks that have the same part of the network but different pictures, including this rank.
     pub(in crate::cuda) data_ranks: usize,
-    /// This one among the ranks that divide the optimizer's state; `None` where each rank has all of it.
+    /// This rank's number among the ranks that divide the optimizer's state; `None` if each rank has the whole state.
     pub(in crate::cuda) share: Option<Share>,
-    /// Convolutions (with `sums` set) that take statistics along, as the tuner found it faster.
+    /// Whether a convolution (with `sums` set) also computes statistics, because the tuner found this faster.
     pub(in crate::cuda) takes_sums: &'a dyn Fn(&Convolution) -> bool,
     /// Resampling tables, by height and by width, from the dataset's size to the network's; `None` if both are equal.
     pub(in crate::cuda) scaling: Option<[&'a ScaleTable; 2]>,
@@ -85,7 +85,7 @@ impl Facts<'_> {
         vector(self.layout, name, suffix)
     }
 
-    /// The last layer's bias, which cosines do not have.
+    /// The last layer's bias. With a margin, logits are cosines and have no bias.
     pub(super) fn head_bias(&self) -> Operand {
         match self.plan.margin {
             None => self.vector(self.plan.last_layer(), "bias"),
@@ -118,8 +118,8 @@ impl Facts<'_> {
         }
     }
 
-    /// All that the update of this rank works on, but for its parts of split matrices: one range, or where ranks divide the optimizer's state
-    /// the rank's part of each bucket of matrices and of the vectors.
+    /// The parameters that this rank updates, except its parts of split matrices: one range (two with sampled classes), or, if ranks divide
+    /// the optimizer's state, this rank's part of each bucket of matrices and of the vectors.
     pub(super) fn updated(&self) -> Vec<Updated> {
         let (layout, gradients, rates) = (self.layout, self.gradients(), self.all_rates());
         let (split, matrices) = (layout.split_matrices, layout.matrices);
@@ -143,8 +143,8 @@ impl Facts<'_> {
                 true => gradients.part(own.clone(), none),
                 false => gradients.part(none, own.clone()),
             };
-            let within = |slot: &&Slot| range.contains(&slot.range.start);
-            let count = layout.trained_slots().iter().filter(within).count();
+            let is_in_range = |slot: &&Slot| range.contains(&slot.range.start);
+            let count = layout.trained_slots().iter().filter(is_in_range).count();
             let of_parameters = |all: Operand, size: usize| all.part(parameter * size, count * size);
             let rates = ops::Rates {
                 segments: of_parameters(self.own_segments(), SEGMENT),
@@ -158,7 +158,7 @@ impl Facts<'_> {
         updated
     }
 
-    /// The values from `from` on that these gradients are of; the optimizer has its own of them from `in_slots` on.
+    /// The parameters of these gradients. They begin at value `from` of the flat layout, and at value `in_slots` of the optimizer's slots.
     pub(super) fn updated_from(&self, gradients: ops::Gradients, from: usize, in_slots: usize) -> Updated {
         let (length, bytes) = (gradients.length as usize, 4 * gradients.length as usize);
         let planar = self.plan.is_planar() && from < self.layout.split_matrices;
@@ -166,7 +166,7 @@ impl Facts<'_> {
         let [low_precision, weights] = match self.plan.dtype {
             _ if planar => self.layout.planes(from..from + length),
             DType::F32 => [Operand::NONE, in_float32],
-            // Vectors have no copy.
+            // Vectors have no low-precision copy.
             _ if gradients.first_length == 0 => [Operand::NONE, in_float32],
             dtype => {
                 let copied = dtype.size() * gradients.first_length as usize;
@@ -187,7 +187,7 @@ impl Facts<'_> {
         Updated { flat, slots, rates: self.all_rates() }
     }
 
-    /// Of all parameters.
+    /// The rates of all parameters.
     pub(super) fn all_rates(&self) -> ops::Rates {
         let count = self.layout.trained_slots().len();
         let (segments, rates, squares) = match self.share {
@@ -204,19 +204,19 @@ impl Facts<'_> {
         ops::Rates { segments, count: count as u32, rates, squares }
     }
 
-    /// Of each filter, and of each trained parameter, in [`Region::Policies`].
+    /// The entries of filters, and the policies of trained parameters, in [`Region::Policies`].
     pub(super) fn policies(&self, filters: usize) -> [Operand; 2] {
         let (first, second) = (FILTER * filters, POLICY * self.layout.trained_slots().len());
         [Operand::new(Region::Policies, 0, first), Operand::new(Region::Policies, first, second)]
     }
 
-    /// What this rank has of each parameter, behind where each of them lies.
+    /// The segments of this rank's parts of parameters. They follow the segments of whole parameters.
     fn own_segments(&self) -> Operand {
         let bytes = SEGMENT * self.layout.trained_slots().len();
         Operand::new(Region::Segments, bytes, bytes)
     }
 
-    /// Where running statistics are kept while a step is under way.
+    /// The copy of the running statistics from before the step.
     pub(super) fn kept(&self) -> ops::Keep {
         let end = self.norms.iter().map(|site| site.running_var.end()).max().unwrap_or(0);
         let bytes = Running::padded(end);
@@ -233,7 +233,7 @@ impl Facts<'_> {
         ["weight", "bias"].map(|suffix| self.slot(self.plan.network.head(), suffix).range.clone())
     }
 
-    /// Where a convolution leaves the sums of its output for the batch norm after it.
+    /// The memory in which a convolution leaves the sums of its output for the following batch norm.
     pub(super) fn channel_sums(&self, tensor: TensorId) -> Operand {
         let by_nccl = matches!(self.ranks, Some(Statistics::ByNccl));
         let region = if by_nccl { Region::StatisticsSums } else { Region::ChannelSums };
@@ -274,13 +274,16 @@ pub(super) fn policies(layout: &Layout, optimizer: &Optimizer) -> Vec<u64> {
     words
 }
 
-/// Bytes of a filter, and of a parameter's policy, in [`Region::Policies`].
+/// Bytes of a filter in [`Region::Policies`].
 const FILTER: usize = 24;
+/// Bytes of a parameter's policy in [`Region::Policies`].
 const POLICY: usize = 16;
 
-/// Bytes of a parameter's place, of its own rate, and of the sums of squares that this follows from.
+/// Bytes of a parameter's segment (its position and length).
 const SEGMENT: usize = 24;
+/// Bytes of a parameter's own rate.
 const RATE: usize = 8;
+/// Bytes of the sums of squares from which a parameter's rate is computed.
 pub(super) const SEGMENT_SQUARES: usize = ops::NORM_PARTS as usize * 2 * size_of::<f64>();
 
 fn vector(layout: &Layout, name: &str, suffix: &str) -> Operand {

@@ -1,5 +1,5 @@
-//! Everything of a step that follows only from the network and the settings: fused operations, their convolutions, sizes of
-//! tensors. It needs no GPU, so tests can emit a step on any machine.
+//! The parts of a step that depend only on the network and the settings: fused operations, their convolutions, sizes of
+//! tensors. Planning needs no GPU, so tests can emit a step on any machine.
 
 use super::{Convolution, DType, Direction, ops::SUMMED_CHANNELS};
 use crate::{
@@ -34,7 +34,7 @@ pub(in crate::cuda) struct SplitHead {
     pub(in crate::cuda) sampled: Option<SampledClasses>,
 }
 
-/// The classes of a rank that a training step samples: some are drawn at random, and those of the labels are added.
+/// The classes of a rank that a training step samples: the classes of the labels, and classes drawn at random.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::cuda) struct SampledClasses {
     pub(in crate::cuda) drawn: usize,
@@ -70,7 +70,7 @@ fn chunks_of(network: &Network, classes: usize) -> usize {
     (classes * inputs).div_ceil(CHUNK).max(1)
 }
 
-/// The first ranks have one more where classes do not come out even.
+/// The largest number of classes of a rank. The first ranks have one more class if the classes cannot be divided evenly.
 fn most_classes(bounds: &[usize]) -> usize {
     bounds[1] - bounds[0]
 }
@@ -92,7 +92,7 @@ pub(in crate::cuda) struct StepPlan {
     pub(super) head: Option<SplitHead>,
     /// Whether these ranks split other operators than the last layer over its classes.
     pub(super) splits_operators: bool,
-    /// If logits are scaled cosines, and the label's has a margin.
+    /// The margin of the labels' logits, if logits are scaled cosines.
     pub(super) margin: Option<Margin>,
     /// Whether the stem, a 7x7 convolution with stride 2, runs as a 4x4 convolution over 2x2 pixels: with few channels
     /// cuDNN is slow (1.9 ms of ResNet-50's 28 at batch 256).
@@ -235,7 +235,7 @@ impl StepPlan {
         self.network.rows(self.network.input()).is_some()
     }
 
-    /// Parts that the logits have in memory, and classes of each.
+    /// Number of chunks of the logits in memory, and number of classes of a chunk.
     pub(super) fn chunks(&self) -> (usize, usize) {
         let chunks = self.head.as_ref().map_or(1, |head| head.chunks);
         (chunks, self.padded_classes / chunks)
@@ -246,9 +246,9 @@ impl StepPlan {
         self.is_split() && self.dtype == DType::Bf16
     }
 
-    /// Whether the gradient of a split head's weights is stored nowhere whole: it is computed twice, a chunk at a time, for its norm and for
-    /// the update. A third of the head's multiplications are added, and a sixth of its memory is saved. Not where gradients are added up
-    /// over micro-batches or ranks, nor of a sample, nor beside other split weights.
+    /// Whether the gradient of a split head's weights is never stored whole, but computed twice, one chunk at a time: for the norm and for the
+    /// update. This adds a third of the head's multiplications and saves a sixth of its memory. False if gradients are summed over
+    /// micro-batches or ranks, if classes are sampled, or if other weights are split.
     pub(super) fn recomputes(&self, accumulates: bool, data_ranks: usize) -> bool {
         self.chunks().0 > 1
             && !self.splits_operators
@@ -442,7 +442,7 @@ fn check_splits(network: &Network) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// The channels of each rank, if ranks have different ones.
+/// The channels of each rank, if ranks have different channels.
 fn bounds_of(placement: &Placement) -> Option<&[usize]> {
     match placement {
         Placement::Channels(bounds) => Some(bounds),
@@ -459,7 +459,7 @@ fn last_layer(network: &Network) -> &str {
     }
 }
 
-/// The name of an operator that is split otherwise than the last layer over its classes, if there is one.
+/// The name of an operator that is split, other than the last layer over its classes, if there is one.
 pub(in crate::cuda) fn split_operator(network: &Network) -> Option<&str> {
     let head = network.ops.last()?;
     let is_of_head = |tensor: TensorId| {

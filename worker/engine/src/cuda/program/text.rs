@@ -1,4 +1,4 @@
-//! A list of commands as text.
+//! Formats a list of commands as text.
 
 use super::*;
 use crate::cuda::command::{Names, Part, print};

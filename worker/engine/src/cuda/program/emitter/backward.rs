@@ -1,4 +1,4 @@
-//! From the loss back to the first weights; weight gradients run on a side stream.
+//! The backward pass of operations. Weight gradients run on the side stream, if there is one.
 
 use super::*;
 
@@ -40,14 +40,14 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::Halo { input, output, .. } => self.halo_backward(*input, *output)?,
             FusedOp::MeanOfRows { input, output } => self.mean_of_rows_backward(*input, *output)?,
         }
-        // What only the forward pass has read; the output of a ReLU is read for the last time here.
+        // Frees an output that only the forward pass has read, or that this operation (a ReLU) was the last to read.
         if let Some(allocation) = self.activations[op.output()].take() {
             self.free_with_newest(allocation);
         }
         Ok(())
     }
 
-    /// wgrad, and dgrad unless the batch norm before computes it.
+    /// wgrad, and dgrad unless the preceding batch norm's kernel computes it.
     fn convolution_backward(
         &mut self,
         op: &FusedOp,
@@ -92,7 +92,7 @@ impl<'a> GraphEmitter<'a> {
             }
             self.gradients[input].push(Gradient::Whole(dx));
         }
-        // Batch norm's input is where its gradient is, which is freed.
+        // `norm_backward` still reads `dy`, and frees it.
         let mut read = if dgrad_in_norm { Vec::new() } else { vec![dy] };
         if self.readers[input] == 0 {
             read.extend(self.activations[input].take());
@@ -101,7 +101,8 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// Through ReLU and batch norm; the gradient of the input is left where the input was, or to the convolution before.
+    /// The backward pass of a batch norm and its ReLU. The gradient of the input replaces the input, is in new memory, or is left to the
+    /// preceding convolution.
     fn norm_backward(
         &mut self,
         node: &Norm,
@@ -112,7 +113,7 @@ impl<'a> GraphEmitter<'a> {
             return Err(EngineError::Parameters(format!("{} has no gradient", node.name)));
         };
         let deferred = node.backward_in_conv;
-        // The gradient of what comes after the addition is the shortcut's, too.
+        // The gradient of the sum is also the shortcut's gradient.
         let dz = node.shortcut.map(|_| self.alloc(node.output, Content::Gradient));
         let dx = if node.overwrites_input { x } else { self.alloc(node.input, Content::Gradient) };
         let at = |gradient: Option<Gradient>| optional(gradient.map(Gradient::allocation));
@@ -160,7 +161,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// What is started for a batch norm: all at once, or sums, what ranks do with them, and their application.
+    /// The kernels of a batch norm's backward pass: a single call, or the sums, their reduction over ranks, and their application.
     fn norm_backward_kernels(
         &mut self,
         node: &Norm,
@@ -217,17 +218,17 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// The gradients of a batch norm's output as its backward pass takes them: one, or two that it adds.
+    /// The gradients of a batch norm's output for its backward pass: one gradient, or two that its kernels add.
     fn gradients_of_norm(&mut self, node: &Norm) -> Result<[Option<Gradient>; 2], EngineError> {
         let mut incoming = std::mem::take(&mut self.gradients[node.output]);
-        // What comes through a convolution is met first.
+        // A gradient through a convolution comes first.
         incoming.sort_by_key(|gradient| !matches!(gradient, Gradient::ThroughConv { .. }));
-        // Its kernels add two where a ReLU is to be passed. The pooled one adds in place, which must be nobody else's.
+        // Kernels with a ReLU add two gradients. The pooled kernel adds in place, so neither gradient may be shared.
         let adds =
             node.relu && !(node.pooled && incoming.iter().any(|g| self.shared.contains(&g.allocation())));
-        let most = if adds { 2 } else { 1 };
-        if incoming.len() > most {
-            let rest = incoming.split_off(most - 1);
+        let max = if adds { 2 } else { 1 };
+        if incoming.len() > max {
+            let rest = incoming.split_off(max - 1);
             let sum = self.add_gradients(node.output, rest)?;
             incoming.push(Gradient::Whole(sum));
         }
@@ -235,7 +236,7 @@ impl<'a> GraphEmitter<'a> {
         Ok([incoming.next(), incoming.next()])
     }
 
-    /// The same for the stem, from the gradient of its pooling.
+    /// The kernels of the backward pass of the stem's batch norm, from the gradient of the stem's pooling.
     fn norm_backward_pooled(
         &mut self,
         node: &Norm,
@@ -277,14 +278,14 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// The backward pass's sums over all ranks, where kernels leave them to NCCL.
+    /// Reduces the backward pass's sums over all ranks, if NCCL and not the kernels reduce them.
     fn added_sums(&mut self, reduce: ops::Reduce, node: &Norm) -> Option<Operand> {
         let ops::Reduce::Leave { sums } = reduce else { return None };
         self.add_statistics(sums, node);
         Some(sums)
     }
 
-    /// Frees what a weight gradient reads: at once, or when it is known to be done.
+    /// Frees the allocations that the newest weight gradient reads: at once, or after the weight gradient on the side stream.
     pub(super) fn free_after_weight_gradient(&mut self, read: Vec<Allocation>) {
         if !self.side_stream {
             read.into_iter().for_each(|allocation| self.free(allocation));
@@ -295,7 +296,7 @@ impl<'a> GraphEmitter<'a> {
         self.weight_gradients += 1;
     }
 
-    /// A convolution's weight gradient, on the main or the side stream. Gives the stream that it is on.
+    /// A convolution's weight gradient, on the main or the side stream. Returns the stream.
     fn weight_gradient(&mut self, convolution: Convolution, tensors: Tensors<Operand>) -> StreamId {
         let stream = if self.side_stream { StreamId::Side } else { StreamId::Main };
         self.fork();
@@ -303,7 +304,7 @@ impl<'a> GraphEmitter<'a> {
         stream
     }
 
-    /// The gradient of a weight that is not trained, on the stream of weight gradients, which is returned.
+    /// Zeros the gradient of a weight that is not trained, on the stream of weight gradients. Returns the stream.
     fn zero_gradient(&mut self, gradient: Operand, length: u64) -> StreamId {
         let stream = if self.side_stream { StreamId::Side } else { StreamId::Main };
         self.fork();
@@ -311,7 +312,7 @@ impl<'a> GraphEmitter<'a> {
         stream
     }
 
-    /// Has the side stream follow the main one from here on.
+    /// Makes the side stream wait for the main stream's commands so far.
     pub(super) fn fork(&mut self) {
         if self.side_stream {
             self.record(StreamId::Main, EventId::SideBegin);
@@ -320,11 +321,11 @@ impl<'a> GraphEmitter<'a> {
     }
 }
 
-/// What comes to a batch norm's backward pass; absent as [`Operand::NONE`].
+/// The inputs of a batch norm's backward pass. [`Operand::NONE`] if absent.
 struct Incoming {
     dy: Operand,
-    /// Is added.
+    /// A second gradient, which is added to `dy`.
     more: Operand,
-    /// What its ReLU let through, or its pooling's argmax.
+    /// The ReLU's mask, or the pooling's argmax.
     mask: Operand,
 }

@@ -1,13 +1,13 @@
 //! Operators that the ranks of a model group split: what ranks exchange where an activation changes its placement, in both directions.
 //!
-//! A rank has the pictures of its whole group of an activation that is not placed by pictures: `batch` of each rank, in the order of ranks.
-//! Those that are padding are zeros, so that sums over all of them are those of the real ones: the group's control block has no padding.
+//! If an activation is not placed by pictures, each rank has the pictures of the whole group: `batch` pictures of each rank, in the order of
+//! ranks. Padding pictures are zeros, so that they do not change sums. The group's control block therefore counts no padding.
 
 use super::{split_head::CONTROLS, *};
 use crate::net::Placement;
 
 impl GraphEmitter<'_> {
-    /// Where operators are split: gathers the control blocks of the group's ranks, and makes that of the group.
+    /// If operators are split: gathers the control blocks of the group's ranks, and computes the group's control block.
     pub(super) fn begin_group(&mut self) {
         if self.plan.splits_operators {
             self.gather_controls();
@@ -25,7 +25,7 @@ impl GraphEmitter<'_> {
         }
     }
 
-    /// It follows those of the ranks.
+    /// The group's control block, which follows the control blocks of the ranks.
     fn group_control(&self) -> Operand {
         let bytes = 4 * self.words() as usize;
         Operand::new(Region::GroupControls, self.plan.model_ranks * bytes, bytes)
@@ -51,7 +51,7 @@ impl GraphEmitter<'_> {
         self.commands.push(Command::all_reduce(StreamId::Main, group, sums, DType::F32));
     }
 
-    /// The same activation in another placement.
+    /// Converts an activation to another placement.
     pub(super) fn redistribute_forward(
         &mut self,
         input: TensorId,
@@ -64,7 +64,7 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// The gradient of the activation before, from that of the one behind.
+    /// Computes the gradient of `input` from the gradient of `output`.
     pub(super) fn redistribute_backward(
         &mut self,
         input: TensorId,
@@ -78,7 +78,7 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// Makes `y`, in the second placement, of `x`.
+    /// Computes `y`, in the second placement, from `x`, in the first placement.
     fn redistribute(
         &mut self,
         [before, behind]: [TensorId; 2],
@@ -112,12 +112,12 @@ impl GraphEmitter<'_> {
                 self.take_own(wanted, all_rows, [all, y]);
                 self.free_now(all);
             }
-            // No plan has another pair.
+            // No plan has these pairs.
             [Batch, Batch | Partial] | [Whole, _] | [Partial | Channels(_), Partial] => {}
         }
     }
 
-    /// `y` is the sum of `values` values of `x` over the group.
+    /// Sums `values` values of `x` over the group into `y`.
     fn add_in_group(&mut self, x: Allocation, y: Allocation, values: usize) {
         let dtype = self.plan.dtype;
         self.main(self.facts.ops.scale_values([x, y].map(Allocation::operand), values as u64, 1.0));
@@ -125,7 +125,7 @@ impl GraphEmitter<'_> {
         self.commands.push(Command::all_reduce(StreamId::Main, Group::Model, at, dtype));
     }
 
-    /// `y` has this rank's channels of `x`.
+    /// Copies this rank's channels of `x` to `y`.
     fn take_own(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
         let (own, whole) = (width(bounds, self.plan.model_rank), all_of(bounds));
         self.main(self.facts.ops.copy_channels(ops::CopyChannels {
@@ -141,7 +141,7 @@ impl GraphEmitter<'_> {
         }));
     }
 
-    /// Each rank gives every rank that one's channels of its own pictures, of `rows` rows.
+    /// Batch to channels: for its own pictures (`rows` rows), each rank sends every other rank the channels of that rank.
     fn give_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
         let own = rows * width(bounds, rank);
@@ -174,11 +174,12 @@ impl GraphEmitter<'_> {
         parts.into_iter().for_each(|part| self.free_now(part));
     }
 
-    /// Each rank gives every rank its channels of that one's pictures, or of all pictures; `rows` rows.
+    /// Channels to batch or whole: each rank sends every other rank its own channels, of that rank's pictures, or with `of_all` of all
+    /// pictures (`rows` rows).
     fn join_channels(&mut self, bounds: &[usize], rows: usize, of_all: bool, [x, y]: [Allocation; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
         let own = rows * width(bounds, rank);
-        // Number of the first value that a rank gets.
+        // Index of the first value that is sent to a rank.
         let first = |of: usize| if of_all { 0 } else { of * own };
         let (mut gives, mut takes, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for of in (0..self.plan.model_ranks).filter(|of| *of != rank) {

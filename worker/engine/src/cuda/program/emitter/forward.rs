@@ -1,9 +1,9 @@
-//! From the pictures to the loss.
+//! The forward pass, from the pictures to the logits.
 
 use super::*;
 
 impl<'a> GraphEmitter<'a> {
-    /// Takes the next micro-batch in and makes its pictures the network's input.
+    /// Reads the next micro-batch; its pictures are the network's input. Later stages receive the activation of the preceding stage.
     pub(super) fn begin(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
         if self.plan.network.stage().0 > 0 {
             self.receive_input(phase);
@@ -20,7 +20,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// Takes the next control block.
+    /// Fetches the next control block.
     pub(super) fn fetch(&mut self, phase: Phase) {
         let facts = self.facts;
         let begins_step = matches!(phase, Phase::Train(MicroBatch { first: true, .. }));
@@ -28,7 +28,7 @@ impl<'a> GraphEmitter<'a> {
         self.main(facts.ops.stamp(stamp(0), Operand::NONE));
     }
 
-    /// Takes the next micro-batch in, as whole pictures.
+    /// Fetches the next control block, and writes the micro-batch's whole pictures to `allocation`.
     pub(super) fn take_in(&mut self, phase: Phase, input: Input, allocation: Allocation) {
         self.fetch(phase);
         let (facts, plan) = (self.facts, self.plan);
@@ -94,7 +94,7 @@ impl<'a> GraphEmitter<'a> {
                 }
                 ConvForward::Plain { early_statistics: true } if training => {
                     self.convolution_forward(op, conv.input, conv.output, phase)?;
-                    // Another convolution's sums come before these would be used.
+                    // Another convolution's sums would replace these sums before the batch norm uses them.
                     let node = self.norm_after(conv)?;
                     let norm = self.norm_alone(node)?;
                     self.statistics(norm, node);
@@ -125,7 +125,7 @@ impl<'a> GraphEmitter<'a> {
                 self.activations[*output] = Some(y);
                 let average = self.average(*input, x, y);
                 self.main(self.facts.ops.global_average(average));
-                // The backward pass does not look at it again.
+                // The backward pass does not read the input.
                 if training && self.readers[*input] == 0 && self.plan.read_once(*input) {
                     self.drop_activation(*input);
                 }
@@ -155,7 +155,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// A convolution or linear layer (without its bias) by itself.
+    /// An unfused convolution or linear layer, without bias.
     fn convolution_forward(
         &mut self,
         op: &FusedOp,
@@ -182,7 +182,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     pub(super) fn convolve(&mut self, stream: StreamId, convolution: Convolution, tensors: Tensors<Operand>) {
-        // Weight gradients may run concurrently with all others.
+        // Weight gradients may run concurrently with other convolutions, so they have their own workspace.
         let workspace = Operand::whole(match convolution.direction {
             Direction::Weight => Region::SideWorkspace,
             Direction::Forward | Direction::Input => Region::Workspace,
@@ -190,7 +190,7 @@ impl<'a> GraphEmitter<'a> {
         self.commands.push(Command::Convolution { stream, convolution, tensors, workspace });
     }
 
-    /// Statistics of a convolution's output, and what they are applied to.
+    /// A batch norm in training: the statistics of its input, and their application, unless fused with another operation.
     fn norm_forward(&mut self, node: &Norm) -> Result<(), EngineError> {
         let x = self.activation(node.input)?;
         let taken = node.statistics != StatisticsIn::Norm;
@@ -241,9 +241,10 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// Statistics alone, unless the convolution took them along; over all ranks if they are synchronised.
+    /// The statistics of a batch norm without their application, over all ranks if they are synchronised. The convolution may already have
+    /// computed the sums.
     fn statistics(&mut self, norm: ops::NormForward, node: &Norm) {
-        // They are one batch norm's: NCCL adds them in place, and another one's convolution replaces them.
+        // A convolution's sums are used once: NCCL reduces them in place, and the next convolution replaces them.
         let summed = self.summed.take_if(|tensor| *tensor == node.input).is_some();
         if !summed {
             self.main(self.facts.ops.norm_statistics(norm));
@@ -256,7 +257,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// What a kernel has left of statistics, over all ranks, by NCCL; where they are not left, nothing.
+    /// Reduces the sums that a kernel has left over all ranks by NCCL, and computes the statistics. No effect if the kernels reduce sums.
     pub(super) fn statistics_left(&mut self, norm: ops::NormForward, node: &Norm) {
         let ops::Reduce::Leave { sums } = norm.reduce else { return };
         self.add_statistics(sums, node);
@@ -266,13 +267,13 @@ impl<'a> GraphEmitter<'a> {
         self.main(self.facts.ops.norm_finish(sum, square, norm));
     }
 
-    /// A batch norm without what is fused with it.
+    /// A batch norm without the operations that are fused with it.
     pub(super) fn norm_alone(&self, node: &Norm) -> Result<ops::NormForward, EngineError> {
         let alone = Norm { shortcut: None, ..node.clone() };
         self.norm(&alone, self.activation(node.input)?, Operand::NONE, Operand::NONE)
     }
 
-    /// In training, running statistics instead of the batch's; the ReLU's mask is for the backward pass.
+    /// A frozen batch norm in training: uses running statistics, and keeps the ReLU's mask for the backward pass.
     fn norm_frozen(&mut self, node: &Norm) -> Result<(), EngineError> {
         self.fold(node);
         if node.forward == NormForward::InShortcut {
@@ -289,7 +290,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// Scale and bias from the running statistics.
+    /// Computes scale and bias from the running statistics.
     fn fold(&mut self, node: &Norm) {
         let site = &self.facts.norms[node.norm];
         let fold = ops::NormFold {
@@ -304,7 +305,7 @@ impl<'a> GraphEmitter<'a> {
         self.main(self.facts.ops.norm_fold(fold));
     }
 
-    /// Running statistics instead of the batch's.
+    /// A batch norm in evaluation: uses running statistics.
     fn norm_evaluate(&mut self, node: &Norm) -> Result<(), EngineError> {
         let (ops, x) = (self.facts.ops, self.activation(node.input)?);
         self.fold(node);
@@ -326,7 +327,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// A batch norm with what is fused with it.
+    /// A batch norm with the operations that are fused with it.
     pub(super) fn norm(
         &self,
         node: &Norm,
@@ -369,18 +370,18 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// The same with the pixels of all ranks that share a picture's rows, over which sums over all ranks are taken.
+    /// Same as [`Self::shape`], but with the pixels of all ranks that share a picture's rows, for sums over these ranks.
     pub(super) fn whole_shape(&self, tensor: TensorId) -> ops::Shape {
         ops::Shape { pixels: self.plan.network.whole_pixels(tensor) as u32, ..self.shape(tensor) }
     }
 
-    /// A mean over all pixels of `x`, which is `tensor`; `y` has one a picture.
+    /// The mean over all pixels. `x` is the memory of `tensor`; `y` has one mean per picture and channel.
     pub(super) fn average(&self, tensor: TensorId, x: Allocation, y: Allocation) -> ops::GlobalAverage {
         let ops::Shape { pictures, pixels, channels } = self.shape(tensor);
         ops::GlobalAverage { x: x.operand(), y: y.operand(), pictures, pixels, channels }
     }
 
-    /// The stem's pooling, through its batch norm.
+    /// The stem's pooling, fused with the preceding batch norm.
     fn pooling(&self, node: &Norm, x: Allocation, y: Operand, argmax: Operand) -> ops::MaxPool {
         let site = &self.facts.norms[node.norm];
         let norm = (site.scale, site.bias);
@@ -398,7 +399,7 @@ impl<'a> GraphEmitter<'a> {
     }
 }
 
-/// The sums, and those of squares, of a buffer that has both.
+/// Splits a buffer into its two halves: sums, and sums of squares.
 fn halves(sums: Operand) -> [Operand; 2] {
     let bytes = sums.bytes / 2;
     [sums.part(0, bytes), sums.part(bytes, bytes)]

@@ -1,9 +1,9 @@
-//! What is fused across a convolution, in both directions: `fuse/across_convolutions.rs` says which.
+//! Convolutions that are fused with neighbouring batch norms, in both directions. `fuse/across_convolutions.rs` selects them.
 
 use super::*;
 
 impl<'a> GraphEmitter<'a> {
-    /// A convolution that applies the batch norm before it, and takes the statistics of the one after it.
+    /// A convolution that applies the batch norm before it, and computes the statistics of the batch norm after it.
     pub(super) fn bottleneck_forward(
         &mut self,
         conv: &Conv,
@@ -30,7 +30,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// A convolution that makes the end of the block before it, and takes the statistics of the batch norm after it.
+    /// A convolution that computes the end of the preceding block, and the statistics of the batch norm after the convolution.
     pub(super) fn block_end(&mut self, conv: &Conv, block_end: usize) -> Result<(), EngineError> {
         let end = self.plan.norm(block_end);
         let (x, y) = (self.activation(end.input)?, self.activation(conv.input)?);
@@ -64,8 +64,8 @@ impl<'a> GraphEmitter<'a> {
         norm.ok_or_else(|| EngineError::Parameters(format!("no batch norm follows {}", conv.name)))
     }
 
-    /// A convolution's dgrad and wgrad with the application of the batch norm after it, whose backward pass was left to it,
-    /// and the sums of the one before it.
+    /// A convolution's dgrad and wgrad, fused with the end of the backward pass of the batch norm after the convolution, and with the sums
+    /// of the batch norm before the convolution.
     pub(super) fn bottleneck_backward(
         &mut self,
         conv: &Conv,
@@ -100,7 +100,7 @@ impl<'a> GraphEmitter<'a> {
         };
         self.main(facts.ops.bottleneck_backward(bottleneck));
         if facts.ranks.is_some() {
-            // Gradients are sent from where the others are made.
+            // Gradients are sent from the side stream, which must wait for this weight gradient on the main stream.
             self.fork();
             self.send_buckets(&conv.name, micro_batch);
         }

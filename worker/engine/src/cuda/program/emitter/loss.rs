@@ -1,4 +1,4 @@
-//! The loss, and its gradient with which the backward pass begins.
+//! The loss, and the gradient of the logits, with which the backward pass begins.
 
 use super::*;
 

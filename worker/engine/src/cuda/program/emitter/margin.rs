@@ -1,9 +1,9 @@
-//! Losses with a margin (ArcFace, CosFace): logits become scaled cosines in their place, and the gradients of features and of weights lose
-//! what they have along these.
+//! Losses with a margin (ArcFace, CosFace): logits are replaced by scaled cosines in place, and the components of gradients along the
+//! features and weights are removed.
 
 use super::*;
 
-/// The cosines of a training step, until the gradient of the logits is that of the products of features and weights.
+/// The cosines of a training step, until the gradient of the logits has been converted to the gradient of the products of features and weights.
 #[derive(Debug)]
 pub(super) struct HeadCosines {
     cosines: ops::Cosines,
@@ -11,7 +11,7 @@ pub(super) struct HeadCosines {
 }
 
 impl GraphEmitter<'_> {
-    /// After the products of features and weights of the last layer `op`, which is called `name`.
+    /// Converts the products of features and weights of the last layer `op`, called `name`, to scaled cosines.
     pub(super) fn cosines(
         &mut self,
         op: &FusedOp,
@@ -49,7 +49,7 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// In training: applies the margin to the labels' logits. Gives what they were; absent without a margin.
+    /// In training: applies the margin to the labels' logits. Returns the logits before the margin; [`Operand::NONE`] without a margin.
     pub(super) fn put_margin(&mut self, logits: ops::SplitLogits) -> Operand {
         let (Some(margin), Some(mut of)) = (self.plan.margin, self.cosines.take()) else {
             return Operand::NONE;
@@ -62,14 +62,14 @@ impl GraphEmitter<'_> {
         labels.operand()
     }
 
-    /// Turns the gradient of the logits into that of the products of features and weights.
+    /// Converts the gradient of the logits to the gradient of the products of features and weights.
     pub(super) fn cosine_gradient(&mut self, values: Operand) {
         let Some(HeadCosines { cosines, memory }) = self.cosines.take() else { return };
         self.main(self.facts.ops.scale_cosines(ops::Cosines { values, ..cosines }));
         memory.into_iter().for_each(|at| self.free_now(at));
     }
 
-    /// With a margin: removes from each row of a gradient what it has along the same row of features or weights.
+    /// With a margin: removes from each row of a gradient the component along the same row of features or weights.
     pub(super) fn remove_along(
         &mut self,
         stream: StreamId,

@@ -1,9 +1,9 @@
-//! Operations by themselves, where nothing fits to fuse them with, and the sum of gradients of a tensor with several readers.
+//! Operations that are not fused with others, and the sum of the gradients of a tensor with several readers.
 
 use super::*;
 
 impl<'a> GraphEmitter<'a> {
-    /// A ReLU, a GELU, an addition or a max pooling.
+    /// The forward pass of a ReLU, a GELU, an addition or a max pooling.
     pub(super) fn plain_forward(&mut self, op: &FusedOp, training: bool) -> Result<(), EngineError> {
         let output = op.output();
         let y = self.alloc(output, Content::Activation);
@@ -38,7 +38,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// A ReLU, a GELU, an addition, a max or a global average pooling.
+    /// The backward pass of a ReLU, a GELU, an addition, a max pooling or a global average pooling.
     pub(super) fn plain_backward(
         &mut self,
         op: &FusedOp,
@@ -69,7 +69,7 @@ impl<'a> GraphEmitter<'a> {
                 self.gradients[input].push(Gradient::Whole(dx));
             }
             FusedOp::Add { branch, shortcut, .. } => {
-                // It is the gradient of both.
+                // The gradient of the sum is the gradient of both operands.
                 self.gradients[branch].push(Gradient::Whole(dy));
                 self.gradients[shortcut].push(Gradient::Whole(dy));
                 self.shared.push(dy);
@@ -95,7 +95,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// Adds a hidden linear layer's bias to its output; the last one's is left to the loss.
+    /// Adds a hidden linear layer's bias to its output. The loss adds the last layer's bias.
     pub(super) fn bias(&mut self, name: &str, output: TensorId) -> Result<(), EngineError> {
         let (facts, y) = (self.facts, self.activation(output)?.operand());
         self.main(facts.ops.add_bias(y, facts.vector(name, "bias"), self.shape(output)));
@@ -127,7 +127,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// Their sum, in memory of its own: each may be another tensor's gradient, too.
+    /// The sum of gradients, in new memory, because each gradient may also be the gradient of another tensor.
     pub(super) fn add_gradients(
         &mut self,
         tensor: TensorId,
@@ -148,7 +148,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(sum)
     }
 
-    /// Values of the whole batch.
+    /// Number of values of the whole batch.
     fn length(&self, tensor: TensorId) -> u64 {
         (self.plan.pictures(tensor) * self.plan.values(tensor)) as u64
     }

@@ -1,7 +1,7 @@
 //! Rows of pictures that several ranks share. Before each convolution and pooling, ranks exchange the rows that their windows reach; the
 //! backward pass sends the gradients of these rows back. After the global pooling every rank has the features of whole pictures and computes
-//! the same values as the others. Its gradients there are multiplied by 1 / ranks (`grad_scale` of the control block), because gradients are
-//! added over all ranks.
+//! the same values as the other ranks. The gradients of these values are multiplied by 1 / ranks (`grad_scale` of the control block), because
+//! gradients are summed over all ranks.
 
 use super::*;
 use crate::net::Rows;
@@ -49,7 +49,7 @@ impl Lines {
 }
 
 impl<'a> GraphEmitter<'a> {
-    /// Takes whole pictures in, and copies this rank's rows.
+    /// Reads whole pictures of the next micro-batch, and copies this rank's rows.
     pub(super) fn begin_with_own_rows(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
         let (plan, tensor) = (self.plan, self.plan.network.input());
         let side = plan.network.image_size;
@@ -105,7 +105,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// The gradient of this rank's rows: the sum of the gradients from its own windows and from those of other ranks.
+    /// The gradient of this rank's rows: the sum of the gradients from its own windows and from windows of other ranks.
     pub(super) fn halo_backward(&mut self, input: TensorId, output: TensorId) -> Result<(), EngineError> {
         let batch = self.plan.batch;
         let (from, to) = (self.gradient(output)?, self.alloc(input, Content::Gradient));
@@ -197,7 +197,7 @@ impl<'a> GraphEmitter<'a> {
         self.plan.values(tensor) / rows * self.plan.dtype.size()
     }
 
-    /// Copies the rows of `to` that `from` has, and fills the others.
+    /// Copies the rows of `to` that `from` has, and fills the remaining rows.
     fn take_rows(&mut self, from: &Lines, to: &Lines, fill: f32) {
         let take = ops::TakeRows {
             from: from.at.operand(),

@@ -1,5 +1,5 @@
 //! A split head in steps that sample its classes. The sampled rows of the weights are gathered for the forward and backward pass. For the
-//! update, the optimizer's state of these rows is gathered too, and both are written back.
+//! update, the optimizer's state of these rows is gathered too. The updated rows and state are written back.
 
 use super::{
     split_head::{CONTROLS, HeadPart},
@@ -58,7 +58,7 @@ impl GraphEmitter<'_> {
         self.sampled = Some(SampledHead { sample, places, weights, bias, gradient, bias_gradient });
     }
 
-    /// The sampled classes, in a pass over these only.
+    /// The sampled classes, for a pass over only these classes; `None` if classes are not sampled.
     pub(super) fn sampled_part(&self) -> Option<HeadPart> {
         let (plan, of) = (self.plan, self.sampled.as_ref()?);
         Some(HeadPart {

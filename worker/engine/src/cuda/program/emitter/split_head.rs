@@ -1,9 +1,9 @@
-//! The last layer where the ranks of a model group have some of its classes each. Every rank multiplies the features of the whole
-//! group's pictures with the weights of its own classes, a chunk of them at a time; the logits stay where they are.
+//! The last layer, if each rank of a model group has some of the classes. Every rank multiplies the features of the whole group's
+//! pictures with the weights of its own classes, one chunk of classes at a time. Logits are not exchanged.
 
 use super::*;
 
-/// Sums of squares (f64), so many.
+/// `count` sums of squares (f64).
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Squares {
     pub(super) at: Allocation,
@@ -29,7 +29,7 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// The gradients of features and weights. That of the features is needed first.
+    /// The gradients of features and weights. The gradient of the features comes first, because the backward pass waits for it.
     pub(super) fn split_backward(
         &mut self,
         op: &FusedOp,
@@ -38,7 +38,7 @@ impl GraphEmitter<'_> {
     ) -> Result<(), EngineError> {
         let Some(HeadPart { convolution, chunks, w, .. }) = self.head_part(op, name) else { return Ok(()) };
         let (dy, x) = (self.gradient(output)?, self.activation(input)?);
-        // Allocated before the side stream joins, which may write to memory before the main stream has freed it.
+        // Allocated before the fork. Otherwise the side stream could write to memory that the main stream frees after the fork.
         let of_sample = self.alloc_sampled_gradient();
         self.fork();
         let dx = self.alloc(input, Content::Gradient);
@@ -59,7 +59,7 @@ impl GraphEmitter<'_> {
         self.remove_along(StreamId::Main, x.operand(), dx.operand(), size);
         self.gradients[input].push(Gradient::Whole(dx));
 
-        // The head alone reads the gathered features.
+        // Only the head reads the gathered features.
         (self.readers[input], self.activations[input]) = (0, None);
         if self.facts.recomputes() {
             self.head = Some([x, dy]);
@@ -77,7 +77,8 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// The loss of the own pictures. With `first`, which says whether gradients replace those before, the logits become their gradient.
+    /// The loss of this rank's pictures. In training, the gradient of the logits replaces the logits. `first`: in training, whether bias
+    /// gradients and totals are overwritten, not added to; `None` in evaluation.
     pub(super) fn split_loss(&mut self, smoothing: f32, first: Option<bool>) -> Result<(), EngineError> {
         let (facts, plan) = (self.facts, self.plan);
         let Some(head) = &plan.head else { return Ok(()) };
@@ -132,7 +133,7 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// Adds the gradients of this rank's part of the network over the ranks that have the same part.
+    /// Sums the gradients of this rank's part of the network over the ranks that have the same part.
     pub(super) fn add_split_gradients(&mut self, split: ops::Gradients) {
         if !self.plan.is_split() || self.facts.data_ranks == 1 {
             return;
@@ -144,7 +145,7 @@ impl GraphEmitter<'_> {
         }
     }
 
-    /// The sums of squares (f64) of the gradients of this rank's parts of parameters, so many; none where every rank has all parameters.
+    /// The sums of squares (f64) of the gradients of this rank's parts of parameters; `None` if every rank has all parameters.
     pub(super) fn split_squares(&mut self, split: ops::Gradients) -> Result<Option<Squares>, EngineError> {
         if !self.plan.is_split() {
             return Ok(None);
@@ -157,17 +158,17 @@ impl GraphEmitter<'_> {
         }
         let (chunks, _) = self.plan.chunks();
         let at = self.alloc_bytes(8 * (chunks + 1), Content::OfHead);
-        let place = |number: usize| at.operand().part(8 * number, 8);
+        let sum_at = |number: usize| at.operand().part(8 * number, 8);
         self.each_chunk(|emitter, chunk, gradients| {
-            emitter.main(ops.gradient_squares(gradients, place(chunk)));
+            emitter.main(ops.gradient_squares(gradients, sum_at(chunk)));
         })?;
         let length = split.length - split.first_length;
         let vectors = ops::Gradients { first: Operand::NONE, first_length: 0, length, ..split };
-        self.main(ops.gradient_squares(vectors, place(chunks)));
+        self.main(ops.gradient_squares(vectors, sum_at(chunks)));
         Ok(Some(Squares { at, count: chunks + 1 }))
     }
 
-    /// Collective: those of all ranks of the model group in the place of this rank's.
+    /// Collective: replaces this rank's sums of squares by the sums of all ranks of the model group.
     pub(super) fn gather_squares(&mut self, own: Squares) -> Squares {
         let ranks = self.plan.model_ranks;
         let all = self.alloc_bytes(8 * ranks * own.count, Content::OfHead);
@@ -194,8 +195,11 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// Computes the gradient of each chunk's weights, and starts what uses it.
-    fn each_chunk(&mut self, use_it: impl Fn(&mut Self, usize, ops::Gradients)) -> Result<(), EngineError> {
+    /// Computes the gradient of each chunk's weights, and calls `use_gradient`, which emits the commands that use the gradient.
+    fn each_chunk(
+        &mut self,
+        use_gradient: impl Fn(&mut Self, usize, ops::Gradients),
+    ) -> Result<(), EngineError> {
         let convolution = self.plan.ops.last().and_then(|op| self.plan.convolution(op));
         let (Some((convolution, _)), Some([x, dy])) = (convolution, self.head) else {
             return Err(EngineError::Parameters("the head has no gradient".into()));
@@ -219,7 +223,7 @@ impl GraphEmitter<'_> {
             self.convolve(StreamId::Main, wgrad, tensors);
             let size = [wgrad.out_c, wgrad.in_c];
             self.remove_along(StreamId::Main, piece(weights, place, bytes), at.operand(), size);
-            use_it(self, chunk, gradients);
+            use_gradient(self, chunk, gradients);
         }
         self.free_now(at);
         Ok(())
@@ -237,7 +241,8 @@ impl GraphEmitter<'_> {
         self.commands.push(Command::Collective { stream, kind, group, from, to, count, dtype });
     }
 
-    /// The weights by which features are multiplied: those of the sampled classes in training, otherwise of all classes of this rank.
+    /// The weights by which features are multiplied: of the sampled classes in training, if classes are sampled, otherwise of all classes of
+    /// this rank.
     pub(super) fn head_part(&self, op: &FusedOp, name: &str) -> Option<HeadPart> {
         if let Some(part) = self.sampled_part() {
             return Some(part);
@@ -268,14 +273,15 @@ pub(super) struct HeadPart {
     pub(super) convolution: Convolution,
     pub(super) chunks: usize,
     pub(super) w: Operand,
-    /// May be absent.
+    /// [`Operand::NONE`] with a margin.
     pub(super) bias: Operand,
-    /// The sample and the positions of the labels in it; absent for all classes.
+    /// The sampled classes; [`Operand::NONE`] for all classes.
     pub(super) sample: Operand,
+    /// Positions of the labels in `sample`.
     pub(super) places: Operand,
 }
 
-/// The operands of a chunk of the classes: `x`, and its parts of the weights and of the logits, or of their gradients.
+/// The operands of a chunk of the classes: `x`, and the chunk's parts of the weights and of the logits, or of their gradients.
 fn of_chunk(
     convolution: &Convolution,
     place: (usize, usize),
@@ -287,7 +293,7 @@ fn of_chunk(
     Tensors { x, w: piece(w, place, of_w), y: piece(y, place, of_y), sums: Operand::NONE }
 }
 
-/// Piece `number` of `count`, each of `bytes`; the last one with what is behind it.
+/// Piece `number` of `count` pieces of `bytes` bytes. The last piece includes the remaining bytes.
 fn piece(whole: Operand, (number, count): (usize, usize), bytes: usize) -> Operand {
     let offset = number * bytes;
     whole.part(offset, if number + 1 == count { whole.bytes - offset } else { bytes })

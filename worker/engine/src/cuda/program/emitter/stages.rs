@@ -28,7 +28,7 @@ impl GraphEmitter<'_> {
         let (output, to) = (network.logits(), network.stage().0 + 1);
         let y = self.activation(output)?;
         self.exchange_stages(vec![(to as u32, self.values_at(output, y))], Vec::new(), self.plan.dtype);
-        // Only a ReLU that is not fused reads it in the backward pass.
+        // Only an unfused ReLU reads its output in the backward pass.
         if self.readers[output] == 0 {
             self.drop_activation(output);
         }
@@ -68,8 +68,8 @@ impl GraphEmitter<'_> {
         self.exchange_stages(vec![(to as u32, self.input_gradient())], Vec::new(), self.plan.dtype);
     }
 
-    /// Before the update: the sum of squares (f64) of the gradients of each stage, and on all stages the loss that the last one has computed.
-    /// `None` if there is one stage.
+    /// Before the update: exchanges the sum of squares (f64) of each stage's gradients, and sends the last stage's loss to all stages. `None`
+    /// if there is one stage.
     pub(super) fn meet_stages(&mut self, gradients: ops::Gradients) -> Option<Squares> {
         let (stage, stages) = self.plan.network.stage();
         if stages == 1 {
@@ -90,7 +90,7 @@ impl GraphEmitter<'_> {
         Some(Squares { at, count: stages })
     }
 
-    /// Messages between the ranks that have the same place in all stages, by stage.
+    /// Exchanges messages between ranks with the same coordinates in different stages. Messages name the other rank by its stage.
     fn exchange_stages(&mut self, gives: Vec<(u32, Operand)>, takes: Vec<(u32, Operand)>, dtype: DType) {
         let (stream, group) = (StreamId::Main, Group::Stage);
         self.commands.push(Command::Exchange { stream, group, gives, takes, dtype });

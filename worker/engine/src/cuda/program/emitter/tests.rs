@@ -1,4 +1,5 @@
-//! Emission without a GPU: what is started, what lies where and for how long, and that nobody reads what is not there.
+//! Emission without a GPU: the emitted commands, and the position and lifetime of allocations. No command may read memory that is not
+//! written.
 
 use super::*;
 use crate::{
@@ -33,7 +34,7 @@ fn plan(network: &Arc<Network>, batch: usize, dtype: DType, capability: u32) -> 
     StepPlan::new(network.clone(), batch, dtype, capabilities).unwrap()
 }
 
-/// How the ranks of a group add up statistics.
+/// How the ranks of a group reduce statistics.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Ranks {
     Single,
@@ -42,19 +43,19 @@ enum Ranks {
     ByNccl,
 }
 
-/// What a list is emitted from, on a GPU of 132 multiprocessors.
+/// The inputs of an emission, on a GPU with 132 multiprocessors.
 struct Setting {
     plan: StepPlan,
     layout: Layout,
     norms: Vec<NormSite>,
     statistics: Option<Statistics>,
-    /// Where ranks divide the optimizer's state.
+    /// Present if ranks divide the optimizer's state.
     share: Option<Share>,
     capability: u32,
     optimizer: OptimizerKind,
     accumulates: bool,
     data_ranks: usize,
-    /// Whether convolutions take statistics along wherever they may.
+    /// Whether convolutions compute statistics wherever possible.
     sums: bool,
 }
 
@@ -105,7 +106,7 @@ impl Setting {
         })
     }
 
-    /// The list, and what is wrong with it.
+    /// Emits the commands. Returns them with the result of their verification.
     fn emit(&self, phase: Phase, side_stream: bool) -> (Emitted, Result<(), String>) {
         let emitted = self.with_facts(|facts| emit(facts, phase, STAGED, side_stream)).unwrap();
         let checked = verify::verify(&emitted.commands, phase.carries_over());
@@ -128,7 +129,7 @@ impl Setting {
     }
 }
 
-/// What is still allocated when a list ends.
+/// The contents of the memory that is still allocated at the end of a list.
 fn live(commands: &[Command]) -> Vec<Content> {
     let mut live = Vec::new();
     for command in commands {
@@ -141,8 +142,8 @@ fn live(commands: &[Command]) -> Vec<Content> {
     live.into_iter().map(|(_, content)| content).collect()
 }
 
-/// In every format, on GPUs with and without matrix kernels, alone and in groups: what is read has been written and is not
-/// freed, and streams wait for each other where they must.
+/// Checks lists in every number format, on GPUs with and without matrix kernels, of a single rank and of groups: memory that is read has been
+/// written and is not freed, and streams wait for each other where necessary.
 fn commands_are_sound(networks: &[Arc<Network>]) {
     for network in networks {
         for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 90), (DType::F16, 80)] {
@@ -165,7 +166,7 @@ fn commands_are_sound(networks: &[Arc<Network>]) {
     }
 }
 
-/// GELUs, a bias by itself, poolings before batch norms, and weights that are not trained, whose gradient is zeros.
+/// A CifarNet has GELUs, an unfused bias, poolings before batch norms, and untrained weights, whose gradients are zero.
 #[test]
 fn the_commands_of_a_cifarnet_are_sound() {
     let network = cifarnet();
@@ -224,7 +225,7 @@ fn count(commands: &[Command], name: &str) -> usize {
     commands.iter().filter(|c| matches!(c, Command::Kernel { kernel, .. } if kernel.name == name)).count()
 }
 
-/// Frozen batch norms: no rank meets another for them, nothing of them is written, and their parameters have no gradients.
+/// Frozen batch norms need no exchange between ranks, their parameters and statistics are not written, and they have no gradients.
 #[test]
 fn frozen_batch_norms_are_only_applied() {
     let mut networks = crate::cuda::tests::operations();
@@ -281,7 +282,7 @@ fn check_frozen(setting: &Setting, commands: &[Command]) {
     assert_eq!(meetings(commands).len(), sent, "{name}");
 }
 
-/// A rank whose last batch is not full takes the same collectives and exchanges in the same order as those whose is.
+/// A rank whose last batch is not full calls the same collectives and exchanges in the same order as ranks with a full batch.
 #[test]
 fn ranks_with_fewer_pictures_meet_the_others() {
     for network in [build(Arch::ResNet50, Stem::Cifar, 64, 10), build(Arch::ResNet18, Stem::Imagenet, 64, 10)]
@@ -294,14 +295,14 @@ fn ranks_with_fewer_pictures_meet_the_others() {
             };
             let all = met(true);
             assert_eq!(all, met(false), "{ranks:?}");
-            // Each batch norm meets in both directions; gradients go in buckets, and those of vectors last.
+            // Each batch norm has an exchange in both directions. Gradients are reduced in buckets, and the gradients of vectors last.
             let norms = if ranks == Ranks::Apart { 0 } else { 2 * setting.norms.len() };
             assert_eq!(all.len(), norms + setting.layout.buckets.len() + 1, "{ranks:?}");
         }
     }
 }
 
-/// The sums that a convolution takes along are used once, by the batch norm that comes first: NCCL adds them in place.
+/// Only the first batch norm after a convolution uses the sums that the convolution computes, because NCCL reduces them in place.
 #[test]
 fn two_batch_norms_of_one_convolution_do_not_share_its_sums() {
     let mut net = Network::new("two norms", 32, 3, 10);
@@ -321,9 +322,9 @@ fn two_batch_norms_of_one_convolution_do_not_share_its_sums() {
     }
 }
 
-/// `worker/engine/tests/plans/resnet50-*.txt` have what is fused, the commands and the memory of ResNet-50 at 224 pixels and a batch
-/// of 256, on Hopper, for each number format. After a change that is meant, write them anew with
-/// `LOCKSTEP_WRITE_PLANS=1 cargo test -p lockstep-engine --lib the_plans_of_resnet50`, and read the difference.
+/// `worker/engine/tests/plans/resnet50-*.txt` list the fused operations, the commands and the memory of ResNet-50 at 224 pixels and a
+/// batch of 256, on Hopper, for each number format. After an intended change, rewrite these files with
+/// `LOCKSTEP_WRITE_PLANS=1 cargo test -p lockstep-engine --lib the_plans_of_resnet50`, and review the difference.
 #[test]
 fn the_plans_of_resnet50_are_the_ones_on_disk() {
     for dtype in [DType::F32, DType::F16, DType::Bf16] {

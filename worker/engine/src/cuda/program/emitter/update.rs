@@ -1,4 +1,4 @@
-//! Gradients over all ranks, and the optimizer's step.
+//! Reduction of gradients over all ranks, and the optimizer's step.
 
 use super::{split_head::Squares, *};
 use crate::cuda::program::facts::Updated;
@@ -7,12 +7,12 @@ use lockstep_kernels::optimizer::LARS_TRUST;
 use lockstep_protocol::spec::OptimizerKind;
 
 impl GraphEmitter<'_> {
-    /// Starts adding the gradients that are complete with `name`'s.
+    /// Starts the reduction of the bucket of gradients that layer `name` completes, if any.
     pub(super) fn send_buckets(&mut self, name: &str, micro_batch: MicroBatch) {
         let Facts { layout, accumulates, .. } = *self.facts;
         let (Some(ranks), true, false) = (self.facts.ranks, micro_batch.last, accumulates) else { return };
         let Some(bucket) = layout.buckets.get(self.sent) else { return };
-        // Slots are in the order of backward: the last one of a bucket ends it.
+        // Slots are in the order of the backward pass, so a bucket is complete with its last slot.
         if layout.slot(name, "weight").padded().end < bucket.end {
             return;
         }
@@ -26,7 +26,7 @@ impl GraphEmitter<'_> {
         self.sent += 1;
     }
 
-    /// Adds a range of gradients over all ranks, once what `producer` was given so far is done.
+    /// Reduces a range of gradients over all ranks after the commands so far on the stream `producer`.
     fn send_bucket(&mut self, number: usize, producer: StreamId, at: Operand, dtype: DType) {
         // One group of ranks must not be used from two streams at once.
         if self.facts.ranks.is_some_and(Statistics::is_ordered) {
@@ -37,7 +37,7 @@ impl GraphEmitter<'_> {
         self.reduce(StreamId::Collectives, at, dtype);
     }
 
-    /// Adds gradients over all ranks: for each rank, or where ranks divide the optimizer's state, each part for its own.
+    /// Reduces gradients over all ranks. If ranks divide the optimizer's state, each rank receives only its own part.
     fn reduce(&mut self, stream: StreamId, at: Operand, dtype: DType) {
         match self.facts.share {
             None => self.all_reduce(stream, at, dtype),
@@ -47,18 +47,18 @@ impl GraphEmitter<'_> {
         }
     }
 
-    /// Adds values over all ranks.
+    /// Sums values over all ranks.
     pub(super) fn all_reduce(&mut self, stream: StreamId, at: Operand, dtype: impl Into<DataType>) {
         self.commands.push(Command::all_reduce(stream, Group::World, at, dtype));
     }
 
-    /// Has the main stream wait for the side stream.
+    /// Makes the main stream wait for the side stream.
     fn join(&mut self) {
         self.record(StreamId::Side, EventId::SideEnd);
         self.wait(StreamId::Main, EventId::SideEnd);
     }
 
-    /// Adds what is left over ranks, updates the weights and reports the result.
+    /// Reduces the remaining gradients over ranks, updates the weights and reports the result.
     pub(super) fn finish(&mut self, MicroBatch { first, last, .. }: MicroBatch) -> Result<(), EngineError> {
         let Facts { layout, ops, accumulates, .. } = *self.facts;
         if self.side_stream {
@@ -91,12 +91,12 @@ impl GraphEmitter<'_> {
                     self.send_bucket(number, StreamId::Main, at, DType::F32);
                 }
             }
-            // Where every batch norm and the last layer are split, there are none.
+            // If every batch norm and the last layer are split, no vectors remain.
             if whole.second.bytes > 0 {
                 self.send_bucket(layout.buckets.len(), StreamId::Main, whole.second, DType::F32);
             }
             if recomputes {
-                // While the others' gradients are on their way.
+                // Runs concurrently with the reduction of the other gradients.
                 squares = self.split_squares(split)?;
             }
             if !ranks.is_ordered() {
@@ -116,7 +116,7 @@ impl GraphEmitter<'_> {
             Some(Squares { at, count }) => Some((at.operand().part(0, 8 * count), count)),
             None => of_buckets.map(|all| (all, updated.len())),
         };
-        // From here on nothing waits for other ranks that have all of an update: what begins also ends.
+        // From here on, a rank with the whole optimizer state waits for no other rank, so an update that begins also ends.
         self.main(ops.stamp(stamp(2), UPDATING));
         let (scaler, dynamic) = (Operand::whole(Region::LossScale), self.facts.dynamic_scale);
         let norm = |gradients| ops::GradientNorm { gradients, scaler, dynamic };
@@ -145,7 +145,7 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// Collective: the sum of squares (f64) of each bucket's gradients, of which this rank has its part.
+    /// Collective: the sum of squares (f64) of each bucket's gradients over the ranks that divide the bucket.
     fn bucket_squares(&mut self, updated: &[Updated]) -> Operand {
         let all = Operand::new(Region::BucketSquares, 0, 8 * updated.len());
         for (number, part) in updated.iter().enumerate() {
@@ -155,7 +155,7 @@ impl GraphEmitter<'_> {
         all
     }
 
-    /// The optimizer's step of these ranges, by gradients whose norm is known.
+    /// The optimizer's step for these ranges, after the norm of the gradients has been computed.
     pub(super) fn update_weights(&mut self, updated: &[Updated]) {
         let (facts, ops, optimizer) = (self.facts, self.facts.ops, &self.facts.optimizer);
         let moments = |part: &Updated| ops::Moments {
@@ -202,7 +202,7 @@ impl GraphEmitter<'_> {
         }
     }
 
-    /// Muon's step. Its matrices are where activations were.
+    /// Muon's step. Its matrices use the arena, which activations no longer need.
     fn muon(&mut self, part: &Updated) {
         let (facts, optimizer) = (self.facts, &self.facts.optimizer);
         let filters = facts.layout.filters();
@@ -225,15 +225,15 @@ impl GraphEmitter<'_> {
         matrices.into_iter().chain(grams).for_each(|allocation| self.free_now(allocation));
     }
 
-    /// Adds up the squares that parameters' norms are of, where each rank has those of its parts.
+    /// Sums the squares of parameters' norms over ranks, if each rank has only the squares of its parts.
     fn add_up_norms(&mut self, rates: ops::Rates) {
         if self.facts.share.is_some() {
             self.all_reduce(StreamId::Main, rates.squares, DataType::F64);
         }
     }
 
-    /// Gives each rank the new weights of the others: matrices in the type that is computed in. Float32 ones of 16-bit matrices follow when
-    /// somebody wants to see them ([`Program::gather_weights`]).
+    /// Gathers the new weights of all ranks, matrices in the network's number format. If this is a 16-bit format, the float32 weights are
+    /// gathered only on request ([`Program::gather_weights`]).
     fn gather_weights(&mut self, share: Share) {
         let (layout, dtype) = (self.facts.layout, self.plan.dtype);
         for range in layout.reduced().filter(|range| !range.is_empty()) {

@@ -1,9 +1,9 @@
-//! Lists that are spoilt on purpose are refused.
+//! The verification refuses lists that a test has damaged.
 
 use super::*;
 use crate::cuda::command::Access;
 
-/// In which streams, collectives and reuse of memory matter, alone and in each kind of group.
+/// Settings with several streams, collectives and reuse of memory: a single rank, and each kind of group.
 fn settings() -> Vec<Setting> {
     let network = build(Arch::ResNet50, Stem::Imagenet, 64, 10);
     [Ranks::Single, Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl]
@@ -12,7 +12,7 @@ fn settings() -> Vec<Setting> {
         .collect()
 }
 
-/// A sound list of a step.
+/// The valid list of a step.
 fn sound(setting: &Setting) -> Vec<Command> {
     setting.sound(Phase::Train(ONLY), true).commands
 }
@@ -31,8 +31,8 @@ fn numbers(commands: &[Command], wanted: impl Fn(&Command) -> bool) -> Vec<usize
     (0..commands.len()).filter(|number| wanted(&commands[*number])).collect()
 }
 
-/// Every wait but those that others make superfluous: a weight gradient of what was there at an earlier one's, and in groups
-/// what a collective waits for that is itself waited for. Without what is recorded for it, a wait that is needed is refused, too.
+/// Every wait is needed, except waits that another wait implies: a weight gradient whose inputs existed at an earlier weight gradient, and in
+/// groups a wait of a collective for which another command waits. A needed wait without its recorded event is refused, too.
 #[test]
 fn a_missing_wait_is_refused() {
     for setting in settings() {
@@ -56,7 +56,7 @@ fn a_missing_wait_is_refused() {
     }
 }
 
-/// Whatever makes an activation or what a batch norm is applied with is needed by something.
+/// Every command that writes an activation or the values of a batch norm is needed by a later command.
 #[test]
 fn a_missing_command_of_the_forward_pass_is_refused() {
     for setting in settings() {
@@ -85,7 +85,7 @@ fn an_allocation_that_is_moved_is_refused() {
     }
 }
 
-/// Two tensors at the same place, each of which is used as if it were alone.
+/// Two tensors at the same offset, each of which is used as if the other did not exist.
 #[test]
 fn allocations_that_overlap_are_refused() {
     let commands = sound(&settings()[0]);
@@ -143,13 +143,13 @@ fn collectives_on_two_streams_are_ordered() {
     assert_eq!(refusal(&[&first[..], &wait, &second].concat()), None);
     let refused = refusal(&[&first[..], &second, &wait].concat()).unwrap();
     assert!(refused.contains("the collective before it may still run"), "{refused}");
-    // And the list must not end before the other stream has.
+    // The list must not end before the other stream has ended.
     assert!(refusal(&first).unwrap().contains("ends while Collectives may still run"));
     let unforked = refusal(&[reduce(other, Region::Scratch)]).unwrap();
     assert!(unforked.contains("has not waited for the main one"), "{unforked}");
 }
 
-/// Two streams that work on different parts of a region do not wait for each other; on the same part they must.
+/// Two streams must wait for each other only if they use the same part of a region.
 #[test]
 fn ranges_of_a_region_are_told_apart() {
     let stamp = |stream: StreamId, offset: usize| Command::Kernel {
@@ -173,7 +173,7 @@ fn ranges_of_a_region_are_told_apart() {
     }
 }
 
-/// The host holds the weights by a word that the step looks at behind the last collective and before the first weight changes.
+/// The host can stop the update by a word that the step reads after the last collective and before the first weight changes.
 #[test]
 fn an_update_that_the_host_could_not_hold_is_refused() {
     for setting in settings() {
@@ -188,7 +188,7 @@ fn an_update_that_the_host_could_not_hold_is_refused() {
         early.insert(last, commands[at].clone());
         assert!(refusal(&early).unwrap().contains("an update may"), "{early:?}");
         if !setting.statistics.as_ref().is_some_and(Statistics::is_ordered) {
-            // Where another stream adds the gradients, behind its start is not behind its end.
+            // If another stream reduces the gradients, a command after the start of the reduction may run before its end.
             early = without(&commands, at);
             early.insert(last + 1, commands[at].clone());
             assert!(refusal(&early).unwrap().contains("before the last collective has ended"));
@@ -196,7 +196,7 @@ fn an_update_that_the_host_could_not_hold_is_refused() {
     }
 }
 
-/// Running statistics are kept once a step, before anything changes them.
+/// Running statistics are copied once per step, before any command changes them.
 #[test]
 fn a_step_keeps_what_its_forward_pass_changes() {
     for setting in settings() {
@@ -223,7 +223,7 @@ fn a_step_keeps_what_its_forward_pass_changes() {
     }
 }
 
-/// What a micro-batch adds to must have been left by one before it.
+/// The gradients to which a micro-batch adds must come from an earlier micro-batch.
 #[test]
 fn gradients_that_are_not_there_are_not_added_to() {
     for setting in settings() {

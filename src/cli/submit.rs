@@ -47,7 +47,7 @@ pub(crate) struct Args {
     #[arg(long)]
     notes: Option<String>,
     /// Show the progress of the job or sweep until it ends, even without a terminal; exit with status 1 if the job does not succeed, the
-    /// sweep does not finish, or one of its trials fails
+    /// sweep does not finish, or a trial that the sweep does not end early does not succeed
     #[arg(long)]
     watch: bool,
     /// Print only the id and URL, even on a terminal

@@ -5,7 +5,8 @@ use std::process::Command;
 
 #[test]
 fn the_cifar_family_for_pytorch_has_our_names_and_logits() {
-    let mut command = Command::new("python3");
+    // Debian's Python, to which its package of PyTorch belongs; another one may come first on the PATH.
+    let mut command = Command::new("/usr/bin/python3");
     command.arg("tests/pytorch/cifar_family.py").current_dir(env!("CARGO_MANIFEST_DIR"));
     let finished = Finished::of(&mut command);
     assert_eq!(finished.ok().lines().count(), 5, "{}", finished.stdout);

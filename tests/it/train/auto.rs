@@ -77,7 +77,7 @@ mod full {
             .env("LOCKSTEP_CACHE", folder.path().join("cache"))
             .args(["--set", &dataset, "--set", "train.epochs=1"]);
         let said = succeeded(&command.output().expect("it runs"));
-        for words in ["plan: ", "= 128 pictures a step", "validation accuracy is "] {
+        for words in ["plan: ", "= 128 pictures per step", "validation accuracy is "] {
             assert!(said.contains(words), "{words}: {said}");
         }
     }

@@ -214,7 +214,7 @@ mod full {
                 .arg(folder.path().join(example))
                 .args(["--set", &dataset, "--set", "train.epochs=1"]);
             let said = succeeded(&command.output().expect("it runs"));
-            for words in ["(CPU, ", "= 128 pictures a step", mesh, "validation accuracy is "] {
+            for words in ["(CPU, ", "= 128 pictures per step", mesh, "validation accuracy is "] {
                 assert!(said.contains(words), "{words}: {said}");
             }
         }

@@ -87,7 +87,12 @@ export class TestServer {
   async yieldToBrowser() {
     const { pid } = this.process;
     // After a crash the machine is still online by its old agent when the server has not started the new one yet.
-    const [agent] = await until("the server has started its agent", async () => (await readFile(`/proc/${pid}/task/${pid}/children`, "utf8")).match(/\d+/));
+    const [agent] = await until("the server has started its agent", async () => {
+      // Any thread of the server may have started it.
+      const threads = await readdir(`/proc/${pid}/task`);
+      const children = await Promise.all(threads.map((thread) => readFile(`/proc/${pid}/task/${thread}/children`, "utf8").catch(() => "")));
+      return children.join(" ").match(/\d+/);
+    });
     for (const thread of await readdir(`/proc/${agent}/task`)) try { setPriority(Number(thread), 5); } catch { /* it has ended */ }
   }
 

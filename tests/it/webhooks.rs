@@ -8,7 +8,7 @@ async fn webhooks_are_added_tested_and_removed_by_command() {
     let url = "http://localhost:1/hook";
     let secret = server.cli(&["webhook", "add", url, "--form", "slack", "--event", "job.failed"]);
     assert!(secret.ok().starts_with("whsec_"), "{}", secret.stdout);
-    server.cli(&["webhook", "add", "nothing"]).wrong(&["url: must be an address"]);
+    server.cli(&["webhook", "add", "nothing"]).wrong(&["url: must be a URL"]);
     server.cli(&["webhook", "add", url, "--event", "job.exploded"]).wrong(&["job.exploded"]);
     server.cli(&["webhook", "add", "mailto:ada@example.org", "--form", "email"]).wrong(&["LOCKSTEP_SMTP"]);
     let listed = server.cli(&["webhook", "list"]);

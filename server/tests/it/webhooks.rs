@@ -629,7 +629,7 @@ async fn the_page_adds_tests_and_removes_webhooks() {
     let (_, page) = post(format!("action=disable&id={id}")).await;
     assert!(page.contains("disabled"), "{page}");
     for (body, status, words) in [
-        ("action=add&url=nothing&form=slack&event=job.failed", 422, "must be an address"),
+        ("action=add&url=nothing&form=slack&event=job.failed", 422, "must be a URL"),
         ("action=add&url=https://a.example/&form=slack&project=", 422, "must name an event"),
         ("action=test&id=nothing", 404, "no webhook has this id"),
         ("action=launch&id=nothing", 422, "is not an action of this page"),

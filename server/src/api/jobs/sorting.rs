@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn an_unknown_sort_names_each_one_once() {
         let Err(Error::BadRequest(detail)) = sort("xxxxxxxxxxxx") else { panic!("it is refused") };
-        let names: Vec<_> = detail.split_once("there are ").expect("all names").1.split(", ").collect();
+        let names: Vec<_> = detail.split_once("the names are ").expect("all names").1.split(", ").collect();
         let mut once = names.clone();
         once.sort_unstable();
         once.dedup();

@@ -34,7 +34,8 @@ def check_command(program, where, arguments, sure=True):
     if not words:
         assert not sure or arguments[:1] in ([], ["--help"], ["--version"]), f"{where}: lockstep has no command {arguments[0]}"
         return 0
-    if subcommands(program, *words) and arguments[len(words) :]:
+    takes_more = re.search(r" <(?!COMMAND)[A-Z|]+>(\.\.\.)?$", help_of(program, *words), re.MULTILINE)
+    if subcommands(program, *words) and not takes_more and arguments[len(words) :]:
         assert arguments[len(words)].startswith("-"), f"{where}: lockstep {' '.join(words)} has no {arguments[len(words)]}"
     known = options(program, *words)
     for argument in arguments[len(words) :]:

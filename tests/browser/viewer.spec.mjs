@@ -35,8 +35,8 @@ describe("a viewer", () => {
     assert.match(await page.locator(".reads-only").textContent(), /^View only: /);
     assert.equal(await page.getByRole("link", { name: "Account" }).innerText(), "vera", "the bar says who is signed in");
     await page.getByLabel("Select looked at").check();
+    await until("jobs can be compared, as comparing changes nothing", () => page.locator("[data-bulk=compare]").isVisible());
     await hidden("text=New job", "[data-bulk=tag]", "[data-bulk=delete]", "[data-bulk=cancel]");
-    assert.ok(await page.locator("[data-bulk=compare]").isVisible(), "comparing changes nothing");
     await page.goto(`${server.url}/jobs/${job.id}`);
     await until("its checkpoints are there", async () => (await page.locator("#checkpoints tr").count()) >= 1);
     await hidden("#fork", "#delete", "text=Clone", "[data-do=fork]", "[data-do=classify]", "[data-tab=classify]");

@@ -40,7 +40,7 @@ pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> 
     Ok(())
 }
 
-/// Pointers of the values of a key: the job's, and those that a sweep gives it.
+/// Returns JSON pointers to all values of a key: the value in the job, and the values in its section `sweep`.
 fn places(document: &Value, section: &str, key: &str) -> Vec<String> {
     let mut places = vec![format!("/{section}/{key}")];
     for parameter in [format!("{section}/{key}"), format!("{section}.{key}")] {

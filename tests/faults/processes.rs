@@ -193,7 +193,7 @@ async fn the_newest_checkpoint_may_be_truncated() {
         fs::remove_file(&file).and_then(|()| fs::write(&file, bytes)).expect("harm");
         harmed.push((Row::begin(fault), newest, before));
         server.cli(&["resume", &id]).ok();
-        // A checkpoint after the one that is harmed is there.
+        // Wait for a checkpoint after the harmed checkpoint.
         past = newest + EVERY;
     }
     judge(&server, &id, STEPS, &model, &[]).await;

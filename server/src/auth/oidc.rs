@@ -127,9 +127,7 @@ impl Oidc {
         let metadata = self.provider.metadata().await?;
         match &answer.issuer {
             Some(issuer) if issuer != self.config.issuer.as_str() => {
-                return refused(
-                    "The response comes from another provider than the one that was asked.".into(),
-                );
+                return refused("The response does not come from the provider that was asked.".into());
             }
             None if metadata.names_itself => {
                 return refused("The response does not name its provider.".into());

@@ -104,8 +104,8 @@ mod tests {
         let (folder, aside) = (dir.path().join("1-10"), dir.path().join("damaged-1-10"));
         checkpoint(&folder);
         assert!(set_aside(&folder).unwrap().is_none() && looks_whole(&folder));
-        // Bytes, a file that is missing, one that the disk cannot read, one that is none, the manifest. The last one takes the place of
-        // those before it.
+        // Changed bytes, a missing file, a file that the disk cannot read, a folder instead of a file, the manifest. Each folder that
+        // is set aside replaces the previous one.
         let damages: [(&str, bool, fn(&Path)); 5] = [
             ("the bytes of its state.json", true, |folder| {
                 fs::write(folder.join("state.json"), b"[]").unwrap()

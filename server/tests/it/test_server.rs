@@ -52,7 +52,7 @@ pub fn client_without_redirects(token: &str) -> reqwest::Client {
     builder(token).redirect(reqwest::redirect::Policy::none()).build().unwrap()
 }
 
-/// As [`client`], for those that need more than a token. It has no authorities: to read the system's takes longer than a request.
+/// The builder of [`client`], for tests that set more than a token. It trusts no CA certificates: reading the system's takes longer than a request.
 pub fn builder(token: &str) -> reqwest::ClientBuilder {
     let mut headers = reqwest::header::HeaderMap::new();
     if !token.is_empty() {

@@ -358,7 +358,7 @@ fn pictures_are_read_without_known_sizes() {
     let (_, modified_ns) = lockstep_host::files::stat_with_time(&path).unwrap();
     let found = FoundFile { name: "000000.png".into(), size: 0, modified_ns, needs_check: false };
     let entry = examine(&path, &found);
-    assert!(entry.is_transient, "it may be one that is being written");
+    assert!(entry.is_transient, "the file may still be being written");
     let mut listing = crate::Listing::new(dir.path());
     listing.add_container(Path::new("train/class-0000"), crate::listing::ContainerKind::Folder);
     listing.push(&entry);

@@ -217,7 +217,7 @@ async fn errors_of_the_provider_are_explained() {
     assert!(page.contains(&long[..200]) && !page.contains(&long[..201]));
     assert!(answer(&[]).await.1.contains("neither a code nor an error"));
     let (status, page) = answer(&[("code", "x"), ("iss", "https://evil.example")]).await;
-    assert!(status == 401 && page.contains("another provider"), "{page}");
+    assert!(status == 401 && page.contains("does not come from the provider"), "{page}");
     assert_eq!(provider.ask(|b| b.tokens_asked), 0);
     provider.change(|b| b.refusal = Some(json!({"error": "invalid_client"})));
     let (status, page) = answer(&[("code", "x")]).await;

@@ -1,5 +1,5 @@
-//! Every crash point inside writing a checkpoint and inside the database's transactions, one after the other, by
-//! `LOCKSTEP_FAULT`; and a disk that is full at each of them.
+//! Crashes, and errors as of a full disk, at every point of writing a checkpoint and of the database's transactions.
+//! `LOCKSTEP_FAULT` injects them one after the other.
 
 use crate::{
     judge::{
@@ -17,13 +17,13 @@ use std::time::Duration;
 
 const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
 
-/// Faults that strike once each, with their marks in `folder`; `nth` says how often a point is passed before.
+/// Faults that strike once each, at the `nth` pass of their points. Each fault leaves a mark in `folder`.
 fn faults(folder: &std::path::Path, points: &[&str], action: &str, nth: u32) -> Vec<(String, String)> {
     let each = |point: &&str| format!("{point}:{action}@{nth}:{}", folder.join(point).display());
     vec![("LOCKSTEP_FAULT".into(), points.iter().map(each).collect::<Vec<_>>().join(","))]
 }
 
-/// The same, in ranks whose steps take at least 20 ms.
+/// Adds steps of at least 20 ms to the faults.
 fn with_slow_steps(mut environment: Vec<(String, String)>) -> Vec<(String, String)> {
     environment[0].1 += &format!(",{}", SLOW_STEPS.1);
     environment
@@ -34,16 +34,16 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed(STEPS).await;
-    // Three deaths a job: a fourth restart would wait for a long backoff.
+    // Three crashes per job, as a fourth restart would wait for a long backoff.
     for points in CHECKPOINT_POINTS.chunks(3) {
-        // The second time in an attempt, so that there is a checkpoint to go back to.
+        // At the second checkpoint of an attempt, so that an earlier checkpoint exists.
         let environment = faults(marks.path(), points, "kill", 2);
         let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
         let id = server.submit(&spec("disturbed", STEPS)).await;
         let row = Row::begin(&format!("kill -9 at {}", points.join(", ")));
         judge(&server, &id, STEPS, &model, &[]).await;
         let attempts = number(&server.job(&id).await["attempt"]);
-        assert_eq!(attempts, 1 + points.len() as u64, "it was struck once at each of {points:?}");
+        assert_eq!(attempts, 1 + points.len() as u64, "one crash at each of {points:?}");
         for point in points {
             assert!(marks.path().join(point).exists(), "{point} was reached");
         }
@@ -53,7 +53,7 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
             .map(|e| e.file_name().to_string_lossy().into_owned())
             .filter(|name| name.starts_with(".tmp"))
             .collect();
-        assert!(left.is_empty(), "what a dead writer left is removed: {left:?}");
+        assert!(left.is_empty(), "temporary files of a dead writer are removed: {left:?}");
         row.passed("same weights, nothing half done left");
         server.stop().await;
     }
@@ -63,25 +63,25 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
 async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let often = specs::with(spec("disturbed", STEPS), json!({"checkpoint": {"every_steps": EVERY / 2}}));
-    let model = trained(&often).await;
+    let frequent = specs::with(spec("disturbed", STEPS), json!({"checkpoint": {"every_steps": EVERY / 2}}));
+    let model = trained(&frequent).await;
     let points = &CHECKPOINT_POINTS[..8];
-    // A checkpoint that fails at a point does not get to those after it: so one after the other, each at another one.
+    // A checkpoint that fails at one point does not reach later points, so each fault strikes another checkpoint.
     let environment = faults(marks.path(), points, "error", 2);
     let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
-    let id = server.submit(&often).await;
+    let id = server.submit(&frequent).await;
     let row = Row::begin(&format!("disk full at each of {} points of writing a checkpoint", points.len()));
     judge(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "training continued");
     let logged = server.cli(&["logs", &id, "--rank", "0"]);
     for point in points {
         assert!(marks.path().join(point).exists(), "{point} was reached");
-        let response = logged.ok().lines().any(|line| {
+        let is_logged = logged.ok().lines().any(|line| {
             line.contains("could not be written")
                 && line.contains(point)
                 && line.contains("the previous checkpoint is kept")
         });
-        assert!(response, "{point}: {}", logged.stdout);
+        assert!(is_logged, "{point}: {}", logged.stdout);
     }
     row.passed("training continued, the log says so each time");
     server.stop().await;
@@ -102,17 +102,17 @@ async fn a_checkpoint_in_progress_when_another_rank_dies_is_used() {
     let mut row = Row::begin("kill -9 of the last rank while rank 0 writes a checkpoint");
     signal(rank.pid, Signal::KILL);
     server
-        .until("the rank is gone", async |s: &Server| s.ranks(&id).iter().all(|(rank, _)| *rank != 1))
+        .until("the rank has ended", async |s: &Server| s.ranks(&id).iter().all(|(rank, _)| *rank != 1))
         .await;
     std::fs::write(&mark, "go on").expect("its mark");
     row.until_mended(&server, &id, 1).await;
     judge(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");
-    // Training may have got to the next one meanwhile, which is then written, too.
+    // Training may have reached the next checkpoint meanwhile.
     assert!(number(&plan["start_step"]) >= 2 * EVERY, "{plan}");
     assert_eq!(number(&server.job(&id).await["attempt"]), 2);
-    row.passed("it is finished, told of and gone on from");
+    row.passed("it is completed and reported, and training continues from it");
     server.stop().await;
 }
 
@@ -124,10 +124,10 @@ async fn the_last_checkpoint_waits_for_disk_space() {
     let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let only_last = json!({"checkpoint": {"every_steps": null, "every_epochs": 0}});
     let id = server.submit(&specs::with(spec("last", 40), only_last)).await;
-    let row = Row::begin("disk full at the last checkpoint, then room");
+    let row = Row::begin("disk full at the last checkpoint, then space again");
     server.succeeded(&id).await;
     assert_eq!(number(&server.checkpoints(&id).await[0]["step"]), 40);
-    row.passed("waited for and written");
+    row.passed("written once there was space");
     server.stop().await;
 }
 
@@ -135,7 +135,7 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
 
-    // While reports are stored: one job, during which the server dies at one point after the other.
+    // While reports are stored: the server dies at one point after the other during one job.
     let steps = 2 * STEPS;
     let model = undisturbed(steps).await;
     let dies_at = |point: &str| with_slow_steps(faults(marks.path(), &[point], "kill", 2));
@@ -157,7 +157,7 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
     rows.into_iter().for_each(|row| row.passed("same attempt"));
     server.stop().await;
 
-    // While a job is made and given out. A server that starts again gives the job of the point before out: so the second claim.
+    // While a job is created and claimed. A restarted server first claims the job of the previous point, hence the second claim.
     let model = undisturbed(EVERY).await;
     let dies_at =
         |point: &str| faults(marks.path(), &[point], "kill", if point.starts_with("claim") { 2 } else { 1 });
@@ -175,13 +175,13 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
         let next = JOB_POINTS.get(index + 1);
         server.environment = next.map_or_else(Vec::new, |next| dies_at(next));
         server.serve_again().await;
-        // The client does what clients do that had no answer: it asks again with its key. While jobs are made, it is then that the
-        // server dies at the next point.
+        // Without a response, the client repeats the request with its key. While jobs are created, the server dies at the next point
+        // during this repetition.
         if !next.is_some_and(|next| next.starts_with("create")) {
-            let again = send(&server).await.expect("an answer");
-            let id = again["id"].as_str().expect("an id");
+            let repeated = send(&server).await.expect("a response");
+            let id = repeated["id"].as_str().expect("an id");
             if let Ok(first) = first {
-                assert_eq!(first["id"], *id, "what was acknowledged is there");
+                assert_eq!(first["id"], *id, "the acknowledged job is stored");
             }
             judge(&server, id, EVERY, &model, &[]).await;
             jobs += 1;
@@ -198,7 +198,7 @@ async fn the_server_may_die_at_every_point_of_writing_to_sqlite() {
 }
 
 #[tokio::test]
-#[ignore = "slow: the same once more"]
+#[ignore = "slow: the test of SQLite, on Postgres"]
 async fn slow_the_server_may_die_at_every_point_of_writing_to_postgres() {
     server_dies_at_every_point(|| Some(postgres::database()), "Postgres").await;
 }
@@ -220,7 +220,7 @@ async fn the_database_s_disk_may_be_full_for_a_while() {
     judge(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     for (point, time) in times {
-        assert!(struck(point, time).exists(), "{point} was reached the time {time}");
+        assert!(struck(point, time).exists(), "{point} was reached {time} times");
     }
     row.passed("reports waited, training continued");
     server.stop().await;
@@ -240,7 +240,7 @@ async fn a_claim_committed_but_reported_as_failed_starts_its_job_once() {
     for point in points {
         assert!(marks.path().join(point).exists(), "{point} was reached");
     }
-    // Of a claim that was carried out the attempt is the one that runs: no lease had to run out first.
+    // The attempt of the committed claim runs: no lease had to expire first.
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     row.passed("the first attempt, no restart");
     server.stop().await;

@@ -16,13 +16,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// With ranks whose steps are slow, so that their job lasts until it is disturbed.
+/// A server whose ranks have slow steps, so that a job lasts until it is disturbed.
 async fn server() -> Server {
     let local = Agents::Local { cpu_slots: 2 };
     with_pictures(Server::start_on(local, None, variables([SLOW_STEPS])).await).await
 }
 
-/// The step from which an attempt has continued.
+/// The step from which an attempt continued.
 fn start_step(events: &[Value], attempt: u64) -> u64 {
     let plan = events.iter().rfind(|e| e["type"] == "plan" && e["attempt"] == attempt);
     number(&plan.expect("the attempt's plan")["start_step"])
@@ -33,7 +33,7 @@ async fn ranks_may_be_killed_or_crash() {
     let _turn = turn().await;
     let server = server().await;
     let model = undisturbed(STEPS).await;
-    // Two faults a job: a third restart would wait for its backoff.
+    // Two faults per job, as a third restart would wait for its backoff.
     let jobs: [[(&str, &[u32], Signal); 2]; 2] = [
         [("kill -9 of rank 0", &[0], Signal::KILL), ("kill -9 of the last rank", &[1], Signal::KILL)],
         [("SIGSEGV of a rank", &[1], Signal::SEGV), ("kill -9 of all ranks", &[0, 1], Signal::KILL)],
@@ -49,7 +49,7 @@ async fn ranks_may_be_killed_or_crash() {
             for (_, process) in ranks.iter().filter(|(rank, _)| hit.contains(rank)) {
                 signal(process.pid, with);
                 if with == Signal::SEGV {
-                    // The first one only takes away Rust's own handler, which expects a real fault to strike again.
+                    // The first signal only removes Rust's handler, which expects a real fault to occur again.
                     tokio::time::sleep(Duration::from_millis(20)).await;
                     signal(process.pid, with);
                 }
@@ -78,7 +78,7 @@ async fn ranks_may_be_killed_or_crash() {
 }
 
 #[tokio::test]
-async fn a_rank_that_hangs() {
+async fn a_rank_that_hangs_is_restarted() {
     let own_turn = turn().await;
     let server = server().await;
     let model = undisturbed(STEPS).await;
@@ -89,7 +89,7 @@ async fn a_rank_that_hangs() {
     let (_, rank) = server.ranks(&id).remove(1);
     let mut row = Row::begin("SIGSTOP of a rank (stall_timeout_secs = 10)");
     signal(rank.pid, Signal::STOP);
-    // While its job stands still, others can have the machine.
+    // While the job hangs, other tests may train.
     drop(own_turn);
     row.until_mended(&server, &id, 1).await;
     judge(&server, &id, STEPS, &model, &[]).await;
@@ -111,15 +111,15 @@ async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
     let id = server.submit(&spec("disturbed", STEPS)).await;
     runs_past(&server, &id, EVERY + 10).await;
     let agent = server.processes().into_iter().find(|p| p.command() == "agent").expect("the agent");
-    let mut row = Row::begin("kill -9 of the agent, back within the lease");
+    let mut row = Row::begin("kill -9 of the agent, which returns within the lease");
     signal(agent.pid, Signal::KILL);
     let back = async |s: &Server| s.processes().iter().any(|p| p.command() == "agent" && p.pid != agent.pid);
     server.until("the agent is started again", back).await;
     row.mended_now();
     judge(&server, &id, STEPS, &model, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "its ranks were taken over");
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the new agent took over the ranks");
     row.passed("same attempt");
-    // The machine takes the next job.
+    // The machine accepts the next job.
     let next = server.submit(&spec("afterwards", 5)).await;
     server.succeeded(&next).await;
     server.stop().await;
@@ -139,8 +139,8 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
         runs_past(&server, &id, past).await;
         let mut row = Row::begin(fault);
         assert_eq!(server.end_serve(with).await.code(), Some(0));
-        assert!(server.processes().is_empty(), "nothing is left: {:?}", server.processes());
-        // A checkpoint of the very step at which it stopped.
+        assert!(server.processes().is_empty(), "no process is left: {:?}", server.processes());
+        // The checkpoint is of the step at which training stopped.
         let kept =
             lockstep_worker::checkpoint::list(&server.job_dir(&id).join("checkpoints")).expect("checkpoints");
         let at = kept.last().expect("a checkpoint").1;
@@ -160,7 +160,7 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
         assert_eq!(start_step(&events, attempt), at);
         row.passed("queued with a checkpoint of its last step");
     }
-    assert!(!events.iter().any(|e| e["state"] == "restarting"), "it is no restart");
+    assert!(!events.iter().any(|e| e["state"] == "restarting"), "a stop is not a restart");
     server.stop().await;
 }
 
@@ -171,10 +171,10 @@ async fn the_newest_checkpoint_may_be_truncated() {
     let model = undisturbed(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let mut past = 2 * EVERY + 10;
-    let mut harmed = Vec::new();
-    for (fault, harm) in [
+    let mut damaged = Vec::new();
+    for (fault, damage) in [
         (
-            "the newest checkpoint is torn",
+            "the newest checkpoint is truncated",
             (|bytes: &mut Vec<u8>| bytes.truncate(bytes.len() / 2)) as fn(&mut Vec<u8>),
         ),
         ("the newest checkpoint is corrupted", |bytes: &mut Vec<u8>| {
@@ -189,22 +189,22 @@ async fn the_newest_checkpoint_may_be_truncated() {
         let name = format!("checkpoints/{}-{newest}/model.safetensors", number(&all[0]["epoch"]));
         let file = server.job_dir(&id).join(name);
         let mut bytes = fs::read(&file).expect("the newest checkpoint");
-        harm(&mut bytes);
-        fs::remove_file(&file).and_then(|()| fs::write(&file, bytes)).expect("harm");
-        harmed.push((Row::begin(fault), newest, before));
+        damage(&mut bytes);
+        fs::remove_file(&file).and_then(|()| fs::write(&file, bytes)).expect("damage");
+        damaged.push((Row::begin(fault), newest, before));
         server.cli(&["resume", &id]).ok();
-        // Wait for a checkpoint after the harmed checkpoint.
+        // The next damage waits for a checkpoint after the damaged one.
         past = newest + EVERY;
     }
     judge(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let logged = server.cli(&["logs", &id, "--rank", "0"]).ok().to_owned();
-    for (attempt, (row, newest, before)) in (2..).zip(harmed) {
+    for (attempt, (row, newest, before)) in (2..).zip(damaged) {
         assert_eq!(start_step(&events, attempt), before);
         let words = format!("-{newest} is damaged");
-        let said =
+        let is_logged =
             logged.lines().any(|l| l.contains(&words) && l.contains("the previous checkpoint is used"));
-        assert!(said, "{words}: {logged}");
+        assert!(is_logged, "{words}: {logged}");
         row.passed("the previous checkpoint is used, the log says so");
     }
     server.stop().await;
@@ -218,10 +218,10 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
     let id = server.submit(&spec("disturbed", STEPS)).await;
     runs_past(&server, &id, EVERY + 10).await;
     server.cli(&["pause", &id]).ok();
-    let place = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();
-    let aside = format!("{place}.aside");
+    let path = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();
+    let aside = format!("{path}.aside");
     let row = Row::begin("the dataset vanished");
-    fs::rename(&place, &aside).expect("moved away");
+    fs::rename(&path, &aside).expect("moved outage");
     server.cli(&["resume", &id]).ok();
     let job = server.ended(&id).await;
     let reason = job["reason"].as_str().expect("a reason");
@@ -232,19 +232,19 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
     row.passed("failed, not restarted; retried when it was back");
 
     let row = Row::begin("the dataset changed");
-    fs::create_dir(&place).expect("another one");
+    fs::create_dir(&path).expect("another folder");
     for entry in fs::read_dir(&aside).expect("files").flatten() {
         let mut bytes = fs::read(entry.path()).expect("a file");
         if let Some(last) = bytes.last_mut() {
             *last ^= 1;
         }
-        fs::write(std::path::Path::new(&place).join(entry.file_name()), bytes).expect("a file");
+        fs::write(std::path::Path::new(&path).join(entry.file_name()), bytes).expect("a file");
     }
     server.cli(&["retry", &id]).ok();
     let job = server.ended(&id).await;
     let reason = job["reason"].as_str().expect("a reason");
     assert!(job["state"] == "failed" && reason.contains("is not what the job began with"), "{reason}");
-    fs::remove_dir_all(&place).and_then(|()| fs::rename(&aside, &place)).expect("back again");
+    fs::remove_dir_all(&path).and_then(|()| fs::rename(&aside, &path)).expect("the dataset is back");
     server.cli(&["retry", &id]).ok();
     judge(&server, &id, STEPS, &model, &[]).await;
     row.passed("failed with the reason; retried when it was back");
@@ -261,7 +261,7 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
     let mut server = with_pictures(server).await;
     let model = undisturbed(steps).await;
 
-    // Killed: its ranks end by themselves before the server gives the job to another.
+    // Killed: the ranks end by themselves before the server starts another attempt.
     let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY + 10).await;
     let ranks = server.ranks(&id);
@@ -270,18 +270,18 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
     server.kill_agent();
     let before = number(&server.job(&id).await["step"]);
     server
-        .until("the job is no longer this attempt's", async |s: &Server| {
+        .until("the attempt has ended", async |s: &Server| {
             s.job(&id).await["state"] != "running"
         })
         .await;
-    assert!(server.ranks(&id).is_empty(), "its ranks ended within the lease");
+    assert!(server.ranks(&id).is_empty(), "the ranks ended within the lease");
     assert!(number(&server.job(&id).await["step"]) >= before);
     server.start_agent(2).await;
     row.until_mended(&server, &id, 1).await;
     judge(&server, &id, steps, &model, &[1]).await;
     row.passed("ranks ended themselves within the lease, attempt fenced");
 
-    // Cut off for longer than the lease, then back as a zombie.
+    // Suspended, for less and for more than the lease.
     for (fault, secs, same_attempt) in [
         ("the agent is cut off (SIGSTOP) for 3 s", 3, true),
         ("the agent is cut off (SIGSTOP) for 16 s, then returns", 16, false),
@@ -306,24 +306,24 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
 }
 
 #[tokio::test]
-#[ignore = "slow: the server is away for 20 s"]
-async fn slow_a_server_may_be_away_for_longer() {
+#[ignore = "slow: the server is down for 20 s"]
+async fn slow_the_server_may_be_down_for_20_s() {
     let _turn = turn().await;
-    let away = Duration::from_secs(20);
+    let outage = Duration::from_secs(20);
     let steps = 8 * STEPS;
     let model = undisturbed(steps).await;
     let mut server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, variables([SLOW_STEPS])).await;
     server = with_pictures(server).await;
     let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY + 10).await;
-    let mut row = Row::begin(&format!("kill -9 of the server, away for {} s", away.as_secs()));
+    let mut row = Row::begin(&format!("kill -9 of the server, down for {} s", outage.as_secs()));
     server.kill_serve();
     let began = Instant::now();
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
     let mut trained_on = 0;
     let mut last = length();
-    while began.elapsed() < away {
+    while began.elapsed() < outage {
         tokio::time::sleep(Duration::from_secs(1)).await;
         trained_on += u64::from(length() > last);
         last = length();
@@ -331,7 +331,7 @@ async fn slow_a_server_may_be_away_for_longer() {
     server.serve_again().await;
     row.mended_now();
     judge(&server, &id, steps, &model, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the same ranks all along");
-    row.passed(&format!("same attempt; ranks trained on in {trained_on} of {} s", away.as_secs()));
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the same ranks continued");
+    row.passed(&format!("same attempt; ranks trained in {trained_on} of {} s", outage.as_secs()));
     server.stop().await;
 }

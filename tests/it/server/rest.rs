@@ -9,7 +9,7 @@ use std::{
 };
 
 impl Server {
-    /// The whole address of a path under `/api/v1`.
+    /// The URL of a path under `/api/v1`.
     pub(crate) fn api(&self, path: &str) -> String {
         format!("{}/api/v1{path}", self.url)
     }
@@ -22,10 +22,10 @@ impl Server {
         Answer::read(request.send().await.expect("an answer")).await
     }
 
-    /// An evaluation of a job; `parameters` begin with a question mark, or are none. The server answers 202 until it is there.
+    /// An evaluation of a job. `parameters` is empty or begins with a question mark. The server responds with 202 until the evaluation is done.
     pub(crate) async fn evaluation(&self, id: &str, parameters: &str) -> Value {
         let path = format!("/jobs/{id}/evaluation{parameters}");
-        self.until_within(JOB_END, "the evaluation is there", async |server: &Server| {
+        self.until_within(JOB_END, "the evaluation is done", async |server: &Server| {
             let answer = server.request(Method::GET, &path, None).await;
             assert!(answer.status.is_success(), "GET {path}: {}", answer.text);
             answer.status == StatusCode::OK
@@ -34,7 +34,7 @@ impl Server {
         self.get(&path).await
     }
 
-    /// What a GET of a path that exists answers.
+    /// The JSON of a GET request, which must succeed.
     pub(crate) async fn get(&self, path: &str) -> Value {
         let answer = self.request(Method::GET, path, None).await;
         assert_eq!(answer.status, StatusCode::OK, "GET {path}: {}", answer.text);
@@ -58,7 +58,7 @@ impl Server {
         assert_eq!(answer.status, StatusCode::CREATED, "registering {name}: {}", answer.text);
     }
 
-    /// Submits a job that must be accepted; its id.
+    /// Submits a job, which must be accepted, and returns its id.
     pub(crate) async fn submit(&self, spec: &Value) -> String {
         let answer = self.post("/jobs", spec).await;
         assert_eq!(answer.status, StatusCode::CREATED, "{}", answer.text);
@@ -69,7 +69,7 @@ impl Server {
         self.get(&format!("/jobs/{id}")).await
     }
 
-    /// The job as soon as `condition` holds; panics when it ends without, or takes too long.
+    /// Waits until `condition` holds and returns the job. Panics if the job ends before, or after [`JOB_END`].
     pub(crate) async fn job_when(&self, id: &str, what: &str, condition: impl Fn(&Value) -> bool) -> Value {
         self.job_polled(id, what, BRIEF, condition).await
     }
@@ -87,26 +87,26 @@ impl Server {
             if condition(&job) {
                 return job;
             }
-            assert!(!state_of(&job).is_final(), "{id} ended and never: {what}; it is {job:#}");
+            assert!(!state_of(&job).is_final(), "{id} ended before: {what}; the job is {job:#}");
             assert!(began.elapsed() < JOB_END, "not within {JOB_END:?}: {what}; the job is {job:#}");
             tokio::time::sleep(poll_pause(began, longest_pause)).await;
         }
     }
 
-    /// The job once it is over.
+    /// Waits for the job to end and returns it.
     pub(crate) async fn ended(&self, id: &str) -> Value {
         let longest_pause = Duration::from_millis(100);
-        self.job_polled(id, "the job is over", longest_pause, |job| state_of(job).is_final()).await
+        self.job_polled(id, "the job has ended", longest_pause, |job| state_of(job).is_final()).await
     }
 
-    /// The job, which must succeed.
+    /// Waits for the job to succeed and returns it.
     pub(crate) async fn succeeded(&self, id: &str) -> Value {
         let job = self.ended(id).await;
         assert_eq!(job["state"], "succeeded", "{job:#}");
         job
     }
 
-    /// Checkpoints of a job as listed.
+    /// The listed checkpoints of a job.
     pub(crate) async fn checkpoints(&self, id: &str) -> Vec<Value> {
         let answer = self.get(&format!("/jobs/{id}/checkpoints")).await;
         answer["checkpoints"].as_array().expect("checkpoints").clone()

@@ -1,4 +1,4 @@
-//! Missing and broken datasets: errors name the file, before or while a job trains.
+//! Missing and broken datasets: errors name the file, both before and during training.
 
 use crate::{
     pictures,
@@ -13,33 +13,33 @@ use std::{fs, path::Path};
 async fn folders_without_a_dataset_are_not_registered() {
     let server = Server::start().await;
     let folder = server.folder().path();
-    let refused = async |path: &Path, words: &[&str]| {
+    let assert_refused = async |path: &Path, words: &[&str]| {
         let answer = server.post("/datasets", &json!({"name": "broken", "path": path})).await;
         assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY, "{}: {}", path.display(), answer.text);
         answer.problem(422);
         for word in words {
             assert!(answer.text.contains(word), "{} lacks {word:?}: {}", path.display(), answer.text);
         }
-        // The command says the same.
+        // The command reports the same error.
         let path = path.to_str().expect("UTF-8");
         server.cli(&["dataset", "add", "broken", path]).wrong(words);
-        // And so does inspecting it without a server.
+        // So does the inspection, which needs no server.
         server.cli(&["dataset", "inspect", path]).wrong(words);
     };
     fs::create_dir(folder.join("empty")).expect("a folder");
-    refused(&folder.join("empty"), &["CIFAR", "IDX"]).await;
+    assert_refused(&folder.join("empty"), &["CIFAR", "IDX"]).await;
     let images = pictures::image_folder(folder, 4);
     fs::create_dir(images.join("train/sandal")).expect("a folder");
-    refused(&images, &["sandal"]).await;
+    assert_refused(&images, &["sandal"]).await;
 
     let idx = pictures::idx_dataset(folder, 40, 10);
     let file = idx.join("train-images-idx3-ubyte");
-    let whole = fs::read(&file).expect("the file");
-    fs::write(&file, &whole[..whole.len() - 100]).expect("the file");
-    refused(&idx, &["train-images-idx3-ubyte"]).await;
+    let intact = fs::read(&file).expect("the file");
+    fs::write(&file, &intact[..intact.len() - 100]).expect("the file");
+    assert_refused(&idx, &["train-images-idx3-ubyte"]).await;
     fs::write(&file, b"not IDX at all").expect("the file");
-    refused(&idx, &["train-images-idx3-ubyte"]).await;
-    fs::write(&file, &whole).expect("the file");
+    assert_refused(&idx, &["train-images-idx3-ubyte"]).await;
+    fs::write(&file, &intact).expect("the file");
 
     let missing = server.post("/datasets", &json!({"name": "broken", "path": folder.join("nowhere")})).await;
     missing.problem(422);
@@ -49,9 +49,9 @@ async fn folders_without_a_dataset_are_not_registered() {
     server.post("/datasets", &json!({"name": "broken", "pth": &idx})).await.problem(400);
     assert_eq!(server.get("/datasets").await["datasets"], json!([]), "nothing is registered");
 
-    // The same folder, mended.
-    server.register("mended", &idx).await;
-    server.post("/datasets", &json!({"name": "mended", "path": &idx})).await.problem(409);
+    // The repaired folder is registered.
+    server.register("repaired", &idx).await;
+    server.post("/datasets", &json!({"name": "repaired", "path": &idx})).await.problem(409);
     server.stop().await;
 }
 
@@ -61,7 +61,7 @@ async fn a_truncated_cifar_file_is_named_and_fatal_or_skipped_as_configured() {
     let server = Server::start().await;
     let path = pictures::truncated_cifar10(server.folder().path());
     let path = path.to_str().expect("UTF-8");
-    // The other four batches are whole: it is registered, with a word about the one that is not.
+    // The other batches are intact: the dataset is registered with a warning about the truncated batch.
     assert!(server.cli(&["dataset", "add", "cifar10", path]).ok().contains("1 broken file"));
     for dataset in [path, "cifar10"] {
         let inspected = server.cli(&["dataset", "inspect", dataset]);
@@ -76,7 +76,7 @@ async fn a_truncated_cifar_file_is_named_and_fatal_or_skipped_as_configured() {
     let job = server.ended(&fatal).await;
     assert_eq!(job["state"], "failed", "{job:#}");
     assert!(job["reason"].as_str().is_some_and(|r| r.contains("data_batch_2.bin")), "{job:#}");
-    assert_eq!(job["attempt"], 1, "no restart mends a file: {job:#}");
+    assert_eq!(job["attempt"], 1, "a restart cannot repair a file: {job:#}");
     let skipping = server.submit(&spec("skip")).await;
     server.succeeded(&skipping).await;
     server.stop().await;
@@ -99,7 +99,7 @@ async fn a_text_file_named_jpg_is_fatal_or_skipped_as_configured() {
             specs::short(policy, "folder", 2, 6),
             json!({
                 "data": {"validation": "val", "broken_files": policy},
-                // Every file is read in the epoch that these steps are.
+                // Two epochs, in which every file is read.
                 "train": {"steps": null, "epochs": 2, "batch_size": 4},
             }),
         )
@@ -109,7 +109,7 @@ async fn a_text_file_named_jpg_is_fatal_or_skipped_as_configured() {
     assert_eq!(job["state"], "failed", "{job:#}");
     let reason = job["reason"].as_str().expect("a reason");
     assert!(reason.contains("readme.jpg"), "{reason}");
-    assert_eq!(job["attempt"], 1, "no restart mends a file: {job:#}");
+    assert_eq!(job["attempt"], 1, "a restart cannot repair a file: {job:#}");
 
     let skipping = server.submit(&spec("skip")).await;
     server.succeeded(&skipping).await;
@@ -133,7 +133,7 @@ async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_conf
     std::os::unix::fs::symlink("..", boot.join("up")).expect("a link");
     // A regular file that even root cannot read.
     std::os::unix::fs::symlink("/proc/self/mem", boot.join("unreadable.png")).expect("a link");
-    let odd = [
+    let broken = [
         ("pipe.jpg", "named pipe"),
         ("looping.png", "leads back to itself"),
         ("dangling.png", "nowhere.png, which does not exist"),
@@ -144,9 +144,9 @@ async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_conf
     let added = server.cli(&["dataset", "add", "folder", path]);
     assert!(added.ok().contains("40 train, 40 val, 5 broken files"), "{}", added.stdout);
     let inspected = server.cli(&["dataset", "inspect", "folder"]);
-    for (name, why) in odd {
-        for said in [added.ok(), inspected.ok()] {
-            assert!(said.lines().any(|l| l.contains(name) && l.contains(why)), "{name} {why}: {said}");
+    for (name, why) in broken {
+        for output in [added.ok(), inspected.ok()] {
+            assert!(output.lines().any(|l| l.contains(name) && l.contains(why)), "{name} {why}: {output}");
         }
     }
     let spec = |policy: &str| {
@@ -160,7 +160,7 @@ async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_conf
     assert_eq!((&job["state"], &job["attempt"]), (&json!("failed"), &json!(1)), "{job:#}");
     let reason = job["reason"].as_str().expect("a reason");
     assert!(reason.contains("5 broken files"), "{reason}");
-    for (name, why) in odd {
+    for (name, why) in broken {
         assert!(reason.contains(name) && reason.contains(why), "{name} {why}: {reason}");
     }
     let skipping = server.submit(&spec("skip")).await;
@@ -202,16 +202,16 @@ async fn shards_are_registered_shown_trained_on_and_identified() {
     };
     let job = server.submit(&spec("folder", "fail")).await;
     server.succeeded(&job).await;
-    // A shard that is not there is a broken file.
+    // A missing shard is a broken file.
     let job = server.ended(&server.submit(&spec("pattern", "fail")).await).await;
     assert!(job["reason"].as_str().is_some_and(|r| r.contains("val-000001.tar")), "{job:#}");
     let skipping = server.submit(&spec("pattern", "skip")).await;
     server.succeeded(&skipping).await;
-    // Other pictures under the same names are another dataset.
+    // Other pictures in the same files are another dataset.
     let long = specs::with(spec("folder", "fail"), json!({"train": {"steps": 100_000}}));
     let id = server.submit(&long).await;
-    server.until("it trains", async |server| server.job(&id).await["state"] == "running").await;
-    // Waits until it is paused.
+    server.until("the job trains", async |server| server.job(&id).await["state"] == "running").await;
+    // The command waits until the job is paused.
     server.cli(&["pause", &id]).ok();
     fs::copy(folder.join("train-000001.tar"), folder.join("train-000000.tar")).expect("copies");
     server.cli(&["resume", &id]).ok();
@@ -229,10 +229,10 @@ async fn parquet_files_and_a_prepared_copy_of_them_are_registered_and_trained_on
     let copy = server.folder().path().join("copy");
     let (hub, copy) = (hub.to_str().expect("UTF-8"), copy.to_str().expect("UTF-8"));
     let prepare = ["dataset", "prepare", hub, "--to", copy, "--quality", "95"];
-    let made = server.cli(&prepare);
-    assert!(made.ok().contains("9 train, 3 validation pictures in 2 shards"), "{}", made.stdout);
-    let again = server.cli(&prepare);
-    assert!(again.ok().contains("2 of them from an earlier run"), "{}", again.stdout);
+    let first = server.cli(&prepare);
+    assert!(first.ok().contains("9 train, 3 validation pictures in 2 shards"), "{}", first.stdout);
+    let second = server.cli(&prepare);
+    assert!(second.ok().contains("2 of them from an earlier run"), "{}", second.stdout);
     server
         .cli(&["dataset", "prepare", hub, "--to", copy, "--quality", "90"])
         .wrong(&["contains a copy with a quality of 95, not 90"]);

@@ -1,6 +1,6 @@
-//! OpenSSH's server on loopback, with keys of its own.
+//! OpenSSH servers with their own keys.
 
-use super::{done, program};
+use super::{program, run_ok};
 use crate::server::{SOON, free_port, signal};
 use rustix::process::Signal;
 use std::{
@@ -18,7 +18,7 @@ pub(crate) struct Sshd {
 }
 
 impl Sshd {
-    /// Starts one that lets this user in by a key in `folder`.
+    /// Starts a server on loopback. This user can sign in with a key in `folder`.
     pub(crate) fn start(folder: &Path) -> Self {
         Self::start_by(
             folder,
@@ -29,14 +29,14 @@ impl Sshd {
         )
     }
 
-    /// Starts one in a network namespace, at SSH's own port. Those of a folder share its keys.
+    /// Starts a server in a network namespace, on port 22. All servers with the same `folder` share its keys.
     pub(crate) fn start_in(folder: &Path, namespace: &str, address: &str) -> Self {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace]).arg(program("sshd", "openssh-server"));
         Self::start_by(folder, namespace, command, address, 22)
     }
 
-    /// As [`Sshd::start_in`], where whoever signs in has these variables (`NAME=VALUE`).
+    /// As [`Sshd::start_in`]; sessions have these environment variables (`NAME=VALUE`).
     pub(crate) fn start_with(folder: &Path, namespace: &str, address: &str, variables: &[&str]) -> Self {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace]).arg(program("sshd", "openssh-server"));
@@ -44,15 +44,15 @@ impl Sshd {
         Self::start_by(folder, namespace, command, address, 22)
     }
 
-    /// As [`Sshd::start_in`], where the server's data directory is not to be seen, as on another machine.
-    pub(crate) fn start_apart(folder: &Path, namespace: &str, address: &str, data: &Path) -> Self {
+    /// As [`Sshd::start_in`]; an empty file system hides the server's data directory, as on another machine.
+    pub(crate) fn start_without(folder: &Path, namespace: &str, address: &str, data: &Path) -> Self {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace, "sh", "-c", "mount -t tmpfs none \"$0\" && exec \"$@\""]);
         command.arg(data).arg(program("sshd", "openssh-server"));
         Self::start_by(folder, namespace, command, address, 22)
     }
 
-    /// Its process, which listens.
+    /// The process id of the listener.
     pub(crate) fn pid(&self) -> i32 {
         self.server.id() as i32
     }
@@ -65,7 +65,7 @@ impl Sshd {
             if path.exists() {
                 return path;
             }
-            done(
+            run_ok(
                 Command::new(program("ssh-keygen", "openssh-client"))
                     .args(["-q", "-t", "ed25519", "-N", "", "-f"])
                     .arg(&path),
@@ -82,7 +82,7 @@ impl Sshd {
             keys.display()
         );
         fs::write(folder.join(config_name), config).expect("a configuration");
-        // Where it puts the processes that have no rights; Debian's service makes it.
+        // sshd confines unprivileged processes to this folder, which Debian's service creates.
         let _ = fs::create_dir("/run/sshd");
         let log = File::create(folder.join("sshd.log")).expect("a log");
         command.args(["-D", "-e", "-f"]).arg(folder.join(config_name));
@@ -97,7 +97,7 @@ impl Sshd {
         Self { port, folder, server }
     }
 
-    /// Options by which `ssh` reaches it.
+    /// Options with which `ssh` connects to the server.
     pub(crate) fn options(&self, port: u16) -> Vec<String> {
         let known = format!("UserKnownHostsFile={}", self.folder.join("known_hosts").display());
         let key = self.folder.join("user_key").display().to_string();

@@ -1,4 +1,4 @@
-//! Copies of one dataset that differ: the machine is named whose copy is not what was registered, before a rank starts.
+//! Copies of a dataset that differ: before a rank starts, an error names the machine whose copy differs from the registered dataset.
 
 use crate::{
     elsewhere::{self, Machine},
@@ -10,7 +10,7 @@ use crate::{
 use serde_json::json;
 use std::{fs, path::Path};
 
-/// Makes the second half of the training pictures black: as many files of as many bytes.
+/// Makes the second half of the training pictures black, with the same number and sizes of files.
 fn damage(dataset: &Path) {
     let images = dataset.join("train-images-idx3-ubyte");
     let mut bytes = fs::read(&images).expect("the pictures");
@@ -31,9 +31,9 @@ async fn the_machine_with_a_damaged_copy_is_named_at_the_first_start() {
     site.join_with(2, "h2", 2, &[], &["--dataset", &option]);
     site.join(3, "h3", 1);
     site.online(&["h1", "h2", "h3"]).await;
-    let refused = async |site: &Site, ranks: u32| {
+    let failure = async |site: &Site, ranks: u32| {
         let id = site.submit_ranks(ranks, 20).await;
-        site.until("it has failed", async || {
+        site.until("the job has failed", async || {
             let now = site.get(&format!("/jobs/{id}")).await;
             assert_ne!(now["state"], "succeeded", "{now:#}");
             now["state"] == "failed"
@@ -43,22 +43,22 @@ async fn the_machine_with_a_damaged_copy_is_named_at_the_first_start() {
         (job["reason"].as_str().expect("a reason").to_owned(), job)
     };
     for _ in 0..3 {
-        let (why, job) = refused(&site, 4).await;
+        let (why, job) = failure(&site, 4).await;
         assert_eq!(job["agents"].as_array().map(Vec::len), Some(3), "{job:#}");
         assert!(why.contains("on the machine h2: the dataset"), "{why}");
         assert!(why.contains("is not the one that was registered as \"pictures\""), "{why}");
         assert!(!why.contains("h1") && !why.contains("h3"), "{why}");
     }
-    // Alone, too: nobody else has a copy to compare with.
+    // Also with a single machine, when there is no other copy to compare with.
     site.leave("h1");
     site.leave("h3");
     site.online(&["h2"]).await;
-    let (why, job) = refused(&site, 2).await;
+    let (why, job) = failure(&site, 2).await;
     assert_eq!(job["agents"], json!(["h2"]));
     assert!(why.contains("on the machine h2") && why.contains("was registered"), "{why}");
 }
 
-/// The server's own files may change after they were registered. Then nobody knows which of two machines is right.
+/// The server's own files may change after their registration. Then it is unknown which of two machines has the right copy.
 #[tokio::test]
 async fn both_machines_are_named_if_the_right_copy_is_unknown() {
     let _turn = turn().await;
@@ -76,7 +76,7 @@ async fn both_machines_are_named_if_the_right_copy_is_unknown() {
     let agents = server.get("/agents").await;
     let agents = agents["agents"].as_array().expect("agents").clone();
     let own = agents.iter().filter_map(|agent| agent["name"].as_str()).find(|name| *name != "machine-b");
-    let own = own.expect("the server's own");
+    let own = own.expect("the server's own agent");
     for _ in 0..3 {
         let id = server.submit(&specs::short("both", "fashion", 2, 20)).await;
         let job = server.ended(&id).await;
@@ -85,7 +85,7 @@ async fn both_machines_are_named_if_the_right_copy_is_unknown() {
         assert!(why.contains("Lockstep cannot tell which of the two is correct"), "{why}");
         assert!(why.contains(own) && why.contains("machine-b"), "{why}");
     }
-    // What the server has counts for its own machine.
+    // A job on only the server's own machine uses the server's files.
     let job = server.submit(&specs::short("own", "fashion", 1, 20)).await;
     server.succeeded(&job).await;
 }

@@ -33,7 +33,7 @@ async fn embeddings_and_nearest_neighbours_are_computed_from_a_checkpoint() {
     assert_eq!((lines.len(), embedding(&lines[0]).len(), &lines[0]["classes"]), (2, 64, &json!([])));
     assert_eq!((lines[0]["name"].as_str(), lines[1]["name"].as_str()), (Some(first), Some(second)));
 
-    // The same from the checkpoint's folder, in a file.
+    // The checkpoint's folder gives the same embeddings, written to a file.
     let list = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let checkpoint = &list["checkpoints"][0];
     let model = format!("{}-{}", checkpoint["epoch"], checkpoint["step"]);

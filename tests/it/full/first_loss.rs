@@ -1,5 +1,5 @@
-//! How long a user waits for the first loss. A measurement with a generous limit: figures are in
-//! BENCHMARKS.md.
+//! The time from the submission to the first loss, with a generous limit. BENCHMARKS.md has the
+//! measured times.
 
 use crate::{
     pictures,

@@ -1,4 +1,4 @@
-//! Ctrl-C while a job is shown.
+//! Ctrl-C during `submit --watch` and `watch`.
 
 use crate::{
     pictures,
@@ -21,15 +21,15 @@ fn until(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
-/// Starts a display and interrupts it once it shows the job's steps; the job's id and all that was said.
-fn interrupted(command: &mut Command, folder: &Path) -> (Child, String) {
+/// Starts a command and interrupts it once it shows the job's steps. Returns the process and its output.
+fn interrupt(command: &mut Command, folder: &Path) -> (Child, String) {
     let log = File::create(folder.join("shown.log")).expect("a log");
     command.stdout(log.try_clone().expect("a log")).stderr(log).current_dir(folder);
     let child = command.spawn().expect("a display");
-    let said = || fs::read_to_string(folder.join("shown.log")).unwrap_or_default();
-    until("steps are shown", || said().contains(", step "));
+    let shown = || fs::read_to_string(folder.join("shown.log")).unwrap_or_default();
+    until("steps are shown", || shown().contains(", step "));
     signal(child.id() as i32, Signal::INT);
-    (child, said())
+    (child, shown())
 }
 
 #[tokio::test]
@@ -43,28 +43,28 @@ async fn ctrl_c_ends_only_the_display() {
                 steps = 1000000\nbatch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
     server.folder().write("long.toml", toml);
     let mut submit = lockstep_that_can_be_interrupted();
-    let (mut display, said) =
-        interrupted(submit.args(["submit", "long.toml", "--watch"]).envs(server.for_clients()), folder);
-    // As for every program that Ctrl-C ends, a shell shows 130 and scripts stop.
+    let (mut display, shown) =
+        interrupt(submit.args(["submit", "long.toml", "--watch"]).envs(server.for_clients()), folder);
+    // The process ends by the signal, so that a shell reports 130 and scripts stop.
     let status = display.wait().expect("its status");
-    assert_eq!((status.code(), status.signal()), (None, Some(2)), "{said}");
-    let id = said.split_whitespace().find(|word| word.starts_with('j') && word.len() == 27);
+    assert_eq!((status.code(), status.signal()), (None, Some(2)), "{shown}");
+    let id = shown.split_whitespace().find(|word| word.starts_with('j') && word.len() == 27);
     let id = id.expect("an id").to_owned();
     for words in [
         "Ctrl-C ends this display and not the job".to_owned(),
         format!("`lockstep watch {id}` shows it again"),
         format!("`lockstep cancel {id}` stops it"),
     ] {
-        assert!(said.contains(&words), "{words}: {said}");
+        assert!(shown.contains(&words), "{words}: {shown}");
     }
 
     let step = async || server.job(&id).await["step"].as_u64().unwrap_or(0);
-    let then = step().await;
-    server.until("it trains on", async |_: &Server| step().await > then + 5).await;
+    let before = step().await;
+    server.until("the job continues", async |_: &Server| step().await > before + 5).await;
     assert_eq!(server.job(&id).await["state"], "running");
     let mut watch = lockstep_that_can_be_interrupted();
-    let (mut display, said) = interrupted(watch.args(["watch", &id]).envs(server.for_clients()), folder);
-    assert_eq!(display.wait().expect("its status").signal(), Some(2), "{said}");
+    let (mut display, shown) = interrupt(watch.args(["watch", &id]).envs(server.for_clients()), folder);
+    assert_eq!(display.wait().expect("its status").signal(), Some(2), "{shown}");
     assert_eq!(server.job(&id).await["state"], "running");
     server.cli(&["cancel", &id]).ok();
     let ended = server.ended(&id).await;

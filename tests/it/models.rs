@@ -21,29 +21,29 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
     let boots = pictures::image_folder(folder, 2).join("train/boot");
     let boot = fs::read_dir(boots).expect("a folder").flatten().next().expect("a picture").path();
     image::open(&boot).expect("a picture").save(folder.join("shoe.png")).expect("a picture");
-    let typed = |line: &str| {
+    let run_line = |line: &str| {
         let mut shell = pages::shell(line);
         Finished::of(shell.current_dir(folder).envs(server.for_clients()).env("HOME", folder.join("home")))
     };
 
-    // The lines of the page.
-    let registered = typed(&pages::line("docs/models.md", "lockstep model register "));
+    // The command lines of the page.
+    let registered = run_line(&pages::line("docs/models.md", "lockstep model register "));
     assert!(registered.ok().starts_with("models:/shoes/1: checkpoint 1-4 of fashion"), "{registered:?}");
-    let moved = typed(&pages::line("docs/models.md", "lockstep model alias "));
+    let moved = run_line(&pages::line("docs/models.md", "lockstep model alias "));
     assert_eq!(moved.ok(), "models:/shoes@champion is version 1\n");
-    let shown = typed(&pages::line("docs/models.md", "lockstep model show "));
+    let shown = run_line(&pages::line("docs/models.md", "lockstep model show "));
     assert!(shown.ok().contains("champion") && shown.stdout.contains("clothes"), "{shown:?}");
-    let listed = typed(&pages::line("docs/models.md", "lockstep model list"));
+    let listed = run_line(&pages::line("docs/models.md", "lockstep model list"));
     assert!(listed.ok().contains("shoes") && listed.stdout.contains("champion: 1"), "{listed:?}");
-    let predicted = typed(&pages::line("docs/models.md", "lockstep predict "));
+    let predicted = run_line(&pages::line("docs/models.md", "lockstep predict "));
     assert!(predicted.ok().starts_with("shoe.png: "), "{predicted:?}");
     assert!(predicted.stderr.contains(&format!("fashion ({first}), checkpoint 1-4")), "{predicted:?}");
-    let evaluated = typed(&pages::line("docs/models.md", "lockstep evaluate "));
+    let evaluated = run_line(&pages::line("docs/models.md", "lockstep evaluate "));
     assert!(evaluated.ok().starts_with("checkpoint 1-4: accuracy "), "{evaluated:?}");
-    typed(&pages::line("docs/models.md", "lockstep download ")).ok();
+    run_line(&pages::line("docs/models.md", "lockstep download ")).ok();
     assert_eq!(fs::read(folder.join("shoes.safetensors")).expect("weights"), server.last_model(&first).await);
 
-    // The version knows where it comes from.
+    // The version records its dataset and program.
     let version = server.get("/models/shoes/versions/1").await;
     let dataset = server.get("/datasets/clothes").await;
     assert_eq!(
@@ -54,7 +54,7 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
         version["dataset_fingerprint"]["sha256"].is_string() && version["programs"]["lockstep"].is_string()
     );
 
-    // Another job begins with these weights, and keeps them when the alias moves.
+    // Another job starts from these weights. When the alias moves, the job's specification does not change.
     let tuned = specs::with(job("tuned"), json!({"model": {"pretrained": "models:/shoes@champion"}}));
     let second = server.submit(&tuned).await;
     server.succeeded(&second).await;
@@ -64,7 +64,7 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
     let answer = server.cli(&["predict", "models:/shoes@champion", "shoe.png", "--json"]).json();
     assert_eq!(answer[0]["job"], "tuned", "{answer}");
 
-    // Names that name nothing, and a job that has a version.
+    // Unknown names, and a job whose checkpoint is registered.
     server.cli(&["evaluate", "models:/shoes@nobody"]).wrong(&["has no alias \"nobody\""]);
     server.cli(&["download", "models:/shoes", "-o", "x"]).wrong(&["is not the name of a model's version"]);
     server.cli(&["evaluate", "models:/shoes/1", "--checkpoint", "latest"]).wrong(&["leave --checkpoint out"]);

@@ -1,4 +1,4 @@
-//! One job over several launched agents: none of them has slots for all of its ranks.
+//! A job over several launched agents, none of which has slots for all ranks.
 
 use crate::{
     cluster::Slurm,
@@ -24,7 +24,7 @@ async fn two_nodes_of_slurm_share_a_job_s_ranks() {
     let mut command = launch(&server, &[&id, "--with", "slurm", "--nodes", "2"], &[]);
     Finished::of(command.env("SLURM_CONF", slurm.config())).ok();
     server.succeeded(&id).await;
-    // Its folder is in the server's.
+    // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
 }

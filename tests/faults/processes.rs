@@ -221,7 +221,7 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
     let path = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();
     let aside = format!("{path}.aside");
     let row = Row::begin("the dataset vanished");
-    fs::rename(&path, &aside).expect("moved outage");
+    fs::rename(&path, &aside).expect("moved away");
     server.cli(&["resume", &id]).ok();
     let job = server.ended(&id).await;
     let reason = job["reason"].as_str().expect("a reason");

@@ -1,10 +1,10 @@
-//! `lockstep user` and `--private` of the real program.
+//! `lockstep user`.
 
 use crate::server::{Agents, Finished, Server, lockstep};
 use std::fs::File;
 
 /// Runs a command with a password on its standard input.
-fn with_password(server: &Server, args: &[&str], input: &str) -> Finished {
+fn run_with_password(server: &Server, args: &[&str], input: &str) -> Finished {
     let file = server.folder().write("password", input);
     let mut command = lockstep();
     command.args(args).current_dir(server.folder().path()).envs(server.for_clients());
@@ -14,12 +14,12 @@ fn with_password(server: &Server, args: &[&str], input: &str) -> Finished {
 #[tokio::test]
 async fn users_are_managed_by_command_with_passwords_from_standard_input() {
     let server = Server::start_with(Agents::None).await;
-    let added = with_password(&server, &["user", "add", "ada", "--role", "admin"], "correct horse\n");
+    let added = run_with_password(&server, &["user", "add", "ada", "--role", "admin"], "correct horse\n");
     assert!(added.ok().starts_with("ada") && added.stdout.contains("admin"), "{}", added.stdout);
-    with_password(&server, &["user", "add", "bob"], "correct horse").ok();
-    with_password(&server, &["user", "add", "bob"], "correct horse").wrong(&["\"bob\" is taken"]);
-    with_password(&server, &["user", "add", "Bob"], "correct horse").wrong(&["lower-case"]);
-    with_password(&server, &["user", "add", "eve"], "short\n").wrong(&["10 to 1024 characters"]);
+    run_with_password(&server, &["user", "add", "bob"], "correct horse").ok();
+    run_with_password(&server, &["user", "add", "bob"], "correct horse").wrong(&["\"bob\" is taken"]);
+    run_with_password(&server, &["user", "add", "Bob"], "correct horse").wrong(&["lower-case"]);
+    run_with_password(&server, &["user", "add", "eve"], "short\n").wrong(&["10 to 1024 characters"]);
     server.cli(&["user", "add", "eve"]).wrong(&["10 to 1024 characters"]);
     server.cli(&["user", "add", "eve", "--password", "correct horse"]).wrong(&["--password"]);
     let listed = server.cli(&["user", "list"]);
@@ -38,7 +38,7 @@ async fn users_are_managed_by_command_with_passwords_from_standard_input() {
         request.send().await.expect("an answer").status().as_u16()
     };
     assert_eq!(sign_in("correct horse").await, 303);
-    with_password(&server, &["user", "password", "bob"], "another password\n").ok();
+    run_with_password(&server, &["user", "password", "bob"], "another password\n").ok();
     assert_eq!((sign_in("correct horse").await, sign_in("another password").await), (401, 303));
     assert!(server.cli(&["user", "disable", "bob"]).ok().contains("disabled"));
     assert_eq!(sign_in("another password").await, 401);

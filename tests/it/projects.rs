@@ -14,20 +14,20 @@ fn names(list: &Value) -> Vec<&str> {
 #[tokio::test]
 async fn jobs_have_projects_and_are_listed_by_project() {
     let _turn = turn().await;
-    // One job has the only slot, so that the others wait.
+    // One job occupies the only slot, so that the others wait.
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
     let holder = server.submit(&specs::short("holder", "fashion", 1, 1_000_000)).await;
-    server.job_when(&holder, "it runs", |job| job["state"] == "running").await;
+    server.job_when(&holder, "the job runs", |job| job["state"] == "running").await;
     let file = server.folder().write(
         "job.toml",
         "name = \"b\"\ntags = [\"file\"]\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\n",
     );
     let file = file.to_str().expect("UTF-8");
     let labels = ["--project", "vision", "--tag", "one", "--tag", "two", "--notes", "why", "--json"];
-    let made = server.cli(&[&["submit", file][..], &labels[..]].concat()).json();
-    assert_eq!((&made["project"], &made["tags"]), (&json!("vision"), &json!(["file", "one", "two"])));
-    assert_eq!(made["notes"], "why");
+    let submitted = server.cli(&[&["submit", file][..], &labels[..]].concat()).json();
+    assert_eq!((&submitted["project"], &submitted["tags"]), (&json!("vision"), &json!(["file", "one", "two"])));
+    assert_eq!(submitted["notes"], "why");
     server.cli(&["submit", file, "--set", "name=a", "--set", "project=vision", "--set", "train.lr=0.5"]).ok();
     server.cli(&["submit", file, "--project", "no spaces"]).wrong(&["project", "1 to 100 characters"]);
     server.cli(&["submit", file, "--tag", "a,b"]).wrong(&["tags", "without commas"]);
@@ -53,7 +53,7 @@ async fn jobs_have_projects_and_are_listed_by_project() {
     server.cli(&["list", "--sort", "nam"]).wrong(&["did you mean \"name\"?"]);
     server.cli(&["list", "--state", "running,done"]).wrong(&["done"]);
 
-    // The page shows them, and filters.
+    // The list page shows and filters projects.
     let page = server.http.get(format!("{}/jobs?project=vision", server.url)).send().await.expect("a page");
     let page = page.text().await.expect("HTML");
     assert!(page.contains("data-state=\"queued\"") && page.contains("· vision"), "{page}");

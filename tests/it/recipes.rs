@@ -1,4 +1,4 @@
-//! Recipes by name: what is stored, shown and trained is the resolved job, whichever way it came.
+//! Recipes by name: the stored, shown and trained job is the resolved job, however it was submitted.
 
 use crate::{
     pictures,
@@ -34,7 +34,7 @@ async fn recipes_are_resolved_equally_for_rest_forms_shells_and_train() {
         "parallel": {"ranks": 2, "device": "cpu"},
     });
     let resolved = server.post("/jobs/validate", &document).await.json()["spec"].clone();
-    // 0.1 for 128 pictures, and a step takes 16.
+    // The recipe's 0.1 for 128 pictures, scaled to the batch of 16.
     assert_eq!((&resolved["train"]["lr"], &resolved["train"]["recipe"]), (&json!(0.0125), &json!("cifar")));
     assert_eq!(
         (&resolved["train"]["milestones"], &resolved["data"]["crop_padding"]),
@@ -61,7 +61,7 @@ async fn recipes_are_resolved_equally_for_rest_forms_shells_and_train() {
         ("model.arch", "resnet20"),
         ("data.dataset", "fashion"),
         ("data.crop_padding", "2"),
-        // As an untouched form has them.
+        // The defaults of an untouched form.
         ("data.horizontal_flip", "true"),
         ("train.lr", "0.01"),
         ("train.schedule", "constant"),
@@ -93,11 +93,11 @@ async fn recipes_are_resolved_equally_for_rest_forms_shells_and_train() {
     for line in ["recipe = \"cifar\"", "lr = 0.0125", "schedule = \"step\"", "crop_padding = 2"] {
         assert!(shown.ok().lines().any(|l| l == line), "{line} in {}", shown.stdout);
     }
-    // What is shown is a job file of the same job.
-    let (_, file_of_it) = shown.stdout.split_once("\n\n").expect("a blank line before it");
-    let again = server.folder().write("again.toml", file_of_it);
-    let again = server.cli(&["submit", again.to_str().expect("UTF-8"), "--json"]).json();
-    assert_eq!(again["spec"], resolved);
+    // `show` prints a job file of the same job.
+    let (_, shown_file) = shown.stdout.split_once("\n\n").expect("a blank line before the job file");
+    let copy = server.folder().write("copy.toml", shown_file);
+    let copy = server.cli(&["submit", copy.to_str().expect("UTF-8"), "--json"]).json();
+    assert_eq!(copy["spec"], resolved);
 
     let out = server.folder().path().join("out");
     let set = format!("data.dataset={}", dataset.display());
@@ -105,10 +105,10 @@ async fn recipes_are_resolved_equally_for_rest_forms_shells_and_train() {
     trained.ok();
     let model = std::fs::read(out.join("checkpoints/1-2/model.safetensors")).expect("a model");
     for model in [model, server.last_model(&id).await] {
-        let response = String::from_utf8_lossy(&model[..8192]).replace('\\', "");
+        let header = String::from_utf8_lossy(&model[..8192]).replace('\\', "");
         assert!(
-            response.contains("\"recipe\":\"cifar\"") && response.contains("\"milestones\":[82,123]"),
-            "{response}"
+            header.contains("\"recipe\":\"cifar\"") && header.contains("\"milestones\":[82,123]"),
+            "{header}"
         );
     }
 
@@ -123,6 +123,6 @@ async fn recipes_are_resolved_equally_for_rest_forms_shells_and_train() {
     let fork =
         server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": 3, "train.lr": null}})).await;
     assert_eq!(fork.status, 201, "{}", fork.text);
-    assert_eq!(fork.json()["spec"]["train"]["lr"], json!(0.0125), "back to the recipe's");
+    assert_eq!(fork.json()["spec"]["train"]["lr"], json!(0.0125), "the recipe's value again");
     server.stop().await;
 }

@@ -1,4 +1,4 @@
-//! `lockstep webhook` of the real program.
+//! `lockstep webhook`.
 
 use crate::server::{Agents, Server};
 

@@ -2,7 +2,7 @@
 
 use super::{program, run_ok, terminate};
 use crate::{
-    network::words,
+    network::read_proc,
     server::{SOON, free_port},
 };
 use std::{
@@ -127,14 +127,14 @@ impl Slurm {
         // nodes, so the parents of a node's processes are killed, too.
         let on_node: Vec<_> = pids.iter().copied().filter(|pid| self.is_on(*pid, node)).collect();
         let parents: Vec<_> = on_node.iter().filter_map(|pid| parent(*pid)).collect();
-        let is_step = |pid: &&i32| parents.contains(pid) && words(**pid, "cmdline")[0].starts_with(&step);
+        let is_step = |pid: &&i32| parents.contains(pid) && read_proc(**pid, "cmdline")[0].starts_with(&step);
         pids.iter().filter(is_step).chain(&on_node).for_each(|pid| kill(*pid));
     }
 
     /// Whether a process runs on a node of this cluster, according to its environment.
     fn is_on(&self, pid: i32, node: &str) -> bool {
         let folder = self.folder.to_string_lossy();
-        let environment = words(pid, "environ");
+        let environment = read_proc(pid, "environ");
         environment.iter().any(|word| *word == format!("SLURMD_NODENAME={node}"))
             && environment.iter().any(|word| word.contains(&*folder))
     }

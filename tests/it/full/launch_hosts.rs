@@ -4,7 +4,7 @@
 use crate::{
     cluster::{Slurm, Sshd},
     full::hosts::Site,
-    network::{variable, words},
+    network::{read_proc, variable},
     pictures,
     server::{Finished, Folder, LOCKSTEP, lockstep, turn},
 };
@@ -230,7 +230,7 @@ async fn machines_of_a_hostfile_keep_their_slots_and_order_under_slurm() {
     let pids: Vec<i32> = pids.collect();
     for (agent, node) in agents.iter().zip(["n1", "n0"]) {
         let is_agent = |pid: &&i32| {
-            words(**pid, "cmdline").windows(2).any(|pair| pair[0] == "--name" && pair[1] == *agent)
+            read_proc(**pid, "cmdline").windows(2).any(|pair| pair[0] == "--name" && pair[1] == *agent)
         };
         let pid = pids.iter().find(is_agent).expect("its process");
         assert_eq!(variable(*pid, "SLURMD_NODENAME").as_deref(), Some(node), "{agent}");

@@ -1,4 +1,4 @@
-//! Which suites a server speaks, and options that contradict each other.
+//! The cipher suites of a server, and contradictory options.
 
 use super::{ca, https};
 use crate::{
@@ -8,7 +8,7 @@ use crate::{
 use std::process::{Command, Stdio};
 
 #[tokio::test]
-async fn cipher_suites_and_the_lowest_version_are_obeyed() {
+async fn only_the_configured_suites_and_versions_are_accepted() {
     let offered = "TLS_AES_128_GCM_SHA256,ECDHE-ECDSA-AES256-GCM-SHA384";
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent", "--tls-suites", offered], listens).await;
     let newest = ["--tls-own-ca", "--no-local-agent", "--tls-min-version", "1.3"];
@@ -29,14 +29,14 @@ async fn cipher_suites_and_the_lowest_version_are_obeyed() {
             "-brief",
         ]);
         openssl.args(["-verify_return_error", "-CAfile"]).arg(serve.ca());
-        let said = openssl.stdin(Stdio::null()).output().expect("openssl");
-        let said = String::from_utf8_lossy(&said.stderr).into_owned();
-        let connected = said.contains("CONNECTION ESTABLISHED");
+        let output = openssl.stdin(Stdio::null()).output().expect("openssl");
+        let report = String::from_utf8_lossy(&output.stderr).into_owned();
+        let connected = report.contains("CONNECTION ESTABLISHED");
         assert!(
-            connected || said.contains("SSL alert number"),
-            "the server refuses it: {version} {suite}: {said}"
+            connected || report.contains("SSL alert number"),
+            "the server sends an alert: {version} {suite}: {report}"
         );
-        assert!(!connected || said.contains(suite), "{said}");
+        assert!(!connected || report.contains(suite), "{report}");
         connected
     };
     for (version, suite, of_list, of_newest) in [
@@ -48,9 +48,9 @@ async fn cipher_suites_and_the_lowest_version_are_obeyed() {
         ("-tls1_2", "ECDHE-ECDSA-CHACHA20-POLY1305", false, false),
     ] {
         assert_eq!(connects(&serve, version, suite), of_list, "{version} {suite}");
-        assert_eq!(connects(&newest, version, suite), of_newest, "1.3 alone: {version} {suite}");
+        assert_eq!(connects(&newest, version, suite), of_newest, "only TLS 1.3: {version} {suite}");
     }
-    // Programs of ours speak what is left.
+    // The program's own client can connect to both servers.
     serve.cli(&https(&serve), Some(&serve.ca()), &["list"]).ok();
     newest.cli(&https(&newest), Some(&newest.ca()), &["list"]).ok();
 }
@@ -91,7 +91,7 @@ fn contradictory_options_are_refused_with_advice() {
     ca(&["issue", "a", "--agent", "--pkcs12"]).wrong(&["--pkcs12-password-file"]);
     ca(&["issue", "a", "--pkcs12"]).wrong(&["--agent"]);
     ca(&["revoke", "nobody"]).wrong(&["lockstep ca list"]);
-    // What was refused was not issued.
+    // Only the one valid request has issued a certificate.
     let issued = ca(&["list", "--json"]).json();
     assert_eq!(issued.as_array().map(Vec::len), Some(1), "{issued:#}");
     assert_eq!((&issued[0]["kind"], &issued[0]["state"]), (&"agent".into(), &"valid".into()), "{issued:#}");

@@ -3,10 +3,11 @@
 
 use crate::{
     judge::{
-        EVERY, Row, SLOW_STEPS, STEPS, judge, runs_past, spec, trained, undisturbed, variables, with_pictures,
+        EVERY, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, trained_weights, undisturbed_weights,
+        variables, wait_for_step,
     },
     postgres,
-    server::{Agents, Server, number, signal, turn},
+    server::{Agents, Server, number, signal, training_permit},
     socket::stored,
     specs,
 };
@@ -31,14 +32,14 @@ fn with_slow_steps(mut environment: Vec<(String, String)>) -> Vec<(String, Strin
 
 #[tokio::test]
 async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     // Three crashes per job, as a fourth restart would wait for a long backoff.
     for points in CHECKPOINT_POINTS.chunks(3) {
         // At the second checkpoint of an attempt, so that an earlier checkpoint exists.
         let environment = faults(marks.path(), points, "kill", 2);
-        let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+        let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
         let id = server.submit(&spec("disturbed", STEPS)).await;
         let row = Row::begin(&format!("kill -9 at {}", points.join(", ")));
         judge(&server, &id, STEPS, &model, &[]).await;
@@ -61,14 +62,14 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
 
 #[tokio::test]
 async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
     let frequent = specs::with(spec("disturbed", STEPS), json!({"checkpoint": {"every_steps": EVERY / 2}}));
-    let model = trained(&frequent).await;
+    let model = trained_weights(&frequent).await;
     let points = &CHECKPOINT_POINTS[..8];
     // A checkpoint that fails at one point does not reach later points, so each fault strikes another checkpoint.
     let environment = faults(marks.path(), points, "error", 2);
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let id = server.submit(&frequent).await;
     let row = Row::begin(&format!("disk full at each of {} points of writing a checkpoint", points.len()));
     judge(&server, &id, STEPS, &model, &[]).await;
@@ -89,15 +90,15 @@ async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
 
 #[tokio::test]
 async fn a_checkpoint_in_progress_when_another_rank_dies_is_used() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let environment = with_slow_steps(faults(marks.path(), &["checkpoint.synced"], "hold", 2));
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let mark = marks.path().join("checkpoint.synced");
     server.until("the second checkpoint is being written", async |_: &Server| mark.exists()).await;
-    runs_past(&server, &id, 2 * EVERY + 10).await;
+    wait_for_step(&server, &id, 2 * EVERY + 10).await;
     let (_, rank) = server.ranks(&id).remove(1);
     let mut row = Row::begin("kill -9 of the last rank while rank 0 writes a checkpoint");
     signal(rank.pid, Signal::KILL);
@@ -105,7 +106,7 @@ async fn a_checkpoint_in_progress_when_another_rank_dies_is_used() {
         .until("the rank has ended", async |s: &Server| s.ranks(&id).iter().all(|(rank, _)| *rank != 1))
         .await;
     std::fs::write(&mark, "go on").expect("its mark");
-    row.until_mended(&server, &id, 1).await;
+    row.wait_until_recovered(&server, &id, 1).await;
     judge(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");
@@ -118,38 +119,38 @@ async fn a_checkpoint_in_progress_when_another_rank_dies_is_used() {
 
 #[tokio::test]
 async fn the_last_checkpoint_waits_for_disk_space() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
     let environment = faults(marks.path(), &["checkpoint.model"], "error", 1);
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let only_last = json!({"checkpoint": {"every_steps": null, "every_epochs": 0}});
     let id = server.submit(&specs::with(spec("last", 40), only_last)).await;
     let row = Row::begin("disk full at the last checkpoint, then space again");
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     assert_eq!(number(&server.checkpoints(&id).await[0]["step"]), 40);
     row.passed("written once there was space");
     server.stop().await;
 }
 
 async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str) {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
 
     // While reports are stored: the server dies at one point after the other during one job.
     let steps = 2 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed_weights(steps).await;
     let dies_at = |point: &str| with_slow_steps(faults(marks.path(), &[point], "kill", 2));
     let mut server =
-        with_pictures(Server::start_on(LOCAL, database(), dies_at(INGEST_POINTS[0])).await).await;
+        register_pictures(Server::start_on(LOCAL, database(), dies_at(INGEST_POINTS[0])).await).await;
     let id = server.submit(&spec("disturbed", steps)).await;
     let mut rows = Vec::new();
     for (index, point) in INGEST_POINTS.iter().enumerate() {
         let mut row = Row::begin(&format!("server killed at {point} ({kind})"));
-        assert!(server.serve_died(Duration::from_secs(30)).await, "{point} was not reached");
+        assert!(server.serve_ends_within(Duration::from_secs(30)).await, "{point} was not reached");
         let next = INGEST_POINTS.get(index + 1);
         server.environment = next.map_or_else(|| variables([SLOW_STEPS]), |next| dies_at(next));
-        server.serve_again().await;
-        row.mended_now();
+        server.start_serve().await;
+        row.recovered_now();
         rows.push(row);
     }
     judge(&server, &id, steps, &model, &[]).await;
@@ -158,10 +159,11 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
     server.stop().await;
 
     // While a job is created and claimed. A restarted server first claims the job of the previous point, hence the second claim.
-    let model = undisturbed(EVERY).await;
+    let model = undisturbed_weights(EVERY).await;
     let dies_at =
         |point: &str| faults(marks.path(), &[point], "kill", if point.starts_with("claim") { 2 } else { 1 });
-    let mut server = with_pictures(Server::start_on(LOCAL, database(), dies_at(JOB_POINTS[0])).await).await;
+    let mut server =
+        register_pictures(Server::start_on(LOCAL, database(), dies_at(JOB_POINTS[0])).await).await;
     let mut jobs = 0;
     for (index, point) in JOB_POINTS.iter().enumerate() {
         let key = if point.starts_with("create") { "create" } else { *point };
@@ -171,10 +173,10 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
         };
         let row = Row::begin(&format!("server killed at {point} ({kind})"));
         let first = send(&server).await;
-        assert!(server.serve_died(Duration::from_secs(30)).await, "{point} was not reached");
+        assert!(server.serve_ends_within(Duration::from_secs(30)).await, "{point} was not reached");
         let next = JOB_POINTS.get(index + 1);
         server.environment = next.map_or_else(Vec::new, |next| dies_at(next));
-        server.serve_again().await;
+        server.start_serve().await;
         // Without a response, the client repeats the request with its key. While jobs are created, the server dies at the next point
         // during this repetition.
         if !next.is_some_and(|next| next.starts_with("create")) {
@@ -205,16 +207,16 @@ async fn slow_the_server_may_die_at_every_point_of_writing_to_postgres() {
 
 #[tokio::test]
 async fn the_database_s_disk_may_be_full_for_a_while() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let points = ["ingest.begin", "ingest.event", "ingest.commit"];
     let struck = |point: &str, time: u32| marks.path().join(format!("{point}.{time}"));
     let fault = |point: &str, time: u32| format!("{point}:error@{time}:{}", struck(point, time).display());
     let times: Vec<_> = points.iter().flat_map(|point| (2..5).map(move |time| (*point, time))).collect();
     let all: Vec<_> = times.iter().map(|(point, time)| fault(point, *time)).collect();
     let environment = with_slow_steps(vec![("LOCKSTEP_FAULT".into(), all.join(","))]);
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let row = Row::begin(&format!("the database's disk is full at each of {points:?}"));
     judge(&server, &id, STEPS, &model, &[]).await;
@@ -228,12 +230,12 @@ async fn the_database_s_disk_may_be_full_for_a_while() {
 
 #[tokio::test]
 async fn a_claim_committed_but_reported_as_failed_starts_its_job_once() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(EVERY).await;
+    let model = undisturbed_weights(EVERY).await;
     let points = ["claim.begin", "claim.commit", "claim.committed"];
     let environment = faults(marks.path(), &points, "error", 1);
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let id = server.submit(&spec("disturbed", EVERY)).await;
     let row = Row::begin(&format!("a claim fails at each of {points:?}"));
     judge(&server, &id, EVERY, &model, &[]).await;

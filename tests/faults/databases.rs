@@ -1,9 +1,12 @@
 //! Unreachable and busy databases, and `kill -9` of the server and of Postgres under load.
 
 use crate::{
-    judge::{EVERY, Row, SLOW_STEPS, STEPS, judge, runs_past, spec, undisturbed, variables, with_pictures},
+    judge::{
+        EVERY, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights, variables,
+        wait_for_step,
+    },
     postgres::Cluster,
-    server::{Agents, Server, number, turn},
+    server::{Agents, Server, number, training_permit},
 };
 use sqlx::{ConnectOptions, sqlite::SqliteConnectOptions};
 use std::{
@@ -16,14 +19,14 @@ const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
 #[tokio::test]
 #[ignore = "slow: 15 s without a database"]
 async fn slow_postgres_may_be_away_for_15_s() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (secs, steps) = (15, 6 * STEPS);
     let mut cluster = Cluster::new(true);
     let url = cluster.database("away");
-    let server = with_pictures(Server::start_on(LOCAL, Some(url), variables([SLOW_STEPS])).await).await;
-    let model = undisturbed(steps).await;
+    let server = register_pictures(Server::start_on(LOCAL, Some(url), variables([SLOW_STEPS])).await).await;
+    let model = undisturbed_weights(steps).await;
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
     let mut row = Row::begin(&format!("Postgres away for {secs} s"));
@@ -31,9 +34,9 @@ async fn slow_postgres_may_be_away_for_15_s() {
     let before = length();
     let began = Instant::now();
     let meanwhile = spec("meanwhile", 5);
-    let (answer, refused) =
+    let (response, refused) =
         tokio::join!(server.request(reqwest::Method::GET, "/jobs", None), server.post("/jobs", &meanwhile));
-    let detail = answer.problem(503)["detail"].to_string();
+    let detail = response.problem(503)["detail"].to_string();
     assert!(detail.contains("database"), "{detail}");
     refused.problem(503);
     while began.elapsed() < Duration::from_secs(secs) {
@@ -41,7 +44,7 @@ async fn slow_postgres_may_be_away_for_15_s() {
     }
     assert!(length() > before, "the ranks continued to train");
     cluster.start();
-    row.mended_now();
+    row.recovered_now();
     judge(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     row.passed("503 with a reason, ranks trained on, same attempt");
@@ -51,11 +54,11 @@ async fn slow_postgres_may_be_away_for_15_s() {
 /// Another process holds the database's write lock, as a person with `sqlite3` or a backup program may.
 #[tokio::test]
 async fn sqlite_may_be_busy_for_longer_than_a_request_waits() {
-    let _turn = turn().await;
-    let server = with_pictures(Server::start_on(LOCAL, None, variables([SLOW_STEPS])).await).await;
-    let model = undisturbed(STEPS).await;
+    let _permit = training_permit().await;
+    let server = register_pictures(Server::start_on(LOCAL, None, variables([SLOW_STEPS])).await).await;
+    let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
     let file = server.data_dir().join("lockstep.db");
@@ -69,7 +72,7 @@ async fn sqlite_may_be_busy_for_longer_than_a_request_waits() {
     assert_eq!(server.job(&id).await["state"], "running", "stored events can be read");
     assert!(length() > before, "the ranks continued to train");
     sqlx::query("ROLLBACK").execute(&mut other).await.expect("the write lock is released");
-    row.mended_now();
+    row.recovered_now();
     judge(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     assert_eq!(
@@ -84,7 +87,7 @@ async fn sqlite_may_be_busy_for_longer_than_a_request_waits() {
 /// Runs jobs one after the other and calls `kill` about every second, 50 times in all.
 async fn kill_50_times(name: &str, mut server: Server, mut kill: impl AsyncFnMut(&mut Server)) {
     let steps = 2 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed_weights(steps).await;
     let mut row = Row::begin(&format!("{name} under load, 50 times"));
     let mut killed = 0;
     let mut longest_outage = Duration::ZERO;
@@ -97,7 +100,7 @@ async fn kill_50_times(name: &str, mut server: Server, mut kill: impl AsyncFnMut
             if killed == 50 || crate::server::state_of(&job).is_final() {
                 break;
             }
-            runs_past(&server, &id, step).await;
+            wait_for_step(&server, &id, step).await;
             let began = Instant::now();
             kill(&mut server).await;
             longest_outage = longest_outage.max(began.elapsed());
@@ -106,7 +109,7 @@ async fn kill_50_times(name: &str, mut server: Server, mut kill: impl AsyncFnMut
         judge(&server, &id, steps, &model, &[]).await;
         assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no attempt was lost");
     }
-    row.mended_now();
+    row.recovered_now();
     row.passed(&format!("{killed} kills in {jobs} jobs, back within {:.1} s", longest_outage.as_secs_f64()));
     server.stop().await;
 }
@@ -114,11 +117,11 @@ async fn kill_50_times(name: &str, mut server: Server, mut kill: impl AsyncFnMut
 #[tokio::test]
 #[ignore = "takes minutes"]
 async fn kill_50_times_the_server_on_sqlite() {
-    let _turn = turn().await;
-    let server = with_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    let _permit = training_permit().await;
+    let server = register_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
     kill_50_times("kill -9 of the server and its SQLite", server, async |server: &mut Server| {
         server.kill_serve();
-        server.serve_again().await;
+        server.start_serve().await;
     })
     .await;
 }
@@ -126,13 +129,13 @@ async fn kill_50_times_the_server_on_sqlite() {
 #[tokio::test]
 #[ignore = "takes minutes"]
 async fn kill_50_times_the_server_on_postgres() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let cluster = Cluster::new(true);
     let url = cluster.database("again");
-    let server = with_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
     kill_50_times("kill -9 of the server on Postgres", server, async |server: &mut Server| {
         server.kill_serve();
-        server.serve_again().await;
+        server.start_serve().await;
     })
     .await;
 }
@@ -140,10 +143,10 @@ async fn kill_50_times_the_server_on_postgres() {
 #[tokio::test]
 #[ignore = "takes minutes"]
 async fn kill_50_times_postgres() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut cluster = Cluster::new(true);
     let url = cluster.database("again");
-    let server = with_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
     kill_50_times("kill -9 of Postgres", server, async |server: &mut Server| {
         cluster.kill();
         cluster.start();

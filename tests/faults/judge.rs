@@ -47,19 +47,19 @@ pub(crate) fn spec(name: &str, steps: u64) -> Value {
     )
 }
 
-pub(crate) async fn with_pictures(server: Server) -> Server {
+pub(crate) async fn register_pictures(server: Server) -> Server {
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     server
 }
 
 /// The weights of an undisturbed [`spec`] of this number of steps.
-pub(crate) async fn undisturbed(steps: u64) -> Vec<u8> {
-    trained(&spec("disturbed", steps)).await
+pub(crate) async fn undisturbed_weights(steps: u64) -> Vec<u8> {
+    trained_weights(&spec("disturbed", steps)).await
 }
 
 /// The `model.safetensors` of an undisturbed job. Each specification is trained once for all tests, as the file depends
 /// on nothing else.
-pub(crate) async fn trained(spec: &Value) -> Vec<u8> {
+pub(crate) async fn trained_weights(spec: &Value) -> Vec<u8> {
     static TRAINED: Mutex<BTreeMap<String, Vec<u8>>> = Mutex::const_new(BTreeMap::new());
     let mut trained = TRAINED.lock().await;
     if let Some(model) = trained.get(&spec.to_string()) {
@@ -67,9 +67,9 @@ pub(crate) async fn trained(spec: &Value) -> Vec<u8> {
     }
     let at_full_speed = variables([("LOCKSTEP_FAULT", "")]);
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, at_full_speed).await;
-    let server = with_pictures(server).await;
+    let server = register_pictures(server).await;
     let id = server.submit(spec).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let model = server.last_model(&id).await;
     server.stop().await;
     trained.insert(spec.to_string(), model.clone());
@@ -179,7 +179,7 @@ fn stored_records(events: &[Value]) -> BTreeMap<(u64, u32), Record> {
 /// stored exactly once (of attempts in `fenced` only records from before the fence), every step was trained, and
 /// the weights are bit for bit those of the undisturbed run.
 pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], fenced: &[u64]) {
-    let job = server.succeeded(id).await;
+    let job = server.wait_for_success(id).await;
     let events = stored(server, id).await;
     let attempts = number(&job["attempt"]);
     let stored_records = stored_records(&events);
@@ -207,8 +207,11 @@ pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], f
         let losses = |record: &Record| -> BTreeSet<u64> {
             record.points.keys().filter(|(name, _)| name == "loss").map(|(_, step)| *step).collect()
         };
-        let mut done: BTreeSet<_> =
-            stored_records.iter().filter(|((_, r), _)| *r == rank).flat_map(|(_, record)| losses(record)).collect();
+        let mut done: BTreeSet<_> = stored_records
+            .iter()
+            .filter(|((_, r), _)| *r == rank)
+            .flat_map(|(_, record)| losses(record))
+            .collect();
         // Training may continue from a checkpoint that a fenced attempt could not report: its last steps are only in the weights.
         for attempt in fenced {
             let next = events.iter().find(|e| e["type"] == "plan" && e["attempt"] == attempt + 1);
@@ -235,21 +238,21 @@ pub(crate) struct Row {
     fault: String,
     began: Instant,
     noticed: Option<Duration>,
-    mended: Option<Duration>,
+    recovered: Option<Duration>,
 }
 
 impl Row {
     /// Records the time of the fault.
     pub(crate) fn begin(fault: &str) -> Self {
-        Self { fault: fault.into(), began: Instant::now(), noticed: None, mended: None }
+        Self { fault: fault.into(), began: Instant::now(), noticed: None, recovered: None }
     }
 
     /// Waits until the server has noticed the fault, and then until the job trains again.
-    pub(crate) async fn until_mended(&mut self, server: &Server, id: &str, attempt: u64) {
+    pub(crate) async fn wait_until_recovered(&mut self, server: &Server, id: &str, attempt: u64) {
         let deadline = Instant::now() + Duration::from_secs(100);
         loop {
-            if let Ok(answer) = server.http.get(server.api(&format!("/jobs/{id}"))).send().await
-                && let Ok(job) = answer.json::<Value>().await
+            if let Ok(response) = server.http.get(server.api(&format!("/jobs/{id}"))).send().await
+                && let Ok(job) = response.json::<Value>().await
             {
                 let now = job["attempt"].as_u64().unwrap_or(0);
                 let state = job["state"].as_str().unwrap_or_default();
@@ -257,7 +260,7 @@ impl Row {
                     self.noticed = Some(self.began.elapsed());
                 }
                 if now > attempt && matches!(state, "running" | "succeeded") {
-                    self.mended = Some(self.began.elapsed());
+                    self.recovered = Some(self.began.elapsed());
                     return;
                 }
                 assert_ne!(state, "succeeded", "{}: the job had ended before it was disturbed", self.fault);
@@ -267,19 +270,20 @@ impl Row {
         }
     }
 
-    pub(crate) fn mended_now(&mut self) {
-        self.mended = Some(self.began.elapsed());
+    pub(crate) fn recovered_now(&mut self) {
+        self.recovered = Some(self.began.elapsed());
     }
 
-    pub(crate) fn mended(&self) -> Duration {
-        self.mended.expect("the job has recovered")
+    pub(crate) fn recovery_time(&self) -> Duration {
+        self.recovered.expect("the job has recovered")
     }
 
     /// Prints the row: all conditions hold.
     pub(crate) fn passed(self, note: &str) {
         let secs = |d: Option<Duration>| d.map(|d| (d.as_secs_f64() * 100.0).round() / 100.0);
-        let (noticed, mended) = (secs(self.noticed), secs(self.mended));
-        let line = json!({"fault": self.fault, "noticed_secs": noticed, "mended_secs": mended, "note": note});
+        let (noticed, recovered) = (secs(self.noticed), secs(self.recovered));
+        let line =
+            json!({"fault": self.fault, "noticed_secs": noticed, "mended_secs": recovered, "note": note});
         #[allow(clippy::print_stdout)] // The table is the purpose of the run.
         {
             println!("{line}");
@@ -293,7 +297,7 @@ impl Row {
 }
 
 /// Waits until the job has reached `step` and rank 0 has written to its log.
-pub(crate) async fn runs_past(server: &Server, id: &str, step: u64) {
+pub(crate) async fn wait_for_step(server: &Server, id: &str, step: u64) {
     let log = |rank: u32, attempt: u64| {
         let path = server.attempt_dir(id, attempt).join(format!("rank.{rank}.log"));
         fs::read_to_string(path).unwrap_or_default()

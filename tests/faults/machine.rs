@@ -8,8 +8,11 @@
 //! ```
 
 use crate::{
-    judge::{EVERY, Row, SLOW_STEPS, STEPS, judge, runs_past, spec, undisturbed, variables, with_pictures},
-    server::{Agents, Process, Server, number, turn},
+    judge::{
+        EVERY, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights, variables,
+        wait_for_step,
+    },
+    server::{Agents, Process, Server, number, training_permit},
     socket::stored,
     specs,
 };
@@ -34,7 +37,7 @@ fn large() -> Value {
 }
 
 async fn assert_failed_for_memory(server: &Server, id: &str) {
-    let job = server.ended(id).await;
+    let job = server.wait_for_end(id).await;
     let reason = job["reason"].as_str().expect("a reason");
     assert!(
         job["state"] == "failed" && reason.contains("out of memory") && reason.contains("batch_size"),
@@ -46,16 +49,17 @@ async fn assert_failed_for_memory(server: &Server, id: &str) {
 
 #[tokio::test]
 async fn a_rank_without_enough_memory_fails_with_that_reason() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     // Address space for a server, its agent and small jobs.
     let limit = ["prlimit", "--as=3221225472"];
-    let server = with_pictures(Server::start_by(LOCAL, None, Vec::new(), &limit, |_| {}).await).await;
+    let server =
+        register_pictures(Server::start_wrapped(LOCAL, None, Vec::new(), &limit, |_| {}).await).await;
     let row = Row::begin("no more memory for a rank (RLIMIT_AS)");
     let id = server.submit(&large()).await;
     assert_failed_for_memory(&server, &id).await;
     // The next job has enough memory.
     let id = server.submit(&spec("small", 5)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     row.passed("failed as out of memory, not restarted; the next job runs");
     server.stop().await;
 }
@@ -94,8 +98,8 @@ impl Drop for Group {
 #[tokio::test]
 #[ignore = "needs root and cgroup v1"]
 async fn root_the_kernel_s_oom_killer_ends_a_rank() {
-    let _turn = turn().await;
-    let server = with_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    let _permit = training_permit().await;
+    let server = register_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
     let group = Group::new("memory");
     group.set("memory.limit_in_bytes", 1u64 << 30);
     // The agent's ranks inherit the group.
@@ -110,7 +114,7 @@ async fn root_the_kernel_s_oom_killer_ends_a_rank() {
 /// Cancels a job whose rank cannot be killed, and returns the reason, which names the rank's process.
 async fn cancel_unkillable(server: &Server, id: &str, rank: &Process) -> String {
     server.cli(&["cancel", id]).ok();
-    let job = server.job_when(id, "the job is cancelled", |job| job["state"] == "cancelled").await;
+    let job = server.wait_for_job(id, "the job is cancelled", |job| job["state"] == "cancelled").await;
     let reason = job["reason"].as_str().expect("a reason").to_owned();
     let named = format!("(process {}, state", rank.pid);
     assert!(reason.contains(&named) && reason.contains("has not ended after SIGKILL"), "{reason}");
@@ -124,16 +128,16 @@ async fn cancel_unkillable(server: &Server, id: &str, rank: &Process) -> String 
 #[tokio::test]
 #[ignore = "slow: the agent waits half a minute"]
 async fn slow_a_rank_that_cannot_be_killed_is_named() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     // No signal reaches a rank.
     let environment = vec![("LOCKSTEP_FAULT".into(), "rank.signal:error*".into())];
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let id = server.submit(&spec("immortal", 100_000)).await;
-    runs_past(&server, &id, EVERY).await;
+    wait_for_step(&server, &id, EVERY).await;
     let (_, rank) = server.ranks(&id).remove(0);
     let mut row = Row::begin("a rank survives every SIGKILL");
     cancel_unkillable(&server, &id, &rank).await;
-    row.mended_now();
+    row.recovered_now();
     row.passed("cancelled; process, state and machine named on the page");
     for (_, rank) in server.ranks(&id) {
         crate::server::signal(rank.pid, rustix::process::Signal::KILL);
@@ -144,11 +148,11 @@ async fn slow_a_rank_that_cannot_be_killed_is_named() {
 #[tokio::test]
 #[ignore = "needs root and cgroup v1"]
 async fn root_a_rank_frozen_by_the_kernel_is_named() {
-    let _turn = turn().await;
-    let server = with_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    let _permit = training_permit().await;
+    let server = register_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
     let group = Group::new("freezer");
     let id = server.submit(&spec("immortal", 100_000)).await;
-    runs_past(&server, &id, EVERY).await;
+    wait_for_step(&server, &id, EVERY).await;
     let (_, rank) = server.ranks(&id).remove(0);
     group.add(&rank);
     let mut row = Row::begin("a rank in state D (a frozen control group)");
@@ -156,7 +160,7 @@ async fn root_a_rank_frozen_by_the_kernel_is_named() {
     let reason = cancel_unkillable(&server, &id, &rank).await;
     group.set("freezer.state", "THAWED");
     assert!(reason.contains("state D, blocked in the kernel"), "{reason}");
-    row.mended_now();
+    row.recovered_now();
     row.passed("cancelled; the process is named as blocked in the kernel");
     server.stop().await;
 }
@@ -175,9 +179,9 @@ fn faketime() -> PathBuf {
 
 #[tokio::test]
 async fn the_clock_may_be_set_forward_and_back() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let steps = 2 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed_weights(steps).await;
     let folder = tempfile::tempdir().expect("a folder");
     let clock = folder.path().join("clock");
     let set = |offset: &str| {
@@ -195,15 +199,15 @@ async fn the_clock_may_be_set_forward_and_back() {
     ];
     let clocked = environment.map(|(name, value)| (name.into(), value.display().to_string()));
     let environment = [variables([SLOW_STEPS]), clocked.into()].concat();
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let mut row = Row::begin("the clock is set an hour forward, then two hours back");
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY).await;
+    wait_for_step(&server, &id, EVERY).await;
     set("+3600");
     until_events_leap(&server, &id, 3000).await;
     set("-3600");
     until_events_leap(&server, &id, -6000).await;
-    row.mended_now();
+    row.recovered_now();
     judge(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no lease ended");
     row.passed("same attempt, nothing lost");
@@ -267,16 +271,16 @@ impl Drop for Disk {
 #[tokio::test]
 #[ignore = "needs root"]
 async fn root_the_disk_may_be_full_for_a_while() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     // Longer than the disk is full.
     let steps = 6 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed_weights(steps).await;
     let mut disk = None;
     let prepare = |data: &Path| disk = Some(Disk::mount(data, 64));
-    let server = with_pictures(Server::start_by(LOCAL, None, Vec::new(), &[], prepare).await).await;
+    let server = register_pictures(Server::start_wrapped(LOCAL, None, Vec::new(), &[], prepare).await).await;
     let disk = disk.expect("a disk");
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let mut row = Row::begin("the disk of database, logs and checkpoints is full for 5 s");
     let filler = disk.fill();
     // The server still responds.
@@ -286,7 +290,7 @@ async fn root_the_disk_may_be_full_for_a_while() {
     tokio::time::sleep(Duration::from_secs(5)).await;
     assert_eq!(server.ranks(&id).len(), 2, "the ranks are alive");
     fs::remove_file(filler).expect("free space");
-    row.mended_now();
+    row.recovered_now();
     judge(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     row.passed("503 with a reason, same attempt, nothing lost");

@@ -4,7 +4,7 @@
 use crate::{
     judge::Row,
     pictures,
-    server::{Agents, Server, number, signal, turn},
+    server::{Agents, Server, number, signal, training_permit},
     socket::stored,
 };
 use jiff::Timestamp;
@@ -29,7 +29,7 @@ async fn measure_recovery(server: &Server, hit: &[u32]) -> [f64; 3] {
     let id = server.submit(&spec).await;
     let trains = |job: &serde_json::Value| number(&job["step"]) > number(&job["steps_per_epoch"]) + 20;
     server
-        .job_when(&id, "it is in its second epoch", |job| number(&job["attempt"]) == 1 && trains(job))
+        .wait_for_job(&id, "it is in its second epoch", |job| number(&job["attempt"]) == 1 && trains(job))
         .await;
     let kept = server.checkpoints(&id).await;
     let from = kept.iter().map(|c| number(&c["step"])).max().expect("a checkpoint of the first epoch");
@@ -55,14 +55,14 @@ async fn measure_recovery(server: &Server, hit: &[u32]) -> [f64; 3] {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     server.cli(&["cancel", &id]).ok();
-    server.ended(&id).await;
+    server.wait_for_end(&id).await;
     seen.map(|at| at.expect("a time"))
 }
 
 #[tokio::test]
 #[ignore = "takes minutes"]
 async fn measure_from_a_kill_to_training_again() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, Vec::new()).await;
     server.register("fashion", &pictures::bundled()).await;
     for (what, hit) in [("rank 0", &[0][..]), ("the last rank", &[1]), ("all ranks", &[0, 1])] {
@@ -103,7 +103,7 @@ async fn measure_steps(server: &Server, every: Option<u64>) -> f64 {
         "evaluate": {"every_epochs": 0},
     });
     let id = server.submit(&spec).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let events = stored(server, &id).await;
     let stored_at = |step: u64| {
         let has_step = |e: &&serde_json::Value| {
@@ -119,7 +119,7 @@ async fn measure_steps(server: &Server, every: Option<u64>) -> f64 {
 #[tokio::test]
 #[ignore = "takes minutes, and needs an idle machine"]
 async fn measure_the_cost_of_checkpoints() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_on(Agents::Local { cpu_slots: 1 }, None, Vec::new()).await;
     server.register("fashion", &pictures::bundled()).await;
     let mut without = Vec::new();

@@ -2,10 +2,10 @@
 
 use crate::{
     judge::{
-        EVERY, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, runs_past, spec, undisturbed, variables,
-        with_pictures,
+        EVERY, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights,
+        variables, wait_for_step,
     },
-    server::{Agents, Server, number, signal, turn},
+    server::{Agents, Server, number, signal, training_permit},
     socket::stored,
     specs,
 };
@@ -19,7 +19,7 @@ use std::{
 /// A server whose ranks have slow steps, so that a job lasts until it is disturbed.
 async fn server() -> Server {
     let local = Agents::Local { cpu_slots: 2 };
-    with_pictures(Server::start_on(local, None, variables([SLOW_STEPS])).await).await
+    register_pictures(Server::start_on(local, None, variables([SLOW_STEPS])).await).await
 }
 
 /// The step from which an attempt continued.
@@ -30,9 +30,9 @@ fn start_step(events: &[Value], attempt: u64) -> u64 {
 
 #[tokio::test]
 async fn ranks_may_be_killed_or_crash() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     // Two faults per job, as a third restart would wait for its backoff.
     let jobs: [[(&str, &[u32], Signal); 2]; 2] = [
         [("kill -9 of rank 0", &[0], Signal::KILL), ("kill -9 of the last rank", &[1], Signal::KILL)],
@@ -43,7 +43,7 @@ async fn ranks_may_be_killed_or_crash() {
         let mut past = EVERY + 10;
         let mut rows = Vec::new();
         for (attempt, (fault, hit, with)) in (1..).zip(faults) {
-            runs_past(&server, &id, past).await;
+            wait_for_step(&server, &id, past).await;
             let ranks = server.ranks(&id);
             let mut row = Row::begin(fault);
             for (_, process) in ranks.iter().filter(|(rank, _)| hit.contains(rank)) {
@@ -54,9 +54,9 @@ async fn ranks_may_be_killed_or_crash() {
                     signal(process.pid, with);
                 }
             }
-            row.until_mended(&server, &id, attempt).await;
-            let mended = row.mended();
-            assert!(mended < Duration::from_secs(30), "{fault}: training again after {mended:?}");
+            row.wait_until_recovered(&server, &id, attempt).await;
+            let recovered = row.recovery_time();
+            assert!(recovered < Duration::from_secs(30), "{fault}: training again after {recovered:?}");
             past = number(&server.job(&id).await["step"]) + 10;
             rows.push((row, with));
         }
@@ -79,19 +79,19 @@ async fn ranks_may_be_killed_or_crash() {
 
 #[tokio::test]
 async fn a_rank_that_hangs_is_restarted() {
-    let own_turn = turn().await;
+    let permit = training_permit().await;
     let server = server().await;
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let id = server
         .submit(&specs::with(spec("disturbed", STEPS), json!({"recovery": {"stall_timeout_secs": 10}})))
         .await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let (_, rank) = server.ranks(&id).remove(1);
     let mut row = Row::begin("SIGSTOP of a rank (stall_timeout_secs = 10)");
     signal(rank.pid, Signal::STOP);
     // While the job hangs, other tests may train.
-    drop(own_turn);
-    row.until_mended(&server, &id, 1).await;
+    drop(permit);
+    row.wait_until_recovered(&server, &id, 1).await;
     judge(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let reason = events.iter().find(|e| e["state"] == "restarting").expect("a restart")["reason"].to_string();
@@ -105,48 +105,48 @@ async fn a_rank_that_hangs_is_restarted() {
 
 #[tokio::test]
 async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let agent = server.processes().into_iter().find(|p| p.command() == "agent").expect("the agent");
     let mut row = Row::begin("kill -9 of the agent, which returns within the lease");
     signal(agent.pid, Signal::KILL);
     let back = async |s: &Server| s.processes().iter().any(|p| p.command() == "agent" && p.pid != agent.pid);
     server.until("the agent is started again", back).await;
-    row.mended_now();
+    row.recovered_now();
     judge(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the new agent took over the ranks");
     row.passed("same attempt");
     // The machine accepts the next job.
     let next = server.submit(&spec("afterwards", 5)).await;
-    server.succeeded(&next).await;
+    server.wait_for_success(&next).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = server().await;
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let mut stops = Vec::new();
     for (attempt, past, fault, with) in [
         (1, EVERY + 10, "Ctrl-C of serve", Signal::INT),
         (2, 3 * EVERY + 10, "SIGTERM of serve", Signal::TERM),
     ] {
-        runs_past(&server, &id, past).await;
+        wait_for_step(&server, &id, past).await;
         let mut row = Row::begin(fault);
-        assert_eq!(server.end_serve(with).await.code(), Some(0));
+        assert_eq!(server.stop_serve(with).await.code(), Some(0));
         assert!(server.processes().is_empty(), "no process is left: {:?}", server.processes());
         // The checkpoint is of the step at which training stopped.
         let kept =
             lockstep_worker::checkpoint::list(&server.job_dir(&id).join("checkpoints")).expect("checkpoints");
         let at = kept.last().expect("a checkpoint").1;
         assert!(at >= past, "{kept:?}");
-        server.serve_again().await;
-        row.until_mended(&server, &id, attempt).await;
+        server.start_serve().await;
+        row.wait_until_recovered(&server, &id, attempt).await;
         stops.push((row, at));
     }
     judge(&server, &id, STEPS, &model, &[]).await;
@@ -166,9 +166,9 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
 
 #[tokio::test]
 async fn the_newest_checkpoint_may_be_truncated() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let mut past = 2 * EVERY + 10;
     let mut damaged = Vec::new();
@@ -182,7 +182,7 @@ async fn the_newest_checkpoint_may_be_truncated() {
             bytes[middle] ^= 1;
         }),
     ] {
-        runs_past(&server, &id, past).await;
+        wait_for_step(&server, &id, past).await;
         server.cli(&["pause", &id]).ok();
         let all = server.checkpoints(&id).await;
         let (newest, before) = (number(&all[0]["step"]), number(&all[1]["step"]));
@@ -212,18 +212,18 @@ async fn the_newest_checkpoint_may_be_truncated() {
 
 #[tokio::test]
 async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     server.cli(&["pause", &id]).ok();
     let path = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();
     let aside = format!("{path}.aside");
     let row = Row::begin("the dataset vanished");
     fs::rename(&path, &aside).expect("moved away");
     server.cli(&["resume", &id]).ok();
-    let job = server.ended(&id).await;
+    let job = server.wait_for_end(&id).await;
     let reason = job["reason"].as_str().expect("a reason");
     assert!(
         job["state"] == "failed" && reason.contains("cannot be read") && reason.contains("retry"),
@@ -241,7 +241,7 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
         fs::write(std::path::Path::new(&path).join(entry.file_name()), bytes).expect("a file");
     }
     server.cli(&["retry", &id]).ok();
-    let job = server.ended(&id).await;
+    let job = server.wait_for_end(&id).await;
     let reason = job["reason"].as_str().expect("a reason");
     assert!(job["state"] == "failed" && reason.contains("is not what the job began with"), "{reason}");
     fs::remove_dir_all(&path).and_then(|()| fs::rename(&aside, &path)).expect("the dataset is back");
@@ -254,30 +254,26 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
 #[tokio::test]
 #[ignore = "slow: leases run out"]
 async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let steps = 4 * STEPS;
     let environment = variables([SHORT_LEASE, SLOW_STEPS]);
     let server = Server::start_on(Agents::Separate { cpu_slots: 2 }, None, environment).await;
-    let mut server = with_pictures(server).await;
-    let model = undisturbed(steps).await;
+    let mut server = register_pictures(server).await;
+    let model = undisturbed_weights(steps).await;
 
     // Killed: the ranks end by themselves before the server starts another attempt.
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let ranks = server.ranks(&id);
     assert_eq!(ranks.len(), 2);
     let mut row = Row::begin("kill -9 of an agent that comes back after the lease");
     server.kill_agent();
     let before = number(&server.job(&id).await["step"]);
-    server
-        .until("the attempt has ended", async |s: &Server| {
-            s.job(&id).await["state"] != "running"
-        })
-        .await;
+    server.until("the attempt has ended", async |s: &Server| s.job(&id).await["state"] != "running").await;
     assert!(server.ranks(&id).is_empty(), "the ranks ended within the lease");
     assert!(number(&server.job(&id).await["step"]) >= before);
     server.start_agent(2).await;
-    row.until_mended(&server, &id, 1).await;
+    row.wait_until_recovered(&server, &id, 1).await;
     judge(&server, &id, steps, &model, &[1]).await;
     row.passed("ranks ended themselves within the lease, attempt fenced");
 
@@ -287,16 +283,16 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
         ("the agent is cut off (SIGSTOP) for 16 s, then returns", 16, false),
     ] {
         let id = server.submit(&spec("disturbed", steps)).await;
-        runs_past(&server, &id, EVERY + 10).await;
-        let agent = server.agent_beside().expect("the agent");
+        wait_for_step(&server, &id, EVERY + 10).await;
+        let agent = server.agent_pid().expect("the agent");
         let mut row = Row::begin(fault);
         signal(agent, Signal::STOP);
         tokio::time::sleep(Duration::from_secs(secs)).await;
         signal(agent, Signal::CONT);
         if same_attempt {
-            row.mended_now();
+            row.recovered_now();
         } else {
-            row.until_mended(&server, &id, 1).await;
+            row.wait_until_recovered(&server, &id, 1).await;
         }
         judge(&server, &id, steps, &model, if same_attempt { &[] } else { &[1] }).await;
         assert_eq!(number(&server.job(&id).await["attempt"]) == 1, same_attempt);
@@ -308,14 +304,14 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
 #[tokio::test]
 #[ignore = "slow: the server is down for 20 s"]
 async fn slow_the_server_may_be_down_for_20_s() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let outage = Duration::from_secs(20);
     let steps = 8 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed_weights(steps).await;
     let mut server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, variables([SLOW_STEPS])).await;
-    server = with_pictures(server).await;
+    server = register_pictures(server).await;
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let mut row = Row::begin(&format!("kill -9 of the server, down for {} s", outage.as_secs()));
     server.kill_serve();
     let began = Instant::now();
@@ -328,8 +324,8 @@ async fn slow_the_server_may_be_down_for_20_s() {
         trained_on += u64::from(length() > last);
         last = length();
     }
-    server.serve_again().await;
-    row.mended_now();
+    server.start_serve().await;
+    row.recovered_now();
     judge(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the same ranks continued");
     row.passed(&format!("same attempt; ranks trained in {trained_on} of {} s", outage.as_secs()));

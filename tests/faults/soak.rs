@@ -1,8 +1,8 @@
 //! Many jobs and a random fault every few seconds.
 
 use crate::{
-    judge::{Row, judge, spec, trained, with_pictures},
-    server::{Agents, Server, number, signal, state_of, turn},
+    judge::{Row, judge, register_pictures, spec, trained_weights},
+    server::{Agents, Server, number, signal, state_of, training_permit},
     socket::stored,
     specs,
 };
@@ -34,14 +34,14 @@ impl Random {
 #[tokio::test]
 #[ignore = "takes ten minutes and more"]
 async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let seed = std::env::var("LOCKSTEP_SOAK_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20_260_721);
     let mut random = Random(seed);
     // A shorter soak with fewer jobs, to test this test.
     let secs = std::env::var("LOCKSTEP_SOAK_SECS").ok().and_then(|s| s.parse().ok()).unwrap_or(SECS);
     let duration = Duration::from_secs(secs);
     let jobs = JOBS * secs as usize / SECS as usize;
-    let mut server = with_pictures(Server::start_with(Agents::Local { cpu_slots: 4 }).await).await;
+    let mut server = register_pictures(Server::start_with(Agents::Local { cpu_slots: 4 }).await).await;
     let mut row =
         Row::begin(&format!("soak: {jobs} jobs and more, a random fault every 2 to 5 s for {} s", secs));
     let soak_spec = |name: &str| {
@@ -53,7 +53,7 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
             }),
         )
     };
-    let model = trained(&soak_spec("disturbed")).await;
+    let model = trained_weights(&soak_spec("disturbed")).await;
     let mut ids = Vec::new();
     for _ in 0..jobs {
         // All jobs are the same, so that their weights are comparable.
@@ -108,23 +108,23 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
             }
             8 => {
                 server.kill_serve();
-                server.serve_again().await;
+                server.start_serve().await;
                 "kill -9 of the server"
             }
             9 => {
-                assert_eq!(server.end_serve(Signal::INT).await.code(), Some(0));
-                server.serve_again().await;
+                assert_eq!(server.stop_serve(Signal::INT).await.code(), Some(0));
+                server.start_serve().await;
                 "Ctrl-C of the server"
             }
             _ => continue,
         };
         *faults.entry(fault).or_default() += 1;
     }
-    row.mended_now();
+    row.recovered_now();
     let mut attempts = 0;
     let mut fenced = 0;
     for id in &ids {
-        server.succeeded(id).await;
+        server.wait_for_success(id).await;
         // An agent that is killed again during its start may be absent for longer than the lease.
         let events = stored(&server, id).await;
         let lost: Vec<_> =

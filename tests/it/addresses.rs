@@ -24,16 +24,16 @@ async fn a_url_instead_of_a_path_is_refused_without_a_connection() {
     for scheme in ["http", "https", "ftp", "HTTP"] {
         let url = format!("{scheme}://{at}/pictures");
         let absolute = [("/path", &["absolute path"][..])];
-        server.post("/datasets", &json!({"name": "x", "path": url})).await.mistakes(&absolute);
-        server.post("/datasets/inspect", &json!({"path": url})).await.mistakes(&absolute);
+        server.post("/datasets", &json!({"name": "x", "path": url})).await.assert_invalid(&absolute);
+        server.post("/datasets/inspect", &json!({"path": url})).await.assert_invalid(&absolute);
         let unknown = [("/data/dataset", &["no dataset is called"][..])];
         let job = specs::short("data", &url, 1, 1);
-        server.post("/jobs", &job).await.mistakes(&unknown);
-        server.post("/jobs/validate", &job).await.mistakes(&unknown);
+        server.post("/jobs", &job).await.assert_invalid(&unknown);
+        server.post("/jobs/validate", &job).await.assert_invalid(&unknown);
         let file = format!("{url}/model.safetensors");
         let address = [("/model/pretrained", &["is a URL"][..])];
-        server.post("/jobs", &weights(&file)).await.mistakes(&address);
-        server.post("/jobs/validate", &weights(&file)).await.mistakes(&address);
+        server.post("/jobs", &weights(&file)).await.assert_invalid(&address);
+        server.post("/jobs/validate", &weights(&file)).await.assert_invalid(&address);
 
         // Commands with and without a server.
         let toml = format!(

@@ -6,7 +6,9 @@ mod restored;
 
 use crate::{
     pictures, postgres,
-    server::{Agents, Finished, Folder, SOON, Server, free_port, lockstep, number, signal, turn},
+    server::{
+        Agents, Finished, Folder, Server, TIMEOUT, free_port, lockstep, number, signal, training_permit,
+    },
     specs,
 };
 use bucket::{Bucket, Buckets, environment, files_below};
@@ -43,7 +45,7 @@ fn spec(name: &str, steps: u64) -> Value {
 async fn wait_until_stored(server: &Server, id: &str) {
     // The store is one Python process, to which two jobs may send 100 MB each.
     server
-        .until_within(4 * SOON, "every checkpoint is in the object store", async |s: &Server| {
+        .until_within(4 * TIMEOUT, "every checkpoint is in the object store", async |s: &Server| {
             let all = s.checkpoints(id).await;
             !all.is_empty() && all.iter().all(|checkpoint| checkpoint["stored"] == "stored")
         })
@@ -66,11 +68,11 @@ async fn lose_the_machine(server: &mut Server) {
 
 #[tokio::test]
 async fn jobs_continue_on_a_new_machine_with_the_same_database_and_store() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let mut server = start(bucket.environment(), &kept).await;
     let finished = server.submit(&spec("finished", 20)).await;
-    server.succeeded(&finished).await;
+    server.wait_for_success(&finished).await;
     wait_until_stored(&server, &finished).await;
     let (checkpoints, model) = (server.checkpoints(&finished).await, server.last_model(&finished).await);
     let running = server.submit(&spec("running", 3000)).await;
@@ -83,7 +85,7 @@ async fn jobs_continue_on_a_new_machine_with_the_same_database_and_store() {
     let stored: Vec<_> = server.checkpoints(&running).await;
     let oldest = stored.iter().filter(|c| c["stored"] == "stored").map(|c| number(&c["step"])).min();
     lose_the_machine(&mut server).await;
-    server.serve_again().await;
+    server.start_serve().await;
 
     // Every checkpoint of the finished job is listed and can be downloaded.
     assert_eq!(server.checkpoints(&finished).await, checkpoints);
@@ -96,24 +98,26 @@ async fn jobs_continue_on_a_new_machine_with_the_same_database_and_store() {
 
     // The running job continues from its stored checkpoint, not from the beginning.
     let job = server
-        .job_when(&running, "it runs again", |job| number(&job["attempt"]) == 2 && job["state"] == "running")
+        .wait_for_job(&running, "it runs again", |job| {
+            number(&job["attempt"]) == 2 && job["state"] == "running"
+        })
         .await;
     let attempts = server.get(&format!("/jobs/{running}/attempts")).await;
     let from = attempts["attempts"][1]["checkpoint"].as_str().unwrap_or_else(|| panic!("{attempts}"));
     let step: u64 = from.rsplit('-').next().and_then(|step| step.parse().ok()).expect("a step");
     assert!(Some(step) >= oldest, "{from}, at least {oldest:?}: {job}");
     assert_eq!(server.post(&format!("/jobs/{running}/cancel"), &Value::Null).await.status, 202);
-    server.ended(&running).await;
+    server.wait_for_end(&running).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let kept = Folder::new();
     let server = with_directory(&kept).await;
     let id = server.submit(&spec("finished", 20)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     wait_until_stored(&server, &id).await;
     let (best, model) = (newest(&server.checkpoints(&id).await), server.last_model(&id).await);
     let delete_folder = || fs::remove_dir_all(server.job_dir(&id)).expect("the job's folder");
@@ -122,9 +126,9 @@ async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
     delete_folder();
     let files = files_below(&pictures::image_folder(kept.path(), 1));
     let picture = fs::read(&files[0]).expect("a picture");
-    let answer = server.http.post(server.api(&format!("/checkpoints/{best}/predict"))).body(picture);
-    let answer = answer.send().await.expect("an answer");
-    assert!(answer.status().is_success(), "{}", answer.text().await.unwrap_or_default());
+    let response = server.http.post(server.api(&format!("/checkpoints/{best}/predict"))).body(picture);
+    let response = response.send().await.expect("a response");
+    assert!(response.status().is_success(), "{}", response.text().await.unwrap_or_default());
     delete_folder();
     let evaluation = server.evaluation(&id, &format!("?checkpoint={best}")).await;
     assert!(evaluation["accuracy"].is_number(), "{evaluation}");
@@ -132,7 +136,7 @@ async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
     let fork = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": 30}})).await;
     assert_eq!(fork.status, 201, "{}", fork.text);
     let fork = fork.json()["id"].as_str().expect("an id").to_owned();
-    server.succeeded(&fork).await;
+    server.wait_for_success(&fork).await;
     wait_until_stored(&server, &fork).await;
 
     // The fork has its own objects, which stay when the original job's objects are deleted.
@@ -151,7 +155,7 @@ const PART_BYTES: u64 = 8 << 20;
 
 #[tokio::test]
 async fn an_upload_after_a_broken_connection_sends_only_the_missing_parts() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let server = start(bucket.environment(), &kept).await;
     let large = specs::with(
@@ -161,7 +165,7 @@ async fn an_upload_after_a_broken_connection_sends_only_the_missing_parts() {
     // The connection breaks in the third part of the first file.
     bucket.gate.pass_only(2 * PART_BYTES + PART_BYTES / 2);
     let id = server.submit(&large).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     server.until("the upload is in its third part", async |_: &Server| bucket.gate.is_waiting()).await;
     assert_eq!((bucket.objects().await, bucket.open_uploads().await), (Vec::new(), 1));
     bucket.gate.cut();
@@ -169,14 +173,17 @@ async fn an_upload_after_a_broken_connection_sends_only_the_missing_parts() {
     let passed = bucket.gate.passed();
     let sizes = bucket.objects().await.iter().map(|object| object.size).sum::<u64>();
     assert!(sizes > 8 * PART_BYTES, "{sizes}");
-    assert!(passed < sizes - PART_BYTES, "{passed} of {sizes} bytes sent after the break, though two parts were stored");
+    assert!(
+        passed < sizes - PART_BYTES,
+        "{passed} of {sizes} bytes sent after the break, though two parts were stored"
+    );
     assert_eq!(bucket.open_uploads().await, 0, "no unfinished upload is left");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_killed_upload_continues() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let mut server = start(bucket.environment(), &kept).await;
     // The weights and the optimizer's state have 45 MB each: several parts.
@@ -186,7 +193,7 @@ async fn a_killed_upload_continues() {
     );
     bucket.gate.pass_only(70 << 20);
     let id = server.submit(&large).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     server.until("the upload is in its second file", async |_: &Server| bucket.gate.is_waiting()).await;
     let before = bucket.objects().await;
     assert_eq!(before.len(), 1, "{before:?}");
@@ -194,7 +201,7 @@ async fn a_killed_upload_continues() {
     assert_eq!(server.checkpoints(&id).await[0]["stored"], "uploading");
     server.kill_serve();
     bucket.gate.open();
-    server.serve_again().await;
+    server.start_serve().await;
     wait_until_stored(&server, &id).await;
 
     let (after, checkpoint) = (bucket.objects().await, newest(&server.checkpoints(&id).await));
@@ -215,18 +222,18 @@ async fn a_killed_upload_continues() {
 
 #[tokio::test]
 async fn jobs_run_while_the_store_is_unreachable() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let mut server = start(bucket.environment(), &kept).await;
     let before = server.submit(&spec("before", 10)).await;
-    server.succeeded(&before).await;
+    server.wait_for_success(&before).await;
     wait_until_stored(&server, &before).await;
     bucket.gate.shut();
     // Meanwhile a server can start, and jobs run.
     server.kill_serve();
-    server.serve_again().await;
+    server.start_serve().await;
     let id = server.submit(&spec("while", 30)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let all = server.checkpoints(&id).await;
     assert!(all.iter().all(|checkpoint| checkpoint["stored"] == "uploading"), "{all:?}");
     // Checkpoints that are only in the store are reported as unavailable.
@@ -242,7 +249,7 @@ async fn jobs_run_while_the_store_is_unreachable() {
     assert_eq!(log().matches("object store cannot be used").count(), 1, "logged once");
     server.kill_serve();
     bucket.gate.open();
-    server.serve_again().await;
+    server.start_serve().await;
     wait_until_stored(&server, &id).await;
     server
         .until("the objects of the deleted job are deleted", async |_: &Server| {
@@ -256,19 +263,20 @@ async fn jobs_run_while_the_store_is_unreachable() {
 
 #[tokio::test]
 async fn after_a_damaged_object_the_job_continues_from_the_previous_checkpoint() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let server = start(bucket.environment(), &kept).await;
     let id = server.submit(&spec("damaged", 3000)).await;
     server.until("the job has two checkpoints", async |s: &Server| s.checkpoints(&id).await.len() >= 2).await;
     assert_eq!(server.post(&format!("/jobs/{id}/pause"), &json!({})).await.status, 202);
-    server.job_when(&id, "it is paused", |job| job["state"] == "paused").await;
+    server.wait_for_job(&id, "it is paused", |job| job["state"] == "paused").await;
     wait_until_stored(&server, &id).await;
     let all = server.checkpoints(&id).await;
     let (last, previous) = (newest(&all), all[1]["id"].as_str().expect("an id").to_owned());
     let part_of_key = format!("/{}/", last.strip_prefix(&format!("{id}-")).expect("its name"));
     let objects = bucket.objects().await;
-    let weights = objects.iter().find(|o| o.key.contains(&part_of_key) && o.key.ends_with("/model.safetensors"));
+    let weights =
+        objects.iter().find(|o| o.key.contains(&part_of_key) && o.key.ends_with("/model.safetensors"));
     let key = &weights.expect("weights").key;
     let mut bytes = bucket.read(key).await;
     let middle = bytes.len() / 2;
@@ -284,7 +292,7 @@ async fn after_a_damaged_object_the_job_continues_from_the_previous_checkpoint()
     server.post(&format!("/jobs/{id}/fork"), &fork).await.problem(422);
 
     assert_eq!(server.post(&format!("/jobs/{id}/resume"), &json!({})).await.status, 202);
-    server.job_when(&id, "it runs again", |job| job["state"] == "running").await;
+    server.wait_for_job(&id, "it runs again", |job| job["state"] == "running").await;
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     assert_eq!(attempts["attempts"][1]["checkpoint"], previous, "{attempts}");
     let log = server.cli(&["logs", &id]);
@@ -295,7 +303,7 @@ async fn after_a_damaged_object_the_job_continues_from_the_previous_checkpoint()
         })
         .await;
     assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.status, 202);
-    server.ended(&id).await;
+    server.wait_for_end(&id).await;
     server.stop().await;
 }
 
@@ -315,28 +323,31 @@ async fn an_unusable_store_prevents_the_server_s_start() {
     };
     let url_in_bucket = "s3://weights/a";
     let url = buckets.url();
-    serve(environment(url_in_bucket, &url, "AKIANOBODY", &secret), &[]).wrong(&[
+    serve(environment(url_in_bucket, &url, "AKIANOBODY", &secret), &[]).assert_usage_error(&[
         "--artifacts s3://weights/a",
         "does not know these credentials (InvalidAccessKeyId)",
         "AWS_ACCESS_KEY_ID",
     ]);
     serve(environment(url_in_bucket, &url, &key, "wrong"), &[])
-        .wrong(&["SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY"]);
-    serve(environment("s3://none/a", &url, &key, &secret), &[]).wrong(&["no such bucket"]);
-    serve(environment(url_in_bucket, &url, &key, &secret), &["AWS_ALLOW_HTTP"]).wrong(&["AWS_ALLOW_HTTP=true"]);
+        .assert_usage_error(&["SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY"]);
+    serve(environment("s3://none/a", &url, &key, &secret), &[]).assert_usage_error(&["no such bucket"]);
+    serve(environment(url_in_bucket, &url, &key, &secret), &["AWS_ALLOW_HTTP"])
+        .assert_usage_error(&["AWS_ALLOW_HTTP=true"]);
     serve(environment(url_in_bucket, &url, &key, &secret), &["AWS_SECRET_ACCESS_KEY"])
-        .wrong(&["AWS_SECRET_ACCESS_KEY is not"]);
+        .assert_usage_error(&["AWS_SECRET_ACCESS_KEY is not"]);
     serve(environment(url_in_bucket, "nowhere", &key, &secret), &[])
-        .wrong(&["AWS_ENDPOINT_URL is nowhere", "https://"]);
+        .assert_usage_error(&["AWS_ENDPOINT_URL is nowhere", "https://"]);
     let directory = |path: String| vec![("LOCKSTEP_ARTIFACTS".to_owned(), path)];
-    serve(directory("gs://weights/a".into()), &[]).wrong(&["gs://", "s3://BUCKET/PREFIX"]);
-    serve(directory(file.join("x").display().to_string()), &[]).wrong(&["cannot be made", "choose another"]);
+    serve(directory("gs://weights/a".into()), &[]).assert_usage_error(&["gs://", "s3://BUCKET/PREFIX"]);
+    serve(directory(file.join("x").display().to_string()), &[])
+        .assert_usage_error(&["cannot be made", "choose another"]);
     let inside = folder.path().join("data/artifacts");
-    serve(directory(inside.display().to_string()), &[]).wrong(&["it is in the data directory"]);
+    serve(directory(inside.display().to_string()), &[]).assert_usage_error(&["it is in the data directory"]);
     // A data directory inside the store's directory is refused, too, even before it exists.
     fs::remove_dir_all(folder.path().join("data")).expect("the data directory is deleted");
     let above = folder.path().join("link");
     std::os::unix::fs::symlink(folder.path(), &above).expect("a link");
-    serve(directory(above.display().to_string()), &[]).wrong(&["the data directory is in it", "choose"]);
+    serve(directory(above.display().to_string()), &[])
+        .assert_usage_error(&["the data directory is in it", "choose"]);
     assert!(!folder.path().join("data").exists(), "no data directory is created");
 }

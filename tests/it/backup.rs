@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Server, number, turn},
+    server::{Agents, Server, number, training_permit},
     socket::stored,
     specs,
 };
@@ -10,11 +10,11 @@ use serde_json::{Value, json};
 
 #[tokio::test]
 async fn a_backup_of_a_running_server_is_restored_to_another() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let id = server.submit(&specs::short("kept", "fashion", 2, 8)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let file = server.folder().path().join("backup");
     let file = file.to_str().expect("UTF-8");
     let data = server.data_dir();
@@ -27,7 +27,7 @@ async fn a_backup_of_a_running_server_is_restored_to_another() {
     // An existing backup is replaced only with --force.
     let repeat = |more: &[&str]| server.cli(&[&["backup", "-o", file], more, &options[..]].concat());
     let kept = std::fs::read(file).expect("a backup");
-    repeat(&[]).wrong(&[file, "exists already", "--force"]);
+    repeat(&[]).assert_usage_error(&[file, "exists already", "--force"]);
     assert_eq!(std::fs::read(file).expect("a backup"), kept);
     repeat(&["--force"]).ok();
     if server.database.is_none() {
@@ -39,31 +39,34 @@ async fn a_backup_of_a_running_server_is_restored_to_another() {
             let path = path.to_str().expect("UTF-8");
             server
                 .cli(&[&["backup", "-o", path], &options[..]].concat())
-                .wrong(&["is the database", "name another file"]);
+                .assert_usage_error(&["is the database", "name another file"]);
         }
     }
     server
         .cli(&[&["backup", "-o", "/dev/null"], &options[..]].concat())
-        .wrong(&["/dev/null", "name another file"]);
+        .assert_usage_error(&["/dev/null", "name another file"]);
     // While the server uses the database, commands that would change it are refused.
-    server.cli(&[&["migrate"], &options[..]].concat()).wrong(&["in use"]);
-    server.cli(&[&["restore", file], &options[..]].concat()).wrong(&["in use"]);
+    server.cli(&[&["migrate"], &options[..]].concat()).assert_usage_error(&["in use"]);
+    server.cli(&[&["restore", file], &options[..]].concat()).assert_usage_error(&["in use"]);
 
     let mut other = Server::start_with(Agents::None).await;
-    assert_eq!(other.end_serve(rustix::process::Signal::TERM).await.code(), Some(0));
+    assert_eq!(other.stop_serve(rustix::process::Signal::TERM).await.code(), Some(0));
     let elsewhere = other.data_dir().join("restored.db");
     let url = format!("sqlite://{}", elsewhere.display());
     let restored: Value = other.cli(&["restore", file, "--database", &url, "--json"]).json();
     assert!(restored["tables"].as_array().is_some_and(|t| t.iter().any(|t| t[0] == "events")), "{restored}");
-    other.cli(&["restore", file, "--database", &url]).wrong(&["is not empty"]);
+    other.cli(&["restore", file, "--database", &url]).assert_usage_error(&["is not empty"]);
     other.cli(&["migrate", "--database", &url]).ok();
-    other.cli(&["backup", "-o", "x", "--database", "sqlite:///nowhere/x.db"]).wrong(&["/nowhere/x.db"]);
+    other
+        .cli(&["backup", "-o", "x", "--database", "sqlite:///nowhere/x.db"])
+        .assert_usage_error(&["/nowhere/x.db"]);
     std::fs::rename(data.join("jobs"), other.data_dir().join("jobs.new")).expect("the folders of jobs");
     std::fs::remove_dir_all(other.data_dir().join("jobs")).expect("the empty folder is deleted");
-    std::fs::rename(other.data_dir().join("jobs.new"), other.data_dir().join("jobs")).expect("the folders of jobs");
+    std::fs::rename(other.data_dir().join("jobs.new"), other.data_dir().join("jobs"))
+        .expect("the folders of jobs");
     other.database = Some(url);
     let events = stored(&server, &id).await;
-    other.serve_again().await;
+    other.start_serve().await;
     assert_eq!(stored(&other, &id).await, events);
     assert_eq!(other.get("/jobs").await, server.get("/jobs").await);
     assert!(other.last_model(&id).await.len() > 1000, "the checkpoints are there");
@@ -74,14 +77,14 @@ async fn a_backup_of_a_running_server_is_restored_to_another() {
 /// A restored database reuses numbers of attempts whose folders, records and checkpoints still exist.
 #[tokio::test]
 async fn after_a_restore_an_attempt_with_a_reused_number_is_new() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let checkpoints = json!({"checkpoint": {"every_epochs": null, "every_steps": 20}});
     let id = server.submit(&specs::with(specs::short("again", "fashion", 2, 120), checkpoints)).await;
-    server.job_when(&id, "the job trains", |job| number(&job["step"]) > 20).await;
+    server.wait_for_job(&id, "the job trains", |job| number(&job["step"]) > 20).await;
     assert_eq!(server.post(&format!("/jobs/{id}/pause"), &Value::Null).await.status, 202);
-    server.job_when(&id, "the job is paused", |job| job["state"] == "paused").await;
+    server.wait_for_job(&id, "the job is paused", |job| job["state"] == "paused").await;
     let data = server.data_dir();
     let mut options = vec!["--data-dir", data.to_str().expect("UTF-8")];
     if let Some(url) = &server.database {
@@ -89,17 +92,17 @@ async fn after_a_restore_an_attempt_with_a_reused_number_is_new() {
     }
     server.cli(&[&["backup", "-o", "older"], &options[..]].concat()).ok();
     assert_eq!(server.post(&format!("/jobs/{id}/resume"), &Value::Null).await.status, 202);
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let model = server.last_model(&id).await;
 
-    assert_eq!(server.end_serve(rustix::process::Signal::TERM).await.code(), Some(0));
+    assert_eq!(server.stop_serve(rustix::process::Signal::TERM).await.code(), Some(0));
     let url = format!("sqlite://{}", data.join("restored.db").display());
     server.cli(&["restore", "older", "--database", &url]).ok();
     server.database = Some(url);
-    server.serve_again().await;
+    server.start_serve().await;
     assert_eq!(server.job(&id).await["state"], "paused");
     assert_eq!(server.post(&format!("/jobs/{id}/resume"), &Value::Null).await.status, 202);
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let states: Vec<_> =
         attempts["attempts"].as_array().expect("attempts").iter().map(|a| &a["state"]).collect();

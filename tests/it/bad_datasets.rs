@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Server, turn},
+    server::{Server, training_permit},
     specs,
 };
 use reqwest::StatusCode;
@@ -14,17 +14,23 @@ async fn folders_without_a_dataset_are_not_registered() {
     let server = Server::start().await;
     let folder = server.folder().path();
     let assert_refused = async |path: &Path, words: &[&str]| {
-        let answer = server.post("/datasets", &json!({"name": "broken", "path": path})).await;
-        assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY, "{}: {}", path.display(), answer.text);
-        answer.problem(422);
+        let response = server.post("/datasets", &json!({"name": "broken", "path": path})).await;
+        assert_eq!(
+            response.status,
+            StatusCode::UNPROCESSABLE_ENTITY,
+            "{}: {}",
+            path.display(),
+            response.text
+        );
+        response.problem(422);
         for word in words {
-            assert!(answer.text.contains(word), "{} lacks {word:?}: {}", path.display(), answer.text);
+            assert!(response.text.contains(word), "{} lacks {word:?}: {}", path.display(), response.text);
         }
         // The command reports the same error.
         let path = path.to_str().expect("UTF-8");
-        server.cli(&["dataset", "add", "broken", path]).wrong(words);
+        server.cli(&["dataset", "add", "broken", path]).assert_usage_error(words);
         // So does the inspection, which needs no server.
-        server.cli(&["dataset", "inspect", path]).wrong(words);
+        server.cli(&["dataset", "inspect", path]).assert_usage_error(words);
     };
     fs::create_dir(folder.join("empty")).expect("a folder");
     assert_refused(&folder.join("empty"), &["CIFAR", "IDX"]).await;
@@ -57,7 +63,7 @@ async fn folders_without_a_dataset_are_not_registered() {
 
 #[tokio::test]
 async fn a_truncated_cifar_file_is_named_and_fatal_or_skipped_as_configured() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let path = pictures::truncated_cifar10(server.folder().path());
     let path = path.to_str().expect("UTF-8");
@@ -73,18 +79,18 @@ async fn a_truncated_cifar_file_is_named_and_fatal_or_skipped_as_configured() {
         specs::with(spec, json!({"data": {"broken_files": policy}}))
     };
     let fatal = server.submit(&spec("fail")).await;
-    let job = server.ended(&fatal).await;
+    let job = server.wait_for_end(&fatal).await;
     assert_eq!(job["state"], "failed", "{job:#}");
     assert!(job["reason"].as_str().is_some_and(|r| r.contains("data_batch_2.bin")), "{job:#}");
     assert_eq!(job["attempt"], 1, "a restart cannot repair a file: {job:#}");
     let skipping = server.submit(&spec("skip")).await;
-    server.succeeded(&skipping).await;
+    server.wait_for_success(&skipping).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_text_file_named_jpg_is_fatal_or_skipped_as_configured() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let images = pictures::image_folder(server.folder().path(), 20);
     fs::write(images.join("train/boot/readme.jpg"), "this is text\n").expect("a file");
@@ -105,14 +111,14 @@ async fn a_text_file_named_jpg_is_fatal_or_skipped_as_configured() {
         )
     };
     let fatal = server.submit(&spec("fail")).await;
-    let job = server.ended(&fatal).await;
+    let job = server.wait_for_end(&fatal).await;
     assert_eq!(job["state"], "failed", "{job:#}");
     let reason = job["reason"].as_str().expect("a reason");
     assert!(reason.contains("readme.jpg"), "{reason}");
     assert_eq!(job["attempt"], 1, "a restart cannot repair a file: {job:#}");
 
     let skipping = server.submit(&spec("skip")).await;
-    server.succeeded(&skipping).await;
+    server.wait_for_success(&skipping).await;
     let logs = server.get(&format!("/jobs/{skipping}/logs")).await;
     let named = |l: &Value| l["text"].as_str().is_some_and(|t| t.contains("readme.jpg"));
     assert!(logs["lines"].as_array().expect("lines").iter().any(named), "{logs:#}");
@@ -121,7 +127,7 @@ async fn a_text_file_named_jpg_is_fatal_or_skipped_as_configured() {
 
 #[tokio::test]
 async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_configured() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let images = pictures::image_folder(server.folder().path(), 20);
     let boot = images.join("train/boot");
@@ -156,7 +162,7 @@ async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_conf
         )
     };
     let fatal = server.submit(&spec("fail")).await;
-    let job = server.ended(&fatal).await;
+    let job = server.wait_for_end(&fatal).await;
     assert_eq!((&job["state"], &job["attempt"]), (&json!("failed"), &json!(1)), "{job:#}");
     let reason = job["reason"].as_str().expect("a reason");
     assert!(reason.contains("5 broken files"), "{reason}");
@@ -164,13 +170,13 @@ async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_conf
         assert!(reason.contains(name) && reason.contains(why), "{name} {why}: {reason}");
     }
     let skipping = server.submit(&spec("skip")).await;
-    server.succeeded(&skipping).await;
+    server.wait_for_success(&skipping).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn shards_are_registered_shown_trained_on_and_identified() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/shards/numbers");
     let folder = server.folder().path().join("shards");
@@ -201,12 +207,12 @@ async fn shards_are_registered_shown_trained_on_and_identified() {
         )
     };
     let job = server.submit(&spec("folder", "fail")).await;
-    server.succeeded(&job).await;
+    server.wait_for_success(&job).await;
     // A missing shard is a broken file.
-    let job = server.ended(&server.submit(&spec("pattern", "fail")).await).await;
+    let job = server.wait_for_end(&server.submit(&spec("pattern", "fail")).await).await;
     assert!(job["reason"].as_str().is_some_and(|r| r.contains("val-000001.tar")), "{job:#}");
     let skipping = server.submit(&spec("pattern", "skip")).await;
-    server.succeeded(&skipping).await;
+    server.wait_for_success(&skipping).await;
     // Other pictures in the same files are another dataset.
     let long = specs::with(spec("folder", "fail"), json!({"train": {"steps": 100_000}}));
     let id = server.submit(&long).await;
@@ -215,7 +221,7 @@ async fn shards_are_registered_shown_trained_on_and_identified() {
     server.cli(&["pause", &id]).ok();
     fs::copy(folder.join("train-000001.tar"), folder.join("train-000000.tar")).expect("copies");
     server.cli(&["resume", &id]).ok();
-    let job = server.ended(&id).await;
+    let job = server.wait_for_end(&id).await;
     let reason = job["reason"].as_str().expect("a reason");
     assert!(job["state"] == "failed" && reason.contains("is not what the job began with"), "{reason}");
     server.stop().await;
@@ -223,7 +229,7 @@ async fn shards_are_registered_shown_trained_on_and_identified() {
 
 #[tokio::test]
 async fn parquet_files_and_a_prepared_copy_of_them_are_registered_and_trained_on() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let hub = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/parquet/hub");
     let copy = server.folder().path().join("copy");
@@ -235,8 +241,8 @@ async fn parquet_files_and_a_prepared_copy_of_them_are_registered_and_trained_on
     assert!(second.ok().contains("2 of them from an earlier run"), "{}", second.stdout);
     server
         .cli(&["dataset", "prepare", hub, "--to", copy, "--quality", "90"])
-        .wrong(&["contains a copy with a quality of 95, not 90"]);
-    server.cli(&["dataset", "prepare", hub, "--to", copy, "--short-side", "15"]).wrong(&["15"]);
+        .assert_usage_error(&["contains a copy with a quality of 95, not 90"]);
+    server.cli(&["dataset", "prepare", hub, "--to", copy, "--short-side", "15"]).assert_usage_error(&["15"]);
     for (name, path, format) in [("hub", hub, "parquet"), ("copy", copy, "webdataset")] {
         let added = server.cli(&["dataset", "add", name, path]);
         let sentence = format!("{format}, 3 classes, pictures of 12 x 8 pixels");
@@ -250,7 +256,7 @@ async fn parquet_files_and_a_prepared_copy_of_them_are_registered_and_trained_on
             json!({"data": data, "train": {"batch_size": 4}, "evaluate": {"every_epochs": 1}}),
         );
         let job = server.submit(&spec).await;
-        server.succeeded(&job).await;
+        server.wait_for_success(&job).await;
     }
     server.stop().await;
 }

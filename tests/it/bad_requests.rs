@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Server, number, state_of, turn},
+    server::{Server, number, state_of, training_permit},
     specs,
 };
 use reqwest::{Method, StatusCode};
@@ -25,7 +25,7 @@ async fn all_errors_of_a_specification_are_reported_together() {
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let good = specs::short("good", "fashion", 2, 10);
     let assert_errors = async |changes: Value, expected: &[(&str, &[&str])]| {
-        server.post("/jobs", &specs::with(good.clone(), changes)).await.mistakes(expected);
+        server.post("/jobs", &specs::with(good.clone(), changes)).await.assert_invalid(expected);
     };
 
     assert_errors(json!({"train": {"learning_rte": 1}}), &[("/train/learning_rte", &["no key"])]).await;
@@ -84,7 +84,7 @@ async fn bodies_without_a_specification_are_refused() {
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let send = async |kind: &str, body: Vec<u8>| {
         let request = server.http.post(server.api("/jobs")).header("content-type", kind).body(body);
-        crate::server::Answer::read(request.send().await.expect("an answer")).await
+        crate::server::Response::read(request.send().await.expect("a response")).await
     };
     let json_kind = "application/json";
     send(json_kind, b"{\"name\": ".to_vec()).await.problem(400);
@@ -97,13 +97,13 @@ async fn bodies_without_a_specification_are_refused() {
     send(json_kind, deep.into()).await.problem(400);
     // A form on another site can send text/plain without a CORS preflight.
     let good = specs::short("good", "fashion", 1, 10).to_string();
-    let answer = send("text/plain", good.clone().into()).await;
-    answer.problem(415);
+    let response = send("text/plain", good.clone().into()).await;
+    response.problem(415);
     let huge = format!("{{\"name\": \"{}\"}}", "x".repeat(64 << 20));
     let request = server.http.post(server.api("/jobs")).header("content-type", json_kind).body(huge);
     // The server may stop reading; then the client gets a broken pipe instead of a response.
-    if let Ok(answer) = request.send().await {
-        crate::server::Answer::read(answer).await.problem(413);
+    if let Ok(response) = request.send().await {
+        crate::server::Response::read(response).await.problem(413);
     }
     assert_nothing_stored(&server).await;
 
@@ -130,12 +130,12 @@ async fn bodies_without_a_specification_are_refused() {
 
 #[tokio::test]
 async fn a_job_is_created_once_and_invalid_transitions_are_refused() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 16)).await;
     let submit = async |key: &str, spec: &Value| {
         let request = server.http.post(server.api("/jobs")).header("idempotency-key", key).json(spec);
-        crate::server::Answer::read(request.send().await.expect("an answer")).await
+        crate::server::Response::read(request.send().await.expect("a response")).await
     };
     let spec = specs::short("once", "fashion", 2, 100_000);
     let first = submit("tuesday-run", &spec).await;
@@ -153,12 +153,14 @@ async fn a_job_is_created_once_and_invalid_transitions_are_refused() {
         assert_eq!(problem["state"], state, "{problem}");
         assert!(problem["detail"].as_str().is_some_and(|d| d.contains(state)), "{problem}");
     };
-    server.job_when(&id, "the job runs", |job| job["state"] == "running" && number(&job["step"]) > 2).await;
+    server
+        .wait_for_job(&id, "the job runs", |job| job["state"] == "running" && number(&job["step"]) > 2)
+        .await;
     assert_refused(Method::DELETE, "", "running").await;
     assert!(!server.ranks(&id).is_empty(), "a refused request changes nothing");
     let cancelled = server.request(Method::POST, &format!("/jobs/{id}/cancel"), None).await;
     assert_eq!(cancelled.status, StatusCode::ACCEPTED, "{}", cancelled.text);
-    let job = server.ended(&id).await;
+    let job = server.wait_for_end(&id).await;
     assert_eq!(state_of(&job).as_str(), "cancelled");
     assert_refused(Method::POST, "/cancel", "cancelled").await;
     server.stop().await;

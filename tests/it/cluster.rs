@@ -23,8 +23,7 @@ pub(crate) fn find_program(name: &str) -> Option<PathBuf> {
 
 /// As [`find_program`], for a program that tests/run installs.
 pub(crate) fn program(name: &str, package: &str) -> PathBuf {
-    find_program(name)
-        .unwrap_or_else(|| panic!("{name} is missing: install {package}, as tests/run does"))
+    find_program(name).unwrap_or_else(|| panic!("{name} is missing: install {package}, as tests/run does"))
 }
 
 /// Runs a command, which must succeed, and returns its output.

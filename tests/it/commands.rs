@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Finished, Folder, SOON, Server, ended, lockstep, signal, turn},
+    server::{Finished, Folder, Server, TIMEOUT, exit_status, lockstep, signal, training_permit},
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -33,7 +33,7 @@ every_steps = 1
 
 #[tokio::test]
 async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let dataset = pictures::idx_dataset(server.folder().path(), 320, 40);
     assert!(server.cli(&["dataset", "list"]).ok().contains("dataset add"), "an empty list says what to do");
@@ -97,9 +97,11 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     let measured =
         own["accuracy"].as_f64().expect("a number") - job["last"]["val_accuracy"].as_f64().expect("one");
     assert!(measured.abs() < 1.5 / 40.0, "{own:#}");
-    server.cli(&["evaluate", id, "--dataset", "none&weights=ema"]).wrong(&["no dataset is called"]);
-    server.cli(&["evaluate", id, "--checkpoint", "7"]).wrong(&["no checkpoint 7", "12"]);
-    server.cli(&["evaluate", id, "--weights", "ema"]).wrong(&["averag"]);
+    server
+        .cli(&["evaluate", id, "--dataset", "none&weights=ema"])
+        .assert_usage_error(&["no dataset is called"]);
+    server.cli(&["evaluate", id, "--checkpoint", "7"]).assert_usage_error(&["no checkpoint 7", "12"]);
+    server.cli(&["evaluate", id, "--weights", "ema"]).assert_usage_error(&["averag"]);
 
     let model = server.folder().path().join("model.safetensors");
     for which in ["latest", "best", "12", "1-12"] {
@@ -107,26 +109,28 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
         assert!(fs::read(&model).expect("the model") == server.last_model(id).await, "{which}");
     }
     for which in ["11", "2-12"] {
-        server.cli(&["download", id, "--checkpoint", which, "-o", "x"]).wrong(&[which, "it has 1-12"]);
+        server
+            .cli(&["download", id, "--checkpoint", which, "-o", "x"])
+            .assert_usage_error(&[which, "it has 1-12"]);
     }
     server
         .cli(&["download", id, "--checkpoint", "newest", "-o", "x"])
-        .wrong(&["best, latest", "such as 2-54"]);
+        .assert_usage_error(&["best, latest", "such as 2-54"]);
 
     // A job that nobody watches is cancelled.
     let submitted =
         server.cli(&["submit", file, "--set", "name=unwatched", "--set", "train.steps=1000000", "--json"]);
     let unwatched = submitted.json()["id"].as_str().expect("an id").to_owned();
-    server.job_when(&unwatched, "the job trains", |job| job["step"].as_u64() > Some(3)).await;
-    server.cli(&["delete", "--yes", &unwatched]).wrong(&["running"]);
-    server.cli(&["delete", &unwatched]).wrong(&[&unwatched, "no terminal", "--yes"]);
+    server.wait_for_job(&unwatched, "the job trains", |job| job["step"].as_u64() > Some(3)).await;
+    server.cli(&["delete", "--yes", &unwatched]).assert_usage_error(&["running"]);
+    server.cli(&["delete", &unwatched]).assert_usage_error(&[&unwatched, "no terminal", "--yes"]);
     // An empty name (an unset variable of a script) matches no job, nor does a very short one.
-    server.cli(&["delete", ""]).wrong(&["the name is empty"]);
-    server.cli(&["delete", &unwatched[..3]]).wrong(&["no job is called"]);
+    server.cli(&["delete", ""]).assert_usage_error(&["the name is empty"]);
+    server.cli(&["delete", &unwatched[..3]]).assert_usage_error(&["no job is called"]);
     assert!(server.cli(&["cancel", &unwatched]).ok().contains("cancelled"));
-    server.cli(&["cancel", &unwatched]).wrong(&["cancelled"]);
+    server.cli(&["cancel", &unwatched]).assert_usage_error(&["cancelled"]);
     let watched = server.cli(&["watch", &unwatched]);
-    watched.fails(1, &[]);
+    watched.assert_fails(1, &[]);
     assert!(watched.stdout.starts_with("cancelled after "), "{}", watched.stdout);
     assert!(watched.stdout.trim_end().ends_with(" s: cancelled on request"), "{}", watched.stdout);
     // On a terminal the command asks, and an empty reply means no. A script passes --yes.
@@ -141,13 +145,13 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     server.cli(&["show", &unwatched]).ok();
     let (code, shown) = run_on_terminal(&server, &["delete", &unwatched], "y\n");
     assert!(code == 0 && shown.contains(&format!("{unwatched} deleted")), "{code}: {shown}");
-    server.cli(&["show", &unwatched]).wrong(&["job"]);
+    server.cli(&["show", &unwatched]).assert_usage_error(&["job"]);
     let (code, shown) = run_on_terminal(&server, &["delete", "--yes", "watched"], "");
     assert!(code == 0 && !shown.contains("[y/N]"), "{code}: {shown}");
     let again = server.cli(&["submit", file, "--set", "priority=-9", "--set", "name=again", "--json"]).json();
     let again = again["id"].as_str().expect("an id");
     server.cli(&["cancel", again]).ok();
-    server.cli(&["delete", "again", "--json"]).wrong(&["--yes"]);
+    server.cli(&["delete", "again", "--json"]).assert_usage_error(&["--yes"]);
     server.cli(&["show", again]).ok();
     assert!(server.cli(&["delete", "again", "--yes"]).ok().contains(again), "without a terminal");
     // The log has sentences, and no debug output of Rust structs.
@@ -179,14 +183,14 @@ pub(crate) fn run_on_terminal(server: &Server, args: &[&str], typed: &str) -> (i
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid_fd[0], 0)[1]))";
     let mut command = std::process::Command::new("python3");
     command.args(["-c", TERMINAL, typed, crate::server::LOCKSTEP]).args(args);
-    command.envs(server.for_clients());
+    command.envs(server.client_variables());
     let done = Finished::of(command.args(["--server", &server.url]).stdin(Stdio::null()));
     (done.status, done.stdout + &done.stderr)
 }
 
 #[tokio::test]
 async fn doctor_gathers_a_tensor_from_each_rank() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let two = Finished::of(lockstep().args(["doctor", "--ranks", "2"]));
     assert!(two.ok().contains("[[0.], [1.]]"), "{}", two.stdout);
     let four = Finished::of(lockstep().args(["doctor", "--ranks", "4"]));
@@ -202,21 +206,23 @@ async fn commands_that_need_a_gpu_say_so_without_one() {
         // A machine's GPUs are hidden.
         Finished::of(lockstep().args(args).env("CUDA_VISIBLE_DEVICES", "").current_dir(folder.path()))
     };
-    run_without_gpu(&["agent", "--gpus", "0"]).wrong(&["--gpus 0", "there is no GPU"]);
+    run_without_gpu(&["agent", "--gpus", "0"]).assert_usage_error(&["--gpus 0", "there is no GPU"]);
     for command in ["agent", "serve"] {
         for count in ["0", "1025"] {
-            run_without_gpu(&[command, "--cpu-slots", count]).wrong(&["--cpu-slots", "1..=1024"]);
+            run_without_gpu(&[command, "--cpu-slots", count])
+                .assert_usage_error(&["--cpu-slots", "1..=1024"]);
         }
     }
-    run_without_gpu(&["agent", "--gpus", "0", "--cpu-slots", "1"]).wrong(&["--gpus", "--cpu-slots"]);
-    run_without_gpu(&["bench", "--device", "cuda"]).wrong(&["no GPU"]);
-    run_without_gpu(&["bench", "--device", "cpu", "--precision", "bf16"]).wrong(&["fp32"]);
-    run_without_gpu(&["bench", "--precision", "fp16"]).wrong(&["no GPU"]);
+    run_without_gpu(&["agent", "--gpus", "0", "--cpu-slots", "1"])
+        .assert_usage_error(&["--gpus", "--cpu-slots"]);
+    run_without_gpu(&["bench", "--device", "cuda"]).assert_usage_error(&["no GPU"]);
+    run_without_gpu(&["bench", "--device", "cpu", "--precision", "bf16"]).assert_usage_error(&["fp32"]);
+    run_without_gpu(&["bench", "--precision", "fp16"]).assert_usage_error(&["no GPU"]);
 }
 
 #[tokio::test]
 async fn train_needs_no_server() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = Folder::new();
     let dataset = pictures::idx_dataset(folder.path(), 320, 40);
     let text = JOB.replace("\"fashion\"", &format!("{:?}", dataset.to_str().expect("UTF-8")));
@@ -256,7 +262,7 @@ async fn train_needs_no_server() {
 
     let bad = folder.write("bad.toml", "[train]\nlr = -1\n");
     Finished::of(lockstep().arg("train").arg(bad).current_dir(folder.path()))
-        .wrong(&["train.lr", "data.dataset"]);
+        .assert_usage_error(&["train.lr", "data.dataset"]);
 }
 
 /// Names and bytes of all tensors of a safetensors file.
@@ -295,18 +301,18 @@ fn start_demo(folder: &Folder) -> Child {
 
 #[tokio::test]
 async fn the_demo_prints_a_link_that_signs_in_once() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = Folder::new();
     let began = Instant::now();
     let mut child = start_demo(&folder);
     let mut lines = BufReader::new(child.stdout.take().expect("standard output")).lines();
     let first = lines.next().expect("a first line").expect("UTF-8");
-    assert!(began.elapsed() < SOON, "the link is printed in time");
+    assert!(began.elapsed() < TIMEOUT, "the link is printed in time");
     let address = first.strip_prefix("dashboard: ").unwrap_or_else(|| panic!("{first}")).to_owned();
     // The link signs in once and redirects to a page that needs the cookie.
     let browser = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none());
     let browser = browser.build().expect("a client");
-    let signed_in = browser.get(&address).send().await.expect("an answer");
+    let signed_in = browser.get(&address).send().await.expect("a response");
     let cookie = signed_in.headers()["set-cookie"].to_str().expect("a cookie").to_owned();
     let (cookie, attributes) = cookie.split_once(';').expect("attributes");
     assert!(attributes.contains("HttpOnly") && attributes.contains("SameSite=Lax"), "{attributes}");
@@ -329,7 +335,7 @@ async fn the_demo_prints_a_link_that_signs_in_once() {
     assert_eq!(list(&["--server", "http://127.0.0.1:9"]).status, 1, "--server takes precedence");
     assert!(folder.path().join("demo/address").exists());
     signal(child.id() as i32, Signal::INT);
-    ended(&mut child).await;
+    exit_status(&mut child).await;
     assert!(!folder.path().join("demo/address").exists());
     let left = crate::server::processes_of(folder.path());
     assert!(left.is_empty(), "{left:?}");

@@ -3,7 +3,7 @@
 use crate::{
     elsewhere::{Machine, log, online, server, stored},
     pictures,
-    server::{Agents, Server, signal, turn},
+    server::{Agents, Server, signal, training_permit},
     specs,
 };
 use rustix::process::Signal;
@@ -51,21 +51,21 @@ fn copies(machine: &Machine, server: &Server) -> Vec<PathBuf> {
 
 /// Runs a job, which must fail, and returns the reason.
 async fn failure_reason(server: &Server, spec: &Value) -> String {
-    let job = server.ended(&server.submit(spec).await).await;
+    let job = server.wait_for_end(&server.submit(spec).await).await;
     assert_eq!(job["state"], "failed", "{job:#}");
     job["reason"].as_str().expect("a reason").to_owned()
 }
 
 /// Waits until the last checkpoint is on the server and returns its weights.
 async fn weights(server: &Server, id: &str) -> Vec<u8> {
-    server.succeeded(id).await;
+    server.wait_for_success(id).await;
     server.until("the checkpoint is uploaded", async |s: &Server| stored(s, id).await == STEPS).await;
     server.last_model(id).await
 }
 
 #[tokio::test]
 async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_weights() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let data = dataset(&server);
     // An empty folder is part of a dataset, too.
@@ -110,7 +110,7 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     changed[last] = (changed[last] + 1) % 10;
     fs::write(&labels, &changed).expect("other labels");
     let id = server.submit(&spec("changed")).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     assert!(log(&server, &id).await.contains(COPIES));
     let now = copies(&b, &server);
     assert!(now.len() == 1 && now != kept, "{now:?}");
@@ -119,7 +119,7 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
 
 #[tokio::test]
 async fn a_copy_continues_after_its_agent_and_its_server_were_killed() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     let data = pictures::idx_dataset(server.folder().path(), 640, 64);
     let filler = fs::File::create(data.join("filler")).expect("a file");
@@ -143,8 +143,8 @@ async fn a_copy_continues_after_its_agent_and_its_server_were_killed() {
     server.kill_serve();
     let later = assert_unfinished(&continued);
     assert!(later.len() > part.len(), "{} and then {}", part.len(), later.len());
-    server.serve_again().await;
-    server.succeeded(&id).await;
+    server.start_serve().await;
+    server.wait_for_success(&id).await;
     let kept = copies(&a, &server);
     let [copy] = kept.as_slice() else { panic!("{kept:?}") };
     let whole = fs::metadata(copy.join("data/filler")).expect("the whole file");
@@ -179,7 +179,7 @@ fn wait_for_filler(machine: &Machine, server: &Server, bytes: u64) -> PathBuf {
 
 #[tokio::test]
 async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let data = dataset(&server);
     let (limit, less) = (size(&data).to_string(), (size(&data) - 1).to_string());
@@ -220,7 +220,7 @@ async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     assert!(copies(&d, &server).is_empty());
     fs::remove_file(data.join("link")).expect("the link is removed");
     let id = server.submit(&spec("fits")).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     assert!(log(&server, &id).await.contains(&format!("machine-d {COPIES}")));
     assert_eq!(copies(&d, &server).len(), 1);
 }
@@ -231,7 +231,7 @@ mod full {
 
     #[tokio::test]
     async fn a_dataset_that_changes_during_a_copy_is_copied_again_and_logged() {
-        let _turn = turn().await;
+        let _permit = training_permit().await;
         let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
         let data = pictures::idx_dataset(server.folder().path(), 640, 64);
         let filler = fs::File::create(data.join("filler")).expect("a file");
@@ -244,7 +244,7 @@ mod full {
         let id = server.submit(&spec("changing")).await;
         wait_for_filler(&a, &server, 0);
         fs::write(data.join("a-note"), "afterwards").expect("another note");
-        server.succeeded(&id).await;
+        server.wait_for_success(&id).await;
         let log = log(&server, &id).await;
         assert!(log.contains("the dataset fashion changed while machine-a copied it"), "{log}");
         let kept = copies(&a, &server);

@@ -1,7 +1,7 @@
 //! Datasets from a shell: prepared and registered in one command, and removed.
 
 use crate::{
-    server::{Finished, Folder, Server, lockstep, turn},
+    server::{Finished, Folder, Server, lockstep, training_permit},
     specs,
 };
 use serde_json::{Value, json};
@@ -20,7 +20,7 @@ fn copy_hub(folder: &Path) -> String {
 
 #[tokio::test]
 async fn a_dataset_is_prepared_and_registered_by_one_command() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let hub = copy_hub(server.folder().path());
     let here = |name: &str| server.folder().path().canonicalize().expect("a folder").join(name);
@@ -40,18 +40,22 @@ async fn a_dataset_is_prepared_and_registered_by_one_command() {
 
     // A name that is taken is reported before hours of work, not after.
     let taken = server.cli(&["dataset", "add", "pets", &hub, "--prepare", "17"]);
-    taken.wrong(&["already called pets", "hub-16"]);
+    taken.assert_usage_error(&["already called pets", "hub-16"]);
     assert!(!here("hub-17").exists());
-    server.cli(&["dataset", "add", "x", &hub, "--prepare", "15"]).wrong(&["--prepare", "15", "16..=4096"]);
-    server.cli(&["dataset", "add", "x", &hub, "--to", "y"]).wrong(&["--prepare"]);
+    server.cli(&["dataset", "add", "x", &hub, "--prepare", "15"]).assert_usage_error(&[
+        "--prepare",
+        "15",
+        "16..=4096",
+    ]);
+    server.cli(&["dataset", "add", "x", &hub, "--to", "y"]).assert_usage_error(&["--prepare"]);
     let pattern = format!("{}/train-{{000000..000000}}.tar", here("hub-16").display());
-    server.cli(&["dataset", "add", "x", &pattern, "--prepare", "16"]).wrong(&["--to DIR"]);
+    server.cli(&["dataset", "add", "x", &pattern, "--prepare", "16"]).assert_usage_error(&["--to DIR"]);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn training_without_a_server_uses_the_available_validation_split() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = Folder::new();
     let hub = copy_hub(folder.path());
     // The dataset has the splits train and validation; the job names none.
@@ -72,7 +76,7 @@ async fn training_without_a_server_uses_the_available_validation_split() {
 
 #[tokio::test]
 async fn a_dataset_is_removed_when_no_job_needs_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let hub = copy_hub(server.folder().path());
     server.cli(&["dataset", "add", "pets", &hub]).ok();
@@ -82,15 +86,22 @@ async fn a_dataset_is_removed_when_no_job_needs_it() {
     );
     let id = server.submit(&long).await;
     server.until("the job trains", async |server| server.job(&id).await["state"] == "running").await;
-    server.cli(&["dataset", "remove", "pets", "--yes"]).wrong(&[&id, "long", "running", "cancel it first"]);
+    server.cli(&["dataset", "remove", "pets", "--yes"]).assert_usage_error(&[
+        &id,
+        "long",
+        "running",
+        "cancel it first",
+    ]);
     server.cli(&["cancel", &id]).ok();
-    assert_eq!(server.ended(&id).await["state"], "cancelled");
+    assert_eq!(server.wait_for_end(&id).await["state"], "cancelled");
 
     // An unregistered name is an error, even if it would have a meaning in a URL.
     for name in ["pet", "", "pets/", &format!("../jobs/{id}")] {
-        server.cli(&["dataset", "remove", name]).wrong(&["no dataset is called", "dataset list"]);
+        server
+            .cli(&["dataset", "remove", name])
+            .assert_usage_error(&["no dataset is called", "dataset list"]);
     }
-    server.cli(&["dataset", "remove", "pets"]).wrong(&["pets stays as it is", "--yes"]);
+    server.cli(&["dataset", "remove", "pets"]).assert_usage_error(&["pets stays as it is", "--yes"]);
     let removed = server.cli(&["dataset", "remove", "pets", "--yes"]);
     assert!(removed.ok().contains("pets removed; its files stay at ") && removed.stdout.contains("hub"));
     assert!(Path::new(&hub).join("data").is_dir());
@@ -98,11 +109,11 @@ async fn a_dataset_is_removed_when_no_job_needs_it() {
 
     // The job still shows its dataset, and continues once the name is registered again.
     assert!(server.cli(&["show", &id]).ok().contains("dataset = \"pets\""));
-    server.cli(&["retry", &id]).wrong(&["\"pets\" is no longer registered"]);
+    server.cli(&["retry", &id]).assert_usage_error(&["\"pets\" is no longer registered"]);
     server.cli(&["dataset", "add", "pets", &hub]).ok();
     server.cli(&["retry", &id]).ok();
     server.cli(&["cancel", &id]).ok();
-    server.ended(&id).await;
+    server.wait_for_end(&id).await;
     let removed = server.cli(&["dataset", "remove", "pets", "-y", "--json"]).json();
     assert_eq!(removed["removed"], "pets");
     server.stop().await;

@@ -4,7 +4,7 @@ use crate::{
     elsewhere::{self, Machine},
     full::hosts::Site,
     pictures,
-    server::{Agents, Folder, Server, turn},
+    server::{Agents, Folder, Server, training_permit},
     specs,
 };
 use serde_json::json;
@@ -21,7 +21,7 @@ fn damage(dataset: &Path) {
 
 #[tokio::test]
 async fn the_machine_with_a_damaged_copy_is_named_at_the_first_start() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (mut site, _) = Site::measured(3).await;
     let damaged = Folder::new();
     let copy = pictures::idx_dataset(damaged.path(), 160, 16);
@@ -61,7 +61,7 @@ async fn the_machine_with_a_damaged_copy_is_named_at_the_first_start() {
 /// The server's own files may change after their registration. Then it is unknown which of two machines has the right copy.
 #[tokio::test]
 async fn both_machines_are_named_if_the_right_copy_is_unknown() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     let here = server.folder().path().join("here");
     fs::create_dir_all(&here).expect("a folder");
@@ -79,7 +79,7 @@ async fn both_machines_are_named_if_the_right_copy_is_unknown() {
     let own = own.expect("the server's own agent");
     for _ in 0..3 {
         let id = server.submit(&specs::short("both", "fashion", 2, 20)).await;
-        let job = server.ended(&id).await;
+        let job = server.wait_for_end(&id).await;
         let why = job["reason"].as_str().expect("a reason");
         assert_eq!(job["state"], "failed", "{job:#}");
         assert!(why.contains("Lockstep cannot tell which of the two is correct"), "{why}");
@@ -87,5 +87,5 @@ async fn both_machines_are_named_if_the_right_copy_is_unknown() {
     }
     // A job on only the server's own machine uses the server's files.
     let job = server.submit(&specs::short("own", "fashion", 1, 20)).await;
-    server.succeeded(&job).await;
+    server.wait_for_success(&job).await;
 }

@@ -3,7 +3,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Answer, Finished, Folder, Server, client, lockstep, turn},
+    server::{Agents, Finished, Folder, Response, Server, client, lockstep, training_permit},
     specs,
 };
 use reqwest::Method;
@@ -26,11 +26,11 @@ fn keys_on_the_command_line_have_a_maximum_depth() {
         for parts in [9, 20_000] {
             let mut lockstep = lockstep();
             lockstep.args(command).args(["--set", &set(parts)]).current_dir(folder.path());
-            Finished::of(&mut lockstep).wrong(&["--set", "at most 8 parts"]);
+            Finished::of(&mut lockstep).assert_usage_error(&["--set", "at most 8 parts"]);
         }
     }
     let mut lockstep = lockstep();
-    Finished::of(lockstep.args(["submit", job, "--set", &set(8)])).wrong(&["no key is called"]);
+    Finished::of(lockstep.args(["submit", job, "--set", &set(8)])).assert_usage_error(&["no key is called"]);
 }
 
 /// Pads a PNG file to this size with a chunk that decoders ignore.
@@ -47,13 +47,13 @@ fn pad_png(picture: &[u8], bytes: usize) -> Vec<u8> {
 
 #[tokio::test]
 async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let folder = server.folder().path();
     server.register("fashion", &pictures::idx_dataset(folder, 64, 16)).await;
     let averaged = json!({"train": {"lr": 0.02, "ema_decay": 0.5, "ema_steps": 1, "mixup": 0.2}});
     let id = server.submit(&specs::with(specs::short("averaged", "fashion", 1, 4), averaged)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     assert_eq!(server.points(&id, "val_ema_loss").await.len(), 1);
     let checkpoint = server.checkpoints(&id).await[0]["id"].as_str().expect("an id").to_owned();
     let file = async |name: &str| server.bytes(&format!("/checkpoints/{checkpoint}/{name}")).await;
@@ -81,11 +81,11 @@ async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
 #[tokio::test]
 async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     const LIMIT: usize = 24 << 20;
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let id = server.submit(&specs::short("classifier", "fashion", 1, 4)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let list = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let checkpoint = list["checkpoints"][0]["id"].as_str().expect("an id").to_owned();
     let png = fs::read(
@@ -98,20 +98,21 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     )
     .expect("a picture");
     let url = server.api(&format!("/checkpoints/{checkpoint}/predict"));
-    let send =
-        async |request: reqwest::RequestBuilder| Answer::read(request.send().await.expect("an answer")).await;
+    let send = async |request: reqwest::RequestBuilder| {
+        Response::read(request.send().await.expect("a response")).await
+    };
     let send_png = async |bytes: usize| {
         let kind = ("content-type", "image/png");
         send(server.http.post(&url).header(kind.0, kind.1).body(pad_png(&png, bytes))).await
     };
-    let count_valid = |answer: &Value| {
-        let found = answer["predictions"].as_array().expect("predictions").clone();
-        assert!(found.iter().all(|p| p["classes"].as_array().is_some_and(|c| c.len() == 10)), "{answer}");
+    let count_valid = |response: &Value| {
+        let found = response["predictions"].as_array().expect("predictions").clone();
+        assert!(found.iter().all(|p| p["classes"].as_array().is_some_and(|c| c.len() == 10)), "{response}");
         found.len()
     };
     // A picture passes from the client through server and agent to a process, and the result returns.
-    let answer = send_png(LIMIT).await;
-    assert_eq!((answer.status.as_u16(), count_valid(&answer.json())), (200, 1), "{}", answer.text);
+    let response = send_png(LIMIT).await;
+    assert_eq!((response.status.as_u16(), count_valid(&response.json())), (200, 1), "{}", response.text);
     send_png(LIMIT + 1).await.problem(413);
     let form = |sizes: &[usize]| {
         let mut body = Vec::new();
@@ -123,8 +124,8 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
         body.extend(b"--B--\r\n");
         server.http.post(&url).header("content-type", "multipart/form-data; boundary=B").body(body)
     };
-    let answer = send(form(&[LIMIT / 4; 4])).await;
-    assert_eq!((answer.status.as_u16(), count_valid(&answer.json())), (200, 4), "{}", answer.text);
+    let response = send(form(&[LIMIT / 4; 4])).await;
+    assert_eq!((response.status.as_u16(), count_valid(&response.json())), (200, 4), "{}", response.text);
     send(form(&[LIMIT / 4, LIMIT / 4, LIMIT / 4, LIMIT / 4 + 1])).await.problem(413);
     // The agent stayed connected.
     let log = fs::read_to_string(server.folder().path().join("serve.1.log")).expect("a log");
@@ -133,7 +134,7 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     // The error of an empty file says so.
     let empty = server.folder().write("empty.png", "");
     let empty = empty.to_str().expect("UTF-8");
-    server.cli(&["predict", &id, empty]).wrong(&["empty.png", "is empty"]);
+    server.cli(&["predict", &id, empty]).assert_usage_error(&["empty.png", "is empty"]);
     // The result names the job and the checkpoint.
     let picture = server.folder().path().join("boot.png");
     fs::write(&picture, &png).expect("a picture");
@@ -159,7 +160,9 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
         let problem = server.request(Method::GET, &path, None).await.problem(404);
         assert!(problem["detail"].as_str().is_some_and(|d| d.contains("no averaged weights")), "{problem}");
     }
-    server.cli(&["download", &id, "--weights", "ema", "-o", "nowhere"]).wrong(&["no averaged weights"]);
+    server
+        .cli(&["download", &id, "--weights", "ema", "-o", "nowhere"])
+        .assert_usage_error(&["no averaged weights"]);
 
     // Database, logs, weights and the agent's files are private.
     let mut count = 0;
@@ -220,15 +223,14 @@ fn names_of_files_cannot_control_a_terminal() {
 #[tokio::test]
 async fn the_server_responds_when_few_file_descriptors_are_left() {
     let by = ["prlimit", "--nofile=64:64"];
-    let server = Server::start_by(Agents::None, None, Vec::new(), &by, |_| {}).await;
+    let server = Server::start_wrapped(Agents::None, None, Vec::new(), &by, |_| {}).await;
     let address = server.url.trim_start_matches("http://").to_owned();
-    let idle: Vec<TcpStream> =
-        (0..80).map(|_| TcpStream::connect(&address).expect("a connection")).collect();
+    let idle: Vec<TcpStream> = (0..80).map(|_| TcpStream::connect(&address).expect("a connection")).collect();
     // The remaining descriptors suffice, even for requests that open files.
     for path in ["/healthz", "/readyz", "/api/v1/jobs", "/metrics"] {
         let fresh = client(&server.token());
-        let answer = fresh.get(format!("{}{path}", server.url)).send().await.expect("an answer");
-        assert_eq!(answer.status().as_u16(), 200, "{path}");
+        let response = fresh.get(format!("{}{path}", server.url)).send().await.expect("a response");
+        assert_eq!(response.status().as_u16(), 200, "{path}");
     }
     drop(idle);
     server.stop().await;
@@ -257,6 +259,6 @@ async fn a_newer_database_is_not_backed_up() {
     .await
     .expect("a migration");
     sqlx::Connection::close(db).await.expect("closed");
-    backup().wrong(&["newer version", "99990101000000"]);
+    backup().assert_usage_error(&["newer version", "99990101000000"]);
     assert!(!file.exists(), "no file is left");
 }

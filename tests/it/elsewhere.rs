@@ -3,7 +3,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Folder, Server, lockstep, number, signal, turn},
+    server::{Agents, Folder, Server, lockstep, number, signal, training_permit},
     specs,
 };
 use reqwest::StatusCode;
@@ -148,16 +148,21 @@ fn file_names(folder: &Path) -> Vec<String> {
 
 #[tokio::test]
 async fn a_job_continues_on_another_machine_to_the_same_weights() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let mut a = Machine::start(&server, "machine-a", &[]);
     online(&server, 3).await;
     let undisturbed = server.submit(&spec("undisturbed")).await;
-    server.succeeded(&undisturbed).await;
+    server.wait_for_success(&undisturbed).await;
     // The last checkpoint may still be uploading when the job has ended.
-    server.until("the checkpoint is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS).await;
+    server
+        .until("the checkpoint is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS)
+        .await;
     let expected = server.last_model(&undisturbed).await;
-    assert!(!server.attempt_dir(&undisturbed, 1).join("rank.0.events").exists(), "the ranks ran on the other machine");
+    assert!(
+        !server.attempt_dir(&undisturbed, 1).join("rank.0.events").exists(),
+        "the ranks ran on the other machine"
+    );
     // The machine deletes the folder of a finished, uploaded job.
     let folder = a.dir(&server).join("jobs").join(&undisturbed);
     server.until("the job's folder is deleted", async |_: &Server| !folder.exists()).await;
@@ -167,8 +172,8 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     a.kill();
     server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
     let _b = Machine::start(&server, "machine-b", &[]);
-    server.job_when(&id, "a second attempt", |job| number(&job["attempt"]) == 2).await;
-    server.succeeded(&id).await;
+    server.wait_for_job(&id, "a second attempt", |job| number(&job["attempt"]) == 2).await;
+    server.wait_for_success(&id).await;
     server.until("the checkpoint is uploaded", async |s: &Server| stored(s, &id).await == STEPS).await;
     assert_eq!(server.last_model(&id).await, expected, "the same weights");
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
@@ -187,16 +192,16 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
 
     // The server's machine can use the uploaded checkpoints: to evaluate and to continue.
     let evaluated = server.http.get(server.api(&format!("/jobs/{id}/evaluation?checkpoint=latest")));
-    let evaluated = evaluated.send().await.expect("an answer");
+    let evaluated = evaluated.send().await.expect("a response");
     assert!([StatusCode::OK, StatusCode::ACCEPTED].contains(&evaluated.status()), "{evaluated:?}");
     let set = json!({"set": {"parallel.ranks": 1, "train.steps": 2 * STEPS + 5}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
     assert_eq!(fork.status, StatusCode::CREATED, "{}", fork.text);
-    server.succeeded(fork.json()["id"].as_str().expect("an id")).await;
+    server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
     // A fork for two ranks runs on the other machine, which fetches the checkpoint; so does a job with a checkpoint's weights.
     let set = json!({"set": {"train.steps": STEPS + 5}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
-    server.succeeded(fork.json()["id"].as_str().expect("an id")).await;
+    server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
     let weights = specs::with(spec("tuned"), json!({"model": {"pretrained": from}, "train": {"steps": 5}}));
     let is_kept = server.checkpoints(&id).await.iter().any(|c| c["id"] == from.as_str());
     let weights = match is_kept {
@@ -204,19 +209,19 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
         false => specs::with(weights, json!({"model": {"pretrained": listed[0]["id"]}})),
     };
     let tuned = server.submit(&weights).await;
-    server.succeeded(&tuned).await;
+    server.wait_for_success(&tuned).await;
 }
 
 #[tokio::test]
 async fn machines_may_have_different_paths_for_the_same_dataset() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     let here = server.folder().path().join("here");
     fs::create_dir_all(&here).expect("a folder");
     let dataset = pictures::idx_dataset(&here, 640, 64);
     server.register("fashion", &dataset).await;
     let failure_reason = async |id: &str| {
-        let job = server.ended(id).await;
+        let job = server.wait_for_end(id).await;
         assert_eq!(job["state"], "failed", "{job:#}");
         job["reason"].as_str().expect("a reason").to_owned()
     };
@@ -253,26 +258,28 @@ mod full {
 
     #[tokio::test]
     async fn uploads_continue_after_kills_and_a_full_disk() {
-        let _turn = turn().await;
+        let _permit = training_permit().await;
         let mut server = server().await;
         let mut a = Machine::start(&server, "machine-a", &[]);
         online(&server, 3).await;
         let undisturbed = server.submit(&spec("undisturbed")).await;
-        server.succeeded(&undisturbed).await;
-        server.until("the checkpoint is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS).await;
+        server.wait_for_success(&undisturbed).await;
+        server
+            .until("the checkpoint is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS)
+            .await;
         let expected = server.last_model(&undisturbed).await;
 
         let id = server.submit(&spec("disturbed")).await;
         // A file in place of the folder for uploads: the server cannot store them, as with a full disk.
         let uploads = server.job_dir(&id).join("uploads");
         fs::write(&uploads, "").expect("a file");
-        server.job_when(&id, "the job trains", |job| number(&job["step"]) > 30).await;
+        server.wait_for_job(&id, "the job trains", |job| number(&job["step"]) > 30).await;
         // The server and the agent are killed; the ranks continue.
         server.kill_serve();
-        server.serve_again().await;
+        server.start_serve().await;
         a.kill();
         a.start_agent(&server);
-        server.succeeded(&id).await;
+        server.wait_for_success(&id).await;
         server
             .until("the log says so", async |s: &Server| {
                 log(s, &id).await.contains("cannot be stored on the server")
@@ -285,11 +292,11 @@ mod full {
         let last = all.iter().find(|c| number(&c["step"]) == STEPS).expect("the last");
         assert_eq!(last["uploading_from"], "machine-a", "{last}");
         let checkpoint = last["id"].as_str().expect("an id");
-        let answer =
+        let response =
             server.http.get(server.api(&format!("/checkpoints/{checkpoint}/model.safetensors"))).send().await;
-        let answer = answer.expect("an answer");
-        assert_eq!(answer.status(), StatusCode::CONFLICT);
-        assert!(answer.text().await.expect("a body").contains("still being uploaded from machine-a"));
+        let response = response.expect("a response");
+        assert_eq!(response.status(), StatusCode::CONFLICT);
+        assert!(response.text().await.expect("a body").contains("still being uploaded from machine-a"));
         let fork =
             server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": STEPS + 5}})).await;
         assert_eq!(fork.status, StatusCode::CONFLICT, "{}", fork.text);

@@ -3,7 +3,7 @@
 use crate::{
     pages,
     pictures::{self, Pictures, SIDE},
-    server::{Server, turn},
+    server::{Server, training_permit},
     specs,
 };
 use crc::{CRC_32_ISCSI, Crc};
@@ -38,13 +38,13 @@ pub(crate) fn output_of(mut command: Command) -> String {
 
 #[tokio::test]
 async fn onnxruntime_s_predictions_match_lockstep_s() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let folder = server.folder().path();
     server.register("fashion", &pictures::idx_dataset(folder, 320, 40)).await;
     let spec = specs::short("exported", "fashion", 1, 12);
     let id = server.submit(&specs::with(spec, json!({"data": {"image_size": SIDE}}))).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
 
     // The same file from the server (though a folder has the job's name), from the checkpoint's folder, and from its weights' file.
     fs::create_dir(folder.join("exported")).expect("a folder");
@@ -84,14 +84,14 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
     assert_eq!(printed, Value::from_iter(best));
 
     let assert_refused = |arguments: &[&str], words: &str| {
-        server.cli(&[&["export", "onnx", "-o", "x"][..], arguments].concat()).wrong(&[words]);
+        server.cli(&[&["export", "onnx", "-o", "x"][..], arguments].concat()).assert_usage_error(&[words]);
     };
     assert_refused(&[&id, "--weights", "ema"], "averag");
     assert_refused(&[checkpoint.to_str().expect("UTF-8"), "--weights", "ema"], "ema.safetensors");
     assert_refused(&["no/folder"], "no/folder: there is no such file or folder");
     assert_refused(&["nobody"], "no job is called nobody");
-    server.cli(&["export", "onnx", &id]).wrong(&["--output"]);
-    server.cli(&["export"]).wrong(&["FOLDER"]);
+    server.cli(&["export", "onnx", &id]).assert_usage_error(&["--output"]);
+    server.cli(&["export"]).assert_usage_error(&["FOLDER"]);
     assert!(!folder.join("x").exists());
     server.stop().await;
 }
@@ -101,7 +101,7 @@ async fn export_to_tensorboard(server: &Server) -> (String, PathBuf) {
     let folder = server.folder().path();
     server.register("fashion", &pictures::idx_dataset(folder, 320, 40)).await;
     let id = server.submit(&specs::short("a/name of two ranks", "fashion", 2, 12)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let written = server.cli(&["export", "tensorboard", &id, "-o", "runs", "--json"]).json();
     let run = folder.join(written[0]["folder"].as_str().expect("a folder"));
     let name = run.strip_prefix(folder.join("runs")).expect("it is in the folder").to_str().expect("UTF-8");
@@ -149,7 +149,7 @@ fn event_file(run: &Path) -> PathBuf {
 
 #[tokio::test]
 async fn event_files_and_parquet_contain_every_point_of_every_rank() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let (id, run) = export_to_tensorboard(&server).await;
     let points = points(&server, &id);
@@ -176,7 +176,7 @@ async fn event_files_and_parquet_contain_every_point_of_every_rank() {
     // A second export replaces the first.
     server.cli(&["export", "tensorboard", "a/name of two ranks", "-o", "runs"]).ok();
     event_file(&run);
-    server.cli(&["export", "tensorboard", "-o", "runs"]).wrong(&["JOB"]);
+    server.cli(&["export", "tensorboard", "-o", "runs"]).assert_usage_error(&["JOB"]);
     server.stop().await;
 }
 
@@ -207,7 +207,7 @@ print(start.hparams["train.steps"].number_value, start.hparams["model.arch"].str
 
     #[tokio::test]
     async fn tensorboard_reads_every_point_and_the_settings() {
-        let _turn = turn().await;
+        let _permit = training_permit().await;
         let server = Server::start().await;
         let (id, run) = export_to_tensorboard(&server).await;
         let mut command = python("tensorboard");

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Server, number, signal, state_of, turn},
+    server::{Server, number, signal, state_of, training_permit},
     socket::{Socket, assert_unbroken, is_end, is_metric, last_step, stored},
     specs,
 };
@@ -64,17 +64,17 @@ async fn assert_every_step(server: &Server, id: &str) {
 
 #[tokio::test]
 async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let undisturbed = server.submit(&spec("disturbed", 3)).await;
-    server.succeeded(&undisturbed).await;
+    server.wait_for_success(&undisturbed).await;
 
     let id = server.submit(&spec("disturbed", 3)).await;
     let mut socket = read_until_step(&server, &id, 70).await;
     let (_, rank) = server.ranks(&id).into_iter().find(|(rank, _)| *rank == 1).expect("rank 1 is alive");
     signal(rank.pid, Signal::KILL);
     socket.read_to_end().await;
-    let job = server.succeeded(&id).await;
+    let job = server.wait_for_success(&id).await;
     assert_eq!(number(&job["attempt"]), 2);
 
     let events = stored(&server, &id).await;
@@ -129,7 +129,7 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
     let ranks = server.ranks(&id);
     assert_eq!(ranks.len(), 2, "{ranks:?}");
     signal(ranks[0].1.pid, Signal::KILL);
-    let job = server.ended(&id).await;
+    let job = server.wait_for_end(&id).await;
     assert_eq!(job["state"], "failed", "{job:#}");
     let reason = job["reason"].as_str().expect("a reason");
     assert!(reason.contains("rank 0 was killed by signal 9 at step"), "{reason}");
@@ -141,7 +141,7 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
 
 #[tokio::test]
 async fn a_job_continues_while_its_server_restarts() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = server().await;
     let id = server.submit(&spec("orphaned", 3)).await;
     let seen = read_until_step(&server, &id, 60).await.drop_connection();
@@ -153,12 +153,12 @@ async fn a_job_continues_while_its_server_restarts() {
     let length = || std::fs::metadata(&log).map_or(0, |m| m.len());
     let at_death = length();
     server.until("a rank trains without a server", async |_: &Server| length() > at_death).await;
-    server.serve_again().await;
+    server.start_serve().await;
 
     let since = seen.last().map_or(0, |e| number(&e["seq"]));
     let mut socket = Socket::of_job(&server, &id, since).await;
     socket.read_to_end().await;
-    let job = server.succeeded(&id).await;
+    let job = server.wait_for_success(&id).await;
     assert_eq!(number(&job["attempt"]), 1, "the same attempt, taken over: {job:#}");
     assert!(ranks.len() == 2, "{ranks:?}");
 

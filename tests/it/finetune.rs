@@ -3,7 +3,7 @@
 
 use crate::{
     pages,
-    server::{Finished, Server, turn},
+    server::{Finished, Server, training_permit},
 };
 use image::{Rgb, RgbImage};
 use lockstep_engine::net::{init, resnet};
@@ -71,7 +71,7 @@ fn values(file: &[u8], tensor: &str) -> Vec<f32> {
 
 #[tokio::test]
 async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let here = server.folder().path();
     let folder = here.join("home/pictures/flowers");
@@ -83,7 +83,7 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     fs::copy(folder.join("train/flower 042/1.jpg"), here.join("new.jpg")).expect("a picture");
     let run_line = |line: &str| {
         let mut shell = pages::shell(line);
-        Finished::of(shell.current_dir(here).envs(server.for_clients()).env("HOME", here.join("home")))
+        Finished::of(shell.current_dir(here).envs(server.client_variables()).env("HOME", here.join("home")))
     };
 
     let added = run_line(&pages::line("docs/training.md", "lockstep dataset add flowers "));
@@ -100,13 +100,13 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
         ("model.pretrained=\"/no/weights.safetensors\"", &["model.pretrained", "/no/weights.safetensors"]),
         ("model.pretrained=\"finetune.toml\"", &["model.pretrained", "not a whole safetensors file"]),
     ] {
-        run_line(&format!("{submit}{SIZES} --set '{set}'")).wrong(words);
+        run_line(&format!("{submit}{SIZES} --set '{set}'")).assert_usage_error(words);
     }
     let watched = run_line(&(submit + SIZES));
     let last = watched.ok().lines().last().expect("a last line");
     assert!(last.starts_with("succeeded after ") && last.contains(" s: validation accuracy "), "{last}");
-    let answer = run_line(&pages::line("docs/training.md", "lockstep predict flowers new.jpg"));
-    let (_, classes) = answer.ok().split_once("new.jpg: ").expect("the picture's name");
+    let response = run_line(&pages::line("docs/training.md", "lockstep predict flowers new.jpg"));
+    let (_, classes) = response.ok().split_once("new.jpg: ").expect("the picture's name");
     let named = classes.trim().split(", ").map(|of| of.rsplit_once(' ').expect("a share").0.to_owned());
     let names: Vec<String> = (0..CLASSES).map(class_name).collect();
     assert_eq!(named.clone().count(), 5, "{classes}");

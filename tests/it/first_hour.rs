@@ -3,7 +3,7 @@
 use crate::{
     pages,
     pictures::{Pictures, SIDE},
-    server::{Finished, Folder, SOON, lockstep, signal, turn},
+    server::{Finished, Folder, TIMEOUT, lockstep, signal, training_permit},
 };
 use rustix::process::Signal;
 use std::{
@@ -43,7 +43,7 @@ impl Drop for Serve {
 
 #[tokio::test]
 async fn the_readme_s_eight_commands_classify_a_picture_on_an_empty_machine() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let blocks = pages::blocks("README.md", "sh");
     let block = blocks.iter().find(|block| block.contains("lockstep init ~/photos")).expect("the commands");
     let lines: Vec<_> = block.lines().collect();
@@ -75,7 +75,7 @@ async fn the_readme_s_eight_commands_classify_a_picture_on_an_empty_machine() {
     };
     let since = Instant::now();
     while !run_line("lockstep machine list").stdout.contains("online") {
-        assert!(since.elapsed() < SOON, "no machine: {:?}", run_line("lockstep machine list"));
+        assert!(since.elapsed() < TIMEOUT, "no machine: {:?}", run_line("lockstep machine list"));
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     let created = run_line(&init);

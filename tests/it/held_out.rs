@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Server, turn},
+    server::{Server, training_permit},
     specs,
 };
 use serde_json::{Value, json};
@@ -21,7 +21,7 @@ fn move_pictures(from: &Path, to: &Path) {
 
 #[tokio::test]
 async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let images = pictures::image_folder(server.folder().path(), 60);
     let later = server.folder().path().join("later");
@@ -29,7 +29,7 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     server.register("folder", &images).await;
     let spec = specs::with(specs::short("one", "folder", 1, 6), json!({"data": {"validation": 0.2}}));
     let id = server.submit(&spec).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let checkpoints = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let checkpoint = &checkpoints["checkpoints"][0];
     let held_out = checkpoint["validation"]["pictures"].as_u64().expect("a count");
@@ -76,7 +76,7 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await.json();
     assert!(fork["warnings"][0].as_str().is_some_and(|w| w.contains("the parent trained on")), "{fork:#}");
     let fork = fork["id"].as_str().expect("an id");
-    server.succeeded(fork).await;
+    server.wait_for_success(fork).await;
     let foreign = server.evaluation(fork, "?checkpoint=latest").await;
     let trained_on = foreign["trained_on"].as_u64().expect("a count");
     assert!(trained_on > 0 && trained_on <= foreign["samples"].as_u64().expect("a count"), "{foreign:#}");

@@ -97,12 +97,12 @@ async fn exported_jobs_are_imported_with_every_value() {
     assert!(a != b && new == Some(3), "another file with the same name and first row");
     server
         .cli(&["download", &a, "-o", "w"])
-        .wrong(&["from elsewhere and has no checkpoints; the run has no files"]);
+        .assert_usage_error(&["from elsewhere and has no checkpoints; the run has no files"]);
     server.folder().write("a/metrics.csv", format!("{rows}2,inf,\n"));
     assert_eq!(import_one(&["a/metrics.csv"]), (a.clone(), Some(1)), "a longer file");
     assert_eq!(import_one(&["a/metrics.csv"]), (a.clone(), Some(0)));
     server.folder().write("a/metrics.csv", "step,loss\n0,3\n1,2\n2,1\n3,0\n");
-    import(&["a/metrics.csv"]).fails(1, &["does not begin with the rows", &a, "--id"]);
+    import(&["a/metrics.csv"]).assert_fails(1, &["does not begin with the rows", &a, "--id"]);
     assert_eq!(points(&server, &a).len(), 3);
     let (second, new) = import_one(&["a/metrics.csv", "--id", "second"]);
     assert!(second != a && new == Some(4));
@@ -113,13 +113,15 @@ async fn exported_jobs_are_imported_with_every_value() {
         ("step,note\n0,fine\n", "no number was found"),
     ] {
         server.folder().write("nothing.csv", content);
-        import(&["nothing.csv"]).fails(1, &[words]);
+        import(&["nothing.csv"]).assert_fails(1, &[words]);
     }
 
-    server.cli(&["import", "tensorboard", "elsewhere/nothing"]).wrong(&["no such folder"]);
-    server.cli(&["import", "wandb", "elsewhere"]).wrong(&["no runs of W&B"]);
-    server.cli(&["import", "mlflow", "elsewhere"]).wrong(&["no runs of MLflow"]);
-    server.cli(&["import", "csv", "metrics.csv", "--project", "a/b"]).wrong(&["--project must have"]);
+    server.cli(&["import", "tensorboard", "elsewhere/nothing"]).assert_usage_error(&["no such folder"]);
+    server.cli(&["import", "wandb", "elsewhere"]).assert_usage_error(&["no runs of W&B"]);
+    server.cli(&["import", "mlflow", "elsewhere"]).assert_usage_error(&["no runs of MLflow"]);
+    server
+        .cli(&["import", "csv", "metrics.csv", "--project", "a/b"])
+        .assert_usage_error(&["--project must have"]);
     server.stop().await;
 }
 
@@ -175,7 +177,7 @@ async fn mlflow_s_runs_are_imported() {
     // The same from an MLflow server, whose interface this server has. It does not list a metric without any finite value.
     let mut command = lockstep();
     command.args(["import", "mlflow", server.url.as_str(), "--project", "copies", "--json"]);
-    command.envs(server.for_clients()).env("MLFLOW_TRACKING_TOKEN", server.token());
+    command.envs(server.client_variables()).env("MLFLOW_TRACKING_TOKEN", server.token());
     let copies = Finished::of(&mut command).json();
     let copies = copies.as_array().expect("runs");
     assert_eq!(copies.len(), 2, "{copies:?}");

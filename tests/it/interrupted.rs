@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{SOON, Server, lockstep_that_can_be_interrupted, signal, turn},
+    server::{Server, TIMEOUT, interruptible_lockstep, signal, training_permit},
 };
 use rustix::process::Signal;
 use std::{
@@ -16,7 +16,7 @@ use std::{
 fn until(what: &str, holds: impl Fn() -> bool) {
     let start = Instant::now();
     while !holds() {
-        assert!(start.elapsed() < SOON, "{what}");
+        assert!(start.elapsed() < TIMEOUT, "{what}");
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
 }
@@ -34,7 +34,7 @@ fn interrupt(command: &mut Command, folder: &Path) -> (Child, String) {
 
 #[tokio::test]
 async fn ctrl_c_ends_only_the_display() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let folder = server.folder().path();
     let dataset = pictures::idx_dataset(folder, 64, 16);
@@ -42,9 +42,9 @@ async fn ctrl_c_ends_only_the_display() {
     let toml = "name = \"long\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
                 steps = 1000000\nbatch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
     server.folder().write("long.toml", toml);
-    let mut submit = lockstep_that_can_be_interrupted();
+    let mut submit = interruptible_lockstep();
     let (mut display, shown) =
-        interrupt(submit.args(["submit", "long.toml", "--watch"]).envs(server.for_clients()), folder);
+        interrupt(submit.args(["submit", "long.toml", "--watch"]).envs(server.client_variables()), folder);
     // The process ends by the signal, so that a shell reports 130 and scripts stop.
     let status = display.wait().expect("its status");
     assert_eq!((status.code(), status.signal()), (None, Some(2)), "{shown}");
@@ -62,12 +62,12 @@ async fn ctrl_c_ends_only_the_display() {
     let before = step().await;
     server.until("the job continues", async |_: &Server| step().await > before + 5).await;
     assert_eq!(server.job(&id).await["state"], "running");
-    let mut watch = lockstep_that_can_be_interrupted();
-    let (mut display, shown) = interrupt(watch.args(["watch", &id]).envs(server.for_clients()), folder);
+    let mut watch = interruptible_lockstep();
+    let (mut display, shown) = interrupt(watch.args(["watch", &id]).envs(server.client_variables()), folder);
     assert_eq!(display.wait().expect("its status").signal(), Some(2), "{shown}");
     assert_eq!(server.job(&id).await["state"], "running");
     server.cli(&["cancel", &id]).ok();
-    let ended = server.ended(&id).await;
+    let ended = server.wait_for_end(&id).await;
     assert_eq!(ended["state"], "cancelled");
     server.stop().await;
 }

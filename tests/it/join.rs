@@ -1,7 +1,7 @@
 //! The commands of the page Machines, run as written: on the server's machine, and in another folder that contains only the
 //! files that the page names.
 
-use crate::server::{Folder, LOCKSTEP, SOON, free_port, lockstep, signal};
+use crate::server::{Folder, LOCKSTEP, TIMEOUT, free_port, lockstep, signal};
 use rustix::process::Signal;
 use std::{
     fs,
@@ -46,7 +46,7 @@ fn commands(page: &str) -> Vec<String> {
 async fn text(client: &reqwest::Client, url: &str) -> String {
     let result = client.get(url).header("accept", "text/html").send().await;
     match result {
-        Ok(answer) => answer.text().await.unwrap_or_default(),
+        Ok(response) => response.text().await.unwrap_or_default(),
         Err(_) => String::new(),
     }
 }
@@ -62,7 +62,7 @@ async fn the_page_s_commands_add_a_machine_over_tls_with_a_token() {
     let (ca, token) = (here.path().join("the data/ca/ca.crt"), here.path().join("the data/token"));
     let start = Instant::now();
     while !(ca.exists() && token.exists()) {
-        assert!(start.elapsed() < SOON, "the server does not start");
+        assert!(start.elapsed() < TIMEOUT, "the server does not start");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let tls = lockstep_worker::tls::client_config(Some(&ca)).expect("the CA certificate");
@@ -76,7 +76,7 @@ async fn the_page_s_commands_add_a_machine_over_tls_with_a_token() {
         if page.contains("Join a machine") {
             break page;
         }
-        assert!(start.elapsed() < SOON, "the page is not ready: {page}");
+        assert!(start.elapsed() < TIMEOUT, "the page is not ready: {page}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     };
     let found = commands(&page);
@@ -99,7 +99,7 @@ async fn the_page_s_commands_add_a_machine_over_tls_with_a_token() {
             break;
         }
         let log = fs::read_to_string(there.path().join("agent.log")).unwrap_or_default();
-        assert!(start.elapsed() < 2 * SOON, "{}: {log}", found[2]);
+        assert!(start.elapsed() < 2 * TIMEOUT, "{}: {log}", found[2]);
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     pages, pictures,
-    server::{Finished, Server, number, state_of, turn},
+    server::{Finished, Server, number, state_of, training_permit},
     socket::{Socket, stored},
     specs,
 };
@@ -19,7 +19,7 @@ const VALIDATED: u64 = 100;
 
 #[tokio::test]
 async fn a_job_trains_and_leaves_all_documented_results() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     // 260 pictures: 16 steps of 16 per epoch; `drop_remainder` skips 4.
     let dataset = pictures::idx_dataset(server.folder().path(), 260, VALIDATED as usize);
@@ -33,18 +33,18 @@ async fn a_job_trains_and_leaves_all_documented_results() {
             "evaluate": {"every_epochs": 1},
         }),
     );
-    let answer = server.post("/jobs", &spec).await;
-    assert_eq!(answer.status, StatusCode::CREATED, "{}", answer.text);
-    let submitted = answer.json();
+    let response = server.post("/jobs", &spec).await;
+    assert_eq!(response.status, StatusCode::CREATED, "{}", response.text);
+    let submitted = response.json();
     let id = submitted["id"].as_str().expect("an id").to_owned();
-    assert_eq!(answer.header("location"), format!("/api/v1/jobs/{id}"));
+    assert_eq!(response.header("location"), format!("/api/v1/jobs/{id}"));
     assert_eq!(submitted["spec"]["train"]["lr"], 0.01, "defaults are filled in");
     let listed = server.get("/jobs").await;
     assert!(listed["jobs"].as_array().expect("jobs").iter().any(|j| j["id"] == *id), "{listed:#}");
 
     let mut socket = Socket::of_job(&server, &id, 0).await;
     socket.read_to_end().await;
-    let job = server.succeeded(&id).await;
+    let job = server.wait_for_success(&id).await;
     let events = stored(&server, &id).await;
 
     assert_valid_states(&events);
@@ -72,7 +72,7 @@ async fn a_job_trains_and_leaves_all_documented_results() {
 /// The example of docs/api.md, as written.
 #[tokio::test]
 async fn the_python_example_submits_waits_evaluates_and_downloads() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     server.register("fashion-mnist", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let examples = pages::blocks("docs/api.md", "python");
@@ -224,7 +224,7 @@ async fn assert_checkpoints(server: &Server, id: &str, evaluations: &[(u64, f64)
         .header("range", "bytes=1000-1999")
         .send()
         .await
-        .expect("an answer");
+        .expect("a response");
     assert_eq!(part.status(), StatusCode::PARTIAL_CONTENT);
     assert_eq!(part.bytes().await.expect("a body")[..], whole[1000..2000]);
     for name in ["nothing.bin", "..%2f..%2fspec.json"] {
@@ -264,7 +264,7 @@ async fn assert_logs(server: &Server, id: &str) {
             .header("accept", "text/plain")
             .send()
             .await
-            .expect("an answer");
+            .expect("a response");
         assert_eq!(raw.text().await.expect("text"), on_disk, "the raw file of rank {rank}");
 
         let losses: Vec<_> = on_disk.lines().filter_map(loss_line).collect();
@@ -276,8 +276,8 @@ async fn assert_logs(server: &Server, id: &str) {
             assert!((loss.2 - point.3).abs() < 1e-5, "{loss:?} in the log, {point:?} in the store");
         }
 
-        let answer = server.get(&format!("/jobs/{id}/logs?rank={rank}")).await;
-        let lines = answer["lines"].as_array().unwrap_or_else(|| panic!("{answer:#}"));
+        let response = server.get(&format!("/jobs/{id}/logs?rank={rank}")).await;
+        let lines = response["lines"].as_array().unwrap_or_else(|| panic!("{response:#}"));
         let texts: Vec<_> = lines.iter().map(|l| l["text"].as_str().expect("text")).collect();
         assert_eq!(texts, on_disk.lines().collect::<Vec<_>>(), "stored lines of rank {rank}");
         let numbers: Vec<_> = lines.iter().map(|l| number(&l["number"])).collect();

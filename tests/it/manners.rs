@@ -4,7 +4,7 @@
 use crate::{
     commands::run_on_terminal,
     pictures,
-    server::{Agents, Finished, Folder, Server, free_port, lockstep, turn},
+    server::{Agents, Finished, Folder, Server, free_port, lockstep, training_permit},
     specs,
 };
 use serde_json::json;
@@ -16,7 +16,7 @@ const QUICK: [&str; 6] =
 
 #[tokio::test]
 async fn init_writes_a_file_for_train_and_submit() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let root = pictures::image_folder(server.folder().path(), 8);
     let root = root.to_str().expect("UTF-8");
@@ -49,13 +49,13 @@ async fn init_writes_a_file_for_train_and_submit() {
 
     // An existing file is not overwritten.
     fs::write(&file, text.clone() + "# mine\n").expect("a file");
-    server.cli(&["init", root]).wrong(&["lockstep.toml exists already", "--output"]);
+    server.cli(&["init", root]).assert_usage_error(&["lockstep.toml exists already", "--output"]);
     assert!(fs::read_to_string(&file).expect("a file").ends_with("# mine\n"));
     server.cli(&["init", root, "--output", "other.toml"]).ok();
     assert_eq!(fs::read_to_string(server.folder().path().join("other.toml")).expect("a file"), text);
     let empty = server.folder().path().join("empty");
     fs::create_dir(&empty).expect("a folder");
-    server.cli(&["init", empty.to_str().expect("UTF-8"), "-o", "x.toml"]).wrong(&["empty"]);
+    server.cli(&["init", empty.to_str().expect("UTF-8"), "-o", "x.toml"]).assert_usage_error(&["empty"]);
     assert!(!server.folder().path().join("x.toml").exists());
 
     server.cli(&["validate", "lockstep.toml"]).ok();
@@ -87,7 +87,9 @@ async fn init_writes_a_file_for_train_and_submit() {
 
     let detached = server.cli(&[&["submit", "lockstep.toml", "--detach"][..], &QUICK].concat());
     assert!(detached.ok().lines().count() == 1 && detached.ok().starts_with('j'), "{}", detached.stdout);
-    server.cli(&["submit", "lockstep.toml", "--detach", "--watch"]).wrong(&["--detach", "--watch"]);
+    server
+        .cli(&["submit", "lockstep.toml", "--detach", "--watch"])
+        .assert_usage_error(&["--detach", "--watch"]);
     let id = detached.stdout.split_whitespace().next().expect("an id").to_owned();
     server.cli(&["watch", &id]).ok();
 
@@ -118,7 +120,7 @@ async fn init_writes_a_file_for_train_and_submit() {
         (&["predict"], &["<JOB>"]),
         (&["metrics", "lr", &id], &["no job is called lr"]),
     ] {
-        server.cli(args).wrong(words);
+        server.cli(args).assert_usage_error(words);
     }
     assert!(server.cli(&["metrics", &id, "lr"]).ok().contains("lr"));
     server.stop().await;
@@ -140,7 +142,7 @@ async fn a_submission_reports_all_errors_together() {
         ("/parallel/ranks", &["999 ranks", "2 slots"]),
     ];
     for path in ["/jobs", "/jobs/validate"] {
-        server.post(path, &wrong).await.mistakes(&expected);
+        server.post(path, &wrong).await.assert_invalid(&expected);
     }
     let file = server.folder().write(
         "wrong.toml",
@@ -150,7 +152,14 @@ async fn a_submission_reports_all_errors_together() {
     let file = file.to_str().expect("UTF-8");
     for command in ["submit", "validate"] {
         let output = server.cli(&[command, file]);
-        output.wrong(&["5 mistakes", "train.lr", "optimizer", "checkpoint.keep", "data.dataset", "999 ranks"]);
+        output.assert_usage_error(&[
+            "5 mistakes",
+            "train.lr",
+            "optimizer",
+            "checkpoint.keep",
+            "data.dataset",
+            "999 ranks",
+        ]);
         assert_eq!(output.stderr.matches("train.lr:").count(), 1, "{}", output.stderr);
     }
     // A registered dataset without the given split.
@@ -161,16 +170,16 @@ async fn a_submission_reports_all_errors_together() {
     server
         .post("/jobs", &wrong)
         .await
-        .mistakes(&[("/train/lr", &["above 0"]), ("/data/validation", &["no split \"dev\"", "test"])]);
+        .assert_invalid(&[("/train/lr", &["above 0"]), ("/data/validation", &["no split \"dev\"", "test"])]);
     // An invalid value causes no further errors: no batch size is reported as too large.
     let wrong = specs::with(specs::short("wrong", "fashion", 1, 4), json!({"train": {"batch_size": "all"}}));
-    server.post("/jobs", &wrong).await.mistakes(&[("/train/batch_size", &["whole number"])]);
+    server.post("/jobs", &wrong).await.assert_invalid(&[("/train/batch_size", &["whole number"])]);
     assert_eq!(server.cli(&["list", "--json"]).json(), json!([]));
 
     // Without a server, only errors of the file are reported.
     let mut command = lockstep();
     command.args(["submit", file]).env("LOCKSTEP_SERVER", format!("http://127.0.0.1:{}", free_port()));
-    Finished::of(&mut command).wrong(&["3 mistakes", "train.lr", "checkpoint.keep"]);
+    Finished::of(&mut command).assert_usage_error(&["3 mistakes", "train.lr", "checkpoint.keep"]);
     server.stop().await;
 }
 
@@ -204,7 +213,7 @@ async fn an_unavailable_public_dataset_is_explained() {
         Finished::of(command.env("no_proxy", "*"))
     };
     let unused_url = format!("http://127.0.0.1:{}/", free_port());
-    get(&["cifar10", "--from", &unused_url]).fails(
+    get(&["cifar10", "--from", &unused_url]).assert_fails(
         1,
         &[
             &format!("{unused_url}cifar-10-binary.tar.gz"),
@@ -213,11 +222,13 @@ async fn an_unavailable_public_dataset_is_explained() {
             "--from URL",
         ],
     );
-    get(&["fashion-mnist", "--from", &mirror(b"another file"), "--to", "f"])
-        .wrong(&["has 12 bytes, but train-images-idx3-ubyte.gz has 26421880", "Nothing was put into f"]);
+    get(&["fashion-mnist", "--from", &mirror(b"another file"), "--to", "f"]).assert_usage_error(&[
+        "has 12 bytes, but train-images-idx3-ubyte.gz has 26421880",
+        "Nothing was put into f",
+    ]);
     assert!(!folder.path().join("f").exists() && !folder.path().join("datasets/cifar10").exists());
-    get(&["mnist"]).wrong(&["mnist", "fashion-mnist"]);
-    get(&["cifar10", "--from", "nowhere"]).wrong(&["nowhere"]);
+    get(&["mnist"]).assert_usage_error(&["mnist", "fashion-mnist"]);
+    get(&["cifar10", "--from", "nowhere"]).assert_usage_error(&["nowhere"]);
 }
 
 #[tokio::test]
@@ -235,7 +246,7 @@ async fn downloaded_weights_can_be_named_in_a_job() {
         Finished::of(command.env_remove("HF_ENDPOINT").env("no_proxy", "*"))
     };
     for args in [&["validate", "job.toml"][..], &["train", "job.toml"], &["submit", "job.toml"]] {
-        run(args).wrong(&[
+        run(args).assert_usage_error(&[
             "model.pretrained: the weights of resnet18 are not on this machine",
             "`lockstep weights get resnet18`",
         ]);
@@ -244,10 +255,11 @@ async fn downloaded_weights_can_be_named_in_a_job() {
     let unused_url = format!("http://127.0.0.1:{}", free_port());
     let path = folder.path().join("cache/weights/resnet18.safetensors");
     let put_here = format!("put it here as {}", path.display());
-    run(&["weights", "get", "resnet18", "--from", &unused_url]).fails(1, &["timm/resnet18.a1_in1k", &put_here]);
+    run(&["weights", "get", "resnet18", "--from", &unused_url])
+        .assert_fails(1, &["timm/resnet18.a1_in1k", &put_here]);
     run(&["weights", "get", "resnet18", "--from", &mirror(b"a page")])
-        .wrong(&["is not a Git LFS pointer", &put_here]);
-    run(&["weights", "get", "vgg16"]).wrong(&["vgg16", "resnet18"]);
+        .assert_usage_error(&["is not a Git LFS pointer", &put_here]);
+    run(&["weights", "get", "vgg16"]).assert_usage_error(&["vgg16", "resnet18"]);
     let header = r#"{"fc.bias":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header.bytes().chain([0; 4]));
@@ -290,10 +302,10 @@ fn commands_of_other_tools_suggest_the_right_command() {
         ("log", "logs"),
         ("rm", "delete"),
     ] {
-        run(&[typed, "x"]).wrong(&[&format!("'{typed}'"), &format!("'{meant}'")]);
-        run(&["help", typed]).wrong(&[&format!("did you mean \"{meant}\"?")]);
+        run(&[typed, "x"]).assert_usage_error(&[&format!("'{typed}'"), &format!("'{meant}'")]);
+        run(&["help", typed]).assert_usage_error(&[&format!("did you mean \"{meant}\"?")]);
     }
-    run(&["lst"]).wrong(&["'list'"]);
-    run(&["watch"]).wrong(&["<JOB>", "Usage: lockstep watch [OPTIONS] <JOB>"]);
-    run(&["dataset", "inspect"]).wrong(&["Usage: lockstep dataset inspect [OPTIONS] "]);
+    run(&["lst"]).assert_usage_error(&["'list'"]);
+    run(&["watch"]).assert_usage_error(&["<JOB>", "Usage: lockstep watch [OPTIONS] <JOB>"]);
+    run(&["dataset", "inspect"]).assert_usage_error(&["Usage: lockstep dataset inspect [OPTIONS] "]);
 }

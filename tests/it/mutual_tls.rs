@@ -5,7 +5,7 @@ mod options;
 
 use crate::{
     pictures,
-    server::{Finished, Folder, SOON, lockstep, signal, turn},
+    server::{Finished, Folder, TIMEOUT, lockstep, signal, training_permit},
     specs,
     tls::serve::{Serve, listens, trusting},
 };
@@ -51,7 +51,7 @@ impl Agent {
             if let Some(status) = self.process.try_wait().expect("its status") {
                 return status;
             }
-            assert!(start.elapsed() < SOON, "the agent does not end: {}", self.output());
+            assert!(start.elapsed() < TIMEOUT, "the agent does not end: {}", self.output());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -68,7 +68,7 @@ impl Drop for Agent {
 async fn wait_until(what: &str, is_so: impl Fn() -> bool, otherwise: impl Fn() -> String) {
     let start = Instant::now();
     while !is_so() {
-        assert!(start.elapsed() < SOON, "{what}: {}", otherwise());
+        assert!(start.elapsed() < TIMEOUT, "{what}: {}", otherwise());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -96,8 +96,8 @@ fn refusals(serve: &Serve) -> Vec<String> {
 async fn agents(serve: &Serve) -> Vec<Value> {
     let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
     let client = client.default_headers(serve.bearer()).build().expect("a client");
-    let answer = client.get(format!("{}/api/v1/agents", https(serve))).send().await.expect("an answer");
-    answer.json::<Value>().await.expect("JSON")["agents"].as_array().expect("agents").clone()
+    let response = client.get(format!("{}/api/v1/agents", https(serve))).send().await.expect("a response");
+    response.json::<Value>().await.expect("JSON")["agents"].as_array().expect("agents").clone()
 }
 
 /// Waits until the agent of this name fulfils a condition, and returns it.
@@ -108,7 +108,7 @@ async fn agent(serve: &Serve, name: &str, is_so: impl Fn(&Value) -> bool) -> Val
         if let Some(found) = all.iter().find(|agent| agent["name"] == name && is_so(agent)) {
             return found.clone();
         }
-        assert!(start.elapsed() < SOON, "{name}: {all:#?} {}", serve.log());
+        assert!(start.elapsed() < TIMEOUT, "{name}: {all:#?} {}", serve.log());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
@@ -124,7 +124,7 @@ fn files(name: &str) -> [String; 4] {
 
 #[tokio::test]
 async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let serve =
         Serve::start(&["--tls-own-ca", "--no-local-agent", "--agent-auth", "certificate"], listens).await;
     issue(&serve, "node-a", &["--days", "120"]);
@@ -144,7 +144,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     let body = fs::read_to_string(spec).expect("a job");
     let submitted = client.post(format!("{}/api/v1/jobs", https(&serve)));
     let submitted =
-        submitted.header("content-type", "application/json").body(body).send().await.expect("an answer");
+        submitted.header("content-type", "application/json").body(body).send().await.expect("a response");
     let job: Value = submitted.json().await.expect("JSON");
     let watched = here(&["watch", job["id"].as_str().expect("an id")]);
     assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
@@ -179,10 +179,14 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     agent(&serve, "node-a", |agent| !is_online(agent)).await;
     assert!(revoked.elapsed() < Duration::from_secs(30), "{:?}", revoked.elapsed());
     first.wait_for_log("which was revoked there").await;
-    wait_until("the agent tries again", || first.output().matches("revoked").count() >= 2, || first.output()).await;
+    wait_until("the agent tries again", || first.output().matches("revoked").count() >= 2, || first.output())
+        .await;
     let of_revoked: Vec<_> =
         refusals(&serve).into_iter().filter(|line| line.contains("certificate was revoked")).collect();
-    assert!((1..=2).contains(&of_revoked.len()), "the end of the connection, and the first new attempt: {of_revoked:?}");
+    assert!(
+        (1..=2).contains(&of_revoked.len()),
+        "the end of the connection, and the first new attempt: {of_revoked:?}"
+    );
     assert!(of_revoked.iter().all(|line| line.contains("node-a")), "{of_revoked:?}");
     assert!(first.process.try_wait().expect("its status").is_none(), "the agent still tries");
 
@@ -205,7 +209,8 @@ async fn expiring_certificates_are_reported_to_agents_admins_and_logs() {
     let _agent = Agent::start(&serve, "one", &certificate);
     let warned = |agent: &Value| agent["warnings"].to_string().contains("Its certificate expires in 88 days");
     agent(&serve, "node-a", |agent| is_online(agent) && warned(agent)).await;
-    wait_until("the log", || serve.log().contains("its certificate expires in 88 days"), || serve.log()).await;
+    wait_until("the log", || serve.log().contains("its certificate expires in 88 days"), || serve.log())
+        .await;
     let mut doctor = lockstep();
     doctor.args(["doctor", "--quick", "--tls-cert", "node-a.crt"]).current_dir(serve.folder.path());
     let found = Finished::of(&mut doctor).stdout;
@@ -213,7 +218,7 @@ async fn expiring_certificates_are_reported_to_agents_admins_and_logs() {
     let ready = serve.bearer();
     let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
     let client = client.default_headers(ready).build().expect("a client");
-    let ready = client.get(format!("{}/readyz", https(&serve))).send().await.expect("an answer");
+    let ready = client.get(format!("{}/readyz", https(&serve))).send().await.expect("a response");
     let ready = ready.text().await.expect("text");
     assert!(ready.contains("note: the certificate of the agent node-a expires in 88 days"), "{ready}");
 }
@@ -384,7 +389,12 @@ async fn a_revocation_list_is_reloaded_and_a_truncated_one_is_ignored() {
     let list = path.join("lab/ca/ca.crl");
     let whole = fs::read(&list).expect("a list");
     fs::write(&list, &whole[..whole.len() / 2]).expect("half of it");
-    wait_until("the truncated list is reported", || serve.log().contains("the old ones stay"), || serve.log()).await;
+    wait_until(
+        "the truncated list is reported",
+        || serve.log().contains("the old ones stay"),
+        || serve.log(),
+    )
+    .await;
     assert!(is_online(&agent(&serve, "node-2", |_| true).await), "{}", still_valid.output());
     assert!(agents(&serve).await.iter().all(|agent| agent["name"] != "node-1"));
     fs::write(&list, &whole).expect("the whole list");

@@ -3,7 +3,7 @@
 
 use crate::{
     cluster::command_lines,
-    server::{Folder, LOCKSTEP, SOON, free_port, lockstep, processes_of, signal, turn},
+    server::{Folder, LOCKSTEP, TIMEOUT, free_port, lockstep, processes_of, signal, training_permit},
 };
 use rustix::process::Signal;
 use std::{
@@ -76,7 +76,7 @@ impl Started {
     fn until(&self, what: &str, holds: impl Fn() -> bool) {
         let start = Instant::now();
         while !holds() {
-            assert!(start.elapsed() < SOON, "{what}: {}", self.output());
+            assert!(start.elapsed() < TIMEOUT, "{what}: {}", self.output());
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -86,7 +86,11 @@ impl Started {
         let file = |name: &str| self.folder.path().join(name);
         self.until("a browser is opened", || file("opened").exists());
         let given = fs::read_to_string(file("opened")).expect("its arguments");
-        assert_eq!(given.trim(), self.page().to_str().expect("UTF-8"), "the only argument is a file, no link");
+        assert_eq!(
+            given.trim(),
+            self.page().to_str().expect("UTF-8"),
+            "the only argument is a file, no link"
+        );
         assert_eq!(fs::read_to_string(file("mode")).expect("a mode").trim(), "600");
         let page = fs::read_to_string(file("page.html")).expect("the page");
         let (_, rest) = page.split_once("content=\"0; url=").expect("a redirect");
@@ -110,14 +114,19 @@ impl Started {
         let is_server = |command: &str| command == "serve" || command == "demo";
         let found = processes_of(self.folder.path()).into_iter().find(|p| is_server(p.command()));
         signal(found.expect("the server").pid, Signal::INT);
-        self.until("the server has ended", || !processes_of(self.folder.path()).iter().any(|p| is_server(p.command())));
+        self.until("the server has ended", || {
+            !processes_of(self.folder.path()).iter().any(|p| is_server(p.command()))
+        });
         self.process.wait().expect("its status");
     }
 
     fn close_browser(&self) {
         let pid = fs::read_to_string(self.folder.path().join("pid")).expect("the browser");
         let pid: i32 = pid.trim().parse().expect("a number");
-        assert!(fs::exists(format!("/proc/{pid}")).expect("/proc"), "the browser still runs after the server");
+        assert!(
+            fs::exists(format!("/proc/{pid}")).expect("/proc"),
+            "the browser still runs after the server"
+        );
         signal(pid, Signal::KILL);
     }
 }
@@ -134,14 +143,18 @@ async fn the_opened_file_signs_a_browser_in_once() {
     assert!(serve.page().exists(), "the file exists until it is used");
     let client =
         reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().expect("a client");
-    let signed_in = client.get(&link).send().await.expect("an answer");
+    let signed_in = client.get(&link).send().await.expect("a response");
     assert_eq!(signed_in.status(), 303, "{link}");
     assert!(signed_in.headers().contains_key("set-cookie"));
     serve.until("the file is deleted", || !serve.page().exists());
-    assert_eq!(client.get(&link).send().await.expect("an answer").status(), 401, "the link was used");
+    assert_eq!(client.get(&link).send().await.expect("a response").status(), 401, "the link was used");
     let output = serve.output();
     let printed = output.lines().find_map(|line| line.trim().strip_prefix("sign in: ")).expect("a link");
-    assert_eq!(client.get(printed).send().await.expect("an answer").status(), 303, "the printed link is still valid");
+    assert_eq!(
+        client.get(printed).send().await.expect("a response").status(),
+        303,
+        "the printed link is still valid"
+    );
     serve.end();
     serve.close_browser();
 }
@@ -190,7 +203,7 @@ async fn a_server_runs_if_no_browser_can_be_opened() {
         let args = ["serve", "--no-local-agent", "--listen", &listen];
         let mut serve = Started::start(folder, true, Some("DISPLAY"), &args);
         serve.until("the error is reported", || serve.output().contains("xdg-open"));
-        let ready = reqwest::get(format!("http://{listen}/readyz")).await.expect("an answer");
+        let ready = reqwest::get(format!("http://{listen}/readyz")).await.expect("a response");
         assert_eq!(ready.status(), 200, "{}", serve.output());
         serve.end();
     }
@@ -198,14 +211,14 @@ async fn a_server_runs_if_no_browser_can_be_opened() {
 
 #[tokio::test]
 async fn the_demo_opens_a_browser() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut demo = Started::new(true, Some("DISPLAY"), &["demo", "--ranks", "1"]);
     let link = demo.opened_url();
     let client =
         reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().expect("a client");
-    let answer = client.get(&link).send().await.expect("an answer");
-    let page = answer.headers().get("location").and_then(|page| page.to_str().ok()).unwrap_or_default();
-    assert!(answer.status() == 303 && page.starts_with("/jobs/j"), "the link opens the job: {page}");
+    let response = client.get(&link).send().await.expect("a response");
+    let page = response.headers().get("location").and_then(|page| page.to_str().ok()).unwrap_or_default();
+    assert!(response.status() == 303 && page.starts_with("/jobs/j"), "the link opens the job: {page}");
     demo.until("the file is deleted", || !demo.page().exists());
     demo.end();
     demo.close_browser();

@@ -53,7 +53,7 @@ pub(crate) fn line(page: &str, begins: &str) -> String {
 }
 
 /// The arguments of all calls of [`line`]: pages and starts of lines.
-pub(crate) fn taken() -> Vec<(String, String)> {
+pub(crate) fn lines_run_by_tests() -> Vec<(String, String)> {
     let mut all = Vec::new();
     let mut folders = vec![root().join("tests/it")];
     while let Some(folder) = folders.pop() {

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Server, number, turn},
+    server::{Server, number, training_permit},
     socket::{Socket, is_metric, last_step, stored},
     specs,
 };
@@ -30,20 +30,20 @@ async fn server() -> Server {
 }
 
 /// Waits until a job has passed a step.
-async fn runs_past(server: &Server, id: &str, step: u64) {
+async fn wait_for_step(server: &Server, id: &str, step: u64) {
     let mut socket = Socket::of_job(server, id, 0).await;
     socket.until(|f| is_metric(f, "loss") && last_step(f) >= step).await;
 }
 
 #[tokio::test]
 async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let undisturbed = server.submit(&spec("paused")).await;
-    server.succeeded(&undisturbed).await;
+    server.wait_for_success(&undisturbed).await;
 
     let id = server.submit(&spec("paused")).await;
-    runs_past(&server, &id, 30).await;
+    wait_for_step(&server, &id, 30).await;
     let output = server.cli(&["pause", &id]);
     assert!(output.ok().contains("paused: paused on request; continues from step"), "{}", output.stdout);
     let job = server.job(&id).await;
@@ -53,14 +53,14 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
     assert_eq!(number(&server.checkpoints(&id).await[0]["step"]), at);
     assert!(server.ranks(&id).is_empty());
     let other = server.submit(&specs::short("meanwhile", "fashion", 2, 5)).await;
-    server.succeeded(&other).await;
+    server.wait_for_success(&other).await;
     assert_eq!(server.job(&id).await["state"], "paused");
 
     let resumed = server.cli(&["resume", "paused"]);
     resumed.ok();
     let note = format!("2 jobs are called paused; the newest is taken: {id}, paused, ");
     assert!(resumed.stderr.contains(&note), "{}", resumed.stderr);
-    let job = server.succeeded(&id).await;
+    let job = server.wait_for_success(&id).await;
     assert_eq!(number(&job["attempt"]), 2);
     assert!(
         server.last_model(&id).await == server.last_model(&undisturbed).await,
@@ -77,19 +77,19 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
     let points = server.points(&id, "loss").await;
     let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
     assert_eq!(steps, (1..=STEPS).collect::<Vec<_>>());
-    server.cli(&["pause", &id]).wrong(&["the job is succeeded"]);
-    server.cli(&["resume", &id]).wrong(&["the job is succeeded", "fork it"]);
+    server.cli(&["pause", &id]).assert_usage_error(&["the job is succeeded"]);
+    server.cli(&["resume", &id]).assert_usage_error(&["the job is succeeded", "fork it"]);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_waiting_job_is_paused_immediately() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let first = server.submit(&specs::short("first", "fashion", 2, 1_000_000)).await;
     let second = specs::short("second", "fashion", 2, 5);
     let (second, third) = (server.submit(&second).await, server.submit(&second).await);
-    runs_past(&server, &first, 1).await;
+    wait_for_step(&server, &first, 1).await;
     let pause = async |id: &str| {
         let paused = server.post(&format!("/jobs/{id}/pause"), &json!({})).await;
         assert_eq!((paused.status.as_u16(), paused.json()["state"].as_str()), (202, Some("paused")));
@@ -98,14 +98,14 @@ async fn a_waiting_job_is_paused_immediately() {
     pause(&third).await;
     server.cli(&["cancel", &first]).ok();
     // `cancel` refuses a name of several jobs; `pause` uses the newest of them.
-    server.cli(&["cancel", "second"]).wrong(&["several jobs are called second"]);
+    server.cli(&["cancel", "second"]).assert_usage_error(&["several jobs are called second"]);
     server.cli(&["cancel", &third]).ok();
     assert!(
         server.cli(&["pause", "second"]).stderr.contains(&format!("the newest is taken: {third}, cancelled"))
     );
     assert_eq!(server.job(&second).await["state"], "paused");
     assert_eq!(server.post(&format!("/jobs/{second}/resume"), &json!({})).await.status.as_u16(), 202);
-    server.succeeded(&second).await;
+    server.wait_for_success(&second).await;
     assert_eq!(
         server.post(&format!("/jobs/{second}/resume"), &json!({})).await.problem(409)["state"],
         "succeeded"
@@ -115,10 +115,10 @@ async fn a_waiting_job_is_paused_immediately() {
 
 #[tokio::test]
 async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let id = server.submit(&spec("origin")).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let model = server.last_model(&id).await;
 
     // With unchanged settings, the final weights are the same at any number of ranks.
@@ -151,7 +151,7 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
                 .contains(&format!("job {id}, checkpoint {}", parent["checkpoint"].as_str().expect("an id"))),
             "{shown}"
         );
-        let done = server.succeeded(fork_id).await;
+        let done = server.wait_for_success(fork_id).await;
         assert_eq!(done["spec"]["data"], server.job(&id).await["spec"]["data"]);
         let points = server.points(fork_id, "loss").await;
         let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
@@ -162,7 +162,10 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     };
     let model_of = async |job: &Value| server.last_model(job["id"].as_str().expect("an id")).await;
     assert!(model_of(&same).await == model, "unchanged settings give the same model");
-    assert!(tensors(&model_of(&one_rank).await) == tensors(&model), "the same weights at another number of ranks");
+    assert!(
+        tensors(&model_of(&one_rank).await) == tensors(&model),
+        "the same weights at another number of ranks"
+    );
     assert!(tensors(&model_of(&colder.json()).await) != tensors(&model));
     assert_eq!(colder.json()["name"], "colder");
 
@@ -183,20 +186,20 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     );
     fork(json!({"checkpoint": 75, "set": {"model.arch": "resnet32"}}))
         .await
-        .mistakes(&[("/model/arch", &["resnet20", "another network"])]);
-    fork(json!({"checkpoint": 75, "set": {"train.lr": -1}})).await.mistakes(&[("/train/lr", &[])]);
-    fork(json!({})).await.mistakes(&[("/train/steps", &["no steps are left"])]);
+        .assert_invalid(&[("/model/arch", &["resnet20", "another network"])]);
+    fork(json!({"checkpoint": 75, "set": {"train.lr": -1}})).await.assert_invalid(&[("/train/lr", &[])]);
+    fork(json!({})).await.assert_invalid(&[("/train/steps", &["no steps are left"])]);
     let further = fork(json!({"set": {"train.steps": STEPS + 10}})).await;
     assert_eq!(further.status.as_u16(), 201, "{}", further.text);
     assert_eq!(
-        number(&server.succeeded(further.json()["id"].as_str().expect("an id")).await["step"]),
+        number(&server.wait_for_success(further.json()["id"].as_str().expect("an id")).await["step"]),
         STEPS + 10
     );
     // With twice the batch size, step 100 becomes step 50, which is also in the middle of the third epoch.
     let larger = fork(json!({"checkpoint": 100, "set": {"train": {"batch_size": 16, "steps": 52}}})).await;
     assert_eq!(larger.status.as_u16(), 201, "{}", larger.text);
     let larger = larger.json()["id"].as_str().expect("an id").to_owned();
-    server.succeeded(&larger).await;
+    server.wait_for_success(&larger).await;
     let points = server.points(&larger, "loss").await;
     let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
     assert_eq!(steps, [51, 52]);
@@ -212,8 +215,8 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     let fresh = specs::short("fresh", "fashion", 2, 5);
     let tuned = specs::with(fresh.clone(), json!({"name": "tuned", "model": {"pretrained": teacher}}));
     let (with, without) = (server.submit(&tuned).await, server.submit(&fresh).await);
-    server.succeeded(&with).await;
-    server.succeeded(&without).await;
+    server.wait_for_success(&with).await;
+    server.wait_for_success(&without).await;
     let first = async |id: &str| server.points(id, "loss").await[0].3;
     assert!(first(&with).await < first(&without).await - 0.3, "the loss starts lower");
     server.stop().await;

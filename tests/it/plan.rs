@@ -2,7 +2,7 @@
 
 use crate::{
     pages, pictures,
-    server::{Finished, lockstep, turn},
+    server::{Finished, lockstep, training_permit},
 };
 use serde_json::{Value, json};
 use std::{fs, path::Path};
@@ -101,7 +101,8 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     }
 
     // If the job requests another plan, the reason says so.
-    let pinned = plan_on_machine(&["--classes", "1000", "--set", "parallel.mode=hybrid", "--set", "parallel.model=2"]);
+    let pinned =
+        plan_on_machine(&["--classes", "1000", "--set", "parallel.mode=hybrid", "--set", "parallel.model=2"]);
     let why = first_plan(&pinned.json())["why"].clone();
     let better = "the job asks for it; parallel.mode = \"auto\" would choose data parallel on 4 ranks";
     assert!(why.as_str().is_some_and(|why| why.starts_with(better)), "{why}");
@@ -122,7 +123,9 @@ fn jobs_that_cannot_be_planned_are_refused_with_a_reason() {
     assert_eq!(message.matches("layer1.0.conv1").count(), 1, "{message}");
     assert!(message.contains("and 44 more (lockstep plan lists them)"), "{message}");
     write_job(folder, AUTO);
-    assert!(refusal(&[]).contains("faces does not exist on this machine: give --classes N and data.image_size"));
+    assert!(
+        refusal(&[]).contains("faces does not exist on this machine: give --classes N and data.image_size")
+    );
     let message = refusal(&["--classes", "9", "--set", "data.image_size="]);
     assert!(message.contains("--set data.image_size=224"), "{message}");
     let mut incomplete = machine();
@@ -143,7 +146,7 @@ mod full {
     /// The commands of docs/parallel.md. This machine is measured once, and the file is then used with --machine.
     #[tokio::test]
     async fn this_machine_is_measured_once() {
-        let _turn = turn().await;
+        let _permit = training_permit().await;
         let folder = tempfile::tempdir().expect("a folder");
         for (name, text) in pages::files("docs/parallel.md") {
             fs::write(folder.path().join(name), text).expect("a job file");

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Finished, Folder, Server, lockstep, turn},
+    server::{Finished, Folder, Server, lockstep, training_permit},
 };
 use serde_json::{Value, json};
 use std::{fs, path::Path};
@@ -51,13 +51,16 @@ fn weights(out: &Path, checkpoint: &str) -> Vec<u8> {
 
 #[tokio::test]
 async fn sizes_change_with_epochs_at_any_number_of_ranks_and_after_any_restart() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = Folder::new();
     let dataset = pictures::idx_dataset(folder.path(), 400, 100);
     let job = folder.write("job.toml", JOB.replace("DATASET", dataset.to_str().expect("UTF-8")));
     let out = |name: &str| folder.path().join(name);
     let output = train(&job, &out("two"), &[]);
-    assert!(output.contains("pictures are 8x8 from epoch 1, 12x12 from epoch 2; measured at 16x16"), "{output}");
+    assert!(
+        output.contains("pictures are 8x8 from epoch 1, 12x12 from epoch 2; measured at 16x16"),
+        "{output}"
+    );
     let last = model(&out("two"), "3-36");
 
     train(&job, &out("one"), &["--ranks", "1"]);
@@ -77,12 +80,12 @@ async fn sizes_change_with_epochs_at_any_number_of_ranks_and_after_any_restart()
     assert!(weights(&out("fixed"), "2-15") != weights(&out("two"), "2-15"));
 
     let late = Finished::of(lockstep().arg("train").arg(&job).args(["--set", "train.epochs=1"]));
-    late.wrong(&["data.image_size", "12 pixels begin in epoch 2", "ends with epoch 1"]);
+    late.assert_usage_error(&["data.image_size", "12 pixels begin in epoch 2", "ends with epoch 1"]);
 }
 
 #[tokio::test]
 async fn a_model_of_several_sizes_is_used_at_its_evaluation_size() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let dataset = pictures::idx_dataset(server.folder().path(), 128, 64);
     server.register("fashion", &dataset).await;
@@ -93,7 +96,7 @@ async fn a_model_of_several_sizes_is_used_at_its_evaluation_size() {
         "train": {"epochs": 2, "batch_size": 16}, "parallel": {"ranks": 2, "device": "cpu"},
     });
     let id = server.submit(&job).await;
-    let done = server.succeeded(&id).await;
+    let done = server.wait_for_success(&id).await;
     assert_eq!(done["spec"]["data"]["image_size"], job["data"]["image_size"]);
     let shown = server.cli(&["show", &id]);
     assert!(shown.ok().contains("validation_size = 16"), "{}", shown.stdout);
@@ -114,6 +117,6 @@ async fn a_model_of_several_sizes_is_used_at_its_evaluation_size() {
     let fork = json!({"set": {"data.image_size": 12, "train.epochs": 3}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &fork).await;
     assert_eq!(fork.status, 201, "{}", fork.text);
-    server.succeeded(fork.json()["id"].as_str().expect("an id")).await;
+    server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
     server.stop().await;
 }

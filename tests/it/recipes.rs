@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Finished, Server, lockstep, turn},
+    server::{Finished, Server, lockstep, training_permit},
 };
 use serde_json::{Value, json};
 
@@ -24,7 +24,7 @@ device = "cpu"
 
 #[tokio::test]
 async fn recipes_are_resolved_equally_for_rest_forms_shells_and_train() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let dataset = pictures::idx_dataset(server.folder().path(), 64, 16);
     server.register("fashion", &dataset).await;
@@ -44,16 +44,16 @@ async fn recipes_are_resolved_equally_for_rest_forms_shells_and_train() {
 
     let by_rest = server.submit(&document).await;
     assert_eq!(server.job(&by_rest).await["spec"], resolved);
-    let answer = server
+    let response = server
         .http
         .post(server.api("/jobs"))
         .header("content-type", "application/toml")
         .body(JOB)
         .send()
         .await
-        .expect("an answer");
-    assert_eq!(answer.status(), 201);
-    assert_eq!(answer.json::<Value>().await.expect("a job")["spec"], resolved);
+        .expect("a response");
+    assert_eq!(response.status(), 201);
+    assert_eq!(response.json::<Value>().await.expect("a job")["spec"], resolved);
     let form = [
         ("name", "by-recipe"),
         ("train.recipe", "cifar"),
@@ -88,7 +88,7 @@ async fn recipes_are_resolved_equally_for_rest_forms_shells_and_train() {
     let by_shell = server.cli(&["submit", file, "--json"]).json();
     assert_eq!(by_shell["spec"], resolved);
     let id = by_shell["id"].as_str().expect("an id").to_owned();
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let shown = server.cli(&["show", &id]);
     for line in ["recipe = \"cifar\"", "lr = 0.0125", "schedule = \"step\"", "crop_padding = 2"] {
         assert!(shown.ok().lines().any(|l| l == line), "{line} in {}", shown.stdout);
@@ -114,8 +114,9 @@ async fn recipes_are_resolved_equally_for_rest_forms_shells_and_train() {
 
     for (recipe, words) in [("cifer", "did you mean \"cifar\""), ("best", "imagenet, imagenet-2021")] {
         let set = format!("train.recipe={recipe}");
-        server.cli(&["submit", file, "--set", &set]).wrong(&["train.recipe", words]);
-        Finished::of(lockstep().args(["train", file, "--set", &set])).wrong(&["train.recipe", words]);
+        server.cli(&["submit", file, "--set", &set]).assert_usage_error(&["train.recipe", words]);
+        Finished::of(lockstep().args(["train", file, "--set", &set]))
+            .assert_usage_error(&["train.recipe", words]);
     }
     let fork = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.recipe": "imagenet"}})).await;
     fork.problem(422);

@@ -28,7 +28,10 @@ fn the_reference_in_the_repository_is_up_to_date() {
     for name in ["job-file.md", "command-line.md", "rest.md"] {
         let generated = fs::read_to_string(folder.path().join(name)).expect("a page");
         let committed = fs::read_to_string(tree.join(name)).unwrap_or_default();
-        let line = generated.lines().zip(committed.lines()).position(|(generated, committed)| generated != committed);
+        let line = generated
+            .lines()
+            .zip(committed.lines())
+            .position(|(generated, committed)| generated != committed);
         assert!(
             generated == committed,
             "docs/reference/{name} differs from the generated page (first in line {:?}): run `cargo run -- reference` \
@@ -68,18 +71,18 @@ fn help_explains_commands_and_the_job_file() {
     }
     let key = program(&["help", "job", "train.lr"]);
     assert!(key.ok().starts_with("  train.lr = ") && key.stdout.lines().count() < 6, "{}", key.stdout);
-    program(&["help", "job", "train.lrr"]).wrong(&["no section or key", "train.lr"]);
-    program(&["help", "submitt"]).wrong(&["no command", "did you mean \"submit\""]);
-    program(&["help", "rank"]).wrong(&["no command"]);
-    program(&["help", "dataset", "ad"]).wrong(&["did you mean \"add\""]);
+    program(&["help", "job", "train.lrr"]).assert_usage_error(&["no section or key", "train.lr"]);
+    program(&["help", "submitt"]).assert_usage_error(&["no command", "did you mean \"submit\""]);
+    program(&["help", "rank"]).assert_usage_error(&["no command"]);
+    program(&["help", "dataset", "ad"]).assert_usage_error(&["did you mean \"add\""]);
 }
 
 #[tokio::test]
 async fn the_documentation_is_served_without_a_network() {
     let server = Server::start_with(Agents::None).await;
     let page = async |path: &str| {
-        let answer = server.http.get(format!("{}{path}", server.url)).send().await.expect("an answer");
-        (answer.status().as_u16(), answer.text().await.expect("a page"))
+        let response = server.http.get(format!("{}{path}", server.url)).send().await.expect("a response");
+        (response.status().as_u16(), response.text().await.expect("a page"))
     };
     let (status, index) = page("/docs").await;
     assert_eq!(status, 200, "{index}");
@@ -99,7 +102,10 @@ async fn the_documentation_is_served_without_a_network() {
             let (to, anchor) = link.split_once('#').unwrap_or((link, ""));
             let target = if to.is_empty() { text.clone() } else { page(to).await.1 };
             let id = format!("id=\"{anchor}\"");
-            assert!(anchor.is_empty() || target.contains(&id), "{path} links to {link}, which does not exist");
+            assert!(
+                anchor.is_empty() || target.contains(&id),
+                "{path} links to {link}, which does not exist"
+            );
         }
     }
     assert_eq!(page("/docs/nothing").await.0, 404);
@@ -140,7 +146,7 @@ fn bash_completes_commands_and_options() {
         let script = program(&["completions", shell]);
         assert!(script.ok().contains(words), "{shell}: {}", script.stdout);
     }
-    program(&["completions", "tcsh"]).wrong(&["tcsh", "bash, zsh, fish"]);
+    program(&["completions", "tcsh"]).assert_usage_error(&["tcsh", "bash, zsh, fish"]);
 }
 
 #[test]
@@ -176,5 +182,5 @@ fn there_is_a_man_page_for_each_command() {
     });
     assert_eq!(helps.count(), 1, "only a page of the program's own `help`");
     let taken = folder.write("taken", "");
-    program(&["man", "--out", taken.to_str().expect("UTF-8")]).wrong(&["--out", "taken"]);
+    program(&["man", "--out", taken.to_str().expect("UTF-8")]).assert_usage_error(&["--out", "taken"]);
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Finished, Server, lockstep, number, turn},
+    server::{Agents, Finished, Server, lockstep, number, training_permit},
     specs,
 };
 use reqwest::StatusCode;
@@ -67,7 +67,7 @@ fn find_files(path: &Path, wanted: &dyn Fn(&Path) -> bool, found: &mut Vec<PathB
 
 #[tokio::test]
 async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     // The folder above the data directory is open, so that only the data directory's permissions protect it.
     fs::set_permissions(server.folder().path(), PermissionsExt::from_mode(0o755)).expect("open to all");
@@ -94,7 +94,10 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
         format!("cat {}", server.attempt_dir(&id, 1).join("rank.0.log").display()),
     ] {
         let tried = run_as_other(&script);
-        assert!(!tried.status.success() && text_of(&tried).contains("ermission denied"), "{script}: {tried:?}");
+        assert!(
+            !tried.status.success() && text_of(&tried).contains("ermission denied"),
+            "{script}: {tried:?}"
+        );
     }
     // Shared memory of the ranks.
     for entry in fs::read_dir("/dev/shm").expect("a folder").flatten() {
@@ -128,7 +131,8 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
         ("POST", "/jobs"),
         ("DELETE", "/datasets/fashion"),
     ] {
-        let reported = run_as_other(&format!("curl -s -o /dev/null -w '%{{http_code}}' -X {method} {api}{path}"));
+        let reported =
+            run_as_other(&format!("curl -s -o /dev/null -w '%{{http_code}}' -X {method} {api}{path}"));
         assert_eq!(text_of(&reported), "401", "{method} {path}");
     }
     let reported = text_of(&run_as_other(&format!("curl -s {api}/jobs/{id}")));
@@ -146,7 +150,9 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
             request.headers_mut().insert("authorization", value);
         }
         match tokio_tungstenite::connect_async(request).await {
-            Err(tungstenite::Error::Http(answer)) => assert_eq!(answer.status(), StatusCode::UNAUTHORIZED),
+            Err(tungstenite::Error::Http(response)) => {
+                assert_eq!(response.status(), StatusCode::UNAUTHORIZED)
+            }
             other => panic!("{token:?}: {other:?}"),
         }
     }
@@ -169,9 +175,9 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
     // The job is undisturbed, and no log contains a secret.
     let job = server.job(&id).await;
     assert_eq!((job["state"].as_str(), number(&job["attempt"])), (Some("running"), 1), "{job}");
-    let answer = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
-    assert_eq!(answer.status, StatusCode::ACCEPTED);
-    server.ended(&id).await;
+    let response = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
+    assert_eq!(response.status, StatusCode::ACCEPTED);
+    server.wait_for_end(&id).await;
     let is_log = |file: &Path| file.extension().is_some_and(|e| e == "log" || e == "stderr");
     let mut logs = Vec::new();
     find_files(server.folder().path(), &is_log, &mut logs);
@@ -245,7 +251,7 @@ async fn no_token_is_sent_to_another_account_on_the_server_s_port() {
     server.until("the other account listens", async |_: &Server| other_listens()).await;
     let mut command = lockstep();
     command.args(["list", "--data-dir", "data"]).current_dir(server.folder().path());
-    Finished::of(command.env("LOCKSTEP_SERVER", &server.url)).wrong(&[
+    Finished::of(command.env("LOCKSTEP_SERVER", &server.url)).assert_usage_error(&[
         "another account",
         &format!("user id {OTHER_UID}"),
         "--token-file",
@@ -260,7 +266,7 @@ async fn no_token_is_sent_to_another_account_on_the_server_s_port() {
     let received = text_of(&listening.join().expect("it listened"));
     assert!(!received.contains("lockstep_") && !received.to_lowercase().contains("bearer"), "{received}");
     // The server returns, and the agent connects.
-    server.serve_again().await;
+    server.start_serve().await;
     server.until("the agent is online again", async |s: &Server| s.slots().await > 0).await;
     server.stop().await;
 }

@@ -15,23 +15,23 @@ use std::{
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 // Explicit paths, as `tests/faults` includes this file from another folder.
-#[path = "server/answers.rs"]
-mod answers;
-#[path = "server/endings.rs"]
-mod endings;
 #[path = "server/processes.rs"]
 mod processes;
 #[path = "server/rest.rs"]
 mod rest;
+#[path = "server/results.rs"]
+mod results;
+#[path = "server/shutdown.rs"]
+mod shutdown;
 
-pub(crate) use answers::{Answer, Finished};
 pub(crate) use processes::{Folder, Process, processes_of, signal};
+pub(crate) use results::{Finished, Response};
 
 /// The program under test.
 pub(crate) const LOCKSTEP: &str = env!("CARGO_BIN_EXE_lockstep");
 
 /// Time limit for anything that should be quick; long enough for a busy machine.
-pub(crate) const SOON: Duration = Duration::from_secs(30);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for a job to end.
 pub(crate) const JOB_END: Duration = Duration::from_secs(120);
 
@@ -42,21 +42,21 @@ pub(crate) fn poll_pause(began: Instant, longest: Duration) -> Duration {
 }
 
 /// Longest pause between two polls for a state that may be short.
-const BRIEF: Duration = Duration::from_millis(50);
+const MAX_POLL_PAUSE: Duration = Duration::from_millis(50);
 
 /// Maximum number of tests that train at the same time.
-const TURNS: u32 = 3;
+const MAX_TRAINING_TESTS: u32 = 3;
 
-static TURN: Semaphore = Semaphore::const_new(TURNS as usize);
+static TRAINING: Semaphore = Semaphore::const_new(MAX_TRAINING_TESTS as usize);
 
 /// A test that trains holds this permit.
-pub(crate) async fn turn() -> SemaphorePermit<'static> {
-    TURN.acquire().await.expect("turns are never closed")
+pub(crate) async fn training_permit() -> SemaphorePermit<'static> {
+    TRAINING.acquire().await.expect("the semaphore is never closed")
 }
 
 /// A test that measures the time of training holds this permit: no other test trains meanwhile.
-pub(crate) async fn turn_alone() -> SemaphorePermit<'static> {
-    TURN.acquire_many(TURNS).await.expect("turns are never closed")
+pub(crate) async fn exclusive_permit() -> SemaphorePermit<'static> {
+    TRAINING.acquire_many(MAX_TRAINING_TESTS).await.expect("the semaphore is never closed")
 }
 
 /// A port on which no process listens, outside the system's range of ports for clients.
@@ -77,7 +77,7 @@ pub(crate) fn cryptography() {
 
 /// A client without CA certificates, as reading the system's certificates takes longer than a request.
 fn plain_client() -> reqwest::ClientBuilder {
-    reqwest::Client::builder().timeout(SOON).tls_certs_only(std::iter::empty())
+    reqwest::Client::builder().timeout(TIMEOUT).tls_certs_only(std::iter::empty())
 }
 
 /// A client that sends a token. The client closes idle connections before the server does, which is after 30 s.
@@ -94,18 +94,18 @@ pub(crate) fn client(token: &str) -> reqwest::Client {
 
 /// The program under test, without a terminal and without the variables of the person who runs the tests.
 pub(crate) fn lockstep() -> Command {
-    by_itself(Command::new(LOCKSTEP))
+    without_variables(Command::new(LOCKSTEP))
 }
 
 /// As [`lockstep`], but Ctrl-C is never ignored. A test run in the background ignores SIGINT, and child processes inherit that.
-pub(crate) fn lockstep_that_can_be_interrupted() -> Command {
+pub(crate) fn interruptible_lockstep() -> Command {
     let mut command = Command::new("env");
     command.args(["--default-signal=INT", LOCKSTEP]);
-    by_itself(command)
+    without_variables(command)
 }
 
 /// Removes variables that would change the program's behaviour.
-fn by_itself(mut command: Command) -> Command {
+fn without_variables(mut command: Command) -> Command {
     cryptography();
     command.stdin(Stdio::null());
     for name in [
@@ -154,7 +154,7 @@ pub(crate) struct Server {
     /// Environment variables of the server, its agents and their ranks.
     pub(crate) environment: Vec<(String, String)>,
     /// Program and arguments that start `lockstep serve`, such as `prlimit`; empty: it is started directly.
-    by: Vec<String>,
+    wrapper: Vec<String>,
     serve: Option<Child>,
     agent: Option<Child>,
     starts: u32,
@@ -184,15 +184,15 @@ impl Server {
         database: Option<String>,
         environment: Vec<(String, String)>,
     ) -> Self {
-        Self::start_by(agents, database, environment, &[], |_| {}).await
+        Self::start_wrapped(agents, database, environment, &[], |_| {}).await
     }
 
-    /// As [`Server::start_on`], but the program `by` starts `serve`. `prepare` receives the data directory before its first use.
-    pub(crate) async fn start_by(
+    /// As [`Server::start_on`], but the program `wrapper` starts `serve`. `prepare` receives the data directory before its first use.
+    pub(crate) async fn start_wrapped(
         agents: Agents,
         database: Option<String>,
         environment: Vec<(String, String)>,
-        by: &[&str],
+        wrapper: &[&str],
         prepare: impl FnOnce(&Path),
     ) -> Self {
         cryptography();
@@ -204,14 +204,14 @@ impl Server {
             agents,
             database,
             environment,
-            by: by.iter().map(ToString::to_string).collect(),
+            wrapper: wrapper.iter().map(ToString::to_string).collect(),
             serve: None,
             agent: None,
             starts: 0,
             folder: Folder::new(),
         };
         prepare(&server.data_dir());
-        server.serve_again().await;
+        server.start_serve().await;
         if let Agents::Separate { cpu_slots } = agents {
             server.start_agent(cpu_slots).await;
         }
@@ -222,11 +222,11 @@ impl Server {
     }
 
     /// Starts `serve` on the same port and data directory, and waits until it is ready.
-    pub(crate) async fn serve_again(&mut self) {
+    pub(crate) async fn start_serve(&mut self) {
         self.starts += 1;
         let log = File::create(self.folder.path().join(format!("serve.{}.log", self.starts))).expect("a log");
         let mut command = lockstep();
-        if let [program, arguments @ ..] = &self.by[..] {
+        if let [program, arguments @ ..] = &self.wrapper[..] {
             let direct = std::mem::replace(&mut command, Command::new(program));
             command.args(arguments).arg(direct.get_program()).stdin(Stdio::null());
             for (name, value) in direct.get_envs() {
@@ -248,17 +248,17 @@ impl Server {
         };
         command.stdout(log.try_clone().expect("a log")).stderr(log);
         self.serve = Some(command.spawn().expect("lockstep serve starts"));
-        let deadline = Instant::now() + SOON;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
-            if let Ok(answer) = self.http.get(format!("{}/readyz", self.url)).send().await
-                && answer.status() == StatusCode::OK
+            if let Ok(response) = self.http.get(format!("{}/readyz", self.url)).send().await
+                && response.status() == StatusCode::OK
             {
                 self.http = client(&self.token());
                 return;
             }
             let ended = self.serve.as_mut().and_then(|c| c.try_wait().ok().flatten());
             assert!(ended.is_none(), "serve ended before it was ready: {ended:?}");
-            assert!(Instant::now() < deadline, "/readyz did not answer 200 within {SOON:?}");
+            assert!(Instant::now() < deadline, "/readyz did not answer 200 within {TIMEOUT:?}");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
@@ -286,11 +286,11 @@ impl Server {
     /// Starts an agent on the server's machine, with its own folder.
     pub(crate) async fn start_agent(&mut self, cpu_slots: u32) {
         let url = self.url.clone();
-        self.start_agent_at(&url, cpu_slots, &[]);
+        self.start_agent_with(&url, cpu_slots, &[]);
     }
 
     /// As [`Server::start_agent`], with another URL of the server and more options.
-    pub(crate) fn start_agent_at(&mut self, url: &str, cpu_slots: u32, options: &[&str]) {
+    pub(crate) fn start_agent_with(&mut self, url: &str, cpu_slots: u32, options: &[&str]) {
         self.starts += 1;
         let log = File::create(self.folder.path().join(format!("agent.{}.log", self.starts))).expect("a log");
         let mut command = lockstep();
@@ -322,8 +322,8 @@ impl Server {
 
     /// Slots of all machines that are online.
     pub(crate) async fn slots(&self) -> usize {
-        let answer = self.get("/agents").await;
-        let agents = answer["agents"].as_array().expect("agents");
+        let response = self.get("/agents").await;
+        let agents = response["agents"].as_array().expect("agents");
         agents
             .iter()
             .filter(|a| a["online"].as_bool().unwrap_or(true))
@@ -333,7 +333,7 @@ impl Server {
 
     /// Waits for a condition, polling often.
     pub(crate) async fn until(&self, what: &str, condition: impl AsyncFn(&Server) -> bool) {
-        self.until_within(SOON, what, condition).await;
+        self.until_within(TIMEOUT, what, condition).await;
     }
 
     pub(crate) async fn until_within(
@@ -345,7 +345,7 @@ impl Server {
         let began = Instant::now();
         while !condition(self).await {
             assert!(began.elapsed() < limit, "not within {limit:?}: {what}");
-            tokio::time::sleep(poll_pause(began, BRIEF)).await;
+            tokio::time::sleep(poll_pause(began, MAX_POLL_PAUSE)).await;
         }
     }
 
@@ -354,12 +354,12 @@ impl Server {
     /// Runs a client command against this server, to its end.
     pub(crate) fn cli(&self, args: &[&str]) -> Finished {
         let mut command = lockstep();
-        command.args(args).current_dir(self.folder.path()).envs(self.for_clients());
+        command.args(args).current_dir(self.folder.path()).envs(self.client_variables());
         Finished::of(&mut command)
     }
 
     /// Environment variables by which a client command finds this server.
-    pub(crate) fn for_clients(&self) -> [(&'static str, std::ffi::OsString); 2] {
+    pub(crate) fn client_variables(&self) -> [(&'static str, std::ffi::OsString); 2] {
         [("LOCKSTEP_SERVER", self.url.clone().into()), ("LOCKSTEP_TOKEN_FILE", self.token_file().into())]
     }
 
@@ -404,13 +404,13 @@ pub(crate) fn attempt_dir(job_dir: &Path, attempt: u64) -> PathBuf {
 }
 
 /// Waits for a child process to end and returns its exit status.
-pub(crate) async fn ended(child: &mut Child) -> ExitStatus {
-    let deadline = Instant::now() + SOON;
+pub(crate) async fn exit_status(child: &mut Child) -> ExitStatus {
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         if let Some(status) = child.try_wait().expect("a status") {
             return status;
         }
-        assert!(Instant::now() < deadline, "process {} did not end within {SOON:?}", child.id());
+        assert!(Instant::now() < deadline, "process {} did not end within {TIMEOUT:?}", child.id());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }

@@ -3,7 +3,7 @@
 use crate::{
     elsewhere::{Machine, online, stored},
     pictures,
-    server::{Agents, Folder, Server, number, turn},
+    server::{Agents, Folder, Server, number, training_permit},
     socket::{Socket, is_metric, last_step},
     specs,
 };
@@ -36,11 +36,11 @@ async fn files(server: &Server, checkpoint: &Value) -> BTreeSet<String> {
 
 #[tokio::test]
 async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let whole = server.submit(&spec("whole", 2, false)).await;
-    server.succeeded(&whole).await;
+    server.wait_for_success(&whole).await;
     let expected = download(&server, &whole).await;
 
     let id = server.submit(&spec("sharded", 2, true)).await;
@@ -56,7 +56,7 @@ async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
     let names = parts.into_iter().flatten().chain(indexes).chain(["state.json".into()]);
     assert_eq!(files(&server, newest).await, names.collect());
     server.cli(&["resume", &id]).ok();
-    assert_eq!(number(&server.succeeded(&id).await["attempt"]), 2);
+    assert_eq!(number(&server.wait_for_success(&id).await["attempt"]), 2);
     assert!(
         download(&server, &id).await == expected,
         "the weights of a job that was never paused and writes single files"
@@ -65,22 +65,25 @@ async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
         server.cli(&["export", "onnx", source, "--checkpoint", "latest", "-o", "network.onnx"]).ok();
         fs::read(server.folder().path().join("network.onnx")).expect("a network")
     };
-    assert!(network(&id) == network("downloaded.safetensors"), "the same network from parts and from one file");
+    assert!(
+        network(&id) == network("downloaded.safetensors"),
+        "the same network from parts and from one file"
+    );
 
     // Files are downloaded by their names in the manifest.
     let last = server.checkpoints(&id).await[0]["id"].as_str().expect("an id").to_owned();
     let get =
         async |file: &str| server.http.get(server.api(&format!("/checkpoints/{last}/{file}"))).send().await;
-    let missing = get("model.safetensors").await.expect("an answer");
+    let missing = get("model.safetensors").await.expect("a response");
     assert_eq!(missing.status().as_u16(), 404);
     assert!(missing.text().await.expect("a problem").contains("`lockstep download` makes one file"));
-    let part = get("model-00002-of-00002.safetensors").await.expect("an answer");
+    let part = get("model-00002-of-00002.safetensors").await.expect("a response");
     assert!(part.status().is_success() && part.headers().contains_key("x-checksum-sha256"));
 
     let set = json!({"checkpoint": 75, "set": {"parallel.ranks": 1, "train.batch_size": 16, "checkpoint.sharded": false}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
     let fork = fork.json()["id"].as_str().unwrap_or_else(|| panic!("{}", fork.text)).to_owned();
-    server.succeeded(&fork).await;
+    server.wait_for_success(&fork).await;
     assert!(download(&server, &fork).await == expected);
     let of_fork = &server.checkpoints(&fork).await[0];
     assert!(files(&server, of_fork).await.contains("model.safetensors"));
@@ -89,7 +92,7 @@ async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
     assert_eq!(accuracy(&id).await, accuracy(&whole).await);
     let tuned = specs::short("tuned", "fashion", 1, 5);
     let tuned = server.submit(&specs::with(tuned, json!({"model": {"pretrained": last}}))).await;
-    server.succeeded(&tuned).await;
+    server.wait_for_success(&tuned).await;
     server.cli(&["delete", &id, "--yes"]).ok();
     server.until("the job's files are deleted", async |s: &Server| !s.job_dir(&id).exists()).await;
     server.stop().await;
@@ -97,7 +100,7 @@ async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
 
 #[tokio::test]
 async fn sharded_checkpoints_of_another_machine_reach_the_server_and_the_store() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let kept = Folder::new();
     let store = vec![("LOCKSTEP_ARTIFACTS".into(), kept.path().join("artifacts").display().to_string())];
     let server = Server::start_on(Agents::None, None, store).await;
@@ -105,7 +108,7 @@ async fn sharded_checkpoints_of_another_machine_reach_the_server_and_the_store()
     online(&server, 4).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let uploaded_weights = async |id: &str| {
-        server.succeeded(id).await;
+        server.wait_for_success(id).await;
         server.until("the checkpoint is uploaded", async |s: &Server| stored(s, id).await == STEPS).await;
         download(&server, id).await
     };
@@ -123,5 +126,5 @@ async fn sharded_checkpoints_of_another_machine_reach_the_server_and_the_store()
     // A fork on fewer ranks, on a machine that fetches the checkpoint.
     let set = json!({"set": {"parallel.ranks": 2, "train.batch_size": 16, "train.steps": STEPS + 5}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
-    server.succeeded(fork.json()["id"].as_str().unwrap_or_else(|| panic!("{}", fork.text))).await;
+    server.wait_for_success(fork.json()["id"].as_str().unwrap_or_else(|| panic!("{}", fork.text))).await;
 }

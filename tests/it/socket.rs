@@ -1,6 +1,6 @@
 //! A plain websocket client of the streams.
 
-use crate::server::{SOON, Server, number};
+use crate::server::{Server, TIMEOUT, number};
 use futures_util::StreamExt;
 use serde_json::Value;
 use tokio::net::TcpStream;
@@ -91,8 +91,8 @@ impl Socket {
 /// The next text frame, or the reason why none arrived in time.
 async fn frame(socket: &mut WebSocketStream<MaybeTlsStream<TcpStream>>) -> Result<Value, String> {
     loop {
-        let message = tokio::time::timeout(SOON, socket.next()).await;
-        match message.map_err(|_| format!("no frame within {SOON:?}"))? {
+        let message = tokio::time::timeout(TIMEOUT, socket.next()).await;
+        match message.map_err(|_| format!("no frame within {TIMEOUT:?}"))? {
             Some(Ok(Message::Text(text))) => {
                 return serde_json::from_str(&text).map_err(|e| format!("{e}: {text}"));
             }

@@ -1,7 +1,7 @@
 //! `lockstep rank --spare`: a process that opens a GPU and later becomes a rank. Here there is no GPU, so the process executes
 //! the program again, and must then train as any other rank.
 
-use crate::{pictures, server::turn};
+use crate::{pictures, server::training_permit};
 use lockstep_host::gpu::RankGpu;
 use lockstep_protocol::{
     agent::{AttemptRef, StartAttempt},
@@ -35,7 +35,7 @@ fn start_spare(gpu: &RankGpu) -> Child {
 
 #[tokio::test]
 async fn a_spare_becomes_the_requested_rank_and_ends_with_its_agent() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = tempfile::tempdir().expect("a folder");
     let gpu = RankGpu { ordinal: 0, visible: vec!["GPU-none".into()] };
     let mut unused = start_spare(&gpu);
@@ -80,7 +80,11 @@ async fn a_spare_becomes_the_requested_rank_and_ends_with_its_agent() {
     File::create(file("stderr")).expect("the output");
     let mut used = start_spare(&gpu);
     let path = file("json");
-    used.stdin.take().expect("a pipe").write_all(path.as_os_str().as_bytes()).expect("the file's path is written");
+    used.stdin
+        .take()
+        .expect("a pipe")
+        .write_all(path.as_os_str().as_bytes())
+        .expect("the file's path is written");
     let status = used.wait().expect("its status");
     let printed = fs::read_to_string(file("stderr")).expect("its output");
     assert_eq!(status.code(), Some(EXIT_FINISHED), "{printed}");

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Server, number, turn},
+    server::{Server, number, training_permit},
     socket::{Socket, assert_unbroken, is_end, is_metric, last_step, stored},
     specs,
 };
@@ -12,7 +12,7 @@ use tokio_tungstenite::tungstenite;
 
 #[tokio::test]
 async fn clients_that_connect_at_any_time_read_every_event_once() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let id = server.submit(&specs::short("streamed", "fashion", 2, 120)).await;
@@ -50,7 +50,7 @@ async fn clients_that_connect_at_any_time_read_every_event_once() {
     }
 
     first.read_to_end().await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let all = stored(&server, &id).await;
     let upto_end = all.iter().position(is_end).expect("an end") + 1;
     assert_eq!(first.events(), all[..upto_end], "the client that read from the start");
@@ -72,10 +72,7 @@ async fn clients_that_connect_at_any_time_read_every_event_once() {
         assert_eq!(lives.len(), 1, "one `live` per connection, since={since}");
         let at = number(&lives[0]["seq"]);
         let before = socket.frames.iter().take_while(|f| f["type"] != "live").count() as u64;
-        assert!(
-            before == at.saturating_sub(since),
-            "`live` {at} follows {before} events"
-        );
+        assert!(before == at.saturating_sub(since), "`live` {at} follows {before} events");
     }
 
     // After the job's end, from many event numbers.
@@ -108,18 +105,18 @@ async fn assert_stream_equals_rest(server: &Server, id: &str, events: &[Value]) 
             .filter(|e| e["type"] == "log" && e["rank"] == rank)
             .flat_map(|e| e["lines"].as_array().expect("lines").clone())
             .collect();
-        let answer = server.get(&format!("/jobs/{id}/logs?rank={rank}")).await;
+        let response = server.get(&format!("/jobs/{id}/logs?rank={rank}")).await;
         let texts = |lines: &[Value]| -> Vec<_> {
             lines.iter().map(|l| (number(&l["number"]), l["text"].clone())).collect()
         };
-        assert_eq!(texts(&lines), texts(answer["lines"].as_array().expect("lines")), "rank {rank}");
+        assert_eq!(texts(&lines), texts(response["lines"].as_array().expect("lines")), "rank {rank}");
         assert!(lines.len() >= 120, "{} lines", lines.len());
     }
 }
 
 #[tokio::test]
 async fn two_clients_and_the_list_receive_the_same_events() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 320, 64)).await;
     let mut list = Socket::of_list(&server).await;
@@ -144,7 +141,7 @@ async fn two_clients_and_the_list_receive_the_same_events() {
 async fn streams_refuse_pages_of_other_sites() {
     let server = Server::start_with(crate::server::Agents::None).await;
     let assert_refused = |result: Result<_, tungstenite::Error>, status: StatusCode| match result {
-        Err(tungstenite::Error::Http(answer)) => assert_eq!(answer.status().as_u16(), status.as_u16()),
+        Err(tungstenite::Error::Http(response)) => assert_eq!(response.status().as_u16(), status.as_u16()),
         Err(other) => panic!("{other}"),
         Ok(_) => panic!("the stream was opened"),
     };
@@ -152,12 +149,12 @@ async fn streams_refuse_pages_of_other_sites() {
         let result = Socket::connect(&server, "/stream", Some(origin)).await;
         assert_refused(result, StatusCode::FORBIDDEN);
         let post = server.http.post(server.api("/jobs")).header("origin", origin).body("{}");
-        assert_eq!(post.send().await.expect("an answer").status(), StatusCode::FORBIDDEN, "{origin}");
+        assert_eq!(post.send().await.expect("a response").status(), StatusCode::FORBIDDEN, "{origin}");
     }
     Socket::connect(&server, "/stream", Some(&server.url)).await.expect("the server's own page");
     // Another host name that resolves to this server.
     let rebound = server.http.get(server.api("/jobs")).header("host", "evil.example").send().await;
-    assert!(rebound.expect("an answer").status().is_client_error(), "DNS rebinding");
+    assert!(rebound.expect("a response").status().is_client_error(), "DNS rebinding");
 
     let unknown = "/jobs/j00000000000000000000000000/stream";
     assert_refused(Socket::connect(&server, unknown, None).await, StatusCode::NOT_FOUND);

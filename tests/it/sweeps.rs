@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Finished, Server, lockstep, number, turn},
+    server::{Agents, Finished, Server, lockstep, number, training_permit},
 };
 use serde_json::{Value, json};
 use std::{
@@ -76,7 +76,7 @@ fn forward(mut client: TcpStream, to: &str, left: &AtomicUsize) -> io::Result<()
 
 #[tokio::test]
 async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_sweep() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     for (name, pictures) in [("one", 64), ("two", 96)] {
         let path = pictures::idx_dataset(server.folder().path(), pictures, 32);
@@ -89,7 +89,7 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     let mut command = lockstep();
     command
         .current_dir(server.folder().path())
-        .envs(server.for_clients())
+        .envs(server.client_variables())
         .env("LOCKSTEP_SERVER", &network.url);
     // If a trial has an error, no dataset is registered.
     let add_arguments = |command: &mut std::process::Command, seeds: &str| {
@@ -104,14 +104,18 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
         ]);
     };
     let mut mistaken = lockstep();
-    mistaken.current_dir(server.folder().path()).envs(server.for_clients());
+    mistaken.current_dir(server.folder().path()).envs(server.client_variables());
     add_arguments(&mut mistaken, "train.seed=1,-1");
-    Finished::of(&mut mistaken).wrong(&["train.seed"]);
+    Finished::of(&mut mistaken).assert_usage_error(&["train.seed"]);
     assert_eq!(server.get("/datasets").await["datasets"].as_array().map(Vec::len), Some(0));
     add_arguments(&mut command, "train.seed=1,2");
     let submitted = Finished::of(&mut command).json();
     assert_eq!(network.left.load(Ordering::Relaxed), 0, "two responses were lost");
-    assert_eq!(server.get("/sweeps").await["sweeps"].as_array().map(Vec::len), Some(1), "one sweep is stored");
+    assert_eq!(
+        server.get("/sweeps").await["sweeps"].as_array().map(Vec::len),
+        Some(1),
+        "one sweep is stored"
+    );
     let sweep = sweep_ended(&server, submitted["id"].as_str().expect("an id")).await;
     assert_eq!((&sweep["state"], trials(&sweep).len()), (&json!("finished"), 4), "{sweep:#}");
     assert!(trials(&sweep).iter().all(|trial| trial["state"] == "succeeded"), "{sweep:#}");
@@ -135,14 +139,16 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     }
     server.folder().write("sweep.toml", sweep_file(1, "[sweep.parameters]\ntrain.lr = { values = [0.1] }\n"));
     for options in [["--folds", "2"], ["--sweep", "train.seed=1,2"]] {
-        server.cli(&[&["submit", "sweep.toml"], &options[..]].concat()).wrong(&["cannot be combined with"]);
+        server
+            .cli(&[&["submit", "sweep.toml"], &options[..]].concat())
+            .assert_usage_error(&["cannot be combined with"]);
     }
     let has_spread = |line: &str| line.starts_with(&*id) && line.contains('±');
     let groups = server.cli(&["list", "--tag", &id, "--group-by", "tag"]);
     assert!(groups.ok().lines().any(has_spread), "{}", groups.stdout);
     // The jobs of a deleted sweep are kept.
     server.cli(&["sweep", "delete", &id, "--yes"]).ok();
-    server.cli(&["sweep", "show", &id]).wrong(&["no sweep has this id"]);
+    server.cli(&["sweep", "show", &id]).assert_usage_error(&["no sweep has this id"]);
     let jobs = server.get(&format!("/jobs?tag={id}")).await;
     let trials: Vec<_> = jobs["jobs"].as_array().expect("jobs").iter().map(|job| &job["trial"]).collect();
     assert_eq!(trials, [&Value::Null, &Value::Null]);
@@ -179,7 +185,7 @@ fn trials(sweep: &Value) -> &Vec<Value> {
 
 #[tokio::test]
 async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 64)).await;
     let section = "method = \"asha\"\n[sweep.parameters]\n\
@@ -194,7 +200,7 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
             };
             server.until("a trial has reached its rung", reached_rung).await;
             server.kill_serve();
-            server.serve_again().await;
+            server.start_serve().await;
         }
         let sweep = sweep_ended(&server, &id).await;
         assert_eq!(sweep["state"], "finished", "{sweep:#}");
@@ -218,9 +224,10 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
         let mut undisturbed = job["spec"].clone();
         undisturbed["name"] = json!("undisturbed");
         let undisturbed = server.submit(&undisturbed).await;
-        server.succeeded(&undisturbed).await;
+        server.wait_for_success(&undisturbed).await;
         assert!(
-            server.last_model(&undisturbed).await == server.last_model(job["id"].as_str().expect("an id")).await,
+            server.last_model(&undisturbed).await
+                == server.last_model(job["id"].as_str().expect("an id")).await,
             "the same weights, bit for bit"
         );
         assert!(server.cli(&["sweep", "show", &id]).ok().contains("6 of 6 trials have ended"));
@@ -231,7 +238,7 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
 
 #[tokio::test]
 async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 64)).await;
     let agent = server.get("/agents").await["agents"][0]["id"].as_str().expect("an id").to_owned();
@@ -247,11 +254,11 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
     };
     server.until("two trials wait", async |server: &Server| started(server).await == 2).await;
     assert!(server.cli(&["sweep", "pause", &id]).ok().contains("is paused: 0 of 3"));
-    server.cli(&["sweep", "pause", &id]).wrong(&["the sweep is paused"]);
+    server.cli(&["sweep", "pause", &id]).assert_usage_error(&["the sweep is paused"]);
     let first = trials(&server.get(&path).await)[0]["job"].as_str().expect("an id").to_owned();
     server.cli(&["cancel", &first]).ok();
-    server.cli(&["delete", &first, "--yes"]).wrong(&["the job is trial 1 of sweep-"]);
-    server.cli(&["sweep", "delete", &id, "--yes"]).wrong(&["the sweep has not ended"]);
+    server.cli(&["delete", &first, "--yes"]).assert_usage_error(&["the job is trial 1 of sweep-"]);
+    server.cli(&["sweep", "delete", &id, "--yes"]).assert_usage_error(&["the sweep has not ended"]);
     server.cli(&["sweep", "cancel", "swept"]).ok();
     let sweep = sweep_ended(&server, &id).await;
     assert_eq!((&sweep["state"], &sweep["ended"]), (&json!("cancelled"), &json!(2)), "{sweep:#}");
@@ -260,6 +267,6 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
     let after = server.get(&path).await;
     assert_eq!((&after["ended"], &trials(&after)[0]["deleted"]), (&json!(2), &json!(true)), "{after:#}");
     server.folder().write("wrong.toml", sweep_file(1, "method = \"asha\"\nrun_cap = 2\n"));
-    server.cli(&["submit", "wrong.toml"]).wrong(&["sweep.run_cap: no key is called"]);
+    server.cli(&["submit", "wrong.toml"]).assert_usage_error(&["sweep.run_cap: no key is called"]);
     server.stop().await;
 }

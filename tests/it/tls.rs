@@ -6,7 +6,7 @@ mod ways;
 
 use crate::{
     pictures,
-    server::{Finished, Folder, SOON, free_port, lockstep, turn},
+    server::{Finished, Folder, TIMEOUT, free_port, lockstep, training_permit},
     specs,
 };
 use nginx::Nginx;
@@ -27,13 +27,13 @@ use tokio_tungstenite::{Connector, tungstenite};
 
 #[tokio::test]
 async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let serve =
         Serve::start(&["--tls-own-ca", "--cpu-slots", "1", "--access-log", "access.log"], listens).await;
     let (https, ca) = (format!("https://localhost:{}", serve.port), serve.ca());
     let start = Instant::now();
     while serve.cli(&https, Some(&ca), &["list"]).status != 0 {
-        assert!(start.elapsed() < SOON, "{}", serve.log());
+        assert!(start.elapsed() < TIMEOUT, "{}", serve.log());
     }
     let link = serve.cli(&https, Some(&ca), &["login-link"]);
     assert!(link.ok().starts_with(&format!("{https}/login?code=")), "{}", link.stdout);
@@ -55,14 +55,14 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
     let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&ca)).clone());
     let client = client.default_headers(serve.bearer()).build().expect("a client");
     let online = async || -> Vec<String> {
-        let answer = client.get(format!("{https}/api/v1/agents")).send().await.expect("an answer");
-        let answer: Value = answer.json().await.expect("JSON");
-        let agents = answer["agents"].as_array().expect("agents").clone();
+        let response = client.get(format!("{https}/api/v1/agents")).send().await.expect("a response");
+        let response: Value = response.json().await.expect("JSON");
+        let agents = response["agents"].as_array().expect("agents").clone();
         let online = agents.iter().filter(|agent| agent["online"] == true);
         online.map(|agent| agent["name"].as_str().expect("a name").to_owned()).collect()
     };
     while online().await.len() < 2 {
-        assert!(start.elapsed() < SOON, "{:?} {}", online().await, serve.log());
+        assert!(start.elapsed() < TIMEOUT, "{:?} {}", online().await, serve.log());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     // A job on each of the two agents; one agent uses TLS.
@@ -70,26 +70,26 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
     serve.cli(&https, Some(&ca), &["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
     let job = specs::short("over-tls", "pictures", 1, 20);
     for wanted in ["local", "beside"] {
-        let agents = client.get(format!("{https}/api/v1/agents")).send().await.expect("an answer");
+        let agents = client.get(format!("{https}/api/v1/agents")).send().await.expect("a response");
         let agents: Value = agents.json().await.expect("JSON");
         let others =
             agents["agents"].as_array().expect("agents").iter().filter(|agent| agent["name"] != wanted);
         for other in others {
             let id = other["id"].as_str().expect("an id");
             let drained =
-                client.post(format!("{https}/api/v1/agents/{id}/drain")).send().await.expect("an answer");
+                client.post(format!("{https}/api/v1/agents/{id}/drain")).send().await.expect("a response");
             assert!(drained.status().is_success());
         }
         let spec = specs::with(job.clone(), json!({"name": wanted}));
         let submitted =
-            client.post(format!("{https}/api/v1/jobs")).json(&spec).send().await.expect("an answer");
+            client.post(format!("{https}/api/v1/jobs")).json(&spec).send().await.expect("a response");
         assert_eq!(submitted.status(), StatusCode::CREATED);
         let id = submitted.json::<Value>().await.expect("JSON")["id"].as_str().expect("an id").to_owned();
         let watched = serve.cli(&https, Some(&ca), &["watch", &id]);
         assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
         for agent in agents["agents"].as_array().expect("agents") {
             let id = agent["id"].as_str().expect("an id");
-            client.post(format!("{https}/api/v1/agents/{id}/undrain")).send().await.expect("an answer");
+            client.post(format!("{https}/api/v1/agents/{id}/undrain")).send().await.expect("a response");
         }
     }
     crate::server::signal(agent.id() as i32, rustix::process::Signal::TERM);
@@ -132,7 +132,7 @@ fn connect_proxy(port: u16) -> (String, mpsc::Receiver<String>) {
             let head = String::from_utf8(head).expect("text");
             let _ = asked.send(head.lines().next().unwrap_or_default().to_owned());
             let server = TcpStream::connect(("127.0.0.1", port)).expect("the server");
-            client.write_all(b"HTTP/1.1 200 OK\r\n\r\n").expect("an answer");
+            client.write_all(b"HTTP/1.1 200 OK\r\n\r\n").expect("a response");
             for (mut from, mut to) in [(&client, &server), (&server, &client)]
                 .map(|(from, to)| (from.try_clone().expect("a handle"), to.try_clone().expect("a handle")))
             {
@@ -148,7 +148,7 @@ fn connect_proxy(port: u16) -> (String, mpsc::Receiver<String>) {
 
 #[tokio::test]
 async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = Folder::new();
     for args in [&["init"][..], &["issue", "lockstep.example.org"]] {
         Finished::of(lockstep().arg("ca").args(args).current_dir(folder.path())).ok();
@@ -169,7 +169,7 @@ async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
     };
     let start = Instant::now();
     while !run(&server, &[("HTTPS_PROXY", &proxy)], &["machine", "list"]).stdout.contains("online") {
-        assert!(start.elapsed() < SOON, "{}", serve.log());
+        assert!(start.elapsed() < TIMEOUT, "{}", serve.log());
     }
     let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
     let dataset = dataset.to_str().expect("UTF-8");
@@ -185,11 +185,13 @@ async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
     assert!(hosts.len() > 3 && hosts.iter().all(|asked| *asked == line), "{hosts:?}");
 
     let without = [("HTTPS_PROXY", proxy.as_str()), ("NO_PROXY", "lockstep.example.org")];
-    run(&server, &without, &["list"]).fails(1, &["no server answers", "HTTPS_PROXY is set", "NO_PROXY"]);
+    run(&server, &without, &["list"])
+        .assert_fails(1, &["no server answers", "HTTPS_PROXY is set", "NO_PROXY"]);
     // A server on this machine is reached without the proxy.
     let plain = Serve::start(&["--no-local-agent"], listens).await;
     let mut local = lockstep();
-    local.args(["list", "--server", &format!("http://127.0.0.1:{}", plain.port)])
+    local
+        .args(["list", "--server", &format!("http://127.0.0.1:{}", plain.port)])
         .env("HTTP_PROXY", "http://127.0.0.1:1");
     local.env("LOCKSTEP_TOKEN_FILE", plain.folder.path().join("data/token"));
     Finished::of(&mut local).ok();
@@ -204,7 +206,7 @@ async fn tls_errors_of_clients_are_explained() {
     serve.cli(&https, Some(&serve.ca()), &["list"]).ok();
     serve
         .cli(&https, None, &["list"])
-        .fails(1, &["does not know the authority", "lockstep ca show", "--ca-file"]);
+        .assert_fails(1, &["does not know the authority", "lockstep ca show", "--ca-file"]);
     // Another server has a certificate of the same CA for another name.
     let mut issue = lockstep();
     issue.args(["ca", "issue", "other.example", "--data-dir", "data"]).current_dir(serve.folder.path());
@@ -214,14 +216,18 @@ async fn tls_errors_of_clients_are_explained() {
     let options = ["--no-local-agent", "--tls-cert", &file("crt"), "--tls-key", &file("key")];
     let named = Serve::start(&options, listens).await;
     let other = url("https", "localhost", named.port);
-    serve.cli(&other, Some(&serve.ca()), &["list"]).fails(1, &["not for localhost", "other.example"]);
-    serve.cli(&url("http", "localhost", serve.port), None, &["list"]).wrong(&["HTTPS", "https://"]);
-    serve.cli(&url("https", "localhost", plain.port), None, &["list"]).fails(1, &["plain HTTP", "http://"]);
+    serve.cli(&other, Some(&serve.ca()), &["list"]).assert_fails(1, &["not for localhost", "other.example"]);
+    serve
+        .cli(&url("http", "localhost", serve.port), None, &["list"])
+        .assert_usage_error(&["HTTPS", "https://"]);
+    serve
+        .cli(&url("https", "localhost", plain.port), None, &["list"])
+        .assert_fails(1, &["plain HTTP", "http://"]);
     let no_file = serve.cli(&https, Some(Path::new("none.crt")), &["list"]);
-    no_file.wrong(&["CA file none.crt"]);
+    no_file.assert_usage_error(&["CA file none.crt"]);
     plain.cli(&url("http", "localhost", plain.port), Some(Path::new("none.crt")), &["list"]).ok();
     let no_pem = serve.folder.write("no.crt", "nothing");
-    serve.cli(&https, Some(&no_pem), &["list"]).wrong(&["no certificate"]);
+    serve.cli(&https, Some(&no_pem), &["list"]).assert_usage_error(&["no certificate"]);
 
     // An agent reports the same errors, and tries again.
     for (server, ca, words) in [
@@ -241,7 +247,7 @@ async fn tls_errors_of_clients_are_explained() {
         let start = Instant::now();
         let log = loop {
             let text = fs::read_to_string(&log).expect("the log");
-            if text.contains("no connection") || start.elapsed() > SOON {
+            if text.contains("no connection") || start.elapsed() > TIMEOUT {
                 break text;
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -257,7 +263,8 @@ async fn tls_errors_of_clients_are_explained() {
 async fn old_versions_of_tls_are_refused_by_the_server() {
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
     let connect = format!("127.0.0.1:{}", serve.port);
-    for (version, is_accepted) in [("-tls1", false), ("-tls1_1", false), ("-tls1_2", true), ("-tls1_3", true)] {
+    for (version, is_accepted) in [("-tls1", false), ("-tls1_1", false), ("-tls1_2", true), ("-tls1_3", true)]
+    {
         let mut openssl = Command::new("openssl");
         // At its default security level, openssl refuses old versions itself.
         openssl.args([
@@ -273,7 +280,10 @@ async fn old_versions_of_tls_are_refused_by_the_server() {
         let output = openssl.arg(serve.ca()).stdin(Stdio::null()).output().expect("openssl");
         let report = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(report.contains("CONNECTION ESTABLISHED"), is_accepted, "{version}: {report}");
-        assert!(is_accepted || report.contains("SSL alert number"), "the server sends an alert: {version}: {report}");
+        assert!(
+            is_accepted || report.contains("SSL alert number"),
+            "the server sends an alert: {version}: {report}"
+        );
     }
 }
 
@@ -284,14 +294,14 @@ fn certificates_are_issued_for_other_servers() {
         let mut command = lockstep();
         Finished::of(command.arg("ca").args(args).current_dir(folder.path()))
     };
-    ca(&["show"]).wrong(&["lockstep ca init"]);
+    ca(&["show"]).assert_usage_error(&["lockstep ca init"]);
     let created = ca(&["init"]);
     assert!(created.ok().starts_with("-----BEGIN CERTIFICATE-----") && created.stderr.contains("SHA-256"));
-    ca(&["init"]).wrong(&["exists already"]);
+    ca(&["init"]).assert_usage_error(&["exists already"]);
     ca(&["issue", "proxy.example", "10.0.0.7", "--days", "30"]).ok();
-    ca(&["issue", "proxy.example"]).wrong(&["proxy.example.crt", "exists already"]);
-    ca(&["issue", "not a name"]).wrong(&["neither a DNS name"]);
-    ca(&["issue", "a", "--days", "826"]).wrong(&["826"]);
+    ca(&["issue", "proxy.example"]).assert_usage_error(&["proxy.example.crt", "exists already"]);
+    ca(&["issue", "not a name"]).assert_usage_error(&["neither a DNS name"]);
+    ca(&["issue", "a", "--days", "826"]).assert_usage_error(&["826"]);
     let verify = |name: &str| {
         let mut openssl = Command::new("openssl");
         openssl.args([
@@ -359,7 +369,7 @@ async fn the_server_works_behind_nginx_with_tls() {
             .json(&spec)
             .send()
             .await
-            .expect("an answer");
+            .expect("a response");
         assert_eq!(post.status().as_u16(), status, "{origin}");
     }
     // The dashboard's websocket, through TLS and nginx.
@@ -378,12 +388,12 @@ async fn the_server_works_behind_nginx_with_tls() {
         match tokio_tungstenite::client_async_tls_with_config(request, stream, None, connector).await {
             Ok((mut socket, _)) => {
                 assert!(is_allowed, "{origin}");
-                let frame = tokio::time::timeout(SOON, futures_util::StreamExt::next(&mut socket)).await;
+                let frame = tokio::time::timeout(TIMEOUT, futures_util::StreamExt::next(&mut socket)).await;
                 let frame = frame.expect("in time").expect("a frame").expect("a valid frame");
                 assert!(frame.is_text(), "{frame:?}");
             }
-            Err(tungstenite::Error::Http(answer)) => {
-                assert!(!is_allowed && answer.status() == 403, "{origin} {answer:?}")
+            Err(tungstenite::Error::Http(response)) => {
+                assert!(!is_allowed && response.status() == 403, "{origin} {response:?}")
             }
             Err(error) => panic!("{origin}: {error}"),
         }
@@ -394,8 +404,8 @@ async fn the_server_works_behind_nginx_with_tls() {
         let n = statuses.len();
         assert!(n < 1000, "there is a limit: {statuses:?}");
         let forwarded = format!("203.0.{}.{}", n / 256, n % 256);
-        let answer = client.get(url("/healthz")).header("x-forwarded-for", forwarded).send().await;
-        statuses.push(answer.expect("an answer").status());
+        let response = client.get(url("/healthz")).header("x-forwarded-for", forwarded).send().await;
+        statuses.push(response.expect("a response").status());
     }
     assert!(
         statuses.len() > 10 && statuses[..10].iter().all(|status| *status == StatusCode::OK),
@@ -410,7 +420,7 @@ async fn the_server_works_behind_nginx_with_tls() {
         {
             break log;
         }
-        assert!(since.elapsed() < SOON, "{log}");
+        assert!(since.elapsed() < TIMEOUT, "{log}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
     let mut probes = log.lines().filter(|line| line.contains("/healthz"));

@@ -12,7 +12,7 @@ mod stops;
 
 use crate::{
     pages, pictures,
-    server::{free_port, turn},
+    server::{free_port, training_permit},
 };
 use std::{
     fs,
@@ -70,7 +70,7 @@ impl Bench {
 }
 
 /// Asserts success and returns the standard output.
-pub(crate) fn succeeded(output: &Output) -> String {
+pub(crate) fn assert_success(output: &Output) -> String {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
     text(&output.stdout)
@@ -78,19 +78,19 @@ pub(crate) fn succeeded(output: &Output) -> String {
 
 #[tokio::test]
 async fn repeated_and_continued_runs_have_the_same_bytes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
-    let text = succeeded(&bench.train("one", &[]).output().expect("it runs"));
+    let text = assert_success(&bench.train("one", &[]).output().expect("it runs"));
     assert!(text.contains("epoch: 1 step: 1, loss is "), "{text}");
     assert!(text.lines().last().is_some_and(|l| l.starts_with("succeeded: validation accuracy ")), "{text}");
-    succeeded(&bench.train("two", &[]).output().expect("it runs"));
+    assert_success(&bench.train("two", &[]).output().expect("it runs"));
     let last = bench.model("one", "2-24");
     assert!(last == bench.model("two", "2-24"), "the same job gives the same bytes");
     assert!(last != bench.model("one", "1-7"), "other steps give other bytes");
 
     assert!(text.contains("ranks share memory"), "{text}");
     let over_tcp = bench.train("over-tcp", &[]).env("LOCKSTEP_SHARED_MEMORY", "0").output().expect("it runs");
-    let text = succeeded(&over_tcp);
+    let text = assert_success(&over_tcp);
     assert!(text.contains("over TCP (rank 0: LOCKSTEP_SHARED_MEMORY is 0)"), "{text}");
     assert!(last == bench.model("over-tcp", "2-24"), "with TCP as with shared memory");
 
@@ -99,7 +99,7 @@ async fn repeated_and_continued_runs_have_the_same_bytes() {
         let checkpoint = bench.out("one").join("checkpoints").join(from);
         let out = format!("from-{from}");
         let resume = checkpoint.to_str().expect("a path");
-        let text = succeeded(&bench.train(&out, &["--resume", resume]).output().expect("it runs"));
+        let text = assert_success(&bench.train(&out, &["--resume", resume]).output().expect("it runs"));
         assert!(text.contains(&format!("continuing from checkpoint {from}")), "{text}");
         for later in ["2-21", "2-24"] {
             assert!(bench.model(&out, later) == bench.model("one", later), "{later} from {from}");
@@ -113,21 +113,23 @@ async fn repeated_and_continued_runs_have_the_same_bytes() {
 
 #[tokio::test]
 async fn a_continued_run_reports_changes_of_the_dataset() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let held_out = ["--set", "data.validation=0.2", "--set", "train.schedule=\"one_cycle\""];
-    succeeded(&bench.train("held-out", &held_out).output().expect("it runs"));
+    assert_success(&bench.train("held-out", &held_out).output().expect("it runs"));
     let longer = ["--resume", "latest", "--set", "train.epochs=3"];
-    let text =
-        succeeded(&bench.train("held-out", &[&held_out[..], &longer].concat()).output().expect("it runs"));
+    let text = assert_success(
+        &bench.train("held-out", &[&held_out[..], &longer].concat()).output().expect("it runs"),
+    );
     assert!(
         text.contains("the learning rate changes where the run continues: it was 0 at the last step"),
         "{text}"
     );
     assert!(!text.contains("is validated with other pictures") && !text.contains("counts as"), "{text}");
     let other = ["--resume", "latest", "--set", "train.epochs=4", "--set", "data.validation_seed=1"];
-    let text =
-        succeeded(&bench.train("held-out", &[&held_out[..], &other].concat()).output().expect("it runs"));
+    let text = assert_success(
+        &bench.train("held-out", &[&held_out[..], &other].concat()).output().expect("it runs"),
+    );
     for words in
         ["this run is validated with other pictures than the checkpoint", "were training pictures of the run"]
     {
@@ -135,10 +137,10 @@ async fn a_continued_run_reports_changes_of_the_dataset() {
     }
 
     // The dataset grows by a quarter.
-    succeeded(&bench.train("grows", &[]).output().expect("it runs"));
+    assert_success(&bench.train("grows", &[]).output().expect("it runs"));
     let grown = format!("data.dataset={:?}", pictures::idx_dataset(bench.folder.path(), 500, 100));
     let longer = ["--resume", "latest", "--set", "train.epochs=3", "--set", &grown];
-    let text = succeeded(&bench.train("grows", &longer).output().expect("it runs"));
+    let text = assert_success(&bench.train("grows", &longer).output().expect("it runs"));
     let words = "an epoch has 15 steps now and had 12: step 24 counts as 30, the same position in epoch 2";
     assert!(text.contains(words) && !text.contains("a step uses"), "{text}");
     // The test split is the same.
@@ -147,9 +149,9 @@ async fn a_continued_run_reports_changes_of_the_dataset() {
 
 #[tokio::test]
 async fn a_continued_run_keeps_its_normalisation() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
-    succeeded(&bench.train("before", &[]).output().expect("it runs"));
+    assert_success(&bench.train("before", &[]).output().expect("it runs"));
     // Half of the pixels become white, which changes the dataset's mean.
     let images = bench.folder.path().join("fashion-400-100/train-images-idx3-ubyte");
     let mut bytes = fs::read(&images).expect("the pictures");
@@ -158,8 +160,8 @@ async fn a_continued_run_keeps_its_normalisation() {
     fs::write(&images, bytes).expect("the pictures");
     let checkpoint = bench.out("before/checkpoints/1-7");
     let resume = ["--resume", checkpoint.to_str().expect("a path")];
-    succeeded(&bench.train("resumed", &resume).output().expect("it runs"));
-    succeeded(&bench.train("new", &[]).output().expect("it runs"));
+    assert_success(&bench.train("resumed", &resume).output().expect("it runs"));
+    assert_success(&bench.train("new", &[]).output().expect("it runs"));
     let mean = |out: &str| {
         let bytes = bench.model(out, "2-24");
         let text = String::from_utf8_lossy(&bytes[..4096]).into_owned();
@@ -172,7 +174,7 @@ async fn a_continued_run_keeps_its_normalisation() {
 
 #[tokio::test]
 async fn adamw_and_lamb_continue_to_the_same_bytes_and_other_optimizers_restart() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let optimizer = |out: &str| {
         fs::read(bench.out(out).join("checkpoints/2-24/optimizer.safetensors")).expect("a checkpoint")
@@ -186,11 +188,12 @@ async fn adamw_and_lamb_continue_to_the_same_bytes_and_other_optimizers_restart(
             "train.decay_norm_and_bias=false",
         ];
         let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
-        succeeded(&bench.train(kind, &sets).output().expect("it runs"));
+        assert_success(&bench.train(kind, &sets).output().expect("it runs"));
         let checkpoint = bench.out(kind).join("checkpoints/1-7");
         let resume = ["--resume", checkpoint.to_str().expect("a path")];
         let resumed = format!("{kind}-resumed");
-        let text = succeeded(&bench.train(&resumed, &[&sets[..], &resume].concat()).output().expect("it runs"));
+        let text =
+            assert_success(&bench.train(&resumed, &[&sets[..], &resume].concat()).output().expect("it runs"));
         assert!(
             text.contains("continuing from checkpoint 1-7") && !text.contains("starts again at zero"),
             "{text}"
@@ -199,7 +202,7 @@ async fn adamw_and_lamb_continue_to_the_same_bytes_and_other_optimizers_restart(
         assert!(optimizer(&resumed) == optimizer(kind), "{kind}");
 
         let other = bench.train(&format!("{kind}-then-momentum"), &resume).output().expect("it runs");
-        let text = succeeded(&other);
+        let text = assert_success(&other);
         let line = format!("train.optimizer is momentum and was {kind}, whose state is different");
         assert!(text.contains(&line), "{text}");
     }
@@ -208,7 +211,7 @@ async fn adamw_and_lamb_continue_to_the_same_bytes_and_other_optimizers_restart(
 /// Two processes with the variables that torchrun sets.
 #[tokio::test]
 async fn under_torchrun_each_process_is_a_rank() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let port = free_port();
     let start = |rank: &str| {
@@ -225,9 +228,9 @@ async fn under_torchrun_each_process_is_a_rank() {
     };
     let (zero, one) = (start("0"), start("1"));
     let (zero, one) = (zero.wait_with_output().expect("it ends"), one.wait_with_output().expect("it ends"));
-    assert!(succeeded(&zero).contains("succeeded: validation accuracy"));
-    assert_eq!(succeeded(&one), "", "only rank 0 reports");
-    succeeded(&bench.train("alone", &[]).output().expect("it runs"));
+    assert!(assert_success(&zero).contains("succeeded: validation accuracy"));
+    assert_eq!(assert_success(&one), "", "only rank 0 reports");
+    assert_success(&bench.train("alone", &[]).output().expect("it runs"));
     assert!(bench.model("out", "2-24") == bench.model("alone", "2-24"), "the same bytes as without torchrun");
 }
 
@@ -236,9 +239,10 @@ fn doctor_gathers_over_three_processes() {
     let doctor = |more: &[&str]| {
         Command::new(env!("CARGO_BIN_EXE_lockstep")).arg("doctor").args(more).output().expect("it runs")
     };
-    let text = succeeded(&doctor(&["--ranks", "3"]));
+    let text = assert_success(&doctor(&["--ranks", "3"]));
     assert!(text.contains("[[0.], [1.], [2.]]"), "{text}");
-    let report: serde_json::Value = serde_json::from_str(&succeeded(&doctor(&["--json"]))).expect("JSON");
+    let report: serde_json::Value =
+        serde_json::from_str(&assert_success(&doctor(&["--json"]))).expect("JSON");
     assert_eq!(report["all_gather"]["values"], serde_json::json!([0.0, 1.0]));
     assert!(report["findings"].as_array().is_some_and(|f| f.iter().any(|f| f["what"] == "GPUs")));
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Folder, LOCKSTEP, Server, lockstep, turn},
+    server::{Agents, Folder, LOCKSTEP, Server, lockstep, training_permit},
     specs,
 };
 use reqwest::{Method, StatusCode};
@@ -15,8 +15,8 @@ use std::{
 };
 
 async fn request_action(server: &Server, id: &str, action: &str) {
-    let answer = server.request(Method::POST, &format!("/jobs/{id}/{action}"), None).await;
-    assert_eq!(answer.status, StatusCode::ACCEPTED, "{}", answer.text);
+    let response = server.request(Method::POST, &format!("/jobs/{id}/{action}"), None).await;
+    assert_eq!(response.status, StatusCode::ACCEPTED, "{}", response.text);
 }
 
 /// A process that is killed when it is dropped.
@@ -38,29 +38,29 @@ async fn wait_for_text(file: &Path, words: &[&str]) -> String {
         if words.iter().all(|word| rest.split_once(word).map(|(_, after)| rest = after).is_some()) {
             return text;
         }
-        assert!(start.elapsed() < crate::server::SOON, "{words:?}: {text:?}");
+        assert!(start.elapsed() < crate::server::TIMEOUT, "{words:?}: {text:?}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
 #[tokio::test]
 async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
     let holder = server.submit(&specs::short("holder", "fashion", 2, 1_000_000)).await;
-    server.job_when(&holder, "the job runs", |job| job["state"] == "running").await;
+    server.wait_for_job(&holder, "the job runs", |job| job["state"] == "running").await;
     let id = server.submit(&specs::short("waits", "fashion", 2, 5)).await;
-    server.job_when(&id, "the job has a place", |job| job["queue"]["place"] == 1).await;
+    server.wait_for_job(&id, "the job has a place", |job| job["queue"]["place"] == 1).await;
 
     let folder = Folder::new();
     let (out, terminal) = (folder.path().join("out"), folder.path().join("terminal"));
     let mut piped = lockstep();
-    piped.args(["watch", &id]).envs(server.for_clients()).stderr(Stdio::null());
+    piped.args(["watch", &id]).envs(server.client_variables()).stderr(Stdio::null());
     let _piped = Watching(piped.stdout(fs::File::create(&out).expect("a file")).spawn().expect("lockstep"));
     // The same on a terminal, where running jobs have a progress bar.
     let mut script = Command::new("script");
-    script.args(["-qfec", &format!("{LOCKSTEP} watch {id}")]).arg(&terminal).envs(server.for_clients());
+    script.args(["-qfec", &format!("{LOCKSTEP} watch {id}")]).arg(&terminal).envs(server.client_variables());
     script.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
     let _script = Watching(script.spawn().expect("script runs"));
     let waits = "queued, place 1 in the queue: waits for 2 slots: 0 of 2 on";
@@ -78,7 +78,7 @@ async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
     // A later `watch` shows the state at once.
     let late = folder.path().join("late");
     let mut paused = lockstep();
-    paused.args(["watch", &id]).envs(server.for_clients()).stderr(Stdio::null());
+    paused.args(["watch", &id]).envs(server.client_variables()).stderr(Stdio::null());
     let _paused =
         Watching(paused.stdout(fs::File::create(&late).expect("a file")).spawn().expect("lockstep"));
     wait_for_text(&late, &["paused: paused on request"]).await;
@@ -89,28 +89,28 @@ async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
     all.dedup();
     assert_eq!(all.len(), count, "no line is repeated: {lines}");
     request_action(&server, &holder, "cancel").await;
-    server.ended(&holder).await;
+    server.wait_for_end(&holder).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn the_queue_shortens_names_on_a_terminal_and_not_in_a_pipe() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
     let holder = server.submit(&specs::short("holder", "fashion", 1, 1_000_000)).await;
-    server.job_when(&holder, "the job runs", |job| job["state"] == "running").await;
+    server.wait_for_job(&holder, "the job runs", |job| job["state"] == "running").await;
     let long = format!("resnet-{}-seed-7", "with-a-long-name-".repeat(8));
     for name in [long.as_str(), "short"] {
         let id = server.submit(&specs::short(name, "fashion", 1, 5)).await;
-        server.job_when(&id, "the job has a place", |job| job["queue"]["place"].is_u64()).await;
+        server.wait_for_job(&id, "the job has a place", |job| job["queue"]["place"].is_u64()).await;
     }
     assert!(server.cli(&["queue"]).ok().contains(&long), "full names in a pipe");
     let folder = Folder::new();
     let shown = |columns: u32| {
         let mut script = Command::new("script");
         let typed = format!("stty cols {columns}; {LOCKSTEP} queue");
-        script.args(["-qec", &typed]).arg(folder.path().join("typescript")).envs(server.for_clients());
+        script.args(["-qec", &typed]).arg(folder.path().join("typescript")).envs(server.client_variables());
         let done = script.stdin(Stdio::null()).output().expect("script runs");
         String::from_utf8(done.stdout).expect("UTF-8")
     };
@@ -134,34 +134,34 @@ async fn the_queue_shortens_names_on_a_terminal_and_not_in_a_pipe() {
 
 #[tokio::test]
 async fn an_unreachable_server_and_its_return_are_reported_once() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = Server::start_with(Agents::Separate { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
     let id = server.submit(&specs::short("long", "fashion", 1, 1_000_000)).await;
-    server.job_when(&id, "the job trains", |job| job["step"].as_u64() > Some(0)).await;
+    server.wait_for_job(&id, "the job trains", |job| job["step"].as_u64() > Some(0)).await;
     let folder = Folder::new();
     let follow = |name: &str, args: &[&str]| {
         let file = folder.path().join(name);
         let mut command = lockstep();
-        command.args(args).envs(server.for_clients());
+        command.args(args).envs(server.client_variables());
         command.stdout(fs::File::create(folder.path().join(format!("{name}.out"))).expect("a file"));
         let child = command.stderr(fs::File::create(&file).expect("a file")).spawn().expect("lockstep");
         (file, folder.path().join(format!("{name}.out")), Watching(child))
     };
     let all = [follow("watch", &["watch", &id]), follow("logs", &["logs", "-f", &id])];
     for (_, out, _) in &all {
-        printed(out, &["loss"]).await;
+        wait_for_text(out, &["loss"]).await;
     }
     server.kill_serve();
     for (file, ..) in &all {
         wait_for_text(file, &["no connection to the server; trying again"]).await;
     }
-    server.serve_again().await;
+    server.start_serve().await;
     for (file, ..) in &all {
         let text = wait_for_text(file, &["trying again", "the server answers again"]).await;
         assert_eq!(text.matches("no connection").count(), 1, "{text}");
     }
     request_action(&server, &id, "cancel").await;
-    server.ended(&id).await;
+    server.wait_for_end(&id).await;
     server.stop().await;
 }

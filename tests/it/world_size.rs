@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Server, turn},
+    server::{Agents, Server, training_permit},
     specs,
 };
 use serde_json::json;
@@ -18,7 +18,7 @@ pub(crate) fn weights(model: &[u8]) -> BTreeMap<String, Vec<u8>> {
 
 #[tokio::test]
 async fn losses_do_not_depend_on_the_number_of_ranks() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Separate { cpu_slots: 4 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 1600, 400)).await;
 
@@ -34,7 +34,7 @@ async fn losses_do_not_depend_on_the_number_of_ranks() {
             }),
         );
         let id = server.submit(&spec).await;
-        let job = server.succeeded(&id).await;
+        let job = server.wait_for_success(&id).await;
         let mut losses = BTreeMap::<u64, Vec<f64>>::new();
         for (_, _, step, loss) in server.points(&id, "loss").await {
             losses.entry(step).or_default().push(loss);

@@ -1,6 +1,6 @@
 //! A real S3 server (moto, a Python package that `tests/run` installs), and a proxy before it that can stop or cut connections.
 
-use crate::server::{SOON, cryptography, free_port};
+use crate::server::{TIMEOUT, cryptography, free_port};
 use std::{
     io::{Read, Write},
     net::{Shutdown, TcpListener, TcpStream},
@@ -47,7 +47,7 @@ impl Buckets {
         command.args(["-c", KEEPER, "sh", "python3", "-m", "moto.server", "-H", "127.0.0.1", "-p"]);
         let keeper = command.arg(port.to_string()).env("LOG", &log).stdin(Stdio::piped()).spawn();
         let buckets = Self { port, _keeper: keeper.expect("sh") };
-        let deadline = Instant::now() + SOON;
+        let deadline = Instant::now() + TIMEOUT;
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
             let output = std::fs::read_to_string(&log).unwrap_or_default();
             assert!(Instant::now() < deadline, "moto does not start: {output}");
@@ -109,7 +109,7 @@ impl Bucket {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let name = format!("bucket-{}", COUNT.fetch_add(1, Ordering::Relaxed));
         cryptography();
-        let http = reqwest::Client::builder().timeout(SOON).build().expect("a client");
+        let http = reqwest::Client::builder().timeout(TIMEOUT).build().expect("a client");
         let bucket = Self { name, gate: Gate::before(Buckets::shared().port), http };
         assert!(bucket.request("PUT", "", Vec::new()).await.0, "a bucket");
         bucket
@@ -127,8 +127,8 @@ impl Bucket {
         let signed = "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=b";
         let request =
             self.http.request(method.parse().expect("a method"), url).header("authorization", signed);
-        let answer = request.body(body).send().await.expect("an answer");
-        (answer.status().is_success(), answer.bytes().await.expect("a body").to_vec())
+        let response = request.body(body).send().await.expect("a response");
+        (response.status().is_success(), response.bytes().await.expect("a body").to_vec())
     }
 
     /// All objects except the marker that identifies the store.

@@ -1,16 +1,16 @@
 //! Two servers with copies of one database and one object store.
 
 use super::{all_stored, bucket::files_below, newest, spec, with_directory};
-use crate::server::{Agents, Finished, Folder, Server, free_port, lockstep, turn};
+use crate::server::{Agents, Finished, Folder, Server, free_port, lockstep, training_permit};
 use std::fs;
 
 #[tokio::test]
 async fn a_restored_database_uses_the_store_only_after_adopting_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let kept = Folder::new();
     let server = with_directory(&kept).await;
     let id = server.submit(&spec("in both databases", 20)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     all_stored(&server, &id).await;
     let checkpoint = newest(&server.checkpoints(&id).await);
     let weights = server.last_model(&id).await;
@@ -28,7 +28,11 @@ async fn a_restored_database_uses_the_store_only_after_adopting_it() {
         command.args(["--database", &copy, "--artifacts"]).arg(&artifacts).arg("--data-dir");
         Finished::of(command.arg(kept.path().join("copy")))
     };
-    serve_copy().wrong(&["restored from a backup", "--artifacts-adopt", &artifacts.display().to_string()]);
+    serve_copy().assert_usage_error(&[
+        "restored from a backup",
+        "--artifacts-adopt",
+        &artifacts.display().to_string(),
+    ]);
     // A second copy, made from the first.
     let second = format!("sqlite://{}", kept.path().join("second.db").display());
     server.cli(&["backup", "-o", &format!("{backup}2"), "--database", &copy]).ok();
@@ -46,13 +50,15 @@ async fn a_restored_database_uses_the_store_only_after_adopting_it() {
     // Later starts need no `--artifacts-adopt`.
     other.kill_serve();
     other.environment = environment(false);
-    other.serve_again().await;
+    other.start_serve().await;
 
     // The second server keeps objects of jobs that the first server deletes.
     server.cli(&["delete", &id, "--yes"]).ok();
     let log = || fs::read_to_string(server.folder().path().join("serve.1.log")).expect("a log");
     server
-        .until("the log says why", async |_: &Server| log().contains("is not the store that has this database's"))
+        .until("the log says why", async |_: &Server| {
+            log().contains("is not the store that has this database's")
+        })
         .await;
     assert_eq!(files_below(&artifacts).len(), before.len());
     fs::remove_dir_all(other.job_dir(&id)).expect("fetched files");
@@ -69,7 +75,7 @@ async fn a_restored_database_uses_the_store_only_after_adopting_it() {
     command.args(["serve", "--no-local-agent", "--artifacts-adopt", "--database", &second, "--artifacts"]);
     command.arg(&artifacts).args(["--listen", &format!("127.0.0.1:{}", free_port()), "--data-dir"]);
     Finished::of(command.arg(kept.path().join("second")))
-        .wrong(&["is not the store that has this database's checkpoints", "may have adopted"]);
+        .assert_usage_error(&["is not the store that has this database's checkpoints", "may have adopted"]);
     other.stop().await;
     server.stop().await;
 }

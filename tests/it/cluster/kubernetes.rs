@@ -3,7 +3,7 @@
 use super::program;
 use crate::{
     pages,
-    server::{Finished, SOON, Server, free_port, lockstep, signal},
+    server::{Finished, Server, TIMEOUT, free_port, lockstep, signal},
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -65,7 +65,7 @@ impl Kubernetes {
         command.arg(server.data_dir()).arg(&folder).stdin(Stdio::null());
         let process = command.stdout(log.try_clone().expect("a log")).stderr(log).spawn().expect("python3");
         let cluster = Self { folder, port, process };
-        let until = Instant::now() + SOON;
+        let until = Instant::now() + TIMEOUT;
         while cluster.try_act("objects", &json!({})).await.is_none() {
             assert!(Instant::now() < until, "the API server does not respond");
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -76,7 +76,7 @@ impl Kubernetes {
     /// `lockstep launch JOB --with kubernetes`, with the template `pod.yaml` unless the arguments name another.
     pub(crate) fn launch(&self, server: &Server, job: &str, args: &[&str]) -> Command {
         let mut command = lockstep();
-        command.current_dir(server.folder().path()).envs(server.for_clients());
+        command.current_dir(server.folder().path()).envs(server.client_variables());
         command.env("KUBECONFIG", self.folder.join("config"));
         command.args(["launch", job, "--with", "kubernetes", "--program"]);
         command.arg(crate::server::LOCKSTEP).args(args);
@@ -103,14 +103,14 @@ impl Kubernetes {
 
     async fn try_act(&self, action: &str, body: &Value) -> Option<Value> {
         let url = format!("http://127.0.0.1:{}/test/{action}", self.port);
-        let answer = crate::server::client("").post(url).json(body).send().await.ok()?;
-        answer.json().await.ok()
+        let response = crate::server::client("").post(url).json(body).send().await.ok()?;
+        response.json().await.ok()
     }
 
     /// Runs a test action of the API server (`ACTIONS` in `api.py`).
     pub(crate) async fn act(&self, action: &str, body: Value) -> Value {
-        let answer = self.try_act(action, &body).await;
-        answer.unwrap_or_else(|| panic!("{action} does not work; see {}/api.log", self.folder.display()))
+        let response = self.try_act(action, &body).await;
+        response.unwrap_or_else(|| panic!("{action} does not work; see {}/api.log", self.folder.display()))
     }
 
     pub(crate) async fn objects(&self, kind: &str) -> Vec<Value> {
@@ -120,7 +120,7 @@ impl Kubernetes {
     }
 
     pub(crate) async fn until(&self, what: &str, is_so: impl Fn(&[Value]) -> bool) {
-        let until = Instant::now() + 2 * SOON;
+        let until = Instant::now() + 2 * TIMEOUT;
         loop {
             // The API server may be down.
             let all = self.try_act("objects", &json!({})).await.unwrap_or_default();

@@ -3,7 +3,7 @@
 use super::{program, run_ok, terminate};
 use crate::{
     network::read_proc,
-    server::{SOON, free_port},
+    server::{TIMEOUT, free_port},
 };
 use std::{
     fs,
@@ -159,7 +159,7 @@ impl Slurm {
 
     /// Waits for a condition.
     pub(crate) fn until(&self, what: &str, holds: impl Fn(&Self) -> bool) {
-        let until = Instant::now() + 2 * SOON;
+        let until = Instant::now() + 2 * TIMEOUT;
         while !holds(self) {
             if Instant::now() > until {
                 let queue =

@@ -1,7 +1,7 @@
 //! OpenSSH servers with their own keys.
 
 use super::{program, run_ok};
-use crate::server::{SOON, free_port, signal};
+use crate::server::{TIMEOUT, free_port, signal};
 use rustix::process::Signal;
 use std::{
     fs::{self, File},
@@ -88,7 +88,7 @@ impl Sshd {
         command.args(["-D", "-e", "-f"]).arg(folder.join(config_name));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let mut server = command.spawn().expect("sshd");
-        let until = Instant::now() + SOON;
+        let until = Instant::now() + TIMEOUT;
         while TcpStream::connect((address, port)).is_err() {
             assert!(server.try_wait().ok().flatten().is_none(), "sshd ended");
             assert!(Instant::now() < until, "sshd does not listen");

@@ -4,7 +4,7 @@
 use crate::{
     cluster::Sshd,
     network::Network,
-    server::{Finished, Folder, LOCKSTEP, lockstep, turn},
+    server::{Finished, Folder, LOCKSTEP, lockstep, training_permit},
 };
 use serde_json::Value;
 use std::{fs, os::unix::fs::PermissionsExt as _, process::Command};
@@ -66,7 +66,7 @@ fn findings<'a>(report: &'a Value, what: &str) -> Vec<(&'a str, &'a str)> {
 
 #[tokio::test]
 async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let room = Hosts::new();
     let names = [1, 2, 3].map(|host| room.network.address(host));
     let [one, two, three] = names.each_ref().map(String::as_str);
@@ -136,13 +136,16 @@ async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
     command.current_dir(room.folder.path()).args(["doctor", "--hostfile"]).arg(hosts);
     let done = Finished::of(command.args(["--program", LOCKSTEP, "--"]).args(room.sshds[0].options(22)));
     let output = done.ok();
-    assert!(output.contains(&format!("{one} - {three}  round trip ")) && output.contains(" apart, ± "), "{output}");
+    assert!(
+        output.contains(&format!("{one} - {three}  round trip ")) && output.contains(" apart, ± "),
+        "{output}"
+    );
     assert!(!output.contains("PROBLEM"), "{output}");
 }
 
 #[tokio::test]
 async fn other_hosts_are_measured_if_one_does_not_respond() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut room = Hosts::new();
     let [one, two, three] = [1, 2, 3].map(|host| room.network.address(host));
     drop(room.sshds.remove(1));

@@ -3,7 +3,7 @@
 
 use crate::{
     pictures::{Pictures, SIDE, idx_dataset},
-    server::turn,
+    server::training_permit,
 };
 use std::{
     fs,
@@ -59,7 +59,7 @@ fn each_example_is_a_valid_job() {
 
 #[tokio::test]
 async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = tempfile::tempdir().expect("a folder");
     let dataset = folder.path().join("cifar10");
     write_cifar10(&dataset, 410);
@@ -104,7 +104,7 @@ async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
 /// The last example also continues on two ranks from a checkpoint of four.
 #[tokio::test]
 async fn the_examples_for_cpu_ranks_train() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = tempfile::tempdir().expect("a folder");
     let dataset = format!("data.dataset={}", idx_dataset(folder.path(), 256, 64).display());
     let run = |example: &str, more: &[&str]| {

@@ -5,7 +5,7 @@ mod serving;
 
 use crate::{
     pages, pictures,
-    server::{Finished, Server, lockstep, turn},
+    server::{Finished, Server, lockstep, training_permit},
     specs,
 };
 use serde_json::json;
@@ -120,7 +120,7 @@ fn run_script(server: &Server, token: Option<&Path>, folder: &Path, page: &str, 
          JOB=$(lockstep list --json | grep -o -m 1 'j[0-9a-z]\\{{26\\}}' | head -n 1 || true)\n{lines}"
     );
     let mut command = pages::shell(&script);
-    command.current_dir(folder).envs(server.for_clients());
+    command.current_dir(folder).envs(server.client_variables());
     command.env("HOME", folder.join("home")).env("TOKEN", server.token());
     if let Some(token) = token {
         command.env("LOCKSTEP_TOKEN_FILE", token);
@@ -137,7 +137,7 @@ fn run_script(server: &Server, token: Option<&Path>, folder: &Path, page: &str, 
 
 #[tokio::test]
 async fn documented_commands_run_as_written() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let folder = server.folder().path().join("examples");
     fs::create_dir(&folder).expect("a folder");
@@ -152,7 +152,7 @@ async fn documented_commands_run_as_written() {
             json!({"evaluate": {"every_epochs": 1}}),
         ))
         .await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     fs::write(folder.join("model.safetensors"), server.last_model(&id).await).expect("weights");
     let ca = Finished::of(lockstep().args(["ca", "init"]).current_dir(&folder));
     fs::write(folder.join("lockstep-ca.crt"), ca.ok()).expect("the CA certificate");
@@ -161,7 +161,7 @@ async fn documented_commands_run_as_written() {
         .expect("the tree's manifests");
     let mut serving = Serving::new(&folder);
 
-    let tested_elsewhere = pages::taken();
+    let tested_elsewhere = pages::lines_run_by_tests();
     let is_skipped = |page: &str, line: &str| {
         EXCLUDED.iter().any(|(begins, _)| line.starts_with(begins))
             || tested_elsewhere.iter().any(|(of, begins)| of == page && line.starts_with(begins))

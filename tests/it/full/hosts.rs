@@ -3,7 +3,7 @@
 use crate::{
     network::Network,
     pictures,
-    server::{Folder, attempt_dir, lockstep, number, signal, turn},
+    server::{Folder, attempt_dir, lockstep, number, signal, training_permit},
     specs,
     tls::serve::{Serve, trusting},
 };
@@ -47,7 +47,7 @@ impl Site {
         let path = dataset.to_str().expect("UTF-8");
         site.serve.cli(&site.url, Some(&site.ca), &["dataset", "add", "pictures", path]).ok();
         let id = site.submit().await;
-        let (job, model) = site.succeeded(&id).await;
+        let (job, model) = site.wait_for_success(&id).await;
         assert_eq!(job["agents"], json!(["whole"]));
         assert_eq!(site.count_in_log(&id, "are not encrypted"), 0, "no traffic leaves the machine");
         site.leave("whole");
@@ -115,9 +115,9 @@ impl Site {
     }
 
     pub(crate) async fn get(&self, path: &str) -> Value {
-        let answer = self.http.get(format!("{}/api/v1{path}", self.url)).send().await.expect("an answer");
-        assert!(answer.status().is_success(), "{path}: {}", answer.status());
-        answer.json().await.expect("JSON")
+        let response = self.http.get(format!("{}/api/v1{path}", self.url)).send().await.expect("a response");
+        assert!(response.status().is_success(), "{path}: {}", response.status());
+        response.json().await.expect("JSON")
     }
 
     pub(crate) fn logs(&self) -> String {
@@ -166,14 +166,16 @@ impl Site {
         let spec = specs::with(specs::short("hosts", "pictures", ranks, steps), own);
         let spec = specs::with(spec, changes);
         let jobs = format!("{}/api/v1/jobs?launched=true", self.url);
-        let answer = self.http.post(jobs).json(&spec).send().await;
-        let job: Value = answer.expect("an answer").json().await.expect("JSON");
+        let response = self.http.post(jobs).json(&spec).send().await;
+        let job: Value = response.expect("a response").json().await.expect("JSON");
         job["id"].as_str().unwrap_or_else(|| panic!("{job:#}")).to_owned()
     }
 
     pub(crate) async fn at_step(&self, id: &str, step: u64) {
-        self.until("the job trains", async || number(&self.get(&format!("/jobs/{id}")).await["step"]) >= step)
-            .await;
+        self.until("the job trains", async || {
+            number(&self.get(&format!("/jobs/{id}")).await["step"]) >= step
+        })
+        .await;
     }
 
     /// Waits for the first step of an attempt. Returns the time, and the step from which the attempt started.
@@ -218,7 +220,7 @@ impl Site {
     }
 
     /// Waits for the job to succeed. Returns the job and the bytes of its last model.
-    pub(crate) async fn succeeded(&self, id: &str) -> (Value, Vec<u8>) {
+    pub(crate) async fn wait_for_success(&self, id: &str) -> (Value, Vec<u8>) {
         let path = format!("/jobs/{id}");
         self.until("the job has succeeded", async || {
             let state = self.get(&path).await["state"].as_str().unwrap_or_default().to_owned();
@@ -231,12 +233,13 @@ impl Site {
             let found = found["checkpoints"].as_array().expect("checkpoints").clone();
             found.into_iter().max_by_key(|one| number(&one["step"])).expect("one")
         };
-        self.until("the last checkpoint is uploaded", async || last().await["uploading_from"].is_null()).await;
+        self.until("the last checkpoint is uploaded", async || last().await["uploading_from"].is_null())
+            .await;
         let id = last().await["id"].as_str().expect("an id").to_owned();
         let model = format!("{}/api/v1/checkpoints/{id}/model.safetensors", self.url);
-        let answer = self.http.get(model).send().await.expect("an answer");
-        assert!(answer.status().is_success(), "{}", answer.status());
-        (self.get(&path).await, answer.bytes().await.expect("the model").to_vec())
+        let response = self.http.get(model).send().await.expect("a response");
+        assert!(response.status().is_success(), "{}", response.status());
+        (self.get(&path).await, response.bytes().await.expect("the model").to_vec())
     }
 }
 
@@ -251,7 +254,7 @@ impl Drop for Site {
 
 #[tokio::test]
 async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (mut site, model) = Site::measured(5).await;
     for host in 1..=4 {
         site.join(host, &format!("h{host}"), 1);
@@ -263,11 +266,14 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
     site.network.plug(3, false);
     tokio::time::sleep(SHORT_OUTAGE).await;
     site.network.plug(3, true);
-    let (job, same) = site.succeeded(&id).await;
+    let (job, same) = site.wait_for_success(&id).await;
     assert_eq!((&job["agents"], &job["attempt"]), (&json!(["h1", "h2", "h3", "h4"]), &json!(1)));
     assert!(same == model, "the same weights over four hosts");
     assert_eq!(
-        site.count_in_log(&id, "their connections are not encrypted: keep these machines in a private network"),
+        site.count_in_log(
+            &id,
+            "their connections are not encrypted: keep these machines in a private network"
+        ),
         1
     );
 
@@ -279,7 +285,7 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
     site.network.plug(3, true);
     let (_, from) = site.next_step(&id, 2).await;
     assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is repeated");
-    let (job, same) = site.succeeded(&id).await;
+    let (job, same) = site.wait_for_success(&id).await;
     assert_eq!((&job["agents"], &job["attempt"]), (&json!(["h1", "h2", "h3", "h4"]), &json!(2)));
     assert!(same == model, "the same weights after an outage");
 
@@ -301,12 +307,13 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
         );
         assert!(recovery < MAX_RECOVERY, "{recovery:?}: {}", site.logs());
         assert!(from >= 45 && site.last_step(&id, 1).await <= from + 1, "at most one step is repeated");
-        site.until("the lost machine's rank ends by itself", async || site.ranks_on(host(&victim)) == 0).await;
+        site.until("the lost machine's rank ends by itself", async || site.ranks_on(host(&victim)) == 0)
+            .await;
         let job_dir = site.serve.folder.path().join(format!("{victim}/jobs/{id}"));
         let log = attempt_dir(&job_dir, 1).join(format!("rank.{rank}.log"));
         let log = fs::read_to_string(log).expect("its log");
         assert!(log.contains("lost the connection") && !log.contains("lease"), "{log}");
-        let (job, same) = site.succeeded(&id).await;
+        let (job, same) = site.wait_for_success(&id).await;
         assert!(same == model, "the same weights after a host was lost");
         let agents = job["agents"].as_array().expect("agents");
         assert!(agents.len() == 4 && !agents.contains(&json!(victim)), "{agents:?} without {victim}");

@@ -1,6 +1,6 @@
 //! Hosts with two network interfaces: ranks connect over the interface of --interface or of NCCL_SOCKET_IFNAME.
 
-use crate::{full::hosts::Site, pictures, server::turn};
+use crate::{full::hosts::Site, pictures, server::training_permit};
 use serde_json::json;
 
 /// During a job each host sends more bytes of gradients than this to its neighbour.
@@ -8,7 +8,7 @@ const MIN_GRADIENT_BYTES: u64 = 1 << 20;
 
 #[tokio::test]
 async fn nccl_s_variable_also_moves_the_ring_and_an_option_overrides_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (mut site, model) = Site::measured(2).await;
     for host in [1, 2] {
         site.network.add_second(host);
@@ -19,7 +19,7 @@ async fn nccl_s_variable_also_moves_the_ring_and_an_option_overrides_it() {
     site.online(&["h1", "h2"]).await;
     let before = [1, 2].map(|host| site.network.sent_bytes(host, "eth1"));
     let id = site.submit().await;
-    let (job, same) = site.succeeded(&id).await;
+    let (job, same) = site.wait_for_success(&id).await;
     assert_eq!(job["agents"], json!(["h1", "h2"]));
     assert!(same == model, "the same weights");
     for (host, before) in [1, 2].into_iter().zip(before) {
@@ -46,7 +46,7 @@ async fn nccl_s_variable_also_moves_the_ring_and_an_option_overrides_it() {
 
 #[tokio::test]
 async fn ranks_pass_the_agent_s_interface_to_nccl_unless_the_user_set_one() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut site = Site::new().await;
     for host in [1, 2] {
         site.network.add(host);

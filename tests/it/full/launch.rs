@@ -9,7 +9,7 @@ mod pods_faults;
 use crate::{
     cluster::{Sshd, command_lines},
     pictures,
-    server::{Agents, Finished, LOCKSTEP, Process, Server, free_port, lockstep, signal, turn},
+    server::{Agents, Finished, LOCKSTEP, Process, Server, free_port, lockstep, signal, training_permit},
     specs,
 };
 use rustix::process::Signal;
@@ -29,9 +29,9 @@ pub(crate) async fn server() -> Server {
 
 /// Submits a job that only launched agents may run.
 pub(crate) async fn submit(server: &Server, spec: &Value) -> String {
-    let answer = server.post("/jobs?launched=true", spec).await;
-    assert!(answer.status.is_success(), "{}", answer.text);
-    answer.json()["id"].as_str().expect("an id").to_owned()
+    let response = server.post("/jobs?launched=true", spec).await;
+    assert!(response.status.is_success(), "{}", response.text);
+    response.json()["id"].as_str().expect("an id").to_owned()
 }
 
 /// Number of live agents that were launched.
@@ -56,7 +56,7 @@ pub(crate) fn launch(server: &Server, args: &[&str], options: &[String]) -> Comm
 /// As [`launch`], with another program on the machines.
 fn launch_program(server: &Server, program: &str, args: &[&str], options: &[String]) -> Command {
     let mut command = lockstep();
-    command.current_dir(server.folder().path()).envs(server.for_clients());
+    command.current_dir(server.folder().path()).envs(server.client_variables());
     command.arg("launch").args(args).args(["--program", program, "--dir"]);
     command.arg(server.folder().path().join("launch")).arg("--").args(options);
     command
@@ -79,7 +79,7 @@ pub(crate) async fn valid_agent_tokens(server: &Server) -> usize {
 
 #[tokio::test]
 async fn an_agent_started_by_ssh_runs_only_the_job_and_ends_with_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
     let id = submit(&server, &short("over-ssh")).await;
@@ -93,7 +93,7 @@ async fn an_agent_started_by_ssh_runs_only_the_job_and_ends_with_it() {
     done.ok();
     assert!(done.stderr.contains("the agents' logs are in"), "{}", done.stderr);
     assert!(done.stdout.contains("trained on 127.0.0.1 (agent launch-"), "{}", done.stdout);
-    let job = server.succeeded(&id).await;
+    let job = server.wait_for_success(&id).await;
     assert_eq!(job["attempt"], 1, "{job:#}");
     assert!(agents_of(&server, &id).contains("launch-"), "an agent of the launch ran it");
     assert_eq!(launched_agents(&server), 0, "the agent ends with its job");
@@ -103,7 +103,7 @@ async fn an_agent_started_by_ssh_runs_only_the_job_and_ends_with_it() {
 
 #[tokio::test]
 async fn a_job_file_is_submitted_and_no_token_is_on_a_command_line() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
     let toml = "name = \"file\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
@@ -113,7 +113,7 @@ async fn a_job_file_is_submitted_and_no_token_is_on_a_command_line() {
     let args = [file, "--with", "ssh", "-H", "127.0.0.1", "--detach"];
     let done = Finished::of(&mut launch(&server, &args, &sshd.options(sshd.port)));
     let id = done.ok().split_whitespace().next().expect("an id").to_owned();
-    server.job_when(&id, "the job trains", |job| job["state"] == "running").await;
+    server.wait_for_job(&id, "the job trains", |job| job["state"] == "running").await;
     let folder = server.folder().path().join("launch").join(&id);
     let agent = fs::read_dir(&folder).expect("a folder").filter_map(Result::ok).find(|e| e.path().is_dir());
     let token = fs::read_to_string(agent.expect("an agent").path().join("token")).expect("its token");
@@ -129,7 +129,7 @@ async fn a_job_file_is_submitted_and_no_token_is_on_a_command_line() {
 
 #[tokio::test]
 async fn a_failed_launch_is_reported_and_the_job_cancelled() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
     let file = server.folder().write(
@@ -155,7 +155,7 @@ async fn a_failed_launch_is_reported_and_the_job_cancelled() {
     assert_eq!(valid_agent_tokens(&server).await, 0, "the agent's token is revoked");
     let missing = [&ssh[..], &["--program", "/nowhere/lockstep"]].concat();
     let mut command = lockstep();
-    command.current_dir(server.folder().path()).envs(server.for_clients()).arg("launch").args(&missing);
+    command.current_dir(server.folder().path()).envs(server.client_variables()).arg("launch").args(&missing);
     command.arg("--dir").arg(server.folder().path().join("launch")).arg("--").args(sshd.options(sshd.port));
     let done = Finished::of(&mut command);
     assert!(
@@ -230,7 +230,7 @@ fn a_dry_run_shows_commands_and_starts_nothing() {
 
 #[tokio::test]
 async fn agents_end_if_their_launch_fails_for_another_machine() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
     let toml = "[data]\ndataset = \"fashion\"\nimage_size = 8\n[model]\narch = \"resnet20\"\n[train]\nsteps = 9\n\
@@ -241,7 +241,7 @@ async fn agents_end_if_their_launch_fails_for_another_machine() {
         // No sshd listens at the second address.
         let args = [job, "--with", "ssh", "-H", "127.0.0.1:1,127.0.0.2:1"];
         let done = Finished::of(&mut launch(&server, &args, &sshd.options(sshd.port)));
-        done.fails(1, &["127.0.0.2 cannot be reached by ssh"]);
+        done.assert_fails(1, &["127.0.0.2 cannot be reached by ssh"]);
         let id = done.stdout.split_whitespace().next().expect("an id");
         assert_eq!(server.job(id).await["state"], state);
         assert_eq!(valid_agent_tokens(&server).await, 0);
@@ -264,7 +264,7 @@ async fn agents_end_if_their_launch_fails_for_another_machine() {
 /// As when a cluster restarts the agent on another machine with the same folder.
 #[tokio::test]
 async fn an_agent_of_one_job_that_returns_after_its_lease_runs_the_next_attempt() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let id = submit(&server, &batch::endless("comes-back")).await;
     let token = server.cli(&["token", "create", "--scope", "agent", "--agent", "serves"]);
@@ -289,7 +289,7 @@ async fn an_agent_of_one_job_that_returns_after_its_lease_runs_the_next_attempt(
     batch::trains_past(&server, &id, 1, 20).await;
     agent.kill().expect("SIGKILL");
     server.ranks(&id).iter().for_each(|(_, rank)| signal(rank.pid, Signal::KILL));
-    server.job_when(&id, "the lease has expired", |job| job["state"] == "restarting").await;
+    server.wait_for_job(&id, "the lease has expired", |job| job["state"] == "restarting").await;
     let mut second = start();
     batch::trains_past(&server, &id, 2, 20).await;
     server.cli(&["cancel", &id]).ok();
@@ -301,7 +301,7 @@ async fn an_agent_of_one_job_that_returns_after_its_lease_runs_the_next_attempt(
 
 #[tokio::test]
 async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
     let fewer = json!({"recovery": {"min_ranks": 1, "wait_seconds": 1}});
@@ -317,7 +317,7 @@ async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
     }
     server.ranks(&id).iter().for_each(|(_, rank)| signal(rank.pid, Signal::KILL));
     first.wait().expect("it ends");
-    server.job_when(&id, "the lease has expired", |job| job["state"] == "restarting").await;
+    server.wait_for_job(&id, "the lease has expired", |job| job["state"] == "restarting").await;
     // No sshd listens at the second address.
     let hosts = [id.as_str(), "--with", "ssh", "-H", "127.0.0.1:1,127.0.0.2:1"];
     let mut second = launch(&server, &hosts, &sshd.options(sshd.port));
@@ -333,7 +333,7 @@ async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
 
 #[tokio::test]
 async fn a_failed_launch_names_the_agent_that_still_runs_the_job() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let toml = "name = \"taken\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
@@ -346,13 +346,15 @@ async fn a_failed_launch_names_the_agent_that_still_runs_the_job() {
     let mut command = launch(&server, &args, &["-o".into(), proxy]);
     let done = tokio::task::spawn_blocking(move || Finished::of(&mut command));
     server
-        .until("the job trains", async |s: &Server| s.get("/jobs").await["jobs"][0]["step"].as_u64() > Some(0))
+        .until("the job trains", async |s: &Server| {
+            s.get("/jobs").await["jobs"][0]["step"].as_u64() > Some(0)
+        })
         .await;
     fs::write(&trains, "").expect("a file");
     let done = done.await.expect("it ends");
     let job = server.get("/jobs").await["jobs"][0].clone();
     let id = job["id"].as_str().expect("an id");
-    done.fails(
+    done.assert_fails(
         1,
         &[
             "127.0.0.1 cannot be reached by ssh",
@@ -364,6 +366,6 @@ async fn a_failed_launch_names_the_agent_that_still_runs_the_job() {
     assert_eq!(job["state"], "running", "the job continues");
     assert_eq!(valid_agent_tokens(&server).await, 0, "the launch's tokens are revoked");
     server.cli(&["cancel", id]).ok();
-    server.ended(id).await;
+    server.wait_for_end(id).await;
     server.stop().await;
 }

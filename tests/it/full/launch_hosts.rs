@@ -6,7 +6,7 @@ use crate::{
     full::hosts::Site,
     network::{read_proc, variable},
     pictures,
-    server::{Finished, Folder, LOCKSTEP, lockstep, turn},
+    server::{Finished, Folder, LOCKSTEP, lockstep, training_permit},
 };
 use serde_json::{Value, json};
 use std::{fs, path::PathBuf};
@@ -29,7 +29,7 @@ impl Cluster {
     async fn measured() -> (Self, Vec<u8>) {
         let mut this = Self::new().await;
         let id = this.site.submit_ranks(2, STEPS).await;
-        let (_, model) = this.site.succeeded(&id).await;
+        let (_, model) = this.site.wait_for_success(&id).await;
         this.site.leave("whole");
         (this, model)
     }
@@ -107,7 +107,7 @@ impl Cluster {
 
 #[tokio::test]
 async fn two_hosts_train_to_one_host_s_weights_and_cancelled_jobs_leave_no_process() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (cluster, model) = Cluster::measured().await;
     let site = &cluster.site;
     let hosts = cluster.hostfile();
@@ -115,7 +115,7 @@ async fn two_hosts_train_to_one_host_s_weights_and_cancelled_jobs_leave_no_proce
     for with in LAUNCHERS {
         let id = site.submit_ranks(2, STEPS).await;
         cluster.launch(&id, with, &hosts, &[]).ok();
-        let (job, same) = site.succeeded(&id).await;
+        let (job, same) = site.wait_for_success(&id).await;
         assert!(cluster.are_on(&job, &[2, 1]), "{with}: in the hostfile's order: {job:#}");
         assert!(same == model, "{with}: the same weights");
         for host in [1, 2] {
@@ -144,7 +144,7 @@ async fn two_hosts_train_to_one_host_s_weights_and_cancelled_jobs_leave_no_proce
 
 #[tokio::test]
 async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (mut cluster, model) = Cluster::measured().await;
     for with in LAUNCHERS {
         let site = &cluster.site;
@@ -169,7 +169,7 @@ async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
         // The other host gets slots for both ranks.
         let rest = format!("{}:2", site.network.address(2));
         cluster.launch(&id, with, &["-H", &rest], &[]).ok();
-        let (job, same) = site.succeeded(&id).await;
+        let (job, same) = site.wait_for_success(&id).await;
         assert!(cluster.are_on(&job, &[2]) && job["attempt"] == json!(2), "{with}: {job:#}");
         assert!(same == model, "{with}: the same weights after a host was lost");
         cluster.until_empty(2).await;
@@ -180,7 +180,7 @@ async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
 
 #[tokio::test]
 async fn a_rank_table_decides_which_host_has_rank_0() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (cluster, model) = Cluster::measured().await;
     let site = &cluster.site;
     let server = |host: u32, rank: u32| {
@@ -194,7 +194,7 @@ async fn a_rank_table_decides_which_host_has_rank_0() {
     let table = ["--rank-table", table.to_str().expect("UTF-8")];
     let id = site.submit_ranks(2, STEPS).await;
     cluster.launch(&id, "ssh", &table, &[]).ok();
-    let (job, same) = site.succeeded(&id).await;
+    let (job, same) = site.wait_for_success(&id).await;
     assert!(cluster.are_on(&job, &[2, 1]), "in the order of the ranks: {job:#}");
     assert!(same == model, "the same weights");
     for host in [1, 2] {
@@ -205,7 +205,7 @@ async fn a_rank_table_decides_which_host_has_rank_0() {
 /// Slurm sorts lists of machines by its own rules.
 #[tokio::test]
 async fn machines_of_a_hostfile_keep_their_slots_and_order_under_slurm() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut cluster = Cluster::new().await;
     cluster.site.leave("whole");
     let site = &cluster.site;

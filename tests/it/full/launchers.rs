@@ -5,8 +5,8 @@ use crate::{
     cluster::{Slurm, Sshd},
     network::Network,
     pages,
-    server::{free_port, turn},
-    train::{Bench, succeeded},
+    server::{free_port, training_permit},
+    train::{Bench, assert_success},
     world_size::weights,
 };
 use serde_json::json;
@@ -46,7 +46,7 @@ fn nodes() -> Network {
 fn has_expected_weights(bench: &Bench, out: &str) -> bool {
     static ALONE: LazyLock<BTreeMap<String, Vec<u8>>> = LazyLock::new(|| {
         let bench = Bench::new();
-        succeeded(&bench.train("alone", &["--ranks", "8"]).output().expect("it runs"));
+        assert_success(&bench.train("alone", &["--ranks", "8"]).output().expect("it runs"));
         weights(&bench.model("alone", "2-24"))
     });
     weights(&bench.model(out, "2-24")) == *ALONE
@@ -67,13 +67,13 @@ fn assert_gradients_sent(network: &Network) {
 
 #[tokio::test]
 async fn srun_starts_four_ranks_on_each_of_two_nodes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let slurm = Slurm::start_with(bench.folder.path(), 2, 4, 30);
     let mut srun = bench.line(&pages::line("docs/launchers.md", "srun "), "srun");
     // The nodes' names do not resolve.
     srun.envs([("MASTER_ADDR", "127.0.0.1"), ("LOCKSTEP_SHARED_MEMORY", "0")]);
-    assert_rank_0_reported_all(&succeeded(
+    assert_rank_0_reported_all(&assert_success(
         &srun.env("SLURM_CONF", slurm.config()).output().expect("it runs"),
     ));
     assert!(has_expected_weights(&bench, "srun"));
@@ -82,7 +82,7 @@ async fn srun_starts_four_ranks_on_each_of_two_nodes() {
 /// torchrun runs on both nodes.
 #[tokio::test]
 async fn torchrun_starts_four_ranks_on_each_of_two_nodes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let network = nodes();
     let on = |host: u32| {
@@ -92,7 +92,7 @@ async fn torchrun_starts_four_ranks_on_each_of_two_nodes() {
         torchrun.envs([("PET_REDIRECTS", "9:1"), ("PET_TEE", "9:1")]);
         network.on(host, &torchrun)
     };
-    let output: String = run_together(vec![on(1), on(2)]).iter().map(succeeded).collect();
+    let output: String = run_together(vec![on(1), on(2)]).iter().map(assert_success).collect();
     assert_rank_0_reported_all(&output);
     assert_gradients_sent(&network);
     assert!(has_expected_weights(&bench, "torchrun"));
@@ -101,7 +101,7 @@ async fn torchrun_starts_four_ranks_on_each_of_two_nodes() {
 /// mpirun starts its daemon on the second node through the node's sshd.
 #[tokio::test]
 async fn mpirun_starts_four_ranks_on_each_of_two_nodes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let network = nodes();
     let mut mpirun = bench.line(&pages::line("docs/launchers.md", "mpirun "), "mpirun");
@@ -113,14 +113,14 @@ async fn mpirun_starts_four_ranks_on_each_of_two_nodes() {
     // Tests run as root, and the machine may have fewer cores than ranks.
     mpirun.envs(["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"].map(|name| (name, "1")));
     mpirun.envs([("OMPI_MCA_rmaps_base_oversubscribe", "1"), ("OMPI_MCA_hwloc_base_binding_policy", "none")]);
-    assert_rank_0_reported_all(&succeeded(&network.on(1, &mpirun).output().expect("it runs")));
+    assert_rank_0_reported_all(&assert_success(&network.on(1, &mpirun).output().expect("it runs")));
     assert_gradients_sent(&network);
     assert!(has_expected_weights(&bench, "mpirun"));
 }
 
 #[tokio::test]
 async fn msrun_starts_four_ranks_on_each_of_two_nodes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let network = nodes();
     let bin = bench.out("bin");
@@ -134,7 +134,7 @@ async fn msrun_starts_four_ranks_on_each_of_two_nodes() {
         msrun.env("PATH", format!("{}:{}", bin.display(), pages::path())).env("LOCKSTEP_SHARED_MEMORY", "0");
         network.on(host, &msrun)
     };
-    run_together(vec![on(1), on(2)]).iter().for_each(|output| drop(succeeded(output)));
+    run_together(vec![on(1), on(2)]).iter().for_each(|output| drop(assert_success(output)));
     let log = |name: &str| fs::read_to_string(bench.out(name)).expect("a log");
     assert_rank_0_reported_all(&log("worker_0.log"));
     (1..8).for_each(|rank| assert_eq!(log(&format!("worker_{rank}.log")), ""));
@@ -145,7 +145,7 @@ async fn msrun_starts_four_ranks_on_each_of_two_nodes() {
 
 #[tokio::test]
 async fn with_mindspore_s_variables_workers_train_and_the_scheduler_idles() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let port = free_port().to_string();
     let process = |role: &str, id: &str| {
@@ -159,13 +159,15 @@ async fn with_mindspore_s_variables_workers_train_and_the_scheduler_idles() {
         command.env("MS_NODE_ID", id);
         command
     };
-    let scheduler = succeeded(&process("MS_SCHED", "sched").output().expect("it runs"));
+    let scheduler = assert_success(&process("MS_SCHED", "sched").output().expect("it runs"));
     assert!(scheduler.contains("nothing to do"), "{scheduler}");
     assert!(!bench.out("mindspore").exists());
-    let outputs: Vec<_> =
-        run_together(vec![process("MS_WORKER", "0"), process("MS_WORKER", "1")]).iter().map(succeeded).collect();
+    let outputs: Vec<_> = run_together(vec![process("MS_WORKER", "0"), process("MS_WORKER", "1")])
+        .iter()
+        .map(assert_success)
+        .collect();
     assert!(outputs[0].contains("succeeded: validation accuracy") && outputs[1].is_empty(), "{outputs:?}");
-    succeeded(&bench.train("alone", &[]).output().expect("it runs"));
+    assert_success(&bench.train("alone", &[]).output().expect("it runs"));
     assert!(bench.model("mindspore", "2-24") == bench.model("alone", "2-24"));
     let refused = process("MS_PSERVER", "0").output().expect("it runs");
     assert_eq!(refused.status.code(), Some(2));
@@ -174,7 +176,7 @@ async fn with_mindspore_s_variables_workers_train_and_the_scheduler_idles() {
 
 #[tokio::test]
 async fn a_rank_table_places_ranks_on_machines() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     // Two addresses of this machine, and rank 0 on the second.
     let device = |rank: u32| json!({"device_id": (rank % 2).to_string(), "device_ip": "192.1.27.6", "rank_id": rank.to_string()});
@@ -194,12 +196,12 @@ async fn a_rank_table_places_ranks_on_machines() {
     };
     let line = pages::line("docs/launchers.md", "lockstep train job.toml --rank-table");
     let node = |node: u32| replaced(&line, "--node 0", format!("--node {node}"), "nodes");
-    let outputs: Vec<_> = run_together(vec![node(0), node(1)]).iter().map(succeeded).collect();
+    let outputs: Vec<_> = run_together(vec![node(0), node(1)]).iter().map(assert_success).collect();
     assert!(outputs[1].contains("succeeded: validation accuracy") && outputs[0].is_empty(), "{outputs:?}");
     let line = pages::line("docs/launchers.md", "RANK_ID=3 lockstep train job.toml --rank-table");
     let rank = |rank: u32| replaced(&line, "RANK_ID=3 ", format!("RANK_ID={rank} "), "ranks");
-    run_together((0..4).map(rank).collect()).iter().for_each(|output| drop(succeeded(output)));
-    succeeded(&bench.train("alone", &["--ranks", "4"]).output().expect("it runs"));
+    run_together((0..4).map(rank).collect()).iter().for_each(|output| drop(assert_success(output)));
+    assert_success(&bench.train("alone", &["--ranks", "4"]).output().expect("it runs"));
     for out in ["nodes", "ranks"] {
         assert!(bench.model(out, "2-24") == bench.model("alone", "2-24"), "{out}");
     }

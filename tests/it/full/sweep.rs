@@ -2,13 +2,13 @@
 
 use crate::{
     pictures,
-    server::{Agents, Server, number, turn},
+    server::{Agents, Server, number, training_permit},
     sweeps::{submit_sweep, sweep_ended},
 };
 
 #[tokio::test]
 async fn asha_finds_the_best_setting_of_a_grid_with_less_than_half_of_the_steps() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     // Steps are not slowed.
     let environment = vec![("LOCKSTEP_FAULT".to_owned(), "step:slow@1000000".to_owned())];
     let database = crate::postgres::wanted().then(crate::postgres::database);
@@ -24,7 +24,8 @@ async fn asha_finds_the_best_setting_of_a_grid_with_less_than_half_of_the_steps(
         )
     };
     let grid = sweep_ended(&server, &submit_sweep(&server, &file("grid", ""))).await;
-    let asha = sweep_ended(&server, &submit_sweep(&server, &file("asha", "reduction = 2\nrungs = 4\n"))).await;
+    let asha =
+        sweep_ended(&server, &submit_sweep(&server, &file("asha", "reduction = 2\nrungs = 4\n"))).await;
     assert_eq!(asha["best"]["setting"], grid["best"]["setting"], "{grid:#} {asha:#}");
     assert_eq!(
         asha["best"]["metric"], grid["best"]["metric"],

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Server, number, signal, turn_alone},
+    server::{Server, exclusive_permit, number, signal},
     socket::{Socket, is_metric, last_step},
     specs,
 };
@@ -53,9 +53,9 @@ fn loss_line(line: &Value) -> Option<(u64, jiff::Timestamp)> {
 
 /// Seconds between the first and the last loss line of each epoch of an attempt, in total: by the log's times, and by the `step_ms`.
 async fn training_secs(server: &Server, id: &str, attempt: u64) -> (f64, f64) {
-    let answer = server.get(&format!("/jobs/{id}/logs?rank=0&attempt={attempt}&limit=10000")).await;
+    let response = server.get(&format!("/jobs/{id}/logs?rank=0&attempt={attempt}&limit=10000")).await;
     let mut epochs: BTreeMap<u64, Vec<(u64, jiff::Timestamp)>> = BTreeMap::new();
-    for (step, at) in answer["lines"].as_array().expect("lines").iter().filter_map(loss_line) {
+    for (step, at) in response["lines"].as_array().expect("lines").iter().filter_map(loss_line) {
         epochs.entry((step - 1) / STEPS_PER_EPOCH).or_default().push((step, at));
     }
     let points = server.points(id, "step_ms").await;
@@ -71,9 +71,9 @@ async fn training_secs(server: &Server, id: &str, attempt: u64) -> (f64, f64) {
 
 /// Asserts that the time of an epoch's first step excludes the evaluation before it.
 async fn assert_evaluations_excluded(server: &Server, id: &str) {
-    let answer = server.get(&format!("/jobs/{id}/logs?rank=0&limit=10000")).await;
+    let response = server.get(&format!("/jobs/{id}/logs?rank=0&limit=10000")).await;
     let lines: Vec<(u64, jiff::Timestamp)> =
-        answer["lines"].as_array().expect("lines").iter().filter_map(loss_line).collect();
+        response["lines"].as_array().expect("lines").iter().filter_map(loss_line).collect();
     let points = server.points(id, "step_ms").await;
     let mut seen = 0;
     for pair in lines.windows(2) {
@@ -102,36 +102,39 @@ fn cell(page: &str, id: &str, name: &str) -> String {
 
 #[tokio::test]
 async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
-    let _turn = turn_alone().await;
+    let _permit = exclusive_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), PICTURES as usize, 400)).await;
 
     let plain = server.submit(&spec("plain", 1)).await;
-    server.succeeded(&plain).await;
+    server.wait_for_success(&plain).await;
     assert_evaluations_excluded(&server, &plain).await;
 
     let from = json!({"checkpoint": 2 * STEPS_PER_EPOCH, "set": {"name": "forked"}});
     let fork = server.post(&format!("/jobs/{plain}/fork"), &from).await.json();
     let forked = fork["id"].as_str().expect("an id").to_owned();
     assert_eq!(fork["images_per_second"], Value::Null, "the fork has not trained yet");
-    server.succeeded(&forked).await;
+    server.wait_for_success(&forked).await;
 
     let paused = server.submit(&spec("paused", 1)).await;
     wait_for_step(&server, &paused, 20).await;
     server.cli(&["pause", &paused]).ok();
     let resting = server.job(&paused).await;
-    assert!(resting["images_per_second"].as_f64().is_some_and(|v| v > 0.0), "a paused job keeps its speed: {resting:#}");
+    assert!(
+        resting["images_per_second"].as_f64().is_some_and(|v| v > 0.0),
+        "a paused job keeps its speed: {resting:#}"
+    );
     assert_eq!(resting["eta_secs"], Value::Null);
     // A pause that would halve the speed if it counted.
     tokio::time::sleep(Duration::from_secs(1)).await;
     server.cli(&["resume", &paused]).ok();
-    server.succeeded(&paused).await;
+    server.wait_for_success(&paused).await;
 
     let killed = server.submit(&spec("killed", 2)).await;
     wait_for_step(&server, &killed, STEPS_PER_EPOCH + 3).await;
     let (_, rank) = server.ranks(&killed).into_iter().find(|(rank, _)| *rank == 1).expect("rank 1 is alive");
     signal(rank.pid, Signal::KILL);
-    server.succeeded(&killed).await;
+    server.wait_for_success(&killed).await;
 
     let uneven = server.submit(&spec("uneven", 2)).await;
     wait_for_step(&server, &uneven, 5).await;
@@ -142,11 +145,11 @@ async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
         signal(slow.pid, Signal::CONT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    server.succeeded(&uneven).await;
+    server.wait_for_success(&uneven).await;
 
     let listed = server.get("/jobs").await;
     let page = server.http.get(format!("{}/jobs", server.url)).header("accept", "text/html").send().await;
-    let page = page.expect("an answer").text().await.expect("a page");
+    let page = page.expect("a response").text().await.expect("a page");
     let table = server.cli(&["list"]).ok().to_owned();
     for (name, id, attempt) in [
         ("plain", &plain, 1),
@@ -159,7 +162,10 @@ async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
         assert_eq!(number(&job["attempt"]), attempt, "{name}");
         let shown_speed = job["images_per_second"].as_f64().unwrap_or_else(|| panic!("{name}: {job:#}"));
         let wanted = expected_speed(&server, id, attempt).await;
-        assert!((shown_speed / wanted - 1.0).abs() < 0.01, "{name}: {shown_speed} images/s, and {wanted} by its steps");
+        assert!(
+            (shown_speed / wanted - 1.0).abs() < 0.01,
+            "{name}: {shown_speed} images/s, and {wanted} by its steps"
+        );
         let (clock, steps) = training_secs(&server, id, attempt).await;
         assert!((steps / clock - 1.0).abs() < 0.05, "{name}: {steps} s of steps in {clock} s of training");
 
@@ -169,7 +175,8 @@ async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
         assert_eq!(server.cli(&["show", id, "--json"]).json()["images_per_second"], job["images_per_second"]);
         let shown = server.cli(&["show", id]);
         let line = shown.ok().lines().find(|l| l.starts_with("images a second")).expect("a line");
-        let words = if shown_speed >= 99.95 { format!("{shown_speed:.0}") } else { format!("{shown_speed:.1}") };
+        let words =
+            if shown_speed >= 99.95 { format!("{shown_speed:.0}") } else { format!("{shown_speed:.1}") };
         assert_eq!(line.split_whitespace().last(), Some(words.as_str()), "{name}");
         let row = table.lines().find(|l| l.starts_with(id.as_str())).expect("a row");
         assert!(row.split_whitespace().any(|cell| cell == words), "{words} in {row}");

@@ -11,8 +11,8 @@ async fn an_outdated_revocation_list_is_used_and_reported() {
     let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
     let client = client.default_headers(serve.bearer()).build().expect("a client");
     let ready = async || {
-        let answer = client.get(format!("{}/readyz", https(&serve))).send().await.expect("an answer");
-        answer.text().await.expect("text")
+        let response = client.get(format!("{}/readyz", https(&serve))).send().await.expect("a response");
+        response.text().await.expect("text")
     };
     let start_agent = |name: &str| {
         let certificate = files(name);

@@ -63,34 +63,36 @@ fn contradictory_options_are_refused_with_advice() {
         command.args(["serve", "--listen", "127.0.0.1:0", "--no-local-agent"]).args(args);
         Finished::of(command.current_dir(folder.path()))
     };
-    start(&["--tls-own-ca", "--tls-suites", "RC4-MD5"]).wrong(&["RC4-MD5", "TLS_AES_256_GCM_SHA384"]);
-    start(&["--tls-own-ca", "--tls-min-version", "1.1"]).wrong(&["1.2 and 1.3"]);
+    start(&["--tls-own-ca", "--tls-suites", "RC4-MD5"])
+        .assert_usage_error(&["RC4-MD5", "TLS_AES_256_GCM_SHA384"]);
+    start(&["--tls-own-ca", "--tls-min-version", "1.1"]).assert_usage_error(&["1.2 and 1.3"]);
     let old = ["--tls-own-ca", "--tls-min-version", "1.3", "--tls-suites", "ECDHE-ECDSA-AES256-GCM-SHA384"];
-    start(&old).wrong(&["--tls-suites", "TLS 1.3"]);
-    start(&["--tls-own-ca", "--tls-suites", "ECDHE-RSA-AES256-GCM-SHA384"]).wrong(&["ECDSA"]);
-    start(&["--tls-suites", "TLS_AES_256_GCM_SHA384"]).wrong(&["--tls-suites", "--tls-own-ca"]);
-    start(&["--agent-auth", "certificate"]).wrong(&["--agent-auth", "--tls-cert"]);
-    start(&["--tls-own-ca", "--agent-auth", "password"]).wrong(&["certificate, token or either"]);
-    start(&["--tls-own-ca", "--agent-ca", "none.crt"]).wrong(&["none.crt"]);
-    start(&["--tls-own-ca", "--agent-crl", "list.crl"]).wrong(&["--agent-ca"]);
-    start(&["--tls-own-ca", "--agent-auth", "certificate", "--no-auth"]).wrong(&["--no-auth"]);
+    start(&old).assert_usage_error(&["--tls-suites", "TLS 1.3"]);
+    start(&["--tls-own-ca", "--tls-suites", "ECDHE-RSA-AES256-GCM-SHA384"]).assert_usage_error(&["ECDSA"]);
+    start(&["--tls-suites", "TLS_AES_256_GCM_SHA384"]).assert_usage_error(&["--tls-suites", "--tls-own-ca"]);
+    start(&["--agent-auth", "certificate"]).assert_usage_error(&["--agent-auth", "--tls-cert"]);
+    start(&["--tls-own-ca", "--agent-auth", "password"])
+        .assert_usage_error(&["certificate, token or either"]);
+    start(&["--tls-own-ca", "--agent-ca", "none.crt"]).assert_usage_error(&["none.crt"]);
+    start(&["--tls-own-ca", "--agent-crl", "list.crl"]).assert_usage_error(&["--agent-ca"]);
+    start(&["--tls-own-ca", "--agent-auth", "certificate", "--no-auth"]).assert_usage_error(&["--no-auth"]);
     let agent = |args: &[&str]| {
         let mut command = lockstep();
         Finished::of(command.arg("agent").args(args).current_dir(folder.path()))
     };
-    agent(&["--server", "http://10.0.0.5:7070"]).wrong(&["--insecure-http", "https://"]);
-    agent(&["--server", "https://10.0.0.5:7070", "--cert-file", "a.crt"]).wrong(&["--key-file"]);
+    agent(&["--server", "http://10.0.0.5:7070"]).assert_usage_error(&["--insecure-http", "https://"]);
+    agent(&["--server", "https://10.0.0.5:7070", "--cert-file", "a.crt"]).assert_usage_error(&["--key-file"]);
     agent(&["--server", "https://10.0.0.5:7070", "--pkcs12-file", "a.p12"])
-        .wrong(&["--pkcs12-password-file"]);
+        .assert_usage_error(&["--pkcs12-password-file"]);
     let ca = |args: &[&str]| ca(folder.path(), &[args, &["--data-dir", "lab"]].concat());
     ca(&["init"]).ok();
-    ca(&["issue", "a b", "--agent"]).wrong(&["node-a"]);
-    ca(&["issue", "a", "b", "--agent"]).wrong(&["one name"]);
-    ca(&["issue", &"a".repeat(65), "--agent"]).wrong(&["1 to 64"]);
+    ca(&["issue", "a b", "--agent"]).assert_usage_error(&["node-a"]);
+    ca(&["issue", "a", "b", "--agent"]).assert_usage_error(&["one name"]);
+    ca(&["issue", &"a".repeat(65), "--agent"]).assert_usage_error(&["1 to 64"]);
     ca(&["issue", &"a".repeat(64), "--agent"]).ok();
-    ca(&["issue", "a", "--agent", "--pkcs12"]).wrong(&["--pkcs12-password-file"]);
-    ca(&["issue", "a", "--pkcs12"]).wrong(&["--agent"]);
-    ca(&["revoke", "nobody"]).wrong(&["lockstep ca list"]);
+    ca(&["issue", "a", "--agent", "--pkcs12"]).assert_usage_error(&["--pkcs12-password-file"]);
+    ca(&["issue", "a", "--pkcs12"]).assert_usage_error(&["--agent"]);
+    ca(&["revoke", "nobody"]).assert_usage_error(&["lockstep ca list"]);
     // Only the one valid request has issued a certificate.
     let issued = ca(&["list", "--json"]).json();
     assert_eq!(issued.as_array().map(Vec::len), Some(1), "{issued:#}");

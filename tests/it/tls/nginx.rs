@@ -1,7 +1,7 @@
 //! nginx with the configuration of docs/team.md.
 
 use super::serve::listens;
-use crate::server::SOON;
+use crate::server::TIMEOUT;
 use std::{
     fs,
     path::Path,
@@ -30,7 +30,7 @@ impl Nginx {
         let start = Instant::now();
         while !listens(port).await {
             let log = fs::read_to_string(folder.join("nginx.log")).unwrap_or_default();
-            assert!(start.elapsed() < SOON, "{log}");
+            assert!(start.elapsed() < TIMEOUT, "{log}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         nginx

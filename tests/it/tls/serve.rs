@@ -1,6 +1,6 @@
 //! Helpers of the TLS tests: a server with options, and a client that trusts a CA.
 
-use crate::server::{Finished, Folder, SOON, free_port, lockstep};
+use crate::server::{Finished, Folder, TIMEOUT, free_port, lockstep};
 use reqwest::header::{AUTHORIZATION, HeaderMap};
 use rustls::{
     ClientConfig, RootCertStore,
@@ -47,7 +47,7 @@ impl Serve {
         let start = Instant::now();
         while !(serve.log().contains("dashboard: ") && ready(port).await) {
             let ended = serve.process.try_wait().expect("its status");
-            assert!(ended.is_none() && start.elapsed() < SOON, "{ended:?}: {}", serve.log());
+            assert!(ended.is_none() && start.elapsed() < TIMEOUT, "{ended:?}: {}", serve.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         serve

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     pictures,
-    server::{Finished, Folder, SOON, free_port, lockstep, turn},
+    server::{Finished, Folder, TIMEOUT, free_port, lockstep, training_permit},
     specs,
 };
 use futures_util::StreamExt;
@@ -59,7 +59,7 @@ async fn behind_nginx() -> TlsServer {
 
 /// Asserts that an agent joins and trains a job, and that commands, pages, the REST interface and a stream work.
 async fn assert_works(reached: TlsServer) {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let TlsServer { serve, url, ca, .. } = &reached;
     let cli = |args: &[&str]| serve.cli(url, Some(ca), args);
     let token = cli(&["token", "create", "--scope", "agent", "--agent", "far"]);
@@ -71,11 +71,11 @@ async fn assert_works(reached: TlsServer) {
     let mut agent = command.stdout(Stdio::null()).stderr(log).spawn().expect("an agent");
 
     let http = reqwest::Client::builder().tls_backend_preconfigured((*trusting(ca)).clone());
-    let http = http.default_headers(serve.bearer()).timeout(SOON).build().expect("a client");
+    let http = http.default_headers(serve.bearer()).timeout(TIMEOUT).build().expect("a client");
     let text = async |path: &str| {
-        let answer = http.get(format!("{url}{path}")).send().await.expect("an answer");
-        assert_eq!(answer.status(), 200, "{path}");
-        answer.text().await.expect("a body")
+        let response = http.get(format!("{url}{path}")).send().await.expect("a response");
+        assert_eq!(response.status(), 200, "{path}");
+        response.text().await.expect("a body")
     };
     let start = Instant::now();
     loop {
@@ -84,13 +84,13 @@ async fn assert_works(reached: TlsServer) {
             assert_eq!(agents["agents"][0]["name"], "far");
             break;
         }
-        assert!(start.elapsed() < SOON, "{agents}: {}", serve.log());
+        assert!(start.elapsed() < TIMEOUT, "{agents}: {}", serve.log());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
     cli(&["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
     let spec = specs::short("far-away", "pictures", 1, 20);
-    let submitted = http.post(format!("{url}/api/v1/jobs")).json(&spec).send().await.expect("an answer");
+    let submitted = http.post(format!("{url}/api/v1/jobs")).json(&spec).send().await.expect("a response");
     assert_eq!(submitted.status(), 201);
     let job: Value = submitted.json().await.expect("JSON");
     let id = job["id"].as_str().expect("an id");
@@ -110,7 +110,7 @@ async fn assert_works(reached: TlsServer) {
         connect_async_tls_with_config(request, None, false, connector).await.expect("a stream");
     let mut losses = 0;
     loop {
-        let frame = tokio::time::timeout(SOON, socket.next()).await.expect("in time");
+        let frame = tokio::time::timeout(TIMEOUT, socket.next()).await.expect("in time");
         let frame = frame.expect("a frame").expect("a valid frame").into_text().expect("text");
         losses += usize::from(frame.contains("\"loss\""));
         if frame.contains("\"live\"") {

@@ -1,12 +1,12 @@
 //! Ranks that choose their plan (`parallel.mode = "auto"`).
 
-use super::{Bench, hybrid::max_difference, layers::recorded, succeeded};
-use crate::{pictures, server::turn};
+use super::{Bench, assert_success, hybrid::max_difference, layers::recorded};
+use crate::{pictures, server::training_permit};
 use std::{path::Path, process::Command};
 
 #[tokio::test]
 async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     // 13 steps per epoch; the plan's time is measured over 10 steps.
     let always = [
@@ -19,7 +19,7 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
     let run = |out: &str, sets: &[&str]| {
         let sets: Vec<_> = always.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
         let mut command = bench.train(out, &sets);
-        succeeded(&command.env("LOCKSTEP_CACHE", bench.out("cache")).output().expect("it runs"))
+        assert_success(&command.env("LOCKSTEP_CACHE", bench.out("cache")).output().expect("it runs"))
     };
     run("one", &["parallel.ranks=1"]);
     let measured = run("first", &["parallel.mode=auto"]);
@@ -65,7 +65,7 @@ mod full {
 
     #[tokio::test]
     async fn the_example_chooses_its_plan() {
-        let _turn = turn().await;
+        let _permit = training_permit().await;
         let folder = tempfile::tempdir().expect("a folder");
         let dataset = format!("data.dataset={}", pictures::idx_dataset(folder.path(), 256, 64).display());
         let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
@@ -76,7 +76,7 @@ mod full {
             .arg(folder.path().join("auto"))
             .env("LOCKSTEP_CACHE", folder.path().join("cache"))
             .args(["--set", &dataset, "--set", "train.epochs=1"]);
-        let output = succeeded(&command.output().expect("it runs"));
+        let output = assert_success(&command.output().expect("it runs"));
         for words in ["plan: ", "= 128 pictures per step", "validation accuracy is "] {
             assert!(output.contains(words), "{words}: {output}");
         }

@@ -1,12 +1,12 @@
 //! The moving average of the weights (EMA).
 
-use super::{Bench, succeeded};
-use crate::server::turn;
+use super::{Bench, assert_success};
+use crate::server::training_permit;
 use std::fs;
 
 #[tokio::test]
 async fn averaged_weights_are_evaluated_saved_and_continued() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     // With mixup and cutmix, whose pictures must be the same after a continuation and on one rank.
     let mixed = ["train.mixup=0.4", "train.cutmix=1.0"];
@@ -19,7 +19,7 @@ async fn averaged_weights_are_evaluated_saved_and_continued() {
         mixed[1],
     ];
     let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
-    let output = succeeded(&bench.train("one", &sets).output().expect("it runs"));
+    let output = assert_success(&bench.train("one", &sets).output().expect("it runs"));
     assert!(
         output.contains("validation accuracy is ")
             && output.contains("validation accuracy of the averaged weights is "),
@@ -46,25 +46,28 @@ async fn averaged_weights_are_evaluated_saved_and_continued() {
     // Neither the evaluation of the average nor a continuation changes the weights.
     let plain = ["checkpoint.every_steps=1", "checkpoint.keep=30", mixed[0], mixed[1]];
     let plain: Vec<_> = plain.iter().flat_map(|set| ["--set", *set]).collect();
-    succeeded(&bench.train("plain", &plain).output().expect("it runs"));
+    assert_success(&bench.train("plain", &plain).output().expect("it runs"));
     assert!(values("plain", "2-24", "model.safetensors") == values("one", "2-24", "model.safetensors"));
     let from = bench.out("one").join("checkpoints/1-7");
     let more = [&sets[..], &["--resume", from.to_str().expect("a path")]].concat();
-    succeeded(&bench.train("resumed", &more).output().expect("it runs"));
+    assert_success(&bench.train("resumed", &more).output().expect("it runs"));
     assert!(values("resumed", "2-24", "ema.safetensors") == expected);
     assert!(values("resumed", "2-24", "model.safetensors") == values("one", "2-24", "model.safetensors"));
     // The average is the same on one rank, and with gradients over TCP.
     let alone = [&sets[..], &["--set", "parallel.ranks=1"]].concat();
-    succeeded(&bench.train("alone", &alone).output().expect("it runs"));
+    assert_success(&bench.train("alone", &alone).output().expect("it runs"));
     let over_tcp =
         bench.train("over-tcp", &sets).env("LOCKSTEP_SHARED_MEMORY", "0").output().expect("it runs");
-    let tcp_output = succeeded(&over_tcp);
+    let tcp_output = assert_success(&over_tcp);
     let evaluations = |output: &str| -> Vec<String> {
         let lines =
             output.lines().filter_map(|l| l.split("validation accuracy of the averaged weights is ").nth(1));
         lines.map(|l| l.split(" pictures").next().unwrap_or_default().to_owned()).collect()
     };
-    assert!(evaluations(&output).len() == 2 && evaluations(&output) == evaluations(&tcp_output), "{tcp_output}");
+    assert!(
+        evaluations(&output).len() == 2 && evaluations(&output) == evaluations(&tcp_output),
+        "{tcp_output}"
+    );
     for out in ["alone", "over-tcp"] {
         assert!(values(out, "2-24", "ema.safetensors") == expected, "{out}");
     }

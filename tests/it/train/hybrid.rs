@@ -1,11 +1,10 @@
 //! Ranks that share copies of a network (`parallel.mode = "hybrid"`).
 
 use super::{
-    Bench,
+    Bench, assert_success,
     stops::{pid_of, signal, until_step},
-    succeeded,
 };
-use crate::{pictures, server::turn};
+use crate::{pictures, server::training_permit};
 use rustix::process::Signal;
 use std::{
     collections::BTreeMap,
@@ -31,7 +30,7 @@ pub(super) fn max_difference(a: &[u8], b: &[u8]) -> f32 {
 
 #[tokio::test]
 async fn ranks_that_share_a_network_match_one_rank() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let run = |out: &str, sets: &[&str], more: &[&str]| {
         // A small learning rate, as training amplifies rounding differences of sums. With 400 pictures and a batch of 32, the last step
@@ -53,7 +52,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
             .expect("an evaluation");
         line.split(", loss").next().expect("an accuracy").into()
     };
-    let alone = succeeded(&run("one", &["parallel.ranks=1"], &[]));
+    let alone = assert_success(&run("one", &["parallel.ranks=1"], &[]));
     let shared = [
         "parallel.ranks=4",
         "parallel.mode=hybrid",
@@ -61,7 +60,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
         "train.ema_decay=0.5",
         "train.ema_steps=1",
     ];
-    let output = succeeded(&run("four", &shared, &[]));
+    let output = assert_success(&run("four", &shared, &[]));
     assert!(output.contains("a mesh of 2 (data) x 1 (height) x 2 (model) ranks"), "{output}");
     assert_eq!(validation(&output), validation(&alone));
     let last = bench.model("one", "1-13");
@@ -87,7 +86,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
         ("rows", &rows[..]),
     ];
     for (out, sets) in continued {
-        let output = succeeded(&run(out, sets, &from));
+        let output = assert_success(&run(out, sets, &from));
         assert!(output.contains("continuing from checkpoint 1-4 at step 4"), "{output}");
         assert_eq!(validation(&output), validation(&alone), "{out}");
         let difference = max_difference(&bench.model(out, "1-13"), &last);
@@ -97,7 +96,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
     // With pretrained weights, of which each rank loads its part.
     let given = format!("model.pretrained={}", bench.out("four").join("checkpoints/1-13").display());
     for (out, sets) in [("tuned", &shared[..3]), ("tuned-alone", &["parallel.ranks=1"][..])] {
-        succeeded(&run(out, &[sets, &[given.as_str()]].concat(), &[]));
+        assert_success(&run(out, &[sets, &[given.as_str()]].concat(), &[]));
     }
     let difference = max_difference(&bench.model("tuned", "1-4"), &bench.model("tuned-alone", "1-4"));
     assert!(difference < 1e-3, "{difference}");
@@ -105,8 +104,8 @@ async fn ranks_that_share_a_network_match_one_rank() {
     // Three ranks have 33, 33 and 34 of 100 validation pictures, so the last rank has one more batch, and 4, 3 and 3 of ten classes.
     let uneven =
         ["train.global_batch_size=33", "parallel.ranks=3", "parallel.mode=hybrid", "parallel.model=3"];
-    let output = succeeded(&run("uneven", &uneven, &[]));
-    let alone = succeeded(&run("alone", &[uneven[0], "parallel.ranks=1"], &[]));
+    let output = assert_success(&run("uneven", &uneven, &[]));
+    let alone = assert_success(&run("alone", &[uneven[0], "parallel.ranks=1"], &[]));
     assert_eq!(validation(&output), validation(&alone));
 
     let wrong = r#"parallel.shard=[{match="layer9.*", split="out"}, {match="fc", split="groups"}]"#;
@@ -124,7 +123,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
 /// With augmentation and mixup, whose mixed labels the later stages need.
 #[tokio::test]
 async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let always = [
         "train.epochs=1",
@@ -144,7 +143,7 @@ async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
         always.iter().chain(more).flat_map(|set| ["--set", *set]).collect()
     };
     let run = |out: &str, sets: &[&'static str], more: &[&str]| {
-        succeeded(&bench.train(out, &[sets, more].concat()).output().expect("it runs"))
+        assert_success(&bench.train(out, &[sets, more].concat()).output().expect("it runs"))
     };
     let accuracies = |output: &str| -> Vec<String> {
         let lines = output.lines().filter(|line| line.contains("validation accuracy "));
@@ -198,7 +197,7 @@ mod full {
 
     #[tokio::test]
     async fn the_examples_train_on_four_ranks() {
-        let _turn = turn().await;
+        let _permit = training_permit().await;
         let folder = tempfile::tempdir().expect("a folder");
         let dataset = format!("data.dataset={}", pictures::idx_dataset(folder.path(), 256, 64).display());
         for (example, mesh) in [
@@ -213,7 +212,7 @@ mod full {
                 .arg("--out")
                 .arg(folder.path().join(example))
                 .args(["--set", &dataset, "--set", "train.epochs=1"]);
-            let output = succeeded(&command.output().expect("it runs"));
+            let output = assert_success(&command.output().expect("it runs"));
             for words in ["(CPU, ", "= 128 pictures per step", mesh, "validation accuracy is "] {
                 assert!(output.contains(words), "{words}: {output}");
             }

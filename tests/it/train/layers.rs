@@ -1,7 +1,7 @@
 //! A run's records of its layers (descriptions, and histograms of weights and gradients), and frozen batch norms.
 
-use super::{Bench, succeeded};
-use crate::server::turn;
+use super::{Bench, assert_success};
+use crate::server::training_permit;
 use lockstep_protocol::{
     agent::AttemptEvent,
     histograms::{HistogramKind, LayerHistogram, LayerHistograms},
@@ -24,7 +24,11 @@ fn tensors(bench: &Bench, out: &str, checkpoint: &str) -> BTreeMap<String, Vec<f
 }
 
 /// The histograms and network descriptions that a rank has recorded.
-pub(super) fn recorded(bench: &Bench, out: &str, rank: u32) -> (Vec<LayerHistograms>, Vec<NetworkDescription>) {
+pub(super) fn recorded(
+    bench: &Bench,
+    out: &str,
+    rank: u32,
+) -> (Vec<LayerHistograms>, Vec<NetworkDescription>) {
     let path = bench.out(out).join(format!("attempts/1/rank.{rank}.events"));
     let mut tail = Tail::open(&path, 0);
     let (mut histograms, mut networks) = (Vec::new(), Vec::new());
@@ -56,14 +60,14 @@ fn count_bins(LayerHistogram { min, max, .. }: &LayerHistogram, values: &[f32]) 
 
 #[tokio::test]
 async fn histograms_count_every_weight_and_gradient_and_change_nothing() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let sets = |more: &[&'static str]| -> Vec<&'static str> {
         let all = [&["checkpoint.every_steps=10"], more].concat();
         all.into_iter().flat_map(|set| ["--set", set]).collect()
     };
-    succeeded(&bench.train("plain", &sets(&[])).output().expect("it runs"));
-    succeeded(&bench.train("one", &sets(&["log.histograms=10"])).output().expect("it runs"));
+    assert_success(&bench.train("plain", &sets(&[])).output().expect("it runs"));
+    assert_success(&bench.train("one", &sets(&["log.histograms=10"])).output().expect("it runs"));
     assert!(tensors(&bench, "one", "2-24") == tensors(&bench, "plain", "2-24"));
     assert!(recorded(&bench, "plain", 0).0.is_empty());
     assert_eq!(recorded(&bench, "one", 1), (Vec::new(), Vec::new()), "only rank 0 records");
@@ -100,7 +104,7 @@ async fn histograms_count_every_weight_and_gradient_and_change_nothing() {
     // The histograms are the same over TCP and on one rank.
     for (out, ranks, shared) in [("over-tcp", "parallel.ranks=2", "0"), ("alone", "parallel.ranks=1", "1")] {
         let mut run = bench.train(out, &sets(&["log.histograms=10", ranks]));
-        succeeded(&run.env("LOCKSTEP_SHARED_MEMORY", shared).output().expect("it runs"));
+        assert_success(&run.env("LOCKSTEP_SHARED_MEMORY", shared).output().expect("it runs"));
         assert!(recorded(&bench, out, 0).0 == histograms, "{out}");
     }
 
@@ -118,15 +122,15 @@ async fn histograms_count_every_weight_and_gradient_and_change_nothing() {
 
 #[tokio::test]
 async fn frozen_batch_norms_keep_the_given_weights() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
-    succeeded(&bench.train("before", &[]).output().expect("it runs"));
+    assert_success(&bench.train("before", &[]).output().expect("it runs"));
     let checkpoint = bench.out("before/checkpoints/1-7");
     let pretrained = format!("model.pretrained={}", checkpoint.join("model.safetensors").display());
     let frozen = ["--set", &pretrained, "--set", "model.freeze_norm=true"];
     for (out, ranks) in [("two", "parallel.ranks=2"), ("one", "parallel.ranks=1")] {
         let more = [&frozen[..], &["--set", ranks]].concat();
-        succeeded(&bench.train(out, &more).output().expect("it runs"));
+        assert_success(&bench.train(out, &more).output().expect("it runs"));
     }
     let (given, found) = (tensors(&bench, "before", "1-7"), tensors(&bench, "two", "2-24"));
     assert!(given.keys().eq(found.keys()));
@@ -138,6 +142,6 @@ async fn frozen_batch_norms_keep_the_given_weights() {
     // A continuation gives the same weights.
     let from = bench.out("two/checkpoints/1-7");
     let more = [&frozen[..], &["--resume", from.to_str().expect("a path")]].concat();
-    succeeded(&bench.train("resumed", &more).output().expect("it runs"));
+    assert_success(&bench.train("resumed", &more).output().expect("it runs"));
     assert!(found == tensors(&bench, "resumed", "2-24"));
 }

@@ -1,9 +1,9 @@
 //! Checkpoints whose parts are written by all ranks (`checkpoint.sharded`).
 
-use super::{Bench, succeeded};
+use super::{Bench, assert_success};
 use crate::{
     pictures,
-    server::{lockstep, turn},
+    server::{lockstep, training_permit},
 };
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -46,7 +46,7 @@ fn export(bench: &Bench, out: &str, checkpoint: &str, weights: &str) -> Vec<u8> 
     let file = bench.folder.path().join("exported.safetensors");
     let mut command = lockstep();
     command.arg("export").arg(folder(bench, out, checkpoint)).args(["--weights", weights, "-o"]).arg(&file);
-    succeeded(&command.output().expect("it runs"));
+    assert_success(&command.output().expect("it runs"));
     fs::read(file).expect("a file")
 }
 
@@ -55,7 +55,7 @@ fn export_onnx(bench: &Bench, source: &Path) -> Vec<u8> {
     let file = bench.folder.path().join("network.onnx");
     let mut command = lockstep();
     command.args(["export", "onnx"]).arg(source).arg("-o").arg(&file);
-    succeeded(&command.output().expect("it runs"));
+    assert_success(&command.output().expect("it runs"));
     fs::read(file).expect("a file")
 }
 
@@ -99,15 +99,15 @@ fn check_index(folder: &Path, kind: &str, parts: usize) -> Vec<u64> {
 
 #[tokio::test]
 async fn every_plan_continues_from_checkpoints_of_every_plan() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let sharded = "checkpoint.sharded=true";
     let data = ["parallel.ranks=4"];
     for (out, sets) in [("data", &data[..]), ("hybrid", &HYBRID[..])] {
-        let output = succeeded(&run(&bench, out, sets, &[]));
+        let output = assert_success(&run(&bench, out, sets, &[]));
         assert!(!output.contains("write a part"), "{output}");
         let parts = format!("{out}-parts");
-        let output = succeeded(&run(&bench, &parts, &[sets, &[sharded]].concat(), &[]));
+        let output = assert_success(&run(&bench, &parts, &[sets, &[sharded]].concat(), &[]));
         assert!(output.contains("4 of 4 ranks write a part of each checkpoint"), "{output}");
         // The weights are the same in one file or in parts.
         for checkpoint in ["1-4", LAST] {
@@ -149,12 +149,15 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
         number += 1;
         let out = format!("resumed-{number}");
         let parts = folder(&bench, &format!("{from}-parts"), "1-4");
-        let output = succeeded(&run(&bench, &out, sets, &["--resume", parts.to_str().expect("a path")]));
+        let output = assert_success(&run(&bench, &out, sets, &["--resume", parts.to_str().expect("a path")]));
         assert!(output.contains("continuing from checkpoint 1-4 at step 4"), "{output}");
         assert_eq!(folder(&bench, &out, LAST).join("model.safetensors").exists(), !sets.contains(&sharded));
         let (last, expected) = (export(&bench, &out, LAST, "model"), bench.model(from, LAST));
         if from == "data" {
-            assert!(tensors(&last) == tensors(&expected), "{sets:?}: the same bits as without an interruption");
+            assert!(
+                tensors(&last) == tensors(&expected),
+                "{sets:?}: the same bits as without an interruption"
+            );
         } else {
             assert!(max_difference(&last, &expected) < 1e-4, "{sets:?}");
             assert!(max_difference(&export(&bench, &out, LAST, "ema"), &average) < 1e-4, "{sets:?}");
@@ -166,7 +169,7 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
     let boots = pictures::image_folder(bench.folder.path(), 1).join("val/boot");
     let picture = fs::read_dir(boots).expect("pictures").flatten().next().expect("one").path();
     let predicted = |model: &Path| {
-        succeeded(
+        assert_success(
             &lockstep().arg("predict").arg(&picture).arg("--model").arg(model).output().expect("it runs"),
         )
     };
@@ -175,7 +178,7 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
     assert_eq!(predicted(&average("hybrid-parts")), predicted(&average("hybrid")));
     let tuned = |out: &str, from: &str| {
         let given = format!("model.pretrained={}", folder(&bench, from, LAST).display());
-        succeeded(&run(&bench, out, &[&data[..], &[&given]].concat(), &[]));
+        assert_success(&run(&bench, out, &[&data[..], &[&given]].concat(), &[]));
         bench.model(out, "1-4")
     };
     assert!(tensors(&tuned("tuned", "data-parts")) == tensors(&tuned("tuned-whole", "data")));
@@ -195,10 +198,10 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
 
 #[tokio::test]
 async fn a_rank_killed_while_writing_loses_only_that_checkpoint() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let sets = ["parallel.ranks=2", "checkpoint.sharded=true"];
-    succeeded(&run(&bench, "undisturbed", &sets, &[]));
+    assert_success(&run(&bench, "undisturbed", &sets, &[]));
     for point in ["checkpoint.model", "checkpoint.optimizer", "checkpoint.manifest", "checkpoint.synced"] {
         let mark = bench.folder.path().join(format!("{point}.mark"));
         let all: Vec<_> = COMMON.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
@@ -213,7 +216,7 @@ async fn a_rank_killed_while_writing_loses_only_that_checkpoint() {
         };
         let listed: Vec<_> = checkpoints().into_iter().filter(|name| !name.starts_with('.')).collect();
         assert_eq!(listed, ["1-4"], "{point}: {output}");
-        let output = succeeded(&run(&bench, point, &sets, &["--resume", "latest"]));
+        let output = assert_success(&run(&bench, point, &sets, &["--resume", "latest"]));
         assert!(output.contains("continuing from checkpoint 1-4 at step 4"), "{point}: {output}");
         assert!(checkpoints().iter().all(|name| !name.starts_with(".tmp")), "{point}: {:?}", checkpoints());
         let [last, expected] = [point, "undisturbed"].map(|out| export(&bench, out, LAST, "model"));
@@ -223,7 +226,7 @@ async fn a_rank_killed_while_writing_loses_only_that_checkpoint() {
 
 #[tokio::test]
 async fn a_rank_s_full_disk_fails_a_checkpoint_and_delays_the_last() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let sets = ["parallel.ranks=2", "checkpoint.sharded=true"];
     let all: Vec<_> = COMMON.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
@@ -233,7 +236,7 @@ async fn a_rank_s_full_disk_fails_a_checkpoint_and_delays_the_last() {
         .map(|(time, mark)| format!("checkpoint.model:error@{time}:{}", mark.display()));
     let mut command = bench.train("full", &all);
     command.env("LOCKSTEP_FAULT", faults.join(","));
-    let output = succeeded(&command.output().expect("it runs"));
+    let output = assert_success(&command.output().expect("it runs"));
     assert!(marks.iter().all(|mark| mark.exists()), "{output}");
     for words in [
         "checkpoint 1-8 could not be written: ",

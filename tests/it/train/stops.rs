@@ -1,7 +1,7 @@
 //! Runs that are stopped or whose ranks die: what is saved and reported, and how the runs continue.
 
-use super::{Bench, succeeded};
-use crate::{pictures, server::turn};
+use super::{Bench, assert_success};
+use crate::{pictures, server::training_permit};
 use std::{
     fs,
     io::{BufRead, BufReader},
@@ -41,10 +41,10 @@ pub(super) fn has_ended(pid: i32) -> bool {
 
 #[tokio::test]
 async fn a_stopped_run_continues_to_the_same_bytes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let long = ["--set", "train.epochs=6"];
-    succeeded(&bench.train("whole", &long).output().expect("it runs"));
+    assert_success(&bench.train("whole", &long).output().expect("it runs"));
     // Slow steps, so that the run is stopped before its end.
     let mut parts = bench.train("parts", &long);
     parts.env("LOCKSTEP_FAULT", "step:slow").stdout(Stdio::piped());
@@ -56,12 +56,15 @@ async fn a_stopped_run_continues_to_the_same_bytes() {
     for rank in 0..2 {
         assert!(has_ended(pid_of(&bench.out("parts").join("attempts/1"), rank)), "rank {rank} has ended");
     }
-    let output = succeeded(
+    let output = assert_success(
         &bench.train("parts", &[&long[..], &["--resume", "latest"]].concat()).output().expect("it runs"),
     );
     assert!(output.contains("continuing from checkpoint "), "{output}");
     assert!(bench.model("parts", "6-72") == bench.model("whole", "6-72"));
-    assert!(bench.out("parts").join("attempts/2/rank.1.log").exists(), "the continued run is a second attempt");
+    assert!(
+        bench.out("parts").join("attempts/2/rank.1.log").exists(),
+        "the continued run is a second attempt"
+    );
 }
 
 /// Stops a run with SIGINT. Returns its standard error and the time until its end.
@@ -81,7 +84,7 @@ fn state(bench: &Bench, out: &str, checkpoint: &str) -> serde_json::Value {
 
 #[tokio::test]
 async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     // An evaluation that takes a while compared with an epoch of 12 steps.
     let folder = bench.folder.path().join("long");
@@ -89,7 +92,7 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
     let dataset = format!("data.dataset={:?}", pictures::idx_dataset(&folder, 8000, 100));
     let sets = [dataset.as_str(), "data.image_size=12", "data.validation=0.95", "checkpoint.every_steps=12"];
     let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
-    let whole = succeeded(&bench.train("whole", &sets).output().expect("it runs"));
+    let whole = assert_success(&bench.train("whole", &sets).output().expect("it runs"));
     for ranks in ["2", "1"] {
         let out = &format!("parts of {ranks}");
         let sets = [&sets[..], &["--ranks", ranks]].concat();
@@ -112,12 +115,16 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
         assert!(state(&bench, out, "1-12")["val_accuracy"].is_null());
 
         let resumed = [&sets[..], &["--resume", "latest"]].concat();
-        let output = succeeded(&bench.train(out, &resumed).output().expect("it runs"));
+        let output = assert_success(&bench.train(out, &resumed).output().expect("it runs"));
         let accuracies = |output: &str| -> Vec<String> {
             let lines = output.lines().filter(|line| line.contains("validation accuracy is"));
             lines.map(|line| line.split(" (").next().unwrap_or_default().to_owned()).collect()
         };
-        assert_eq!(accuracies(&output), accuracies(&whole), "both epochs are evaluated, with the same result");
+        assert_eq!(
+            accuracies(&output),
+            accuracies(&whole),
+            "both epochs are evaluated, with the same result"
+        );
         for checkpoint in ["1-12", "2-24"] {
             let (expected, found) = (state(&bench, "whole", checkpoint), state(&bench, out, checkpoint));
             for key in ["/val_accuracy", "/best/step", "/best/value"] {
@@ -133,7 +140,7 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
 
 #[tokio::test]
 async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let mut child = bench
         .train("out", &["--set", "train.epochs=1000"])
@@ -153,7 +160,7 @@ async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
 
 #[tokio::test]
 async fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
-    let permit = turn().await;
+    let permit = training_permit().await;
     let bench = Bench::new();
     let mut child = bench
         .train("out", &["--set", "train.epochs=1000", "--set", "checkpoint.every_steps=100000"])
@@ -176,7 +183,11 @@ async fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
         assert!(signalled.elapsed() < Duration::from_secs(40), "rank 0 says nothing: {}", log());
         std::thread::sleep(Duration::from_millis(20));
     }
-    assert!(signalled.elapsed() > Duration::from_secs(15), "the step gets time to end: {:?}", signalled.elapsed());
+    assert!(
+        signalled.elapsed() > Duration::from_secs(15),
+        "the step gets time to end: {:?}",
+        signalled.elapsed()
+    );
     // A second Ctrl-C ends the run without waiting for the suspended rank.
     signal(pid, rustix::process::Signal::INT);
     let output = child.wait_with_output().expect("it ends");
@@ -189,7 +200,7 @@ async fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
 
 #[tokio::test]
 async fn a_killed_rank_ends_the_others_and_is_named() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let mut child = bench
         .train("out", &["--set", "train.epochs=1000"])
@@ -219,7 +230,7 @@ mod full {
 
     #[tokio::test]
     async fn a_run_of_more_than_16_ranks_stops_before_its_end() {
-        let _turn = turn().await;
+        let _permit = training_permit().await;
         let bench = Bench::new();
         // Slow steps, so that the run of 80 steps is stopped before its end.
         let sets = ["--ranks", "18", "--set", "train.global_batch_size=144", "--set", "train.epochs=40"];
@@ -228,7 +239,10 @@ mod full {
         let mut child = command.spawn().expect("it starts");
         until_step(&mut child, 1);
         let (output, _) = interrupt(child);
-        assert!(output.contains("stopped after step ") && output.contains("continues from there"), "{output}");
+        assert!(
+            output.contains("stopped after step ") && output.contains("continues from there"),
+            "{output}"
+        );
         assert!(!output.contains("stopped after step 80;"), "{output}");
     }
 }

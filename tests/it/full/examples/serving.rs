@@ -3,7 +3,7 @@
 
 use crate::{
     artifacts::bucket::Bucket,
-    server::{Finished, SOON, free_port, lockstep, signal},
+    server::{Finished, TIMEOUT, free_port, lockstep, signal},
     tls::serve::{listens, trusting},
 };
 use rustix::process::Signal;
@@ -114,7 +114,7 @@ impl Serving {
         let start = Instant::now();
         while !(read_log().contains("sign in: ") && listens(self.port).await) {
             let ended = process.try_wait().expect("its status");
-            assert!(ended.is_none() && start.elapsed() < SOON, "{line}: {ended:?}: {}", read_log());
+            assert!(ended.is_none() && start.elapsed() < TIMEOUT, "{line}: {ended:?}: {}", read_log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         if let Some(at) = words.iter().position(|word| *word == "--public-url") {
@@ -123,9 +123,9 @@ impl Serving {
         }
         let scheme = if line.contains("--tls") { "https" } else { "http" };
         let url = format!("{scheme}://127.0.0.1:{}/readyz", self.port);
-        let answer = Command::new("curl").args(["-sSk", &url]).output().expect("curl");
-        let text = String::from_utf8_lossy(&answer.stdout).into_owned();
-        assert!(text.starts_with("ready\n"), "{line}: {text}{}", String::from_utf8_lossy(&answer.stderr));
+        let response = Command::new("curl").args(["-sSk", &url]).output().expect("curl");
+        let text = String::from_utf8_lossy(&response.stdout).into_owned();
+        assert!(text.starts_with("ready\n"), "{line}: {text}{}", String::from_utf8_lossy(&response.stderr));
     }
 
     /// Runs an agent as on another machine: in a folder with copies of the files that the line names.
@@ -148,13 +148,13 @@ impl Serving {
         let start = Instant::now();
         while !self.has_joined().await {
             let log = fs::read_to_string(machine.join("agent.log")).unwrap_or_default();
-            assert!(start.elapsed() < SOON, "{line}: the agent does not join: {log}");
+            assert!(start.elapsed() < TIMEOUT, "{line}: the agent does not join: {log}");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         signal(agent.id() as i32, Signal::TERM);
         agent.wait().expect("its status");
         while self.has_joined().await {
-            assert!(start.elapsed() < 2 * SOON, "{line}: the agent stays online");
+            assert!(start.elapsed() < 2 * TIMEOUT, "{line}: the agent stays online");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -186,8 +186,8 @@ impl Serving {
         let token = fs::read_to_string(self.token_file()).expect("the server's token");
         let url = format!("https://127.0.0.1:{}/api/v1/agents", self.port);
         let request = client.build().expect("a client").get(url).bearer_auth(token.trim());
-        let answer: Value = request.send().await.expect("an answer").json().await.expect("JSON");
-        let agents = answer["agents"].as_array().expect("agents");
+        let response: Value = request.send().await.expect("a response").json().await.expect("JSON");
+        let agents = response["agents"].as_array().expect("agents");
         agents.iter().any(|agent| agent["online"] == true && agent["name"] != "local")
     }
 

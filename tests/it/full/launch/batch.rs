@@ -3,7 +3,7 @@
 use super::{agents_of, launch, launch_program, server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::Slurm,
-    server::{Finished, LOCKSTEP, Server, number, turn},
+    server::{Finished, LOCKSTEP, Server, number, training_permit},
     specs,
 };
 use serde_json::{Value, json};
@@ -32,12 +32,12 @@ pub(super) async fn trains_past(server: &Server, id: &str, attempt: u64, step: u
     let past = |job: &Value| {
         number(&job["attempt"]) >= attempt && job["state"] == "running" && number(&job["step"]) > step
     };
-    server.job_when(id, "the job trains", past).await
+    server.wait_for_job(id, "the job trains", past).await
 }
 
 #[tokio::test]
 async fn a_batch_job_runs_the_job_and_ends_with_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
     let id = submit(&server, &short("over-slurm")).await;
@@ -45,7 +45,7 @@ async fn a_batch_job_runs_the_job_and_ends_with_it() {
     let done = Finished::of(command.env("SLURM_CONF", slurm.config()));
     done.ok();
     assert!(done.stderr.contains("Slurm's job is 1; its log will be"), "{}", done.stderr);
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     assert!(agents_of(&server, &id).contains("launch-"), "an agent of the launch ran it");
     slurm.until("Slurm's job has ended", |slurm| slurm.field("1", "%T") == "COMPLETED");
     assert_eq!(valid_agent_tokens(&server).await, 0, "the agent's token is revoked");
@@ -57,7 +57,7 @@ async fn a_batch_job_runs_the_job_and_ends_with_it() {
 
 #[tokio::test]
 async fn cancelling_a_job_or_its_batch_job_ends_both() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("cancelled")).await;
@@ -79,12 +79,9 @@ async fn cancelling_a_job_or_its_batch_job_ends_both() {
     let batch = launch_detached(&server, &slurm, &id, &[]);
     let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
     slurm.run("scancel", &[&batch]);
-    let job = server.job_when(&id, "the job is queued again", |job| job["state"] == "queued").await;
+    let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max();
-    assert!(
-        kept.is_some_and(|kept| kept >= at),
-        "a checkpoint was written: {kept:?}, {at}; {job:#}"
-    );
+    assert!(kept.is_some_and(|kept| kept >= at), "a checkpoint was written: {kept:?}, {at}; {job:#}");
     server.cli(&["cancel", &id]).ok();
     // Slurm's folder is in the server's folder.
     drop(slurm);
@@ -104,7 +101,7 @@ async fn assert_continues_then_cancel(server: &Server, slurm: &Slurm, id: &str, 
 
 #[tokio::test]
 async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("requeued")).await;
@@ -112,7 +109,7 @@ async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
     let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
     // The signal that Slurm sends two minutes before the time limit.
     slurm.run("scancel", &["--batch", "--signal=USR1", &batch]);
-    server.job_when(&id, "the job is queued again", |job| job["state"] == "queued").await;
+    server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     slurm.until("Slurm's job is queued", |slurm| slurm.field(&batch, "%T") == "PENDING");
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
     assert!(kept >= at, "{kept} and {at}");
@@ -126,7 +123,7 @@ async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
 /// the job trains.
 #[tokio::test]
 async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
-    let permit = turn().await;
+    let permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("time-limit")).await;
@@ -134,7 +131,7 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
     let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
     // Later steps are slow, so other tests may train.
     drop(permit);
-    let job = server.job_when(&id, "the job is queued again", |job| job["state"] == "queued").await;
+    let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     slurm.until("Slurm's job is queued", |slurm| slurm.field(&batch, "%T") == "PENDING");
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
     assert!(kept >= at && kept == number(&job["step"]), "{kept} is the last step: {job:#}");
@@ -153,7 +150,7 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
 /// Slurm ends a requeued job like a preempted job: SIGTERM, and SIGKILL after KillWait. Only an unfinished checkpoint is lost.
 #[tokio::test]
 async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start_with(server.folder().path(), 1, 2, KILL_WAIT_SECS);
     let id = submit(&server, &endless("too-slow")).await;
@@ -163,14 +160,14 @@ async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
     let mut command = launch(&server, &[&id, "--with", "slurm", "--detach"], &[]);
     Finished::of(command.env("SLURM_CONF", slurm.config()).env("LOCKSTEP_FAULT", fault)).ok();
     let batch = slurm.job();
-    server.job_when(&id, "the third checkpoint is being written", |_| hold.exists()).await;
+    server.wait_for_job(&id, "the third checkpoint is being written", |_| hold.exists()).await;
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("checkpoints");
     assert_eq!(kept, 100, "two checkpoints are written");
     let rank = server.attempt_dir(&id, 1).join("rank.0.json");
     let rank: Value = serde_json::from_slice(&fs::read(rank).expect("a file")).expect("JSON");
     assert_eq!(rank["stop_within_secs"], KILL_WAIT_SECS - 10, "the agent has read Slurm's KillWait");
     slurm.run("scontrol", &["requeue", &batch]);
-    let job = server.job_when(&id, "the job is queued again", |job| job["state"] == "queued").await;
+    let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     assert!(number(&job["step"]) > kept, "later steps are lost: {job:#}");
     let logs = server.get(&format!("/jobs/{id}/logs")).await.to_string();
     assert!(logs.contains("was not done within") && logs.contains("lost"), "{logs}");
@@ -191,7 +188,7 @@ async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
 
 #[tokio::test]
 async fn a_sweep_is_an_array_with_a_task_for_each_job() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
     let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
@@ -200,7 +197,7 @@ async fn a_sweep_is_an_array_with_a_task_for_each_job() {
     let file = file.to_str().expect("a path");
     let mistaken = [file, "--with", "slurm", "--sweep", "train.lr=0.1,-1", "--sweep", "train.seed=1,2"];
     let refused = Finished::of(launch(&server, &mistaken, &[]).env("SLURM_CONF", slurm.config()));
-    refused.fails(2, &["train.lr"]);
+    refused.assert_fails(2, &["train.lr"]);
     assert_eq!(refused.stderr.matches("train.lr").count(), 1, "named once: {}", refused.stderr);
     assert_eq!(server.get("/jobs").await["jobs"], json!([]), "no job is submitted");
     let swept = ["--sweep", "train.lr=0.1,0.05", "--sweep", "train.seed=1,2", "--at-once", "1"];
@@ -244,7 +241,7 @@ async fn a_sweep_is_an_array_with_a_task_for_each_job() {
 
 #[tokio::test]
 async fn cancelling_a_job_of_a_sweep_ends_only_its_task() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
@@ -268,7 +265,7 @@ async fn cancelling_a_job_of_a_sweep_ends_only_its_task() {
     // Without the sweep's tag, the list does not show the job, which still exists.
     let patched =
         server.http.patch(server.api(&format!("/jobs/{first}"))).json(&json!({"tags": []})).send().await;
-    assert!(patched.is_ok_and(|answer| answer.status().is_success()));
+    assert!(patched.is_ok_and(|response| response.status().is_success()));
     server.cli(&["cancel", &first]).ok();
     let done = following.wait_with_output().expect("it ends");
     let stderr = String::from_utf8_lossy(&done.stderr);
@@ -281,7 +278,7 @@ async fn cancelling_a_job_of_a_sweep_ends_only_its_task() {
 
 #[tokio::test]
 async fn tasks_that_outlive_their_job_are_cancelled() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let toml = "name = \"hangs\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     cluster::Slurm,
-    server::{Server, number, turn},
+    server::{Server, number, training_permit},
     specs,
 };
 use serde_json::{Value, json};
@@ -26,7 +26,7 @@ fn follow(server: &Server, slurm: &Slurm, id: &str, args: &[&str], options: &[&s
 
 #[tokio::test]
 async fn following_a_batch_job_shows_its_states_and_its_end() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("followed")).await;
@@ -57,7 +57,7 @@ fn over_two_nodes(name: &str) -> Value {
 
 #[tokio::test]
 async fn after_losing_a_node_a_job_ends_on_a_third_with_the_same_weights() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 3);
     let undisturbed = submit(&server, &over_two_nodes("undisturbed")).await;
@@ -77,7 +77,7 @@ async fn after_losing_a_node_a_job_ends_on_a_third_with_the_same_weights() {
     assert!(status.success(), "{output}");
     assert!(output.contains("Slurm's job 2: PENDING"), "{output}");
     assert_eq!(slurm.field("2", "%N"), "n[0,2]");
-    let job = server.succeeded(&id).await;
+    let job = server.wait_for_success(&id).await;
     assert_eq!(job["attempt"], 2, "{job:#}");
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let begun = attempts["attempts"][1]["checkpoint"].as_str().unwrap_or_else(|| panic!("{attempts:#}"));

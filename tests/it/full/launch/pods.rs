@@ -4,7 +4,7 @@ use super::{server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::{Kubernetes, command_lines, find_program},
     pages,
-    server::{Finished, Server, lockstep, number, turn},
+    server::{Finished, Server, lockstep, number, training_permit},
     specs,
 };
 use serde_json::{Value, json};
@@ -27,7 +27,7 @@ pub(super) async fn trains_past(server: &Server, id: &str, attempt: u64, step: u
     let past = |job: &Value| {
         number(&job["attempt"]) >= attempt && job["state"] == "running" && number(&job["step"]) > step
     };
-    server.job_when(id, "the job trains", past).await
+    server.wait_for_job(id, "the job trains", past).await
 }
 
 /// A running `lockstep launch` that follows its job.
@@ -90,13 +90,13 @@ fn is_in_any_process(words: &str) -> bool {
 
 #[tokio::test]
 async fn two_pods_train_a_job_and_end_after_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &short("Over two pods")).await;
     let done = Finished::of(&mut cluster.launch(&server, &id, &["--nodes", "2"]));
     done.ok();
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let shown = server.cli(&["show", &id]);
     let agents = shown.ok().lines().find(|line| line.starts_with("on ")).unwrap_or_default().to_owned();
     for index in [0, 1] {
@@ -126,23 +126,23 @@ async fn the_role_for_launches_is_sufficient() {
         eprintln!("skipped: kubectl is missing (kubernetes-client in Debian)");
         return;
     }
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start_with(&server, &json!([])).await;
     let id = submit(&server, &short("By a role")).await;
     let launch = || Finished::of(&mut cluster.launch(&server, &id, &["--namespace", "lockstep"]));
-    launch().fails(2, &["Kubernetes does not let you"]);
+    launch().assert_fails(2, &["Kubernetes does not let you"]);
     let done = cluster.run_line(&pages::line("docs/launchers.md", "kubectl "));
     assert!(done.ok().contains("role.rbac.authorization.k8s.io/lockstep-launch created"), "{}", done.stdout);
     launch().ok();
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     drop(cluster);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("paused", 2)).await;
@@ -170,9 +170,11 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     let at = number(&trains_past(&server, &id, 2, kept).await["step"]);
     // A Job that another client suspends stays suspended, with a checkpoint.
     cluster.act("suspend", json!({"suspend": true})).await;
-    server.job_when(&id, "the job is queued again", |job| job["state"] == "queued").await;
+    server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     // The agent uploads the checkpoint before it ends, as its disk is deleted with the pod.
-    server.until("the checkpoint is on the server", async |server: &Server| newest(server, &id).await >= at).await;
+    server
+        .until("the checkpoint is on the server", async |server: &Server| newest(server, &id).await >= at)
+        .await;
     let kept = newest(&server, &id).await;
     following.wait_for_output(&server, ": suspended").await;
     cluster.act("suspend", json!({"suspend": false})).await;
@@ -195,7 +197,7 @@ pub(super) async fn newest(server: &Server, id: &str) -> u64 {
 
 #[tokio::test]
 async fn a_second_launch_takes_over_the_pods_of_the_first() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("twice", 1)).await;
@@ -242,7 +244,11 @@ fn a_dry_run_shows_the_objects_and_templates_have_a_maximum_size() {
     };
     assert_refused(&format!("{full}x"), &[], "is larger than 256 KiB");
     let wrong = pod.replace("{limits: {nvidia.com/gpu: 4}}", "x");
-    assert_refused(&wrong, &[], "spec.containers[0].resources is not a mapping: write it as `limits: {cpu: 4}`");
+    assert_refused(
+        &wrong,
+        &[],
+        "spec.containers[0].resources is not a mapping: write it as `limits: {cpu: 4}`",
+    );
     assert_refused(pod, &["--slots", "2"], "the template's container has 4 GPUs");
     assert_refused(pod, &["-H", "node1:4"], "Kubernetes chooses the machines");
     assert_refused(pod, &["--dir", "relative"], "an absolute path");

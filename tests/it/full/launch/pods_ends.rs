@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     cluster::Kubernetes,
-    server::{Finished, Server, number, turn},
+    server::{Finished, Server, number, training_permit},
 };
 use serde_json::{Value, json};
 use std::{fs, time::Duration};
@@ -21,7 +21,7 @@ async fn pods(cluster: &Kubernetes) -> Vec<Value> {
 
 #[tokio::test]
 async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("slow-upload", 1)).await;
@@ -36,7 +36,7 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
     following.wait_for_output(&server, "last checkpoint is still being uploaded").await;
     server.kill_serve();
     tokio::time::sleep(SEVERAL_POLLS).await;
-    server.serve_again().await;
+    server.start_serve().await;
     assert_eq!(cluster.objects("Job").await[0]["spec"]["suspend"], false, "{}", following.output());
     // A job that is resumed meanwhile continues in the same pod.
     server.cli(&["resume", &id]).ok();
@@ -56,7 +56,7 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
 
 #[tokio::test]
 async fn a_deleted_kubernetes_job_is_reported_after_the_server_returns() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("ended", 1)).await;
@@ -66,7 +66,7 @@ async fn a_deleted_kubernetes_job_is_reported_after_the_server_returns() {
     server.kill_serve();
     cluster.act("drop", json!({"resource": "jobs"})).await;
     tokio::time::sleep(SEVERAL_POLLS).await;
-    server.serve_again().await;
+    server.start_serve().await;
     following.wait_for_output(&server, "was deleted, and the job is").await;
     let (status, output) = following.end();
     assert!(!status.success() && output.contains("starts agents for it again"), "{output}");
@@ -78,7 +78,7 @@ async fn a_deleted_kubernetes_job_is_reported_after_the_server_returns() {
 
 #[tokio::test]
 async fn only_tokens_of_the_job_s_own_agents_are_revoked() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("tokens", 1)).await;
@@ -114,7 +114,7 @@ async fn only_tokens_of_the_job_s_own_agents_are_revoked() {
 
 #[tokio::test]
 async fn a_partly_created_kubernetes_job_is_deleted_with_its_token() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("half-made", 1)).await;

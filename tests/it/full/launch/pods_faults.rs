@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     cluster::{Kubernetes, kubernetes_rules},
-    server::{Finished, Server, number, turn},
+    server::{Finished, Server, number, training_permit},
 };
 use serde_json::{Value, json};
 use std::{collections::BTreeSet, fs};
@@ -16,7 +16,7 @@ const WATCH_SECS: f64 = 2.0;
 
 #[tokio::test]
 async fn a_launch_continues_after_the_api_server_was_down_and_lost_its_history() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("away", 2)).await;
@@ -29,7 +29,9 @@ async fn a_launch_continues_after_the_api_server_was_down_and_lost_its_history()
     // The messages appear twice for the lost responses, and more often if a busy machine responds late.
     let times = |words: &str| following.output().matches(words).count();
     let (down, up) = ("API server does not answer", "API server answers again");
-    server.until("the API server responds", async |_: &Server| times(up) >= 2 && times(up) == times(down)).await;
+    server
+        .until("the API server responds", async |_: &Server| times(up) >= 2 && times(up) == times(down))
+        .await;
     // Without changes, the launch starts a new watch whenever one ends.
     let watches = async || {
         let all = cluster.act("objects", json!({})).await;
@@ -47,7 +49,9 @@ async fn a_launch_continues_after_the_api_server_was_down_and_lost_its_history()
     // A pod is evicted for lack of memory: another pod continues, and the Job counts no failure.
     let at = number(&trains_past(&server, &id, 1, 0).await["attempt"]);
     cluster.act("evict", json!({})).await;
-    following.wait_for_output(&server, "was evicted from its node: The node was low on resource: memory.").await;
+    following
+        .wait_for_output(&server, "was evicted from its node: The node was low on resource: memory.")
+        .await;
     trains_past(&server, &id, at + 1, 0).await;
     let attempt = number(&server.job(&id).await["attempt"]);
     cluster.act("oom", json!({})).await;
@@ -55,7 +59,10 @@ async fn a_launch_continues_after_the_api_server_was_down_and_lost_its_history()
     let job = trains_past(&server, &id, attempt + 1, 0).await;
     assert_eq!(job["state"], "running");
     let job = cluster.objects("Job").await.remove(0);
-    assert_eq!(job["status"]["failed"], 1, "the killed pod counts as failed, the evicted pod does not: {job:#}");
+    assert_eq!(
+        job["status"]["failed"], 1,
+        "the killed pod counts as failed, the evicted pod does not: {job:#}"
+    );
     cancel(&server, &cluster, &id, following).await;
     drop(cluster);
     server.stop().await;
@@ -63,7 +70,7 @@ async fn a_launch_continues_after_the_api_server_was_down_and_lost_its_history()
 
 #[tokio::test]
 async fn an_api_server_whose_versions_expire_at_once_is_queried_less_and_less_often() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("expired", 1)).await;
@@ -86,7 +93,7 @@ async fn an_api_server_whose_versions_expire_at_once_is_queried_less_and_less_of
 
 #[tokio::test]
 async fn kueue_starts_queued_jobs_and_launches_say_why_pods_wait() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let template = |name: &str, text: &str| {
@@ -131,7 +138,7 @@ async fn kueue_starts_queued_jobs_and_launches_say_why_pods_wait() {
 
 #[tokio::test]
 async fn errors_of_kubernetes_are_reported_and_nothing_is_left() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let mut rules = kubernetes_rules();
     let remove_rights = |rules: &mut Value, resource: &str| {
@@ -165,7 +172,11 @@ async fn errors_of_kubernetes_are_reported_and_nothing_is_left() {
     remove_rights(&mut rules, "secrets");
     let cluster = Kubernetes::start_with(&server, &rules).await;
     let before = valid_agent_tokens(&server).await;
-    assert_fails(&cluster, &[], &["does not let you", "cannot create resource \"secrets\"", "launch-role.yaml"]);
+    assert_fails(
+        &cluster,
+        &[],
+        &["does not let you", "cannot create resource \"secrets\"", "launch-role.yaml"],
+    );
     cluster.until("all objects are gone", |all| all.is_empty()).await;
     assert_eq!(valid_agent_tokens(&server).await, before, "the token for the pod is revoked");
     drop(cluster);
@@ -180,7 +191,7 @@ async fn errors_of_kubernetes_are_reported_and_nothing_is_left() {
 /// Nobody reports the end of such a pod to Kubernetes, unlike that of an evicted pod.
 #[tokio::test]
 async fn pods_of_a_dead_node_are_replaced_once_kubernetes_is_told() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("node-died", 2)).await;

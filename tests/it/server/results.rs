@@ -5,16 +5,16 @@ use serde_json::Value;
 use std::process::{Command, Output};
 
 /// An HTTP response with its whole body.
-pub(crate) struct Answer {
+pub(crate) struct Response {
     pub(crate) status: StatusCode,
     pub(crate) headers: reqwest::header::HeaderMap,
     pub(crate) text: String,
 }
 
-impl Answer {
-    pub(crate) async fn read(answer: reqwest::Response) -> Self {
-        let (status, headers) = (answer.status(), answer.headers().clone());
-        Self { status, headers, text: answer.text().await.expect("a body") }
+impl Response {
+    pub(crate) async fn read(response: reqwest::Response) -> Self {
+        let (status, headers) = (response.status(), response.headers().clone());
+        Self { status, headers, text: response.text().await.expect("a body") }
     }
 
     pub(crate) fn header(&self, name: &str) -> &str {
@@ -42,7 +42,7 @@ impl Answer {
 
     /// Asserts status 422 with exactly these `errors` in any order, each given as (JSON pointer, texts in
     /// its detail).
-    pub(crate) fn mistakes(&self, expected: &[(&str, &[&str])]) {
+    pub(crate) fn assert_invalid(&self, expected: &[(&str, &[&str])]) {
         let problem = self.problem(422);
         let errors = problem["errors"].as_array().unwrap_or_else(|| panic!("no errors in {problem:#}"));
         for (pointer, words) in expected {
@@ -86,12 +86,12 @@ impl Finished {
     }
 
     /// Asserts a usage error: exit status 2, these texts on standard error, and no Rust panic.
-    pub(crate) fn wrong(&self, words: &[&str]) {
-        self.fails(2, words);
+    pub(crate) fn assert_usage_error(&self, words: &[&str]) {
+        self.assert_fails(2, words);
     }
 
     /// Asserts an exit status and texts on standard error.
-    pub(crate) fn fails(&self, status: i32, words: &[&str]) {
+    pub(crate) fn assert_fails(&self, status: i32, words: &[&str]) {
         assert_eq!(self.status, status, "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
         assert!(!self.stderr.contains("panicked"), "{}", self.stderr);
         for word in words {

@@ -1,6 +1,6 @@
 //! Ends the server, its agent and their processes.
 
-use super::{Server, ended, signal};
+use super::{Server, exit_status, signal};
 use rustix::process::Signal;
 use std::{
     process::ExitStatus,
@@ -21,7 +21,7 @@ impl Server {
     }
 
     /// Waits until the server has ended by itself; false if it still runs after `patience`.
-    pub(crate) async fn serve_died(&mut self, patience: Duration) -> bool {
+    pub(crate) async fn serve_ends_within(&mut self, patience: Duration) -> bool {
         let deadline = Instant::now() + patience;
         loop {
             if self.serve.as_mut().is_none_or(|serve| serve.try_wait().is_ok_and(|status| status.is_some())) {
@@ -36,14 +36,14 @@ impl Server {
     }
 
     /// Sends SIGINT or SIGTERM to the server and returns the exit status.
-    pub(crate) async fn end_serve(&mut self, with: Signal) -> ExitStatus {
+    pub(crate) async fn stop_serve(&mut self, with: Signal) -> ExitStatus {
         let mut serve = self.serve.take().expect("a server");
         signal(serve.id() as i32, with);
-        ended(&mut serve).await
+        exit_status(&mut serve).await
     }
 
     /// The process id of the agent that the test has started.
-    pub(crate) fn agent_beside(&self) -> Option<i32> {
+    pub(crate) fn agent_pid(&self) -> Option<i32> {
         self.agent.as_ref().map(|child| child.id() as i32)
     }
 
@@ -63,7 +63,7 @@ impl Server {
     pub(crate) async fn stop_and_keep(mut self) -> Self {
         for mut child in [self.agent.take(), self.serve.take()].into_iter().flatten() {
             signal(child.id() as i32, Signal::TERM);
-            let status = ended(&mut child).await;
+            let status = exit_status(&mut child).await;
             assert_eq!(status.code(), Some(0), "an orderly stop ends with exit status 0, not {status}");
         }
         self.until("no process is left after an orderly stop", async |s: &Server| s.processes().is_empty())

@@ -41,7 +41,7 @@ pub(crate) fn run(args: &Args, program: clap::Command) -> anyhow::Result<()> {
 }
 
 /// Returns the first line of a page that is generated from `source`.
-fn made_from(source: &str) -> String {
+fn generated_from(source: &str) -> String {
     format!("<!-- Made from {source} by `cargo run -- reference`. Do not edit. -->\n")
 }
 

@@ -178,8 +178,8 @@ mod tests {
         ] {
             let path = Path::new("job.toml");
             let found = grid(job, arguments, None).and_then(|document| check(path, &document));
-            let said = found.expect_err("it is refused").to_string();
-            assert!(said.contains(words), "{arguments:?}: {said}");
+            let message = found.expect_err("it is refused").to_string();
+            assert!(message.contains(words), "{arguments:?}: {message}");
         }
     }
 }

@@ -185,11 +185,11 @@ fn line(token: &Token) -> String {
 /// The server refuses the request.
 pub(crate) fn login_link(args: LinkArgs) -> anyhow::Result<()> {
     block_on(async {
-        let answer: Value = args.server.api()?.post("/login-links", &json!({})).await?;
+        let response: Value = args.server.api()?.post("/login-links", &json!({})).await?;
         if args.server.json {
-            return output::json(&answer);
+            return output::json(&response);
         }
-        output::line(answer.get("url").and_then(Value::as_str).unwrap_or_default())
+        output::line(response.get("url").and_then(Value::as_str).unwrap_or_default())
     })
 }
 

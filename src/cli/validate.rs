@@ -91,12 +91,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return output::line(format_args!("{} has no mistake", args.job.display()));
     }
     // The server's error lists the mistakes in the file too, so it comes first.
-    let answer: Value = block_on(api.post("/jobs/validate", &document))?;
+    let response: Value = block_on(api.post("/jobs/validate", &document))?;
     checked?;
-    let plan: Plan = serde_json::from_value(answer.clone())?;
+    let plan: Plan = serde_json::from_value(response.clone())?;
     plan.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
     if args.json {
-        return output::json(&answer);
+        return output::json(&response);
     }
     output::line(format_args!(
         "{} has no mistake: {}{}, {} a step, {} an epoch, {}",

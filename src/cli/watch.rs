@@ -150,7 +150,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                     Ok(None) => break None,
                     Ok(Some(frame)) => {
                         away_since = None;
-                        away.note_answer(|text| progress.aside(text));
+                        away.note_answer(|text| progress.warn(text));
                         backoff = RETRY;
                         if let Frame::Hello { last_seq, .. } = &frame
                             && *last_seq < since
@@ -188,7 +188,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                 Err(error) if error.is::<super::WrongRequest>() => {
                     return Err(usage_error(format!("{}: {error}", job.id)));
                 }
-                Err(_) => away.note_silence(|text| progress.aside(text)),
+                Err(_) => away.note_silence(|text| progress.warn(text)),
             }
             tokio::time::sleep(backoff.pause()).await;
         }
@@ -232,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_checkpoint_that_is_there_is_named() {
+    fn only_an_existing_checkpoint_is_named() {
         let best = Some(Measured { value: 0.417, loss: None, step: 336, epoch: 28 });
         let checkpoint = |epoch: u32, accuracy| CheckpointInfo {
             epoch,

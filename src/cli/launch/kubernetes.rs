@@ -165,7 +165,7 @@ async fn create(
     let plan = Plan {
         name: name.to_owned(),
         job: launch.job.id.as_str(),
-        launch: objects::launch_word(),
+        launch: objects::new_launch_id(),
         program: &launch.args.program,
         hosts: &launch.hosts,
         spec: &launch.job.spec,

@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_id_is_what_a_server_gives_and_no_path() {
+    fn ids_of_tokens_are_accepted_and_paths_are_not() {
         assert!(is_id("01890a5dac96774bbcceb302099a8057"));
         let others = [
             "",

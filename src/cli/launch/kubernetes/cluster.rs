@@ -288,9 +288,9 @@ fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(one) = cause {
-        let said = one.to_string();
-        if !text.contains(&said) {
-            text = format!("{text}: {said}");
+        let description = one.to_string();
+        if !text.contains(&description) {
+            text = format!("{text}: {description}");
         }
         cause = one.source();
     }

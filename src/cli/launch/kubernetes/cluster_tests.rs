@@ -1,4 +1,4 @@
-//! Tests against an API server that accepts connections and does not answer.
+//! Tests against an API server that accepts connections and does not respond.
 
 use super::*;
 use std::sync::{Arc, atomic::AtomicUsize};
@@ -9,7 +9,7 @@ use tokio::{
 
 const JOB: &str = r#"{"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a-job"}}"#;
 
-/// A cluster whose first `silent` requests get no answer, and the number of requests.
+/// A cluster whose first `silent` requests get no response, and the number of requests.
 async fn cluster(silent: usize, waits: Timeouts) -> (Cluster, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let uri = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
@@ -37,7 +37,7 @@ async fn cluster(silent: usize, waits: Timeouts) -> (Cluster, Arc<AtomicUsize>) 
 }
 
 #[tokio::test]
-async fn a_request_without_an_answer_is_sent_again() {
+async fn a_request_without_a_response_is_retried() {
     let waits = Timeouts { answer: Duration::from_millis(100), away: Duration::from_secs(30) };
     let (cluster, requests) = cluster(1, waits).await;
     let found = cluster.get(Kind::Job, "a-job").await.unwrap().expect("a Job");
@@ -46,7 +46,7 @@ async fn a_request_without_an_answer_is_sent_again() {
 }
 
 #[tokio::test]
-async fn an_api_server_that_never_answers_is_given_up() {
+async fn retries_end_if_the_api_server_never_responds() {
     let waits = Timeouts { answer: Duration::from_millis(50), away: Duration::from_millis(300) };
     let (cluster, _) = cluster(usize::MAX, waits).await;
     let why = cluster.get(Kind::Job, "a-job").await.expect_err("nobody answers").to_string();

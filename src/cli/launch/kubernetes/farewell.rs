@@ -30,7 +30,7 @@ pub(super) enum Farewell {
 /// Kubernetes refuses a request, or the server does not receive the checkpoints within the time limit.
 pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> anyhow::Result<Farewell> {
     let began = Instant::now();
-    let (mut complete_since, mut said) = (None, false);
+    let (mut complete_since, mut is_announced) = (None, false);
     loop {
         let Some(job) = cluster.get(Kind::Job, name).await? else { return Ok(Farewell::Ended) };
         let (is_over, has_pods) = (words::end_of_job(&job).is_some(), words::has_pods(&job));
@@ -49,7 +49,7 @@ pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> 
                 is_over || ours.state == JobState::Cancelled || since.elapsed() > PODS_END_TIMEOUT
             }
             Ok(UploadStatus::Uploading) => {
-                say_once(&mut said);
+                say_once(&mut is_announced);
                 false
             }
             // After an error, the state of the uploads is unknown.

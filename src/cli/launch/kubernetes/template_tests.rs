@@ -15,7 +15,7 @@ fn pods(text: &str, slots: u32, device: Device) -> Value {
 }
 
 #[test]
-fn a_template_is_a_pod_a_pod_template_or_what_a_job_has() {
+fn templates_are_pods_pod_templates_or_parts_of_jobs() {
     let bare = "metadata: {labels: {team: vision}}\nspec:\n  containers:\n  - {name: agent, image: 'lockstep:latest'}\n";
     let indented: String = bare.lines().map(|line| format!("  {line}\n")).collect();
     let named = format!("kind: PodTemplate\ntemplate:\n{indented}");
@@ -37,7 +37,7 @@ fn a_template_is_a_pod_a_pod_template_or_what_a_job_has() {
 }
 
 #[test]
-fn gpus_are_slots_and_what_the_template_mounts_stays() {
+fn gpus_become_slots_and_the_template_s_mounts_are_kept() {
     let text = "spec:\n  securityContext: {fsGroup: 0440}\n  terminationGracePeriodSeconds: 300\n  volumes: [{name: disk, hostPath: {path: /scratch}}]\n  \
                 containers:\n  - {name: sidecar, image: x}\n  - name: lockstep\n    image: lockstep:gpu\n    resources: {limits: {nvidia.com/gpu: 4}}\n    \
                 volumeMounts: [{name: disk, mountPath: /var/lib/lockstep}]\n";
@@ -58,7 +58,7 @@ fn gpus_are_slots_and_what_the_template_mounts_stays() {
 }
 
 #[test]
-fn kueue_s_labels_are_the_job_s() {
+fn kueue_s_labels_are_moved_to_the_job() {
     let text = POD.replace(
         "team: vision",
         "kueue.x-k8s.io/queue-name: team-a, kueue.x-k8s.io/priority-class: low, team: vision",
@@ -73,7 +73,7 @@ fn kueue_s_labels_are_the_job_s() {
 #[test]
 fn mistakes_are_named() {
     let with = |more: &str| POD.replace("latest'", &format!("latest', {more}"));
-    for (text, said) in [
+    for (text, message) in [
         ("kind: Deployment\nspec: {}\n".to_owned(), "is a Deployment"),
         ("spec: {}\n".to_owned(), "no spec.containers"),
         ("spec: [1]\n".to_owned(), "spec is not a mapping"),
@@ -97,12 +97,12 @@ fn mistakes_are_named() {
         (POD.replace("{team: vision}", "vision"), "metadata.labels is not a mapping"),
         (POD.replace("team: vision", "kueue.x-k8s.io/queue-name: 3"), "is not text"),
     ] {
-        assert!(refused(&text).contains(said), "{text}: {}", refused(&text));
+        assert!(refused(&text).contains(message), "{text}: {}", refused(&text));
     }
 }
 
 #[test]
-fn keys_without_a_value_are_as_if_they_were_not_there() {
+fn keys_without_a_value_count_as_absent() {
     let text = POD
         .replace("latest'", "latest', volumeMounts: , resources: {limits: , requests: null}")
         .replace("{team: vision}", "null")
@@ -121,7 +121,7 @@ fn keys_without_a_value_are_as_if_they_were_not_there() {
 }
 
 #[test]
-fn a_pod_has_thirty_two_containers_at_most() {
+fn a_pod_has_up_to_32_containers() {
     let more = |n: usize| (0..n).map(|n| format!("  - {{name: c{n}, image: y}}\n")).collect::<String>();
     let text = |n: usize| POD.replace("name: agent", "name: lockstep") + &more(n);
     assert!(parse(text(MAX_CONTAINERS - 1).as_bytes()).is_ok());

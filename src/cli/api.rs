@@ -1,7 +1,7 @@
 //! A client for the server's REST interface and its streams.
 
-mod away;
 mod named;
+mod outage;
 mod requests;
 mod stream;
 
@@ -10,9 +10,9 @@ use super::{
     output, usage_error,
 };
 use anyhow::{Context, anyhow};
-pub(crate) use away::Away;
 use lockstep_protocol::{Job, JobState, sweep::Sweep};
 use lockstep_worker::tls;
+pub(crate) use outage::Outage;
 use reqwest::{
     Client, Method, Response, StatusCode,
     header::{AUTHORIZATION, HeaderValue},
@@ -231,7 +231,7 @@ impl Api {
     }
 
     /// Whether the server responds within 5 s.
-    pub(crate) async fn answers(&self) -> bool {
+    pub(crate) async fn is_reachable(&self) -> bool {
         let asked = self.client.get(format!("{}/healthz", self.base)).timeout(Duration::from_secs(5));
         asked.send().await.is_ok()
     }

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 /// Reasons for a waiting container that do not resolve by themselves.
-const STUCK: [&str; 8] = [
+const STUCK_REASONS: [&str; 8] = [
     "ErrImagePull",
     "ImagePullBackOff",
     "ErrImageNeverPull",
@@ -76,7 +76,7 @@ pub(super) fn of_pod(pod: &Value) -> Option<String> {
             ));
         }
         let waiting = &container["state"]["waiting"];
-        if STUCK.contains(&text(waiting, "reason")) {
+        if STUCK_REASONS.contains(&text(waiting, "reason")) {
             return Some(format!("pod {name}: container {label} cannot start: {}", reason(waiting)));
         }
         let ended = &container["state"]["terminated"];

@@ -160,7 +160,7 @@ fn path(model: &str, rest: &str) -> anyhow::Result<String> {
     }
 }
 
-/// Sends a change. Prints `said`, or the response as JSON.
+/// Sends a change. Prints `message`, or the response as JSON.
 fn send(
     server: &ServerArgs,
     method: Method,

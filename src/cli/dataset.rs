@@ -153,9 +153,9 @@ fn prepared(
             path.display()
         ))
     })?;
-    let made = prepare::copy(path, &to, settings)?;
+    let copied = prepare::copy(path, &to, settings)?;
     if !quiet {
-        prepare::report(&to, &made)?;
+        prepare::report(&to, &copied)?;
     }
     Ok(lockstep_data::canonical(&to)?)
 }

@@ -91,8 +91,8 @@ mod tests {
     fn pipes_and_devices_are_refused_at_once_and_files_have_a_maximum_size() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
-        let made = std::process::Command::new("mkfifo").arg(at("pipe")).status();
-        assert!(made.unwrap().success());
+        let status = std::process::Command::new("mkfifo").arg(at("pipe")).status();
+        assert!(status.unwrap().success());
         fs::write(at("file"), "four").unwrap();
         fs::write(at("larger"), "fives").unwrap();
         assert_eq!(at_once(at("file")), Ok(b"four".to_vec()));

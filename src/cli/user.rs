@@ -95,8 +95,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                     Some(subject) => json!({ "name": name, "role": role, "subject": subject }),
                     None => json!({ "name": name, "role": role, "password": password()? }),
                 };
-                let made: Value = server.api()?.post("/people", &body).await?;
-                show(&server, &made)
+                let person: Value = server.api()?.post("/people", &body).await?;
+                show(&server, &person)
             }
             Command::Link { name, subject, server } => {
                 if let Some(detail) = subject_mistake(&subject) {

@@ -236,7 +236,7 @@ async fn an_agent_with_a_full_folder_takes_no_jobs_and_keeps_its_ranks() {
     let mut second = start();
     let agent_log = || fs::read_to_string(&log).expect("the agent's log");
     server
-        .until("the second agent has said so, too", async |_: &Server| {
+        .until("the second agent also accepts no jobs", async |_: &Server| {
             agent_log().matches("accepts no jobs").count() == 2
         })
         .await;

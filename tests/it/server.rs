@@ -277,8 +277,8 @@ impl Server {
     fn agent_token_file(&self) -> PathBuf {
         let path = self.folder.path().join("agent-beside.token");
         if !path.exists() {
-            let made = self.cli(&["token", "create", "--scope", "agent", "--agent", "beside"]);
-            std::fs::write(&path, made.ok()).expect("a token");
+            let created = self.cli(&["token", "create", "--scope", "agent", "--agent", "beside"]);
+            std::fs::write(&path, created.ok()).expect("a token");
         }
         path
     }

@@ -57,11 +57,11 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
         // These tokens are revoked when the job is over.
         launch.tokens = tokens_of(launch, &job).await;
     } else {
-        let made = match launch.introduce().await {
+        let result = match launch.introduce().await {
             Ok(()) => create(&cluster, launch, &name, template).await,
             not => not,
         };
-        if let Err(error) = made {
+        if let Err(error) = result {
             // No agent has received these tokens.
             launch.revoke().await;
             return Err(error);

@@ -28,12 +28,13 @@ impl Launch {
             let body = json!({
                 "name": name, "scope": Scope::Agent, "agent": agent_id, "expires_in_secs": TOKEN_SECS,
             });
-            let made: Value = self
+            let created: Value = self
                 .api
                 .post("/tokens", &body)
                 .await
                 .context("cannot make a token for an agent, which needs the scope admin")?;
-            let text = |pointer| made.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
+            let text =
+                |pointer| created.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
             self.tokens.push(text("/id"));
             self.bundle.nodes.push(Node {
                 name,

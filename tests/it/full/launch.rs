@@ -325,8 +325,8 @@ async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
     let job = batch::trains_past(&server, &id, 2, 60).await;
     assert!(job["cause"]["code"] == "fewer_ranks" && job["cause"]["ranks"] == 1, "{job:#}");
     server.cli(&["cancel", &id]).ok();
-    let said = second.await.expect("it ends").stderr;
-    assert!(said.contains("127.0.0.2 cannot be reached by ssh"), "{said}");
+    let stderr = second.await.expect("it ends").stderr;
+    assert!(stderr.contains("127.0.0.2 cannot be reached by ssh"), "{stderr}");
     server.until("the agent ends", async |s: &Server| launched_agents(s) == 0).await;
     server.stop().await;
 }

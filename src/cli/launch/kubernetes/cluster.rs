@@ -185,7 +185,7 @@ impl Cluster {
         let typed: DynamicObject = serde_json::from_value(object.clone())?;
         loop {
             match self.with_retries(async || api.create(&PostParams::default(), &typed).await).await {
-                Ok(made) => return Ok(Created::Now(plain(made))),
+                Ok(created) => return Ok(Created::Now(plain(created))),
                 Err(Error::Api(status)) if status.code == 409 => match self.get(kind, name).await? {
                     Some(found) => return Ok(Created::Exists(found)),
                     // The object was deleted between the two requests.

@@ -20,9 +20,13 @@ fn templates_are_pods_pod_templates_or_parts_of_jobs() {
     let indented: String = bare.lines().map(|line| format!("  {line}\n")).collect();
     let named = format!("kind: PodTemplate\ntemplate:\n{indented}");
     for text in [POD, bare, &named] {
-        let made = pods(text, 2, Device::Cpu);
-        assert_eq!(made["metadata"], json!({"labels": {"team": "vision", "lockstep/job": "id"}}), "{text}");
-        let spec = &made["spec"];
+        let pod_template = pods(text, 2, Device::Cpu);
+        assert_eq!(
+            pod_template["metadata"],
+            json!({"labels": {"team": "vision", "lockstep/job": "id"}}),
+            "{text}"
+        );
+        let spec = &pod_template["spec"];
         assert_eq!(spec["restartPolicy"], "Never");
         assert_eq!(spec["subdomain"], "lockstep-x");
         assert_eq!(spec["terminationGracePeriodSeconds"], 60);
@@ -41,18 +45,18 @@ fn gpus_become_slots_and_the_template_s_mounts_are_kept() {
     let text = "spec:\n  securityContext: {fsGroup: 0440}\n  terminationGracePeriodSeconds: 300\n  volumes: [{name: disk, hostPath: {path: /scratch}}]\n  \
                 containers:\n  - {name: sidecar, image: x}\n  - name: lockstep\n    image: lockstep:gpu\n    resources: {limits: {nvidia.com/gpu: 4}}\n    \
                 volumeMounts: [{name: disk, mountPath: /var/lib/lockstep}]\n";
-    let made = pods(text, 4, Device::Auto);
-    let container = &made["spec"]["containers"][1];
+    let pod_template = pods(text, 4, Device::Auto);
+    let container = &pod_template["spec"]["containers"][1];
     assert_eq!(container["resources"], json!({"limits": {"nvidia.com/gpu": 4}}), "no CPUs are asked for");
     assert_eq!(container["volumeMounts"].as_array().map(Vec::len), Some(3), "{container:#}");
-    assert_eq!(made["spec"]["volumes"].as_array().map(Vec::len), Some(3));
-    assert_eq!(made["spec"]["containers"][0], json!({"name": "sidecar", "image": "x"}));
-    assert_eq!(made["spec"]["terminationGracePeriodSeconds"], 300);
-    assert_eq!(made["spec"]["volumes"][1]["secret"]["defaultMode"], 0o440);
-    assert_eq!(made["spec"]["securityContext"]["fsGroup"], 0o440, "as Kubernetes reads YAML");
+    assert_eq!(pod_template["spec"]["volumes"].as_array().map(Vec::len), Some(3));
+    assert_eq!(pod_template["spec"]["containers"][0], json!({"name": "sidecar", "image": "x"}));
+    assert_eq!(pod_template["spec"]["terminationGracePeriodSeconds"], 300);
+    assert_eq!(pod_template["spec"]["volumes"][1]["secret"]["defaultMode"], 0o440);
+    assert_eq!(pod_template["spec"]["securityContext"]["fsGroup"], 0o440, "as Kubernetes reads YAML");
     // A job that must run on GPUs, and a container that requests none.
-    let made = pods(POD, 8, Device::Cuda);
-    assert_eq!(made["spec"]["containers"][0]["resources"]["limits"], json!({"nvidia.com/gpu": 8}));
+    let pod_template = pods(POD, 8, Device::Cuda);
+    assert_eq!(pod_template["spec"]["containers"][0]["resources"]["limits"], json!({"nvidia.com/gpu": 8}));
     let quoted = POD.replace("latest'", "latest', resources: {limits: {nvidia.com/gpu: '2'}}");
     assert_eq!(parse(quoted.as_bytes()).expect("a template").gpus, Some(2));
 }
@@ -111,12 +115,12 @@ fn keys_without_a_value_count_as_absent() {
         (Device::Cpu, json!({"requests": {"cpu": "2"}})),
         (Device::Cuda, json!({"limits": {"nvidia.com/gpu": 2}})),
     ] {
-        let made = pods(&text, 2, device);
-        let container = &made["spec"]["containers"][0];
+        let pod_template = pods(&text, 2, device);
+        let container = &pod_template["spec"]["containers"][0];
         assert_eq!(container["resources"], resources);
         assert_eq!(container["volumeMounts"].as_array().map(Vec::len), Some(3));
-        assert_eq!(made["spec"]["volumes"].as_array().map(Vec::len), Some(3));
-        assert_eq!(made["metadata"]["labels"], json!({"lockstep/job": "id"}));
+        assert_eq!(pod_template["spec"]["volumes"].as_array().map(Vec::len), Some(3));
+        assert_eq!(pod_template["metadata"]["labels"], json!({"lockstep/job": "id"}));
     }
 }
 

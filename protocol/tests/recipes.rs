@@ -1,7 +1,7 @@
 //! What a person gets who names a recipe, and what of it their own keys override.
 
 use lockstep_protocol::spec::{
-    Augment, BrokenFiles, ImageSize, JobSpec, Recipe, ScheduleKind, SizeFrom, SpecError, Validation,
+    Augment, BrokenFiles, ImageSize, JobSpec, OptimizerKind, Recipe, ScheduleKind, SizeFrom, SpecError, Validation,
     from_json, from_toml, read_leniently,
 };
 
@@ -76,6 +76,14 @@ fn cifar_94_has_the_published_learning_rates() {
         (2, true, true)
     );
     assert_eq!((spec.evaluate.views, spec.evaluate.every_epochs), (6, 0));
+}
+
+#[test]
+fn cifar_fast_is_for_an_ordinary_network_and_its_learning_rate_follows_the_batch() {
+    let spec = job("cifar-fast", "", "global_batch_size = 512").expect("a job");
+    let train = &spec.train;
+    assert_eq!((train.optimizer, train.epochs, train.lr), (OptimizerKind::Muon, Some(8), 0.05));
+    assert_eq!((spec.data.alternating_flip, spec.evaluate.views), (true, 1));
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! What a person gets who names a recipe, and what of it their own keys override.
 
 use lockstep_protocol::spec::{
-    Augment, BrokenFiles, ImageSize, JobSpec, OptimizerKind, Recipe, ScheduleKind, SizeFrom, SpecError, Validation,
-    from_json, from_toml, read_leniently,
+    Augment, BrokenFiles, ImageSize, JobSpec, OptimizerKind, Recipe, ScheduleKind, SizeFrom, SpecError,
+    Validation, from_json, from_toml, read_leniently,
 };
 
 fn job(recipe: &str, data: &str, train: &str) -> Result<JobSpec, Vec<SpecError>> {

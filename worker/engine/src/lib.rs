@@ -35,7 +35,7 @@ pub use cpu::MOST_CPU_SLOTS;
 pub use cuda::compile_kernels;
 pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
-use lockstep_host::tensors::{HostTensor, NamedTensors};
+use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 pub use loss::{LossConfig, Margin};
 pub use measure::{Sample, WIDE, heads, measure};
 pub use optimizer::{Optimizer, OptimizerState, slots};
@@ -372,13 +372,22 @@ fn unknown_size(image_size: usize) -> EngineError {
     EngineError::Parameters(format!("this engine was not prepared for pictures of {image_size} pixels"))
 }
 
+/// Starts the threads of an engine.
+fn thread_pool(threads: usize) -> Result<rayon::ThreadPool, EngineError> {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads.max(1))
+        .thread_name(|i| format!("compute-{i}"))
+        .build()
+        .map_err(|e| EngineError::Parameters(format!("cannot start {threads} threads: {e}")))
+}
+
 /// Builds the CPU engine for `network` with the parameters and running statistics `initial`.
 ///
 /// # Errors
 /// The initial tensors do not fit the network.
 pub fn build_cpu(
     network: Arc<crate::net::Network>,
-    initial: &NamedTensors,
+    initial: &dyn TensorSource,
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
 ) -> Result<Box<dyn Engine>, EngineError> {
@@ -392,7 +401,7 @@ pub fn build_cpu(
 /// As for [`build_cpu`]; `plan` cannot split the network.
 pub fn build_cpu_with(
     network: Arc<crate::net::Network>,
-    initial: &NamedTensors,
+    initial: &dyn TensorSource,
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
     plan: &plan::Plan,

@@ -164,10 +164,7 @@ impl Engine for CudaEngine {
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        check::check(&self.network, values)?;
-        self.device.bind()?;
-        self.device.synchronize()?;
-        self.program.set_parameters(values)
+        self.set_from(values)
     }
 
     fn average(&mut self, decay: f64) -> Result<(), EngineError> {
@@ -337,6 +334,14 @@ fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Resu
 }
 
 impl CudaEngine {
+    /// See [`Engine::set_parameters`].
+    pub(super) fn set_from(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
+        check::check(&self.network, values)?;
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.program.set_parameters(values)
+    }
+
     /// Collective in the model group and among stages: completes tensors, of which each rank has its part and zeros elsewhere.
     fn gather<'a>(&self, all: impl IntoIterator<Item = &'a mut NamedTensors>) -> Result<(), EngineError> {
         let Some(groups) = &self.groups else { return Ok(()) };

@@ -78,8 +78,9 @@ async fn ctrl_c_cancels_a_sweep_that_slurm_has_not_taken() {
     let server = Server::start().await;
     let folder = server.folder().path();
     server.register("fashion", &pictures::idx_dataset(folder, 64, 16)).await;
+    // The server's own agent has two slots, so only launched agents could run the jobs.
     let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
-                steps = 2\nbatch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
+                steps = 2\nbatch_size = 8\n[parallel]\nranks = 3\ndevice = \"cpu\"\n";
     server.folder().write("job.toml", toml);
     // Slurm is slow, and does not take the sweep in the end.
     for name in ["sbatch", "squeue", "scancel"] {

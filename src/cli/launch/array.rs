@@ -49,6 +49,7 @@ pub(super) async fn run(
     let ca = machines::ca(args)?;
     job_file::name_dataset(api, &mut document, true).await?;
     let sweep: Sweep = api.post_once("/sweeps?launched=true", &document).await?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
     sweeps::announce(api, &sweep, args.server.json)?;
     let launch = |job| Launch::new(args, api, job, true, hosts.clone(), ca.clone());
     let mut array = Array {
@@ -57,7 +58,6 @@ pub(super) async fn run(
         tag: sweep.id.clone(),
         folder: PathBuf::new(),
     };
-    let mut interrupt = signal(SignalKind::interrupt())?;
     let begun = async {
         array.launches = started(api, &sweep).await?.into_iter().map(launch).collect();
         array.start(args, device).await

@@ -131,9 +131,10 @@ pub enum EngineError {
 /// One rank's copy of the network and its optimizer.
 /// An engine is built for a group of ranks that see different pictures and keep the same weights, or that share copies
 /// of the network according to a [`plan::Plan`]. Building an engine is collective, and so are [`Engine::start_step`]
-/// and the methods that call it, [`Engine::keep_gradients`], [`Engine::broadcast_parameters`], [`Engine::state_dict`]
-/// and [`Engine::load_state_dict`]: every rank of the group calls them, in the same order. Where ranks share a network,
-/// [`Engine::eval_step`] and [`Engine::predict`] are collective, too. All other methods are local.
+/// and the methods that call it, [`Engine::keep_gradients`], [`Engine::broadcast_parameters`],
+/// [`Engine::broadcast_statistics`], [`Engine::state_dict`] and [`Engine::load_state_dict`]: every rank of the group calls
+/// them, in the same order. Where ranks share a network, [`Engine::eval_step`] and [`Engine::predict`] are collective, too.
+/// All other methods are local.
 pub trait Engine: Send {
     /// Returns the format in which this engine reads the pictures of batches. The engine may copy pictures that are in
     /// memory to its device.
@@ -352,6 +353,14 @@ pub trait Engine: Send {
     /// # Errors
     /// [`EngineError::Comm`]: a rank of the group is gone. The device fails.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
+    /// Collective: as [`Engine::broadcast_parameters`], for ranks whose weights are equal, so that only running statistics may have to be
+    /// copied.
+    ///
+    /// # Errors
+    /// As for [`Engine::broadcast_parameters`].
+    fn broadcast_statistics(&mut self) -> Result<(), EngineError> {
+        self.broadcast_parameters()
+    }
     /// Abandons the engine in a process that is about to exit, without waiting for work in flight. The driver frees
     /// device memory.
     fn abandon(self: Box<Self>) {}

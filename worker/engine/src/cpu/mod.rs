@@ -290,6 +290,14 @@ impl Engine for CpuEngine {
         if self.executor.state.memory().is_none() {
             self.comm.broadcast((&mut self.executor.state.weights[..]).into(), 0)?;
         }
+        self.broadcast_statistics()
+    }
+
+    fn broadcast_statistics(&mut self) -> Result<(), EngineError> {
+        if self.plan.mesh.stage > 1 || self.executor.norms.iter().any(|norm| norm.slice.is_some()) {
+            // Rank 0 has only a part of the statistics.
+            return self.broadcast_parameters();
+        }
         let mut running: Vec<f32> = self
             .executor
             .norms

@@ -294,6 +294,18 @@ impl Engine for CudaEngine {
         self.program.write_flat(&flat)
     }
 
+    fn broadcast_statistics(&mut self) -> Result<(), EngineError> {
+        if self.plan.mesh.stage > 1 || self.program.state.splits_statistics() {
+            // Rank 0 has only a part of the statistics.
+            return self.broadcast_parameters();
+        }
+        self.device.bind()?;
+        self.device.synchronize()?;
+        let mut statistics = self.program.state.read_statistics()?;
+        self.comm.broadcast((&mut statistics).into(), 0)?;
+        Ok(self.program.state.write_statistics(&statistics)?)
+    }
+
     fn abandon(self: Box<Self>) {
         skip_exit_handlers();
         // Destructors would wait for the GPU, for NCCL and for each buffer; the driver frees everything at once when the

@@ -313,8 +313,21 @@ impl State {
     /// The weights, then the running statistics, as one array.
     pub(super) fn read_flat(&self) -> Result<Vec<f32>, EngineError> {
         let mut flat = self.read_weights()?;
-        flat.extend(read(&self.running_values)?);
+        flat.extend(self.read_statistics()?);
         Ok(flat)
+    }
+
+    /// Whether a model group splits a batch norm's channels.
+    pub(super) fn splits_statistics(&self) -> bool {
+        self.running.iter().any(|running| running.slice.is_some())
+    }
+
+    pub(super) fn read_statistics(&self) -> Result<Vec<f32>, CudaError> {
+        read(&self.running_values)
+    }
+
+    pub(super) fn write_statistics(&self, statistics: &[f32]) -> Result<(), CudaError> {
+        self.running_values.write(statistics)
     }
 
     /// Replaces weights and running statistics. Returns a kernel that the caller must launch, if any.

@@ -206,7 +206,7 @@ fn run_rank(
 ) -> Result<Measurement, String> {
     let Division { classes, accumulate, sample_share, .. } = *division;
     let network = Arc::new(net::build(&case.model, case.image_size, 3, classes)?);
-    let initial = init::initial_parameters(&network, false, 0);
+    let initial = init::InitialParameters::new(&network, false, 0);
     let (ranks, plan) = (comm.size(), division.plan(comm.size()));
     let [readers, reader] = readers(plan.mesh, comm.rank() as usize);
     let batch_size = case.batch_size / readers;
@@ -356,7 +356,7 @@ fn on_device(
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
     let Division { classes, accumulate, sample_share, .. } = how.division;
     let network = Arc::new(net::build(&case.model, case.image_size, 3, classes)?);
-    let initial = init::initial_parameters(&network, false, 0);
+    let initial = init::InitialParameters::new(&network, false, 0);
     let config = EngineConfig {
         batch_size: case.batch_size,
         optimizer: Optimizer { momentum: 0.9, weight_decay: 5e-4, ..Optimizer::default() },
@@ -364,7 +364,7 @@ fn on_device(
         accumulate,
         sync_batch_norm: how.sync_batch_norm,
         gradients_mean: true,
-        threads: 1,
+        threads: (lockstep_host::cores() / comm.size()).max(1) as usize,
     };
     let built = how.device.backend.build(BuildArgs {
         network,

@@ -272,7 +272,7 @@ pub(super) fn build_engine(
     backend.check(spec).map_err(TrainError::Impossible)?;
     let (largest, others) = plan.training_sizes.split_last().unwrap_or((&plan.evaluation_size, &[]));
     let network = plan.network.resized(*largest);
-    let initial = net::init::initial_parameters(&network, spec.model.zero_init_residual, spec.train.seed);
+    let initial = net::init::InitialParameters::new(&network, spec.model.zero_init_residual, spec.train.seed);
     let mut engine = backend.build(BuildArgs {
         network: Arc::new(network),
         initial: &initial,

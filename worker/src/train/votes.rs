@@ -4,9 +4,9 @@
 //! or after every step if a step takes longer. The step of the next vote follows from the mean duration of a step over
 //! all ranks. That mean is part of the vote, so all ranks choose the same step.
 
-use super::{Run, TrainError, parts::Parts};
+use super::{Run, TrainError, Training, parts::Parts};
 use lockstep_comm::Reduction;
-use lockstep_engine::StepResult;
+use lockstep_engine::{Engine, StepResult};
 use std::{
     collections::BTreeSet,
     sync::atomic::Ordering,
@@ -139,19 +139,7 @@ impl Run<'_> {
 
     /// Fails on all ranks unless all ranks with the same part of the network have the same weights.
     fn check_replicas(&self) -> Result<(), TrainError> {
-        let group = &self.training.group;
-        if group.size() == 1 {
-            return Ok(());
-        }
-        let own = self.engine.checksum()?.map(u64::to_le_bytes);
-        let mut all = vec![0u8; 16 * group.size() as usize];
-        group.all_gather(own.as_flattened().into(), (&mut all).into())?;
-        let (of_all, of_parts): (Vec<_>, Vec<_>) =
-            all.as_chunks::<8>().0.as_chunks::<2>().0.iter().map(|[all, part]| (*all, *part)).unzip();
-        let parallel = &self.training.spec.parallel;
-        let (of_stage, model) = (parallel.ranks_of_stage() as usize, parallel.model as usize);
-        let differing_parts = || describe_differing_ranks(&of_parts, |rank| (rank / of_stage, rank % model));
-        match describe_differing_ranks(&of_all, |rank| (rank / of_stage, 0)).or_else(differing_parts) {
+        match compare_replicas(self.training, &*self.engine)? {
             None => Ok(()),
             Some(what) => Err(TrainError::ReplicasDiffer { what, step: self.step }),
         }
@@ -162,6 +150,26 @@ impl Run<'_> {
         let (step, lr) = (self.step, self.schedule.lr(self.step.saturating_sub(1)));
         TrainError::Diverged { what, step, epoch: self.plan.epoch_of(step), lr }
     }
+}
+
+/// Collective: compares the weights of ranks with the same part of the network by checksums. A sentence without a full stop if they differ.
+pub(super) fn compare_replicas(
+    training: &Training<'_>,
+    engine: &dyn Engine,
+) -> Result<Option<String>, TrainError> {
+    let group = &training.group;
+    if group.size() == 1 {
+        return Ok(None);
+    }
+    let own = engine.checksum()?.map(u64::to_le_bytes);
+    let mut all = vec![0u8; 16 * group.size() as usize];
+    group.all_gather(own.as_flattened().into(), (&mut all).into())?;
+    let (of_all, of_parts): (Vec<_>, Vec<_>) =
+        all.as_chunks::<8>().0.as_chunks::<2>().0.iter().map(|[all, part]| (*all, *part)).unzip();
+    let parallel = &training.spec.parallel;
+    let (of_stage, model) = (parallel.ranks_of_stage() as usize, parallel.model as usize);
+    let differing_parts = || describe_differing_ranks(&of_parts, |rank| (rank / of_stage, rank % model));
+    Ok(describe_differing_ranks(&of_all, |rank| (rank / of_stage, 0)).or_else(differing_parts))
 }
 
 /// Compares the checksums of all ranks. Names the ranks whose weights differ from the majority's, in a sentence

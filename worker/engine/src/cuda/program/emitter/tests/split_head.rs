@@ -239,7 +239,7 @@ fn parameters_of_all_ranks_add_up_to_the_network_s() {
         let part = part(&network, 4, rank, &[]);
         let setting = Setting::new(&part, 8, DType::F32, 90, Ranks::Apart);
         let layout = &setting.layout;
-        let flat = layout.import(None, &initial).unwrap();
+        let flat = layout.flat(None, &initial).unwrap();
         let mut back = Default::default();
         layout.export(None, &flat, &mut back);
         assert!(back.keys().eq(initial.keys()));

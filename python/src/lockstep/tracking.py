@@ -350,9 +350,9 @@ class Run:
         """Stores files in their current state with the run, and returns their paths within the run.
 
         `glob_str`: a path, or a pattern such as `out/*.safetensors`; with `glob=False` always a path. `base_path`: the
-        folder to which paths are relative (default: the working folder); a file outside this folder has only its name. A
-        file that is saved again replaces the earlier one. The files are copied into the run's folder before this returns,
-        and sent in the background.
+        folder to which paths are relative (default: the working folder); a file outside this folder has only its name.
+        A file that is saved again replaces the earlier one. The files are copied into the run's folder before this
+        returns, and sent in the background.
         """
         base = os.path.abspath(base_path or ".")
         kept: list[str] = []

@@ -88,8 +88,8 @@ fn invalid_value(key: &str, value: &Value) -> Refusal {
 
 fn no_call(method: &Method, name: &str) -> Refusal {
     let detail = format!(
-        "Lockstep has no call {method} {:?} of MLflow's: it supports experiments, runs, parameters, metrics, tags and artifacts of runs, and \
-         no registered models or traces",
+        "Lockstep has no call {method} {:?} of MLflow's: it supports experiments, and runs with parameters, metrics, tags, artifacts \
+         and logged models, and no registered models or traces",
         shortened(name)
     );
     refuse("ENDPOINT_NOT_FOUND", detail)

@@ -24,8 +24,9 @@ impl Parts {
     pub(super) async fn create_model(&self, asked: &Asked) -> Result<Value> {
         let name = asked.text("name")?.unwrap_or(DEFAULT_NAME);
         let run = asked.text("source_run_id")?;
-        let run =
-            run.ok_or_else(|| invalid("a run keeps its models: call mlflow.start_run before log_model"))?;
+        let run = run.ok_or_else(|| {
+            invalid("a model needs a run, which keeps its files: call mlflow.start_run before log_model")
+        })?;
         let job = seen_run(&self.scheduler, &self.caller, run).await?;
         check_own(&self.auth, &self.caller, &job)?;
         if name.contains('/') || files::of(&self.config, &job.id).place(name).is_err() {

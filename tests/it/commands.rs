@@ -206,7 +206,7 @@ async fn commands_that_need_a_gpu_say_so_without_one() {
     }
     without(&["agent", "--gpus", "0", "--cpu-slots", "1"]).wrong(&["--gpus", "--cpu-slots"]);
     without(&["bench", "--device", "cuda"]).wrong(&["no GPU"]);
-    without(&["bench", "--device", "cpu", "--precision", "bf16"]).wrong(&["fp32"]);
+    without(&["bench", "--device", "cpu", "--precision", "fp16"]).wrong(&["fp32 or bf16"]);
     without(&["bench", "--precision", "fp16"]).wrong(&["no GPU"]);
 }
 

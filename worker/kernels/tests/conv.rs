@@ -156,7 +156,7 @@ fn to_bfloat16(value: f32) -> f32 {
     let below = f32::from_bits(value.to_bits() & 0xFFFF_0000);
     let above = f32::from_bits(below.to_bits() + 0x1_0000);
     let (to_below, to_above) = ((value - below).abs(), (above - value).abs());
-    let takes_above = to_above < to_below || to_above == to_below && below.to_bits() & 0x1_0000 != 0;
+    let takes_above = to_above < to_below || (to_above == to_below && below.to_bits() & 0x1_0000 != 0);
     if takes_above { above } else { below }
 }
 

@@ -76,11 +76,11 @@ impl Brain {
     #[inline(always)]
     fn round(value: f32) -> u32 {
         let bits = value.to_bits();
-        if value.is_nan() { bits >> 16 | 0x40 } else { (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 }
+        if value.is_nan() { (bits >> 16) | 0x40 } else { (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 }
     }
     #[inline(always)]
     fn unit(first: f32, second: f32) -> f32 {
-        f32::from_bits(Self::round(first) | Self::round(second) << 16)
+        f32::from_bits(Self::round(first) | (Self::round(second) << 16))
     }
 }
 

@@ -166,19 +166,31 @@ impl Pass {
         }
     }
 
-    /// The packed weights for a forward pass, from `[block of 16 out][tap][in][lane]`.
+    /// The kernel offsets that are inside the picture at some position.
+    fn used_taps(&self) -> Vec<usize> {
+        let used = |axis: &Axis, k: usize| axis.0.iter().flatten().any(|(met, _)| *met == k);
+        let (rows, columns) = (0..self.kernel)
+            .map(|k| (used(&self.rows, k), used(&self.columns, k)))
+            .unzip::<_, _, Vec<_>, Vec<_>>();
+        let taps = 0..self.kernel * self.kernel;
+        taps.filter(|tap| rows[tap / self.kernel] && columns[tap % self.kernel]).collect()
+    }
+
+    /// The packed weights for a forward pass, from `[block of 16 out][tap][in][lane]`. Weights of kernel offsets that are never inside
+    /// the picture are not written.
     pub(super) fn pack_weights<'a>(&self, w: &'a [f32], tiles: &Tiles, to: &'a mut Buffer) -> &'a [f32] {
         if tiles.values == 1 {
             return w;
         }
         let (in_c, units) = (self.src[2] / self.cardinality, self.units(tiles));
-        let taps = self.kernel * self.kernel;
+        let (taps, used) = (self.kernel * self.kernel, self.used_taps());
         let to = to.get(self.weight_len(tiles));
         let blocks = to.par_chunks_mut(LANES * taps * units).zip(w.par_chunks(LANES * taps * in_c));
         blocks.for_each(|(to, w)| {
             let lanes = to.len() / (taps * units);
-            for (to, w) in to.chunks_exact_mut(units * lanes).zip(w.chunks_exact(in_c * lanes)) {
-                tiles.pack_rows(w, lanes, to);
+            for tap in &used {
+                let w = &w[tap * in_c * lanes..][..in_c * lanes];
+                tiles.pack_rows(w, lanes, &mut to[tap * units * lanes..]);
             }
         });
         to
@@ -188,11 +200,7 @@ impl Pass {
     /// never inside the picture are not written.
     pub(super) fn transpose<'a>(&self, w: &[f32], tiles: &Tiles, to: &'a mut Buffer) -> &'a [f32] {
         let (out_c, in_c) = (self.src[2] / self.cardinality, self.dst[2] / self.cardinality);
-        let taps = self.kernel * self.kernel;
-        let used = |axis: &Axis, k: usize| axis.0.iter().flatten().any(|(met, _)| *met == k);
-        let (rows, columns) = (0..self.kernel)
-            .map(|k| (used(&self.rows, k), used(&self.columns, k)))
-            .unzip::<_, _, Vec<_>, Vec<_>>();
+        let (taps, used) = (self.kernel * self.kernel, self.used_taps());
         let units = self.units(tiles);
         let to = to.get(self.weight_len(tiles));
         to.par_chunks_mut(LANES * taps * units).enumerate().for_each(|(block, to)| {
@@ -200,7 +208,7 @@ impl Pass {
             let mut transposed = [0.0; LANES * LANES];
             // `block` counts within its group of channels; `before`: number of earlier groups.
             let (before, block) = (block * LANES / in_c, block * LANES % in_c);
-            for tap in (0..taps).filter(|tap| rows[tap / self.kernel] && columns[tap % self.kernel]) {
+            for tap in &used {
                 for out_block in 0..out_c.div_ceil(LANES) {
                     let out_lanes = LANES.min(out_c - out_block * LANES);
                     let out_first = before * out_c + out_block * LANES;

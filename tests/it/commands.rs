@@ -251,7 +251,8 @@ async fn train_needs_no_server() {
     assert!(tensors(&model) == tensors(&continued), "the same weights as in one go");
 
     // Not every processor has the instructions for bf16.
-    let (finished, out) = train("bf16", 2, &["--set", "train.precision=bf16", "--set", "parallel.device=cpu"]);
+    let (finished, out) =
+        train("bf16", 2, &["--set", "train.precision=bf16", "--set", "parallel.device=cpu"]);
     if fs::read_to_string("/proc/cpuinfo").is_ok_and(|processor| processor.contains("avx512_bf16")) {
         finished.ok();
         let state = fs::read_to_string(out.join("checkpoints/1-2/state.json")).expect("a state");

@@ -272,7 +272,7 @@ macro_rules! when {
 
 /// Defines the tiles for one vector type and number format: functions that enable the instructions, and a table of them.
 macro_rules! tiles {
-    ($name:ident, $vector:ty, $arithmetic:ty, $format:ident, $(#[$feature:meta])?, group $group:literal,
+    ($name:ident, $vector:ty, $format:ident, $(#[$feature:meta])?, group $group:literal,
      product [$($p:literal: $two:ident $four:ident),* $(,)?],
      outer [$($i:literal: $outer_1:ident $outer_2:ident $outer_4:ident),* $(,)?]) => {
         pub(super) static $name: super::Tiles = {
@@ -283,27 +283,27 @@ macro_rules! tiles {
             $(#[$feature])?
             unsafe fn product_at<const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
                 // SAFETY: the caller's promise; the function has the instructions of its vectors.
-                unsafe { product::<$vector, $arithmetic, P, V, PART>(t) }
+                unsafe { product::<$vector, $format, P, V, PART>(t) }
             }
             $(#[$feature])?
             unsafe fn outer_at<const I: usize, const V: usize>(t: &Outer<'_>) {
                 // SAFETY: the caller's promise; the function has the instructions of its vectors.
-                unsafe { outer::<$vector, $arithmetic, I, V>(t) }
+                unsafe { outer::<$vector, $format, I, V>(t) }
             }
             $(#[$feature])?
             unsafe fn pack_channels_of(t: &Pack) {
                 // SAFETY: the caller's promise; the function has the instructions of its vectors.
-                unsafe { pack_channels::<$vector, $arithmetic>(t) }
+                unsafe { pack_channels::<$vector, $format>(t) }
             }
             $(#[$feature])?
             unsafe fn pack_pictures_of(t: &Pack) {
                 // SAFETY: the caller's promise; the function has the instructions of its vectors.
-                unsafe { pack_pictures::<$vector, $arithmetic>(t) }
+                unsafe { pack_pictures::<$vector, $format>(t) }
             }
             $(#[$feature])?
             unsafe fn pack_rows_of(t: &Rows) {
                 // SAFETY: the caller's promise; the function has the instructions of its vectors.
-                unsafe { pack_rows::<$vector, $arithmetic>(t) }
+                unsafe { pack_rows::<$vector, $format>(t) }
             }
             $(#[$feature])?
             unsafe fn transpose_block(from: &[f32; 256], to: &mut [f32; 256]) {
@@ -312,7 +312,7 @@ macro_rules! tiles {
             }
             Tiles {
                 format: Format::$format,
-                values: <$arithmetic as Arithmetic<$vector>>::VALUES,
+                values: <$format as Arithmetic<$vector>>::VALUES,
                 group: $group,
                 product: &[$([
                     Some(product_at::<$p, 1, false>),
@@ -339,34 +339,34 @@ macro_rules! tiles {
 
 use plain::{PLAIN, PLAIN_BF16};
 mod plain {
-    use super::super::vector::{Brain, Plain, Single};
+    use super::super::vector::{Bfloat16, Float32, Plain};
 
-    tiles!(PLAIN, Plain, Single, Float32, , group 4,
+    tiles!(PLAIN, Plain, Float32, , group 4,
         product [1: no no, 2: no no, 3: no no, 4: no no],
         outer [1: yes no no, 3: yes no no, 4: yes no no]);
-    tiles!(PLAIN_BF16, Plain, Brain, Bfloat16, , group 4,
+    tiles!(PLAIN_BF16, Plain, Bfloat16, , group 4,
         product [1: no no, 2: no no, 3: no no, 4: no no],
         outer [1: yes no no, 3: yes no no, 4: yes no no]);
 }
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::super::vector::{Avx2, Avx512, Brain, Single};
+    use super::super::vector::{Avx2, Avx512, Bfloat16, Float32};
 
     // 16 registers of 8 floats: 6 x 2 sums, two weights, one broadcast.
-    tiles!(AVX2, Avx2, Single, Float32, #[target_feature(enable = "avx2,fma")], group 6,
+    tiles!(AVX2, Avx2, Float32, #[target_feature(enable = "avx2,fma")], group 6,
         product [1: no no, 2: no no, 3: no no, 4: no no, 5: no no, 6: no no],
         outer [1: yes no no, 3: yes no no, 4: yes no no, 6: yes no no]);
 
     // 32 registers of 16 floats: at most 28 sums, two weights, one broadcast.
     macro_rules! avx512 {
-        ($name:ident, $arithmetic:ty, $format:ident, $features:literal) => {
-            tiles!($name, Avx512, $arithmetic, $format, #[target_feature(enable = $features)], group 14,
+        ($name:ident, $format:ident, $features:literal) => {
+            tiles!($name, Avx512, $format, #[target_feature(enable = $features)], group 14,
                 product [1: yes yes, 2: yes yes, 3: yes yes, 4: yes yes, 5: yes yes, 6: yes yes, 7: yes no,
                          8: yes no, 9: yes no, 10: yes no, 11: yes no, 12: yes no, 13: yes no, 14: yes no],
                 outer [1: yes yes yes, 3: yes yes yes, 4: yes yes yes, 8: yes yes no, 16: yes no no]);
         };
     }
-    avx512!(AVX512, Single, Float32, "avx512f");
-    avx512!(AVX512_BF16, Brain, Bfloat16, "avx512f,avx512bw,avx512bf16");
+    avx512!(AVX512, Float32, "avx512f");
+    avx512!(AVX512_BF16, Bfloat16, "avx512f,avx512bw,avx512bf16");
 }

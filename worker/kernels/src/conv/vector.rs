@@ -49,9 +49,9 @@ pub(super) trait Arithmetic<S: Vector> {
 }
 
 /// A unit is a float32.
-pub(super) struct Single;
+pub(super) struct Float32;
 
-impl<S: Vector> Arithmetic<S> for Single {
+impl<S: Vector> Arithmetic<S> for Float32 {
     const VALUES: usize = 1;
     #[inline(always)]
     unsafe fn multiply_add(units: S, by: S, to: S) -> S {
@@ -70,9 +70,9 @@ impl<S: Vector> Arithmetic<S> for Single {
 
 /// A unit is two values in bfloat16, rounded to nearest even. The product of two of them is exact in float32. Products of second values
 /// are added before those of first values, which is the order of `vdpbf16ps`.
-pub(super) struct Brain;
+pub(super) struct Bfloat16;
 
-impl Brain {
+impl Bfloat16 {
     #[inline(always)]
     fn round(value: f32) -> u32 {
         let bits = value.to_bits();
@@ -84,7 +84,7 @@ impl Brain {
     }
 }
 
-impl Arithmetic<Plain> for Brain {
+impl Arithmetic<Plain> for Bfloat16 {
     const VALUES: usize = 2;
     #[inline(always)]
     unsafe fn multiply_add(units: Plain, by: Plain, to: Plain) -> Plain {
@@ -167,7 +167,7 @@ pub(super) use x86::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{Arithmetic, Brain, Vector};
+    use super::{Arithmetic, Bfloat16, Vector};
     use std::arch::x86_64::*;
 
     /// AVX-512F.
@@ -264,7 +264,7 @@ mod x86 {
     }
 
     /// With AVX-512BW and AVX512-BF16. `vdpbf16ps` rounds after each product, and treats subnormal numbers as zero.
-    impl Arithmetic<Avx512> for Brain {
+    impl Arithmetic<Avx512> for Bfloat16 {
         const VALUES: usize = 2;
         #[inline(always)]
         unsafe fn multiply_add(units: Avx512, by: Avx512, to: Avx512) -> Avx512 {

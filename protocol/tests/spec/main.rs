@@ -452,9 +452,13 @@ fn combinations_that_cannot_work_are_refused() {
         &["3 ranks", "63 or 66"],
     );
     one_mistake(
-        "[data]\ndataset = \"d\"\n[parallel]\ndevice = \"cpu\"\n[train]\nprecision = \"bf16\"",
+        "[data]\ndataset = \"d\"\n[parallel]\ndevice = \"cpu\"\n[train]\nprecision = \"fp16\"",
         "/train/precision",
-        &["fp32"],
+        &["fp32 or bf16"],
+    );
+    assert!(
+        from_toml("[data]\ndataset = \"d\"\n[parallel]\ndevice = \"cpu\"\n[train]\nprecision = \"bf16\"")
+            .is_ok()
     );
     one_mistake(&with("train", "schedule = \"step\""), "/train/milestones", &["such as [30, 60, 80]"]);
     one_mistake(&with("data", "mean = [0.5]\nstd = [0.5, 0.5, 0.5]"), "/data/std", &["mean has 1"]);

@@ -151,7 +151,7 @@ pub struct Needs {
     pub watchdog: bool,
     /// Whether the data loader may use all of the rank's threads.
     pub leaves_threads: bool,
-    /// Whether the engine computes in 16 bits if `train.precision` says so.
+    /// Whether the engine computes in 16 bits if `train.precision` is `auto`.
     pub half_precision: bool,
     /// Whether the device may decode JPEG files; see [`Backend::decoder`].
     pub decodes: bool,

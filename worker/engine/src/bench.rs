@@ -153,19 +153,26 @@ fn readers(mesh: Mesh, rank: usize) -> [usize; 2] {
     [mesh.data * mesh.model, mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)]
 }
 
-/// Trains `case` for 13 steps on the CPU with `threads` threads per rank and times the last ten.
+/// Trains `case` for 13 steps on the CPU with `threads` threads per rank and times the last ten. `precision` is that of the
+/// convolutions.
 ///
 /// All ranks run in this process, connected like the ranks of a job on one machine.
 ///
 /// # Errors
-/// The case does not divide over the ranks or fit its network, or no ports are free.
-pub fn run(case: &Case, threads: usize, ranks: u32, division: &Division) -> Result<Measurement, String> {
+/// The case does not divide over the ranks or fit its network, the processor does not support the precision, or no ports are free.
+pub fn run(
+    case: &Case,
+    threads: usize,
+    ranks: u32,
+    division: &Division,
+    precision: Precision,
+) -> Result<Measurement, String> {
     let mesh = division.plan(ranks).mesh;
     if ranks == 0 || mesh.ranks() != ranks as usize || !case.batch_size.is_multiple_of(readers(mesh, 0)[0]) {
         return Err(format!("a batch of {} cannot be divided over {ranks} ranks", case.batch_size));
     }
     if ranks == 1 {
-        return run_rank(case, threads, division, Arc::new(SingleRank));
+        return run_rank(case, threads, division, precision, Arc::new(SingleRank));
     }
     let port = free_port("127.0.0.1").map_err(|e| format!("no free port on 127.0.0.1: {e}"))?;
     let secret = *uuid::Uuid::new_v4().as_bytes();
@@ -186,7 +193,7 @@ pub fn run(case: &Case, threads: usize, ranks: u32, division: &Division) -> Resu
                     let ring = Ring::connect(&store, TIMEOUT).map_err(|e| e.to_string())?;
                     store.barrier("connected").map_err(|e| e.to_string())?;
                     let comm = ShmProcessGroup::meet(&store, ring).map_err(|e| e.to_string())?;
-                    run_rank(case, threads, division, comm)
+                    run_rank(case, threads, division, precision, comm)
                 })
             })
             .collect();
@@ -202,6 +209,7 @@ fn run_rank(
     case: &Case,
     threads: usize,
     division: &Division,
+    precision: Precision,
     comm: Arc<dyn ProcessGroup>,
 ) -> Result<Measurement, String> {
     let Division { classes, accumulate, sample_share, .. } = *division;
@@ -229,7 +237,7 @@ fn run_rank(
         comm,
         plan,
         ordinal: device.ordinal,
-        precision: Precision::Fp32,
+        precision,
         loss_scale: LossScale::Named("dynamic".into()),
         deterministic: true,
         store: None,

@@ -401,7 +401,7 @@ pub fn build_cpu(
     comm: Arc<dyn ProcessGroup>,
 ) -> Result<Box<dyn Engine>, EngineError> {
     let plan = plan::Plan::data(comm.size());
-    cpu::build(network, initial, config, comm, &plan)
+    build_cpu_with(network, initial, config, comm, &plan)
 }
 
 /// [`build_cpu`] for ranks that share copies of the network according to `plan`.
@@ -415,5 +415,5 @@ pub fn build_cpu_with(
     comm: Arc<dyn ProcessGroup>,
     plan: &plan::Plan,
 ) -> Result<Box<dyn Engine>, EngineError> {
-    cpu::build(network, initial, config, comm, plan)
+    cpu::build(network, initial, config, comm, plan, lockstep_kernels::conv::Format::Float32)
 }

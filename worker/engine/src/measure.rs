@@ -149,7 +149,11 @@ fn run(
         device: engine.device_name(),
         step_secs: fastest,
         times: engine.layer_times(),
-        value_bytes: if engine.precision() == Precision::Fp32 { 4 } else { 2 },
+        // CPU ranks round activations to bfloat16 when they multiply; they store and exchange float32.
+        value_bytes: match device.backend.needs().host_memory || engine.precision() == Precision::Fp32 {
+            true => 4,
+            false => 2,
+        },
         state: optimizer.slots().len() as f64,
     })
 }

@@ -1,4 +1,5 @@
-//! The CPU engine: float32, NHWC; the reference for every other engine.
+//! The CPU engine: float32, NHWC; the reference for every other engine. Convolutions multiply in float32 or in bfloat16, which rounds their
+//! inputs, weights and gradients; everything else, the last layer included, is float32 in both formats.
 //!
 //! Work is divided into chunks that depend only on shapes, never on the number of threads or on timing:
 //! the same job on the same number of ranks gives the same bits. Networks of the CIFAR family give the
@@ -7,6 +8,8 @@
 mod average;
 mod backend;
 mod backward;
+#[cfg(test)]
+mod bfloat16;
 #[cfg(test)]
 mod cifarnet;
 mod exchange;
@@ -50,6 +53,7 @@ use lockstep_comm::{ProcessGroup, Reduction};
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
 use lockstep_host::tensors::TensorSource;
 use lockstep_kernels::{batch_norm, conv, elementwise, linear, loss, pool};
+use lockstep_protocol::spec::Precision;
 use std::{sync::Arc, time::Duration};
 
 /// Fusion on CPUs: memory bandwidth limits cores, so batch norm, addition and ReLU are one pass.
@@ -68,6 +72,7 @@ pub(super) fn build(
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
     plan: &Plan,
+    format: conv::Format,
 ) -> Result<Box<dyn Engine>, EngineError> {
     let threads = thread_pool(config.threads)?;
     let mut plan = plan.clone();
@@ -75,7 +80,8 @@ pub(super) fn build(
         // Networks for other image sizes have the same cuts. `Executor::new` reports errors in the plan.
         plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();
     }
-    let executor = Executor::new(network.clone(), &plan, config, &comm, CAPABILITIES)?;
+    let mut executor = Executor::new(network.clone(), &plan, config, &comm, CAPABILITIES)?;
+    executor.scratch = conv::Scratch::new(format);
     let sizes = vec![network.clone()];
     let mut engine = CpuEngine { threads, executor, sizes, network, plan, comm, average: None };
     engine.set_from(initial)?;
@@ -234,6 +240,13 @@ impl Engine for CpuEngine {
         Ok(())
     }
 
+    fn precision(&self) -> Precision {
+        match self.executor.scratch.format() {
+            conv::Format::Float32 => Precision::Fp32,
+            conv::Format::Bfloat16 => Precision::Bf16,
+        }
+    }
+
     fn replica(&self) -> u32 {
         self.comm.rank()
     }
@@ -347,9 +360,10 @@ impl Engine for CpuEngine {
     }
 
     fn device_name(&self) -> String {
+        let format = if self.precision() == Precision::Bf16 { ", bf16" } else { "" };
         match self.threads.current_num_threads() {
-            1 => "CPU, 1 thread".into(),
-            n => format!("CPU, {n} threads"),
+            1 => format!("CPU, 1 thread{format}"),
+            n => format!("CPU, {n} threads{format}"),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The initial state of a run: new weights, given weights, or a checkpoint. Rank 0 reads files and sends their
 //! content to the other ranks, which need not have the files.
 
-use super::{TrainError, Training, plan::RunPlan, pretrained, votes::compare_replicas};
+use super::{TrainError, Training, plan::RunPlan, pretrained, replicas::compare_replicas};
 use crate::{
     checkpoint::{self, Best, CheckpointError, OWN_DISK_NOTE, State, StopProgress},
     precision::SkippedSteps,

@@ -2,21 +2,11 @@
 //!
 //! A value depends only on (seed, parameter name, index).
 
-use super::{Network, Parameter, Role, cifarnet};
+use super::{Network, Parameter, Role, cifarnet, draw::Draw};
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
-use lockstep_kernels::draws::{key, normal, uniform};
+use lockstep_kernels::draws::key;
 use lockstep_protocol::spec::Arch;
 use std::collections::BTreeMap;
-
-/// The values of one parameter.
-pub(super) enum Draw {
-    Constant(f32),
-    /// From a stream with this key, within this bound.
-    Uniform(u64, f64),
-    /// From a stream with this key, with this standard deviation.
-    Normal(u64, f64),
-    Given(Vec<f32>),
-}
 
 /// The initial parameters of a network. A value is drawn when an engine reads it, so a rank of a very wide network draws only the values
 /// that it keeps, and needs no memory for others.
@@ -60,13 +50,8 @@ impl TensorSource for InitialParameters {
     }
 
     fn read(&self, name: &str, from: usize, to: &mut [f32]) -> bool {
-        match self.0.get(name) {
-            None => return false,
-            Some((_, Draw::Constant(value))) => to.fill(*value),
-            Some((_, Draw::Uniform(key, bound))) => uniform(*key, from, to, *bound),
-            Some((_, Draw::Normal(key, std))) => normal(*key, from, to, *std),
-            Some((_, Draw::Given(values))) => to.copy_from_slice(&values[from..from + to.len()]),
-        }
+        let Some((_, draw)) = self.0.get(name) else { return false };
+        draw.fill(from, to);
         true
     }
 }

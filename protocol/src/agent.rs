@@ -26,11 +26,8 @@ use crate::{job::JobId, spec::JobSpec, wire::Part};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Raised when a message changes so that older programs cannot read it.
+/// Raised when a message changes so that older programs cannot read it. A server accepts only agents of its own version.
 pub const PROTOCOL_VERSION: u32 = 5;
-
-/// The oldest version whose agents a server accepts. Up to version 4, fencing tokens were numbers.
-pub const OLDEST_PROTOCOL_VERSION: u32 = 5;
 
 /// A slot, on which one rank can run: a GPU, or a share of CPU cores.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]

@@ -4,8 +4,8 @@ use crate::test_server::{DEADLINE, TestServer};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{
-        Acknowledged, AgentReply, AgentRequest, AttemptEvent, AttemptRef, Ending, FromAgent, LogLine,
-        Machine, PROTOCOL_VERSION, Slot, Source, StartAttempt, ToAgent,
+        Acknowledged, AgentReply, AgentRequest, AttemptEvent, AttemptRef, CheckpointInfo, Ending, FromAgent,
+        LogLine, Machine, PROTOCOL_VERSION, Slot, Source, StartAttempt, ToAgent,
     },
     dataset::{DatasetInfo, SplitInfo},
     job::JobId,
@@ -226,6 +226,11 @@ pub fn info() -> DatasetInfo {
 
 pub fn running(total_steps: u64, start_step: u64) -> AttemptEvent {
     AttemptEvent::Running { total_steps, steps_per_epoch: total_steps / 2, start_step, train_samples: 0 }
+}
+
+/// A checkpoint of the first epoch without a validation.
+pub fn checkpoint(step: u64) -> AttemptEvent {
+    AttemptEvent::Checkpoint(CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() })
 }
 
 pub fn losses(rank: u32, steps: std::ops::RangeInclusive<u64>) -> AttemptEvent {

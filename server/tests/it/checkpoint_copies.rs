@@ -75,15 +75,7 @@ fn report(attempt: &AttemptRef, (agent, source): (&str, Source), first: u64, eve
 }
 
 fn checkpoint(step: u64) -> AttemptEvent {
-    AttemptEvent::Checkpoint(CheckpointInfo {
-        epoch: 1,
-        step,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
-        size_bytes: 9,
-    })
+    AttemptEvent::Checkpoint(CheckpointInfo { epoch: 1, step, size_bytes: 9, ..CheckpointInfo::default() })
 }
 
 async fn agents_that_have_a_checkpoint(store: &dyn Store) {

@@ -26,11 +26,9 @@ fn checkpoint(step: u64) -> AttemptEvent {
     AttemptEvent::Checkpoint(CheckpointInfo {
         epoch: 1,
         step,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
         best: true,
         size_bytes: 1,
+        ..CheckpointInfo::default()
     })
 }
 

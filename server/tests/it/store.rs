@@ -93,11 +93,9 @@ async fn scenario(store: &dyn Store) {
         AttemptEvent::Checkpoint(CheckpointInfo {
             epoch: 1,
             step,
-            val_accuracy: None,
-            val_loss: None,
-            validation: None,
             best: true,
             size_bytes: 9,
+            ..CheckpointInfo::default()
         })
     };
     let mut nobody = report(Source::Rank(0), 0, vec![running(10, 0)]);

@@ -231,11 +231,8 @@ async fn a_stop_without_a_checkpoint_reports_the_loss() {
     let kept = AttemptEvent::Checkpoint(lockstep_protocol::agent::CheckpointInfo {
         epoch: 1,
         step: 40,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
         size_bytes: 1,
+        ..lockstep_protocol::agent::CheckpointInfo::default()
     });
     let running =
         AttemptEvent::Running { total_steps: 100, steps_per_epoch: 100, start_step: 0, train_samples: 0 };

@@ -37,11 +37,7 @@ pub fn hello(name: &str, slots: u32, attempts: Vec<AttemptRef>) -> FromAgent {
             memory_bytes: 1 << 30,
             disk_free_bytes: 1 << 30,
             version: "0".into(),
-            address: None,
-            interface: None,
-            interface_mbits: None,
-            network_id: None,
-            nvlink_groups: Vec::new(),
+            ..Machine::default()
         },
         slots: (0..slots)
             .map(|index| Slot {
@@ -217,10 +213,7 @@ pub fn info() -> DatasetInfo {
         channels: 1,
         mean: vec![0.5],
         std: vec![0.5],
-        broken: Vec::new(),
-        broken_count: 0,
-        unlabelled: Vec::new(),
-        fingerprint: None,
+        ..DatasetInfo::default()
     }
 }
 

@@ -120,10 +120,7 @@ mod tests {
                 disk_free_bytes: 1,
                 version: text.clone(),
                 address: Some(name.to_owned()),
-                interface: None,
-                interface_mbits: None,
-                network_id: None,
-                nvlink_groups: Vec::new(),
+                ..Machine::default()
             },
             slots: (0..slots as u32)
                 .map(|index| Slot {

@@ -11,7 +11,7 @@ use lockstep_protocol::{
 use lockstep_server::{
     lifecycle,
     store::{
-        Annotation, Claim, CopyState, Created, GivenPlace, NewJob, Place, Report, Store, StoredCheckpoint,
+        Claim, CopyState, Created, GivenPlace, NewJob, Place, Report, Store, StoredCheckpoint,
         postgres::PostgresStore, sqlite::SqliteStore,
     },
 };
@@ -35,17 +35,7 @@ async fn submitted(store: &dyn Store) -> JobId {
     let mut spec = JobSpec { name: "copied".into(), ..JobSpec::default() };
     spec.data.dataset = "p".into();
     let id = JobId::generate();
-    let new = NewJob {
-        id: id.clone(),
-        spec,
-        annotation: Annotation::default(),
-        at: at(),
-        idempotency: None,
-        fork: None,
-        owner: None,
-        trial: None,
-        external: None,
-    };
+    let new = NewJob::of(id.clone(), spec, at());
     assert!(matches!(store.create_job(new).await.unwrap(), Created::New(_)));
     id
 }

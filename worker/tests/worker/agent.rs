@@ -111,27 +111,14 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         ..StartAttempt::local(JobSpec::default(), program.to_string_lossy(), 1)
     };
     let options = Options {
-        server: String::new(),
-        ca_file: None,
-        token: None,
-        identity: None,
-        insecure_http: false,
         name: Some("test".into()),
         dir: dir.join("agent"),
         cpu_slots: Some(2),
-        gpus: None,
         only_job: Some(start.attempt.job.clone()),
-        until_final: false,
-        advertise: None,
-        interface: None,
         program: Some(program),
         spool_bytes: 1 << 30,
-        follow_parent: false,
-        datasets: agent::Datasets::default(),
-        dataset_cache: None,
-        dataset_cache_bytes: 0,
         killed_after_secs: 30,
-        warm: agent::Warm::default(),
+        ..Options::default()
     };
     fs::create_dir_all(dir.join("job")).unwrap();
     fs::write(dir.join("job").join(MARK), "here").unwrap();

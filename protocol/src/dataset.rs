@@ -10,7 +10,7 @@ use utoipa::ToSchema;
 const FINGERPRINT_BYTES: usize = 4 << 10;
 
 /// The result of inspecting a dataset's files.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DatasetInfo {
     /// `cifar10`, `cifar100`, `idx`, `image_folder`, `webdataset` or `parquet`.
     pub format: String,

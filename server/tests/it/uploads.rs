@@ -29,15 +29,7 @@ pub(crate) fn manifest(epoch: u32, step: u64) -> Vec<u8> {
 }
 
 pub(crate) fn checkpoint(step: u64) -> AttemptEvent {
-    AttemptEvent::Checkpoint(CheckpointInfo {
-        epoch: 1,
-        step,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
-        size_bytes: 14,
-    })
+    AttemptEvent::Checkpoint(CheckpointInfo { epoch: 1, step, size_bytes: 14, ..CheckpointInfo::default() })
 }
 
 /// Who asks.

@@ -404,14 +404,12 @@ fn batches<'a>(
 ) -> impl Iterator<Item = Result<Batch, DataError>> + 'a {
     let [readers, reader] = readers(mesh, comm.rank() as usize);
     let plan = EpochPlan {
-        epoch: 0,
-        first_step: 0,
         rank: reader as u32,
         world_size: readers as u32,
-        batch_size: case.batch_size,
         accumulate,
         drop_remainder: true,
         threads: 2,
+        ..EpochPlan::of(case.batch_size)
     };
     (0..).flat_map(move |epoch| data.epoch(EpochPlan { epoch, ..plan }))
 }

@@ -122,16 +122,7 @@ fn run(
     let steps = WARM_UP + TIMED + 1;
     let mut data = DataSource::synthetic(pictures * steps, image_size, 0);
     data.set_format(engine.take_data(&data)?);
-    let mut batches = data.epoch(EpochPlan {
-        epoch: 0,
-        first_step: 0,
-        rank: 0,
-        world_size: 1,
-        batch_size: pictures,
-        accumulate: 1,
-        drop_remainder: true,
-        threads: 1,
-    });
+    let mut batches = data.epoch(EpochPlan { drop_remainder: true, ..EpochPlan::of(pictures) });
     let mut fastest = f64::INFINITY;
     for step in 0..steps {
         let batch = batches.next().ok_or_else(|| EngineError::Parameters("the pictures ended".into()))?;

@@ -183,28 +183,13 @@ mod tests {
     use super::*;
     use crate::report::{Observer, Records, Reporter};
     use lockstep_protocol::{
-        agent::{AttemptRef, Ending, StartAttempt},
-        job::JobId,
+        agent::{Ending, StartAttempt},
         reason::FailureCode,
         spec::JobSpec,
     };
 
     fn held(job_dir: &std::path::Path) -> StoredAttempt {
-        let start = StartAttempt {
-            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
-            spec: JobSpec::default(),
-            dataset_path: "/none".into(),
-            world_size: 2,
-            ranks: vec![(0, 0), (1, 1)],
-            master_addr: "127.0.0.1".into(),
-            master_port: 1,
-            secret: String::new(),
-            job_dir: None,
-            resume: None,
-            pause_after: None,
-            network: None,
-            files: Default::default(),
-        };
+        let start = StartAttempt::local(JobSpec::default(), "/none", 2);
         let held = StoredAttempt { start, job_dir: job_dir.into() };
         std::fs::create_dir_all(held.attempt_dir()).unwrap();
         held

@@ -94,27 +94,13 @@ fn has_servers_disk(state_dir: &StateDir, job_dir: &Path, mark: Option<&str>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_protocol::{
-        agent::{AttemptRef, StartFiles},
-        job::JobId,
-        spec::JobSpec,
-    };
+    use lockstep_protocol::{agent::StartFiles, spec::JobSpec};
 
     fn start(job_dir: &Path, mark: Option<&str>) -> StartAttempt {
         StartAttempt {
-            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
-            spec: JobSpec::default(),
-            dataset_path: "/none".into(),
-            world_size: 1,
-            ranks: vec![(0, 0)],
-            master_addr: "127.0.0.1".into(),
-            master_port: 1,
-            secret: String::new(),
             job_dir: Some(job_dir.to_string_lossy().into_owned()),
-            resume: None,
-            pause_after: None,
-            network: None,
             files: StartFiles { mark: mark.map(str::to_owned), ..StartFiles::default() },
+            ..StartAttempt::local(JobSpec::default(), "/none", 1)
         }
     }
 

@@ -114,15 +114,7 @@ mod tests {
         assert_eq!(reported.lost(0, &[]), None);
         let said = reported.lost(7, &[]).unwrap();
         assert!(said.contains("no checkpoint yet, steps 1 to 7 are lost"), "{said}");
-        let of_step = |step| CheckpointInfo {
-            epoch: 1,
-            step,
-            val_accuracy: None,
-            val_loss: None,
-            validation: None,
-            best: false,
-            size_bytes: 1,
-        };
+        let of_step = |step| CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() };
         reported.note(&AttemptEvent::Checkpoint(of_step(20)));
         // A checkpoint that was found damaged at the start.
         reported.note(&AttemptEvent::CheckpointRemoved { epoch: 2, step: 100 });

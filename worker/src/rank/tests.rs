@@ -4,8 +4,7 @@ use super::*;
 use crate::{checkpoint, toy};
 use lockstep_host::{gpu::RankGpu, tensors::NamedTensors};
 use lockstep_protocol::{
-    agent::{AllowedFolders, AttemptRef, StartAttempt},
-    job::JobId,
+    agent::{AllowedFolders, StartAttempt},
     spec::{Arch, JobSpec, Validation},
 };
 use std::{fs, os::unix::fs::symlink, path::PathBuf};
@@ -46,21 +45,7 @@ fn run(
     spec.train.steps = Some(STEPS);
     spec.train.global_batch_size = Some(8);
     let mut config = RankConfig {
-        start: StartAttempt {
-            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
-            spec,
-            dataset_path: data.to_string_lossy().into_owned(),
-            world_size: 1,
-            ranks: vec![(0, 0)],
-            master_addr: "127.0.0.1".into(),
-            master_port: 1,
-            secret: String::new(),
-            job_dir: None,
-            resume: None,
-            pause_after: None,
-            network: None,
-            files: Default::default(),
-        },
+        start: StartAttempt { master_port: 1, ..StartAttempt::local(spec, data.to_string_lossy(), 1) },
         rank: 0,
         slot: 0,
         local_ranks: 1,

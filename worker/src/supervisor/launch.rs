@@ -172,11 +172,7 @@ mod tests {
         *,
     };
     use crate::toy;
-    use lockstep_protocol::{
-        agent::{AttemptRef, RankNetwork},
-        job::JobId,
-        spec::JobSpec,
-    };
+    use lockstep_protocol::{agent::RankNetwork, spec::JobSpec};
     use rustix::process::Signal;
     use std::time::{Duration, Instant};
 
@@ -188,23 +184,8 @@ mod tests {
     }
 
     fn config(job_dir: &Path) -> RankConfig {
-        let start = StartAttempt {
-            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
-            spec: JobSpec::default(),
-            dataset_path: "/none".into(),
-            world_size: 1,
-            ranks: vec![(0, 0)],
-            master_addr: "127.0.0.1".into(),
-            master_port: 1,
-            secret: String::new(),
-            job_dir: None,
-            resume: None,
-            pause_after: None,
-            network: None,
-            files: Default::default(),
-        };
         let config = RankConfig {
-            start,
+            start: StartAttempt { master_port: 1, ..StartAttempt::local(JobSpec::default(), "/none", 1) },
             rank: 0,
             slot: 0,
             local_ranks: 1,

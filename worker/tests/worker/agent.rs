@@ -7,7 +7,6 @@ use lockstep_protocol::{
         Acknowledged, AgentRequest, AttemptEvent, AttemptRef, Ending, FromAgent, MARK, Source, StartAttempt,
         StartFiles, ToAgent,
     },
-    job::JobId,
     spec::JobSpec,
 };
 use lockstep_worker::{
@@ -106,42 +105,20 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         .status();
     assert!(made.unwrap().success());
     let start = StartAttempt {
-        attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 5.into() },
-        spec: JobSpec::default(),
-        dataset_path: program.to_string_lossy().into_owned(),
-        world_size: 1,
-        ranks: vec![(0, 0)],
-        master_addr: "127.0.0.1".into(),
-        master_port: 0,
         secret: "00".into(),
         job_dir: Some(dir.join("job").to_string_lossy().into_owned()),
-        resume: None,
-        pause_after: None,
-        network: None,
         files: StartFiles { mark: Some("here".into()), ..StartFiles::default() },
+        ..StartAttempt::local(JobSpec::default(), program.to_string_lossy(), 1)
     };
     let options = Options {
-        server: String::new(),
-        ca_file: None,
-        token: None,
-        identity: None,
-        insecure_http: false,
         name: Some("test".into()),
         dir: dir.join("agent"),
         cpu_slots: Some(2),
-        gpus: None,
         only_job: Some(start.attempt.job.clone()),
-        until_final: false,
-        advertise: None,
-        interface: None,
         program: Some(program),
         spool_bytes: 1 << 30,
-        follow_parent: false,
-        datasets: agent::Datasets::default(),
-        dataset_cache: None,
-        dataset_cache_bytes: 0,
         killed_after_secs: 30,
-        warm: agent::Warm::default(),
+        ..Options::default()
     };
     fs::create_dir_all(dir.join("job")).unwrap();
     fs::write(dir.join("job").join(MARK), "here").unwrap();

@@ -111,16 +111,7 @@ impl Pictures {
 }
 
 fn plan(epoch: u32, first_step: u64) -> EpochPlan {
-    EpochPlan {
-        epoch,
-        first_step,
-        rank: 0,
-        world_size: 1,
-        batch_size: 500,
-        accumulate: 1,
-        drop_remainder: true,
-        threads: 2,
-    }
+    EpochPlan { epoch, first_step, drop_remainder: true, threads: 2, ..EpochPlan::of(500) }
 }
 
 #[test]

@@ -48,16 +48,7 @@ fn open(dir: &Path, spec: &DataSpec) -> DataSource {
 }
 
 fn plan(rank: u32, world_size: u32) -> EpochPlan {
-    EpochPlan {
-        epoch: 1,
-        first_step: 0,
-        rank,
-        world_size,
-        batch_size: 8 / world_size as usize,
-        accumulate: 1,
-        drop_remainder: true,
-        threads: 1,
-    }
+    EpochPlan { epoch: 1, rank, world_size, drop_remainder: true, ..EpochPlan::of(8 / world_size as usize) }
 }
 
 fn batches(source: &DataSource, plan: EpochPlan) -> Vec<Batch> {

@@ -191,16 +191,7 @@ mod tests {
             break_some(dir);
             for epoch in 0..2 {
                 let batch_size = 8 / world_size as usize;
-                let plan = EpochPlan {
-                    epoch,
-                    first_step: 0,
-                    rank,
-                    world_size,
-                    batch_size,
-                    accumulate: 1,
-                    drop_remainder: false,
-                    threads: 2,
-                };
+                let plan = EpochPlan { epoch, rank, world_size, threads: 2, ..EpochPlan::of(batch_size) };
                 for (step, batch) in source.epoch(plan).enumerate() {
                     let batch = batch.unwrap();
                     assert_eq!(batch.global_samples, 8);
@@ -264,16 +255,7 @@ mod tests {
         for number in 2..16 {
             fs::remove_file(dir.path().join(format!("train/cat/{number:02}.png"))).unwrap();
         }
-        let plan = EpochPlan {
-            epoch: 0,
-            first_step: 0,
-            rank: 0,
-            world_size: 1,
-            batch_size: 40,
-            accumulate: 1,
-            drop_remainder: false,
-            threads: 2,
-        };
+        let plan = EpochPlan { threads: 2, ..EpochPlan::of(40) };
         let batch = source.epoch(plan).next().unwrap().unwrap();
         let mut counts = BTreeMap::new();
         batch.indices.iter().for_each(|index| *counts.entry(*index).or_insert(0) += 1);
@@ -308,16 +290,7 @@ mod tests {
     #[test]
     fn the_first_broken_picture_is_fatal_without_skip_and_too_many_with_it() {
         let dir = folder();
-        let plan = EpochPlan {
-            epoch: 0,
-            first_step: 0,
-            rank: 0,
-            world_size: 1,
-            batch_size: 8,
-            accumulate: 1,
-            drop_remainder: false,
-            threads: 1,
-        };
+        let plan = EpochPlan::of(8);
         let first_error =
             |source: &DataSource| source.epoch(plan).find_map(Result::err).map(|e| e.to_string());
         let strict = open(dir.path(), BrokenFiles::Fail, none());

@@ -200,16 +200,7 @@ fn ranks_train_from_a_copy() {
     let source = DataSource::open(to.path(), &spec, 3).unwrap();
     let mut seen = BTreeMap::new();
     for rank in 0..2 {
-        let plan = EpochPlan {
-            epoch: 0,
-            first_step: 0,
-            rank,
-            world_size: 2,
-            batch_size: 5,
-            accumulate: 1,
-            drop_remainder: false,
-            threads: 1,
-        };
+        let plan = EpochPlan { rank, world_size: 2, ..EpochPlan::of(5) };
         for batch in source.epoch(plan) {
             let batch = batch.unwrap();
             batch.labels.iter().for_each(|label| *seen.entry(*label).or_insert(0) += 1);

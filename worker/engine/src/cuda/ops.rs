@@ -36,7 +36,6 @@ mod through;
 pub(super) use adam::{AdamW, Lamb, Moments};
 pub(super) use block_end::BlockEnd;
 pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
-pub(super) use channels::CopyChannels;
 pub(super) use elementwise::{PlainPool, SUMMED_CHANNELS};
 pub(super) use input::{Gather, GatherMode, PadChannels, ScaleTable, Scaling};
 pub(super) use loss::{BiasedLogits, CrossEntropy, LOSS_ROWS};

@@ -46,7 +46,11 @@ fn network(arch: Arch, stem: Stem, side: usize) -> Arc<Network> {
 /// One residual block and a linear layer. By [`initial`] its values stay away from zero: a ReLU that rounding sends the other way changes
 /// a gradient by 1e-3.
 fn small_network(classes: usize) -> Arc<Network> {
-    let mut net = Network::new("a small network", 16, 3, classes);
+    Arc::new(residual_block(16, classes))
+}
+
+fn residual_block(side: usize, classes: usize) -> Network {
+    let mut net = Network::new("a residual block", side, 3, classes);
     let x = net.conv("conv1", net.input(), 32, 3, 1);
     let x = net.batch_norm("bn1", x);
     let shortcut = net.relu(x);
@@ -61,7 +65,7 @@ fn small_network(classes: usize) -> Arc<Network> {
     let x = net.relu(x);
     let x = net.global_average_pool(x);
     net.linear("fc", x, classes);
-    Arc::new(net)
+    net
 }
 
 fn config(batch_size: usize) -> EngineConfig {

@@ -9,7 +9,6 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{LogLine, Slot},
-    job::JobId,
     metric::MetricColumn,
     reason::ReasonKind,
     spec::JobSpec,
@@ -31,21 +30,7 @@ fn place(ranks: u32, script: &str) -> Fixture {
     let dir = tempfile::tempdir().unwrap();
     let program = dir.path().join("program");
     crate::test_script::write_script(&program, &format!("R=$8\n{script}"));
-    let start = StartAttempt {
-        attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
-        spec: JobSpec::default(),
-        dataset_path: "/none".into(),
-        world_size: ranks,
-        ranks: (0..ranks).map(|r| (r, r)).collect(),
-        master_addr: "127.0.0.1".into(),
-        master_port: 1,
-        secret: String::new(),
-        job_dir: None,
-        resume: None,
-        pause_after: None,
-        network: None,
-        files: Default::default(),
-    };
+    let start = StartAttempt { master_port: 1, ..StartAttempt::local(JobSpec::default(), "/none", ranks) };
     let stored = StoredAttempt { start, job_dir: dir.path().join("job") };
     fs::create_dir_all(stored.attempt_dir()).unwrap();
     let context = AttemptContext {
@@ -246,11 +231,8 @@ async fn a_stop_without_a_checkpoint_reports_the_loss() {
     let kept = AttemptEvent::Checkpoint(lockstep_protocol::agent::CheckpointInfo {
         epoch: 1,
         step: 40,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
         size_bytes: 1,
+        ..lockstep_protocol::agent::CheckpointInfo::default()
     });
     let running =
         AttemptEvent::Running { total_steps: 100, steps_per_epoch: 100, start_step: 0, train_samples: 0 };

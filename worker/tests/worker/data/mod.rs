@@ -23,14 +23,11 @@ fn bundled() -> PathBuf {
 
 fn plan(rank: u32, world_size: u32) -> EpochPlan {
     EpochPlan {
-        epoch: 0,
-        first_step: 0,
         rank,
         world_size,
-        batch_size: 64 / world_size as usize,
-        accumulate: 1,
         drop_remainder: true,
         threads: 2,
+        ..EpochPlan::of(64 / world_size as usize)
     }
 }
 

@@ -4,26 +4,21 @@ use super::*;
 use lockstep_protocol::agent::AllowedFolders;
 use std::os::unix::fs::symlink;
 
-#[test]
-fn non_square_pictures_are_classified_with_training_s_transforms() {
-    let of = expected();
-    let dir = tempfile::tempdir().unwrap();
-    write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
-    // A packed set of pictures half as high as wide, which jobs scale to a square as a whole.
+/// Evaluates a packed set of pictures half as high as wide, with a model in the same folder. PNG files of these pictures get the same
+/// predictions.
+fn evaluated_as_predicted(dir: &Path, of: &Expected, job: JobSpec) -> ModelEvaluation {
     let (height, width, count) = (of.side / 2, of.side, 40);
     let size = height * width;
-    let pictures = &pixels(&of)[..count * size];
+    let pictures = &pixels(of)[..count * size];
     let word = |n: usize| (n as u32).to_be_bytes();
     let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
     let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
     let labels = [&[0, 0, 8, 1][..], &word(count), &labels].concat();
     for split in ["train", "t10k"] {
-        fs::write(dir.path().join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
-        fs::write(dir.path().join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
+        fs::write(dir.join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
+        fs::write(dir.join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
     }
-    let mut job = spec(&of);
-    job.data.image_size = Some((of.side as u32).into());
-    let evaluated = evaluate(dir.path(), job).unwrap();
+    let evaluated = evaluate(dir, job).unwrap();
     let files: Vec<_> = pictures
         .chunks(size)
         .map(|pixels| {
@@ -34,10 +29,22 @@ fn non_square_pictures_are_classified_with_training_s_transforms() {
         })
         .collect();
     let mut confusion = vec![vec![0; 10]; 10];
-    for (i, prediction) in inspect::predict(dir.path(), files).unwrap().iter().enumerate() {
+    for (i, prediction) in inspect::predict(dir, files).unwrap().iter().enumerate() {
         confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
     }
     assert_eq!(confusion, evaluated.confusion);
+    evaluated
+}
+
+#[test]
+fn non_square_pictures_are_classified_with_training_s_transforms() {
+    let of = expected();
+    let dir = tempfile::tempdir().unwrap();
+    write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
+    // Jobs scale such pictures to a square as a whole.
+    let mut job = spec(&of);
+    job.data.image_size = Some((of.side as u32).into());
+    evaluated_as_predicted(dir.path(), &of, job);
 }
 
 #[test]
@@ -46,35 +53,10 @@ fn pictures_are_resized_and_cropped_as_in_training() {
     let dir = tempfile::tempdir().unwrap();
     let resize = of.side + 5;
     write_changed(dir.path(), &of, |about| about["resize"] = json!(resize.to_string()), |_, _| {});
-    let (height, width, count) = (of.side / 2, of.side, 40);
-    let size = height * width;
-    let pictures = &pixels(&of)[..count * size];
-    let word = |n: usize| (n as u32).to_be_bytes();
-    let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
-    let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
-    let labels = [&[0, 0, 8, 1][..], &word(count), &labels].concat();
-    for split in ["train", "t10k"] {
-        fs::write(dir.path().join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
-        fs::write(dir.path().join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
-    }
     // Whatever has become of the job's own keys since.
     let mut job = spec(&of);
     job.data.resize_size = Some(2 * of.side as u32);
-    let evaluated = evaluate(dir.path(), job.clone()).unwrap();
-    let files: Vec<_> = pictures
-        .chunks(size)
-        .map(|pixels| {
-            let mut png = std::io::Cursor::new(Vec::new());
-            let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
-            picture.write_to(&mut png, image::ImageFormat::Png).unwrap();
-            (String::new(), png.into_inner())
-        })
-        .collect();
-    let mut confusion = vec![vec![0; 10]; 10];
-    for (i, prediction) in inspect::predict(dir.path(), files).unwrap().iter().enumerate() {
-        confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
-    }
-    assert_eq!(confusion, evaluated.confusion);
+    let evaluated = evaluated_as_predicted(dir.path(), &of, job.clone());
 
     // A model that says nothing of it was trained on pictures scaled as a whole: nobody resizes them now.
     write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});

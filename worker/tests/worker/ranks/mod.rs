@@ -15,7 +15,7 @@ mod sharded;
 
 use lockstep_comm::{
     CommError, ProcessGroup, Reduction, SingleRank, Values, ValuesMut,
-    rendezvous::{RendezvousConfig, Store, free_port},
+    rendezvous::{RendezvousConfig, Store, free_port, loopback::rendezvous_config},
     ring::Ring,
     shm::ShmProcessGroup,
 };
@@ -94,16 +94,8 @@ fn meet<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGroup>) 
         let threads: Vec<_> = (0..ranks)
             .map(|rank| {
                 scope.spawn(move || {
-                    let store = Store::join(RendezvousConfig {
-                        addr: "127.0.0.1".into(),
-                        port,
-                        secret: b"of these ranks".to_vec(),
-                        rank,
-                        world_size: ranks,
-                        timeout: TIMEOUT,
-                        stop: Arc::default(),
-                    })
-                    .unwrap();
+                    let rendezvous = rendezvous_config(port, rank, ranks);
+                    let store = Store::join(RendezvousConfig { timeout: TIMEOUT, ..rendezvous }).unwrap();
                     let ring = Ring::connect(&store, TIMEOUT).unwrap();
                     store.barrier("connected").unwrap();
                     body(if shared { ShmProcessGroup::meet(&store, ring).unwrap() } else { ring })

@@ -162,16 +162,7 @@ fn spec() -> DataSpec {
     }
 }
 
-const PLAN: EpochPlan = EpochPlan {
-    epoch: 1,
-    first_step: 0,
-    rank: 0,
-    world_size: 1,
-    batch_size: 6,
-    accumulate: 1,
-    drop_remainder: false,
-    threads: 2,
-};
+const PLAN: EpochPlan = EpochPlan { epoch: 1, threads: 2, ..EpochPlan::of(6) };
 
 fn open(dir: &Path, spec: &DataSpec, format: BatchFormat) -> DataSource {
     let mut data = DataSource::open(dir, spec, 5).unwrap();

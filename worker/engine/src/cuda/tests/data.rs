@@ -27,16 +27,7 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
                 .unwrap(),
         );
         let config = config(64);
-        let plan = EpochPlan {
-            epoch: 1,
-            first_step: 0,
-            rank: 0,
-            world_size: 1,
-            batch_size: 64,
-            accumulate: 1,
-            drop_remainder: true,
-            threads: 2,
-        };
+        let plan = EpochPlan { epoch: 1, drop_remainder: true, threads: 2, ..EpochPlan::of(64) };
         let mut wanted = Vec::new();
         for (format, on_gpu) in
             [(BatchFormat::Normalised, false), (BatchFormat::AugmentParams, true), (BatchFormat::Bytes, true)]

@@ -117,16 +117,7 @@ fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
     };
     let model = ModelSpec { arch: Arch::ResNet20, stem: Stem::Cifar, ..ModelSpec::default() };
     let network = Arc::new(resnet::build(&model, 8, 1, 10).unwrap());
-    let plan = EpochPlan {
-        epoch: 0,
-        first_step: 0,
-        rank: 0,
-        world_size: 1,
-        batch_size: PICTURES,
-        accumulate: 256,
-        drop_remainder: true,
-        threads: 2,
-    };
+    let plan = EpochPlan { accumulate: 256, drop_remainder: true, threads: 2, ..EpochPlan::of(PICTURES) };
     let ring = crate::cuda::rings::SLOTS;
     for accumulate in [1, 16, ring - 1, ring, ring + 1, 3 * ring, 4096] {
         let config = EngineConfig { accumulate, ..config(PICTURES) };

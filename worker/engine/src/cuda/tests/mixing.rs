@@ -88,16 +88,7 @@ fn gpu_a_lambda_of_1_is_the_step_without_mixing_bit_for_bit() {
 }
 
 fn plan(world_size: u32, accumulate: usize) -> EpochPlan {
-    EpochPlan {
-        epoch: 0,
-        first_step: 0,
-        rank: 0,
-        world_size,
-        batch_size: 16,
-        accumulate,
-        drop_remainder: false,
-        threads: 1,
-    }
+    EpochPlan { world_size, accumulate, ..EpochPlan::of(16) }
 }
 
 /// The bundled pictures, or synthetic ones in colour as CIFAR-10 files.
@@ -222,16 +213,7 @@ fn gpu_mixed_pictures_come_from_the_host_as_bytes() {
         resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, 28, 1, 10).unwrap();
     let (network, config) = (Arc::new(network), config(16));
     let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
-    let plan = EpochPlan {
-        epoch: 0,
-        first_step: 0,
-        rank: 0,
-        world_size: 1,
-        batch_size: 16,
-        accumulate: 1,
-        drop_remainder: true,
-        threads: 1,
-    };
+    let plan = EpochPlan { drop_remainder: true, ..EpochPlan::of(16) };
     let wanted: Vec<Batch> = data.epoch(plan).take(4).map(Result::unwrap).collect();
     // As if the dataset did not fit in GPU memory.
     gpu.take_data(&data).unwrap();

@@ -88,16 +88,7 @@ fn gpu_resident_pictures_are_scaled_to_each_size() {
         let mut reported = Vec::new();
         for epoch in 0..2 {
             engine.set_image_size(data.shape.training_size(epoch)).unwrap();
-            let plan = EpochPlan {
-                epoch,
-                first_step: 0,
-                rank: 0,
-                world_size: 1,
-                batch_size: 64,
-                accumulate: 1,
-                drop_remainder: true,
-                threads: 2,
-            };
+            let plan = EpochPlan { epoch, drop_remainder: true, threads: 2, ..EpochPlan::of(64) };
             for batch in data.epoch(plan).take(STEPS) {
                 reported.push(engine.train_step(&[batch.unwrap()], 0.01).unwrap().loss);
             }

@@ -4,7 +4,7 @@ use super::*;
 use crate::{Contribution, Margin, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh};
 use lockstep_comm::{
     ProcessGroup,
-    rendezvous::{RendezvousConfig, Store, free_port},
+    rendezvous::{RendezvousConfig, Store, free_port, loopback::rendezvous_config},
     ring::Ring,
 };
 use lockstep_protocol::spec::{ShardSpec, Split};
@@ -31,16 +31,8 @@ pub(super) fn on_gpus<T: Send>(
 fn on_ranks<T: Send>(size: u32, work: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
     let (port, timeout) = (free_port("127.0.0.1").unwrap(), Duration::from_secs(120));
     let rank = |number: u32| {
-        let store = Store::join(RendezvousConfig {
-            addr: "127.0.0.1".into(),
-            port,
-            secret: b"of these ranks".to_vec(),
-            rank: number,
-            world_size: size,
-            timeout,
-            stop: Arc::default(),
-        })
-        .unwrap();
+        let rendezvous = rendezvous_config(port, number, size);
+        let store = Store::join(RendezvousConfig { timeout, ..rendezvous }).unwrap();
         let ring = Ring::connect(&store, timeout).unwrap();
         store.barrier("connected").unwrap();
         let result = work(ring);

@@ -65,16 +65,7 @@ fn pictures_for(engine: &mut dyn Engine, steps: usize) -> Pictures {
     let mut data = DataSource::open(&fashion_mnist(), &DataSpec::default(), 0).unwrap();
     let format = engine.take_data(&data).unwrap();
     data.set_format(format);
-    let plan = |epoch| EpochPlan {
-        epoch,
-        first_step: 0,
-        rank: 0,
-        world_size: 1,
-        batch_size: BATCH,
-        accumulate: 1,
-        drop_remainder: true,
-        threads: 4,
-    };
+    let plan = |epoch| EpochPlan { epoch, drop_remainder: true, threads: 4, ..EpochPlan::of(BATCH) };
     let training = (0..).flat_map(|epoch| data.epoch(plan(epoch))).take(steps);
     Pictures {
         training: training.map(Result::unwrap).collect(),

@@ -12,8 +12,7 @@ impl<'a> GraphEmitter<'a> {
         let plan = self.plan;
         let before = norm_before.map(|norm| plan.norm(norm));
         let from = self.activation(before.map_or(conv.input, |n| n.input))?;
-        let y = self.alloc(conv.output, Content::Activation);
-        self.activations[conv.output] = Some(y);
+        let y = self.alloc_activation(conv.output);
         let (facts, behind) = (self.facts, self.norm_after(conv)?);
         let bottleneck = ops::BottleneckForward {
             from: from.operand(),
@@ -34,8 +33,7 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn block_end(&mut self, conv: &Conv, block_end: usize) -> Result<(), EngineError> {
         let end = self.plan.norm(block_end);
         let (x, y) = (self.activation(end.input)?, self.activation(conv.input)?);
-        let z = self.alloc(conv.output, Content::Activation);
-        self.activations[conv.output] = Some(z);
+        let z = self.alloc_activation(conv.output);
         let (facts, behind) = (self.facts, self.norm_after(conv)?);
         let mask = optional(self.masks[end.norm]);
         let norm = self.norm(end, x, y.operand(), mask)?;

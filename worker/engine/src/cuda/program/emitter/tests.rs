@@ -9,9 +9,10 @@ use crate::{
         program::text::text,
     },
     net::resnet,
+    plan::{self, Mesh, Plan},
 };
 use lockstep_comm::DataType;
-use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
+use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, ShardSpec, Split, Stem};
 use std::path::Path;
 
 mod channels;
@@ -27,6 +28,26 @@ const STAGED: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 
 fn build(arch: Arch, stem: Stem, side: usize, classes: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, classes).unwrap())
+}
+
+/// The part of a network that rank `rank` has on a mesh of `[stage, height, model]` ranks.
+fn part(network: &Network, mesh: [usize; 3], rank: usize, shards: &[(&str, Split)]) -> Arc<Network> {
+    let shard = |(pattern, split): &(&str, Split)| ShardSpec { pattern: (*pattern).into(), split: *split };
+    let [stage, height, model] = mesh;
+    let plan = Plan::on(Mesh { stage, data: 1, height, model }, shards.iter().map(shard).collect());
+    Arc::new(plan::lower(network, &plan, rank).unwrap())
+}
+
+/// The parts of all ranks.
+fn parts(network: &Network, mesh: [usize; 3]) -> Vec<Arc<Network>> {
+    let ranks: usize = mesh.iter().product();
+    (0..ranks).map(|rank| part(network, mesh, rank, &[])).collect()
+}
+
+/// The commands of a part of a list.
+fn of_part(commands: &[Command], part: Part) -> impl Iterator<Item = &Command> {
+    let begin = commands.iter().position(|c| *c == Command::Part(part)).unwrap() + 1;
+    commands[begin..].iter().take_while(|c| !matches!(c, Command::Part(_)))
 }
 
 fn plan(network: &Arc<Network>, batch: usize, dtype: DType, capability: u32) -> StepPlan {
@@ -113,6 +134,7 @@ impl Setting {
         (emitted, checked)
     }
 
+    /// Emits the commands, and checks them and the arguments of their kernels.
     fn sound(&self, phase: Phase, side_stream: bool) -> Emitted {
         let (emitted, checked) = self.emit(phase, side_stream);
         let name = &self.plan.network.arch;
@@ -121,6 +143,11 @@ impl Setting {
         let has_logits = phase == Phase::Evaluate && self.plan.network.is_last_stage();
         let left: &[Content] = if has_logits { &[logits] } else { &[] };
         assert_eq!(live(&emitted.commands), left, "{name}, {phase:?}");
+        for command in &emitted.commands {
+            if let Command::Kernel { kernel, .. } = command {
+                signatures::check(kernel);
+            }
+        }
         emitted
     }
 

@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::cuda::{command::Arg, kernels::SOURCE};
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::LazyLock};
 
 /// Kernels with parameters that they only read although these are not `const`.
 const READS: [(&str, usize); 2] = [("lamb", 2), ("lamb", 3)];
@@ -19,15 +19,17 @@ enum Declared {
 }
 
 /// What a kernel declares.
-pub(super) struct Signature {
+struct Signature {
     parameters: Vec<Declared>,
     /// Most threads of a block.
     threads: u32,
 }
 
-/// What each kernel declares, by its name, from the source: macros that stand for parameters are put in, and those that
-/// define kernels are followed.
-pub(super) fn declared() -> BTreeMap<String, Signature> {
+/// What each kernel declares, by its name.
+static DECLARED: LazyLock<BTreeMap<String, Signature>> = LazyLock::new(declared);
+
+/// Reads the source: macros that stand for parameters are put in, and those that define kernels are followed.
+fn declared() -> BTreeMap<String, Signature> {
     let source: String = SOURCE.replace("\\\n", " ");
     let lines: Vec<&str> = source.lines().map(|line| line.split("//").next().unwrap_or("")).collect();
     let defines = || lines.iter().filter_map(|line| line.trim_start().strip_prefix("#define "));
@@ -123,8 +125,8 @@ fn fits(kernel: &Kernel, number: usize, declared: Declared) -> bool {
     }
 }
 
-pub(super) fn check(kernel: &Kernel, declared: &BTreeMap<String, Signature>) {
-    let Signature { parameters: wanted, threads } = &declared[kernel.name];
+pub(super) fn check(kernel: &Kernel) {
+    let Signature { parameters: wanted, threads } = &DECLARED[kernel.name];
     let block: u32 = kernel.geometry.block.iter().product();
     assert!(block <= *threads, "{}: {block} threads a block, compiled for {threads}", kernel.name);
     assert_eq!(kernel.args.len(), wanted.len(), "{}", kernel.name);
@@ -136,7 +138,6 @@ pub(super) fn check(kernel: &Kernel, declared: &BTreeMap<String, Signature>) {
 /// Pictures of a dataset on the GPU, scaled or not, mixed or not.
 #[test]
 fn every_way_to_gather_pictures_is_sound() {
-    let declared = declared();
     let network = build(Arch::ResNet18, Stem::Imagenet, 224, 10);
     let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Single);
     let table = ops::ScaleTable::new(32, 224);
@@ -171,14 +172,13 @@ fn every_way_to_gather_pictures_is_sound() {
             })
             .collect();
         assert_eq!(gathers.iter().map(|kernel| kernel.name).collect::<Vec<_>>(), [name]);
-        check(gathers[0], &declared);
+        check(gathers[0]);
         assert!(gathers[0].geometry.shared_bytes <= 44 << 10, "{name}");
     }
 }
 
 #[test]
 fn every_launch_has_the_arguments_that_its_kernel_declares() {
-    let declared = declared();
     let mut networks = crate::cuda::tests::operations();
     networks.extend(crate::unfused::networks());
     networks.push(build(Arch::ResNet50, Stem::Imagenet, 224, 1000));
@@ -207,7 +207,6 @@ fn every_launch_has_the_arguments_that_its_kernel_declares() {
                     for phase in [Phase::Train(ONLY), Phase::Evaluate] {
                         for command in setting.sound(phase, true).commands {
                             let Command::Kernel { kernel, .. } = command else { continue };
-                            check(&kernel, &declared);
                             *launched.entry(kernel.name).or_default() += 1;
                         }
                     }

@@ -124,7 +124,7 @@ async fn scenario(server: TestServer) {
     assert!(known["layers"][1].get("time_us").is_none() && known["layers"][1]["parameters"] == 1, "{known}");
     // What was predicted, beside what was measured.
     assert_eq!(known["plan"]["shard"], json!([{"match": "fc", "split": "out"}]));
-    assert_eq!([&known["plan"]["step_ms"], &known["plan"]["measured_step_ms"]], [24.5, 25.5]);
+    assert_eq!([&known["plan"]["predicted"]["step_ms"], &known["plan"]["measured_step_ms"]], [24.5, 25.5]);
     assert_eq!(known["layers"][0]["plan"]["placement"], "own pictures");
     let page = server.text(&format!("/jobs/{id}")).await.1;
     assert!(!page.contains(r#"aria-controls="histograms-panel" aria-selected="false" tabindex="-1" hidden"#));

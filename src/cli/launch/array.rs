@@ -69,17 +69,22 @@ pub(super) async fn run(
     let id = match begun {
         Ok(id) => id,
         Err(error) => {
-            let path = format!("/sweeps/{}/cancel", sweep.id);
-            let cancelled: anyhow::Result<Value> = api.post(&path, &json!({})).await;
-            if cancelled.is_ok() {
-                output::warn(format_args!("{} is cancelled, as its agents were not started", sweep.id));
+            let clean_up = async {
+                let path = format!("/sweeps/{}/cancel", sweep.id);
+                let cancelled: anyhow::Result<Value> = api.post(&path, &json!({})).await;
+                if cancelled.is_ok() {
+                    output::warn(format_args!("{} is cancelled, as its agents were not started", sweep.id));
+                }
+                for (task, launch) in array.launches.iter().enumerate() {
+                    array.remove_bundle(task);
+                    // Cancels the job if it is not over, and revokes the tokens of its agents.
+                    let _ = launch.finish(Err(anyhow::anyhow!("not started"))).await;
+                }
+            };
+            tokio::select! {
+                () = clean_up => return Err(error),
+                _ = interrupt.recv() => std::process::exit(130),
             }
-            for (task, launch) in array.launches.iter().enumerate() {
-                array.remove_bundle(task);
-                // Cancels the job if it is not over, and revokes the tokens of its agents.
-                let _ = launch.finish(Err(anyhow::anyhow!("not started"))).await;
-            }
-            return Err(error);
         }
     };
     output::warn(format_args!(

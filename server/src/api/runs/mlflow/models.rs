@@ -2,7 +2,7 @@
 //! MLflow 2 is. Its id is `m-`, the run's id, `-` and the folder's name. Its parameters and tags are not kept.
 
 use super::{Asked, Parts, Result, artifacts, check_own, id_of, invalid, no_call, refuse, seen_run};
-use crate::api::runs::files;
+use crate::{api::runs::files, http::error::Error};
 use axum::http::Method;
 use lockstep_protocol::job::Job;
 use percent_encoding::percent_decode_str;
@@ -53,8 +53,11 @@ impl Parts {
             // PATCH says that all files are uploaded.
             ("GET" | "PATCH", "") => Ok(model(&job, name)),
             ("DELETE", "") => {
-                files::removed(files::of(&self.config, &job.id), name.to_owned()).await?;
-                Ok(json!({}))
+                match files::removed(files::of(&self.config, &job.id), name.to_owned()).await {
+                    // A model without files exists, too.
+                    Ok(()) | Err(Error::NotFound(_)) => Ok(json!({})),
+                    Err(error) => Err(error.into()),
+                }
             }
             ("POST", "params") | ("PATCH" | "DELETE", "tags") => Ok(json!({})),
             _ => Err(no_call(method, PREFIX)),

@@ -35,7 +35,7 @@ async fn scenario(server: TestServer) {
     let folder = server.dir.path().join("jobs").join(&job);
     let state = json!({"versions": {"lockstep": "0.1.0"}}).to_string();
     std::fs::write(folder.join("checkpoints/1-5/state.json"), state).unwrap();
-    let fingerprint = json!({"files": 4, "bytes": 100, "sha256": "ab"});
+    let fingerprint = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab"});
     std::fs::write(folder.join("dataset.json"), fingerprint.to_string()).unwrap();
 
     // The first version makes the model.

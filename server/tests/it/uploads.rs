@@ -231,12 +231,12 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
         attempt: start.attempt.clone(),
     };
     assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
-    let note = json!({"files": 4, "bytes": 100});
+    let note = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab"});
     assert_eq!(own.ask("POST", "/dataset", note.to_string().into()).await.0, 204);
     assert_eq!(own.ask("POST", "/dataset", note.to_string().into()).await.0, 204, "the same again");
-    let (status, problem) = own.ask("POST", "/dataset", b"{\"files\": 5}".to_vec()).await;
+    let (status, problem) = own.ask("POST", "/dataset", b"{\"pictures\": 5}".to_vec()).await;
     assert_eq!(status, 409);
-    assert_eq!(problem["detail"], "a has 4 files of 0 MB, or other content", "whose the kept one is");
+    assert_eq!(problem["detail"], "a has 4 pictures of 0 MB, or other content", "whose the kept one is");
     assert_eq!(own.ask("POST", "/dataset", b"{".to_vec()).await.0, 400);
     let mut long = note.to_string().into_bytes();
     long.resize(64 << 10, b' ');
@@ -266,7 +266,8 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     agent.vanish();
     let start = next.started().await;
     assert_eq!(start.resume.as_deref(), Some("1-20"), "on one that has not");
-    assert_eq!(start.files.dataset, Some(json!({"files": 4, "bytes": 100, "machine": "a"})));
+    let kept = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab", "machine": "a"});
+    assert_eq!(start.files.dataset, Some(kept));
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
     assert_eq!(steps, [20], "{listed}");

@@ -2,7 +2,7 @@
 //! Pictures have one channel.
 
 use super::{
-    Catalog, DataError, Format, Samples, Split,
+    Catalog, DataError, Format, Measured, Samples, Split,
     inspect::{STATISTICS_SAMPLES, Statistics},
     names_from,
     packed::{self, Reading},
@@ -10,6 +10,7 @@ use super::{
 };
 use flate2::bufread::MultiGzDecoder;
 use lockstep_host::files;
+use sha2::{Digest, Sha256};
 use std::{
     fs,
     io::{self, BufRead, BufReader, ErrorKind, Read},
@@ -202,21 +203,22 @@ impl IdxFile {
     }
 
     /// As [`Statistics::of_packed`], with only one picture in memory at a time.
-    fn measure(&mut self, count: usize, size: usize) -> Result<Statistics, DataError> {
+    fn measure(&mut self, count: usize, size: usize) -> Result<Measured, DataError> {
         let every = count.div_ceil(STATISTICS_SAMPLES).max(1);
-        let (mut statistics, mut picture) = (Statistics::default(), Vec::new());
+        let (mut statistics, mut hash, mut picture) = (Statistics::default(), Sha256::new(), Vec::new());
         for i in 0..count {
             picture.clear();
             self.read(size, &mut picture)?;
             if picture.len() < size {
                 self.check_end(i * size + picture.len())?;
             }
+            hash.update(&picture);
             if i.is_multiple_of(every) {
                 statistics.add(&Statistics::of(&picture, 1));
             }
         }
         self.check_end(count * size)?;
-        Ok(statistics)
+        Ok(Measured { statistics, sha256: hex::encode(hash.finalize()) })
     }
 }
 
@@ -278,7 +280,7 @@ mod tests {
             panic!("they are held")
         };
         assert!(*all == pixels);
-        assert_eq!(found.mean_std(), Statistics::of_packed(all, 6, 1).mean_std());
+        assert_eq!(found.statistics.mean_std(), Statistics::of_packed(all, 6, 1).mean_std());
     }
 
     #[test]

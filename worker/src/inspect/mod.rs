@@ -183,8 +183,7 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
             } else {
                 lockstep_data::ChangeDetection::Files
             };
-            let found =
-                lockstep_data::fingerprint::of_pictures(Path::new(&path), look).map_err(|e| e.to_string())?;
+            let found = lockstep_data::fingerprint(Path::new(&path), look).map_err(|e| e.to_string())?;
             Ok(AgentReply::Fingerprint { found })
         }
         AgentRequest::InspectDataset { path, allowed } => {
@@ -194,8 +193,8 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
             }
             let mut info = lockstep_data::inspect(&resolved).map_err(|e| e.to_string())?;
             // A dataset without a registered fingerprint is compared only among machines.
-            let found = lockstep_data::fingerprint::DatasetFingerprint::of_inspected(&resolved);
-            info.fingerprint = found.and_then(|found| serde_json::to_value(found).ok());
+            let found = lockstep_data::fingerprint(&resolved, lockstep_data::ChangeDetection::Folders);
+            info.fingerprint = found.ok().and_then(|found| serde_json::to_value(found).ok());
             let Some(resolved) = resolved.to_str() else {
                 return Err(format!("{path} leads to a folder whose name is not UTF-8; rename it"));
             };

@@ -95,12 +95,20 @@ impl Line {
     }
 }
 
+/// The beginning of a script that replaces the program: the reply to a request for the dataset's fingerprint.
+const INSPECTS: &str = r#"[ "$1" = inspect ] && { read question; case $question in *fingerprint*)
+    echo '{"Ok":{"type":"fingerprint","found":{"pictures":1,"picture_bytes":2,"sha256":"aa"}}}'; exit 0;; esac; }"#;
+
 /// A job whose ranks are this shell script; `$8` is the rank.
 fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
     let program = dir.join("program");
     // Written by another process: nobody here holds it open for writing when it is started.
     let made = std::process::Command::new("sh")
-        .args(["-c", "printf %s \"$0\" > \"$1\"; chmod +x \"$1\"", &format!("#!/bin/sh\n{script}\n")])
+        .args([
+            "-c",
+            "printf %s \"$0\" > \"$1\"; chmod +x \"$1\"",
+            &format!("#!/bin/sh\n{INSPECTS}\n{script}\n"),
+        ])
         .arg(&program)
         .status();
     assert!(made.unwrap().success());
@@ -235,7 +243,8 @@ async fn attempts_given_to_others_are_ended_without_reports() {
 async fn refusals_and_requests_are_handled() {
     let dir = tempfile::tempdir().unwrap();
     // Requests are handled by the same program, started as `inspect`.
-    let script = r#"[ "$1" = inspect ] && { read question; echo "{\"Err\":\"asked: $(echo $question | tr -d '\"')\"}"; }; exit 0"#;
+    let script =
+        r#"[ "$1" = inspect ] && { echo "{\"Err\":\"asked: $(echo $question | tr -d '\"')\"}"; }; exit 0"#;
     let (_, options) = job(dir.path(), script);
     let (listener, agent) = run(options).await;
     let mut line = Line::accept(&listener).await;

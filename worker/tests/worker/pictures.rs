@@ -1,6 +1,6 @@
 //! Folders as people have them: every kind of picture, and everything that lies among them and is none.
 
-use lockstep_data::{Picture, fingerprint::Fingerprint, inspect, loader::DataSource};
+use lockstep_data::{ChangeDetection, Picture, fingerprint, inspect, loader::DataSource};
 use lockstep_protocol::{
     dataset::DatasetInfo,
     spec::{BrokenFiles, DataSpec, ImageSize, Validation},
@@ -12,7 +12,6 @@ use std::{
     fs,
     os::unix::{ffi::OsStrExt, fs::symlink, net::UnixListener},
     path::Path,
-    sync::atomic::AtomicBool,
 };
 use tempfile::TempDir;
 
@@ -125,7 +124,7 @@ fn unusable_files_are_named_equally_everywhere_without_blocking() {
     let words = refused(dir.path());
     assert!(words.starts_with("17 broken files: "), "{words}");
     // And the check before it starts neither refuses nor waits.
-    assert!(Fingerprint::of(dir.path(), &AtomicBool::new(false)).is_ok());
+    assert!(fingerprint(dir.path(), ChangeDetection::Files).is_ok());
 }
 
 #[test]

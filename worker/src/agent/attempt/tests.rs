@@ -8,7 +8,8 @@ use crate::{
     supervisor::{RankProcess, rank_file},
 };
 use lockstep_protocol::{
-    agent::{LogLine, Slot},
+    agent::{AgentReply, LogLine, Slot},
+    dataset::PicturesFingerprint,
     metric::MetricColumn,
     reason::ReasonKind,
     spec::JobSpec,
@@ -346,6 +347,12 @@ async fn a_program_that_fails_to_start_is_named() {
     }
 }
 
+/// What the inspecting process prints about a dataset.
+fn fingerprint_reply() -> String {
+    let found = PicturesFingerprint::default();
+    serde_json::to_string(&Ok::<_, String>(AgentReply::Fingerprint { found })).unwrap()
+}
+
 /// Covers what `a_rank_gets_its_backend_s_environment` does not: where a rank's devices come from.
 #[tokio::test]
 async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() {
@@ -354,13 +361,11 @@ async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() 
     let list = format!("{},{}", toy::device("a"), toy::device("b"));
     let slots = registry::offer(Selection { list: Some(&list), ..Selection::default() }).unwrap().slots;
     assert_eq!(slots.iter().map(|slot| slot.device.as_str()).collect::<Vec<_>>(), ["toy", "toy"]);
-    let mut place = place(2, &format!("echo $R of ${}", toy::VISIBLE));
+    let inspected = fingerprint_reply();
+    let script = format!("[ $1 = inspect ] && echo '{inspected}' || echo $R of ${}", toy::VISIBLE);
+    let mut place = place(2, &script);
     place.context.devices = Arc::new(slots.into_iter().filter_map(|s| Some((s.index, s.uuid?))).collect());
     place.context.check = super::super::preflight::check;
-    let dataset = place.dir.path().join("data");
-    fs::create_dir_all(&dataset).unwrap();
-    fs::write(dataset.join("data_batch_1.bin"), "pixels").unwrap();
-    place.stored.start.dataset_path = dataset.display().to_string();
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 0 });
     let said = |rank| fs::read_to_string(rank_file(&place.stored.attempt_dir(), rank, "stderr")).unwrap();

@@ -4,12 +4,15 @@ use super::*;
 
 #[tokio::test]
 async fn missing_requirements_are_reported_before_the_start() {
-    let mut place = place(2, "exit 0");
+    let mut place = place(2, "echo '{\"Err\":\"/none does not exist\"}'");
     place.context.check = crate::agent::preflight::check;
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     match place.end_of(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
-            assert!(reason.words().contains("dataset /none cannot be read: No such file"), "{reason:?}");
+            assert!(
+                reason.words().contains("the dataset cannot be read: /none does not exist"),
+                "{reason:?}"
+            );
             assert!(matches!(reason.kind(), ReasonKind::DatasetUnusable { rank: None, .. }), "{reason:?}");
         }
         other => panic!("{other:?}"),
@@ -33,24 +36,16 @@ fn a_killed_inspection_does_not_condemn_the_dataset() {
     let (said, note) = checked("kill -9 $$");
     let Err(Refusal::DatasetUnusable(why)) = &said else { panic!("{said:?}") };
     assert!(why.contains("was not examined") && note.is_none(), "{why} {note:?}");
-    // A folder that is not a dataset is left to the ranks.
+    // A folder that is not a dataset leaves no note either: the job can be retried with another folder.
     let (said, note) = checked("echo '{\"Err\":\"holds nothing\"}'");
-    assert!(said.is_ok() && note.is_some_and(|note| note.contains("\"files\":1")), "{said:?}");
+    let Err(Refusal::DatasetUnusable(why)) = &said else { panic!("{said:?}") };
+    assert!(why.contains("holds nothing") && note.is_none(), "{why} {note:?}");
 }
 
 #[test]
 fn files_are_checked_before_the_first_start_and_folders_before_later_ones() {
     use crate::agent::preflight::check;
-    use lockstep_protocol::{agent::AgentReply, dataset::PicturesFingerprint};
-    let found = PicturesFingerprint {
-        pictures: 1,
-        picture_bytes: 2,
-        names_sha256: "aa".into(),
-        contents_sha256: "bb".into(),
-    };
-    let answer =
-        serde_json::to_string(&Ok::<_, String>(AgentReply::Fingerprint { found: Some(found) })).unwrap();
-    let mut place = place(1, &format!("cat >> \"${{0%/*}}/asked\"\necho '{answer}'"));
+    let mut place = place(1, &format!("cat >> \"${{0%/*}}/asked\"\necho '{}'", fingerprint_reply()));
     fs::create_dir_all(place.dir.path().join("data/train/cat")).unwrap();
     place.stored.start.dataset_path = place.dir.path().join("data").display().to_string();
     let asked = || {

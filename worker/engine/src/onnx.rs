@@ -15,7 +15,7 @@ use messages::{
 use prost::Message as _;
 use std::collections::BTreeMap;
 
-/// Version of ONNX's operators; onnxruntime reads it since 1.12.
+/// Version of ONNX's operators. onnxruntime 1.12 and later read it.
 const OPSET: i64 = 17;
 /// Version of the format that came with [`OPSET`].
 const IR_VERSION: i64 = 8;
@@ -115,8 +115,8 @@ fn graph(
                     let attributes = vec![Attribute::int("axis", 1), Attribute::int("p", 2)];
                     graph.node.push(node("LpNormalization", "normalize", inputs, "normalize", attributes));
                     let HostTensor { shape, values } = &tensors[&weight];
-                    let rows = HostTensor { shape: shape.clone(), values: margin.rows(values, shape[1]) };
-                    graph.initializer.push(tensor(&weight, &rows));
+                    let scaled = HostTensor { shape: shape.clone(), values: margin.rows(values, shape[1]) };
+                    graph.initializer.push(tensor(&weight, &scaled));
                     inputs = vec!["normalize".into(), weight];
                 } else {
                     graph.initializer.extend([&weight, &bias].map(|name| tensor(name, &tensors[name])));
@@ -173,12 +173,12 @@ fn node(op_type: &str, name: &str, input: Vec<String>, output: &str, attribute: 
     Node { input, output: vec![output.into()], name: name.into(), op_type: op_type.into(), attribute }
 }
 
-fn tensor(name: &str, of: &HostTensor) -> Tensor {
+fn tensor(name: &str, from: &HostTensor) -> Tensor {
     Tensor {
-        dims: of.shape.iter().map(|&size| size as i64).collect(),
+        dims: from.shape.iter().map(|&size| size as i64).collect(),
         data_type: FLOAT,
         name: name.into(),
-        raw_data: bytemuck::cast_slice(&of.values).to_vec(),
+        raw_data: bytemuck::cast_slice(&from.values).to_vec(),
     }
 }
 

@@ -17,14 +17,14 @@ pub fn listener_owners(address: IpAddr, port: u16) -> Vec<u32> {
     [read("tcp"), read("tcp6")].iter().flat_map(|table| owners(table, address, port)).collect()
 }
 
-/// The owners in such a table that listen on `address` and `port`.
+/// As [`listener_owners`], according to one table.
 fn owners(table: &str, address: IpAddr, port: u16) -> Vec<u32> {
     let row = |line: &str| -> Option<u32> {
         let columns: Vec<&str> = line.split_whitespace().collect();
         let (host, its_port) = columns.get(1)?.split_once(':')?;
         let takes = |host: IpAddr| host.to_canonical() == address || host.is_unspecified();
-        let ours = u16::from_str_radix(its_port, 16).ok()? == port && takes(parse(host)?);
-        (ours && *columns.get(3)? == LISTEN).then(|| columns.get(7)?.parse().ok())?
+        let fits = u16::from_str_radix(its_port, 16).ok()? == port && takes(parse(host)?);
+        (fits && *columns.get(3)? == LISTEN).then(|| columns.get(7)?.parse().ok())?
     };
     table.lines().skip(1).filter_map(row).collect()
 }
@@ -54,7 +54,7 @@ mod tests {
         for (bound, asked) in
             [("127.0.0.1:0", "127.0.0.1"), ("0.0.0.0:0", "127.0.0.1"), ("[::1]:0", "::1"), ("[::]:0", "::1")]
         {
-            // This machine has no IPv6.
+            // Fails without IPv6.
             let Ok(listener) = TcpListener::bind(bound) else {
                 assert!(bound.starts_with('['), "{bound}");
                 continue;

@@ -20,7 +20,7 @@ pub(in crate::cuda) struct CopyChannels {
 }
 
 impl Ops {
-    /// Moves: the copied values twice.
+    /// Traffic: the copied values twice.
     pub(in crate::cuda) fn copy_channels(&self, p: CopyChannels) -> Kernel {
         let mut args = vec![Arg::In(p.from), Arg::out(p.to, p.adds), Arg::U64(p.rows as u64)];
         args.extend(

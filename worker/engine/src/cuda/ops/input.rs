@@ -80,7 +80,7 @@ const BAND: u32 = 32;
 const SHARED: u32 = 44 << 10;
 
 impl Ops {
-    /// Moves: the pictures' bytes once (twice if they are mixed), the batch once.
+    /// Traffic: the pictures' bytes once (twice if they are mixed), the batch once.
     ///
     /// Wide pictures, for which one output row reads more than 44 KB, need more shared memory than the default
     /// limit: the launcher has to raise the kernel's limit to `shared_bytes`.

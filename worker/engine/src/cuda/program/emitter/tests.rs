@@ -405,5 +405,5 @@ fn networks_that_it_does_not_run_are_refused_with_the_layer() {
     let x = net.conv("conv1", x, 8, 3, 1);
     let x = net.global_average_pool(x);
     net.linear("fc", x, 8);
-    assert!(refused(net).contains("early, in which something else than a convolution reads the pictures"));
+    assert!(refused(net).contains("early, in which something other than a convolution reads the pictures"));
 }

@@ -1,4 +1,4 @@
-//! The gradients that a step keeps are those of all ranks, wherever they are added up.
+//! `keep_gradients` keeps the sum of all ranks' gradients, over shared memory and over a ring.
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn kept_gradients_are_the_sum_over_ranks_bit_for_bit() {
     for kind in [OptimizerKind::Momentum, OptimizerKind::Lamb] {
         let optimizer = Optimizer { kind, ..config(1).optimizer };
         let run = |ranks: u32, shared: bool| {
-            meet(ranks, shared, |comm| {
+            run_ranks(ranks, shared, |comm| {
                 let (rank, own) = (comm.rank() as usize, 32 / ranks as usize);
                 let mut engine = engine(EngineConfig { optimizer, ..config(own) }, comm);
                 let mut kept = Vec::new();

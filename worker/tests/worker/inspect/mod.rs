@@ -1,5 +1,5 @@
-//! Inspections of a model, against PyTorch (`tests/pytorch/fixtures/looking.json`): real files on disk, the same way that an
-//! agent's requests take.
+//! Inspections of a model, compared with PyTorch (`tests/pytorch/fixtures/looking.json`). They read real files with the
+//! functions that handle an agent's requests.
 
 mod pictures;
 
@@ -48,13 +48,13 @@ fn spec(of: &Expected) -> JobSpec {
     }
 }
 
-/// `fill` and `looking` of `make_fixtures.py`, written as a checkpoint's model is.
+/// Writes the model of `fill` and `looking` in `make_fixtures.py` as in a checkpoint.
 fn write_model(folder: &Path, of: &Expected) {
-    write_changed(folder, of, |_| {}, |_, _| {});
+    write_changed_model(folder, of, |_| {}, |_, _| {});
 }
 
-/// The same with another metadata or other values.
-fn write_changed(
+/// As [`write_model`], with changed metadata or values.
+fn write_changed_model(
     folder: &Path,
     of: &Expected,
     about: impl Fn(&mut serde_json::Value),
@@ -142,7 +142,7 @@ fn predictions_match_pytorch_to_four_digits() {
     let broken = found.remove(3);
     assert!(
         broken.classes.is_empty() && broken.error.unwrap().contains("not a JPEG, PNG"),
-        "one bad file alone"
+        "only this file has an error"
     );
     assert_eq!(found.len(), of.probabilities.len());
     for (prediction, expected) in found.iter().zip(&of.probabilities) {
@@ -161,7 +161,7 @@ fn predictions_match_pytorch_to_four_digits() {
     assert!(missing.contains("nowhere"), "{missing}");
 }
 
-/// Cosines do not depend on the lengths of a class's weights, and have no bias.
+/// Cosines do not depend on the length of a class's weights, and have no bias.
 #[test]
 fn predictions_with_a_margin_use_cosines() {
     let of = expected();
@@ -179,14 +179,14 @@ fn predictions_with_a_margin_use_cosines() {
             "fc.bias" if changed => values.fill(7.0),
             _ => {}
         };
-        write_changed(dir.path(), &of, about, change);
+        write_changed_model(dir.path(), &of, about, change);
         let found = inspect::predict(dir.path(), vec![("0.png".into(), png(&of, 0))]).unwrap();
         let of_classes = found[0].classes.iter();
         of_classes.map(|one| (one.class.clone(), one.probability)).collect::<Vec<_>>()
     };
     let arcface = predicted(LossKind::ArcFace, false);
     assert_eq!(predicted(LossKind::ArcFace, true), arcface);
-    assert_eq!(predicted(LossKind::CosFace, false), arcface, "no margin is in them");
+    assert_eq!(predicted(LossKind::CosFace, false), arcface, "predictions have no margin");
     assert!(predicted(LossKind::Softmax, false) != arcface);
 }
 
@@ -197,14 +197,14 @@ fn the_confusion_matrix_matches_pytorch() {
     write_model(dir.path(), &of);
     write_dataset(dir.path(), &of);
     let here = dir.path().to_string_lossy().into_owned();
-    let question = AgentRequest::Evaluate(EvaluateModel {
+    let request = AgentRequest::Evaluate(EvaluateModel {
         model: here.clone(),
         dataset: here,
         spec: Box::new(spec(&of)),
         allowed: None,
         neighbours: None,
     });
-    let Ok(AgentReply::Evaluation(found)) = inspect::answer(question) else { panic!("it can be evaluated") };
+    let Ok(AgentReply::Evaluation(found)) = inspect::answer(request) else { panic!("it can be evaluated") };
     assert_eq!(found.confusion, of.confusion);
     assert!((found.loss - of.loss).abs() < 1e-3, "{} instead of {}", found.loss, of.loss);
     let correct: u64 = (0..10).map(|c| of.confusion[c][c]).sum();
@@ -217,32 +217,32 @@ fn the_confusion_matrix_matches_pytorch() {
 
 fn evaluate(folder: &Path, spec: JobSpec) -> Result<ModelEvaluation, String> {
     let here = folder.to_string_lossy().into_owned();
-    let question = EvaluateModel {
+    let request = EvaluateModel {
         model: here.clone(),
         dataset: here,
         spec: Box::new(spec),
         allowed: None,
         neighbours: None,
     };
-    match inspect::answer(AgentRequest::Evaluate(question)) {
+    match inspect::answer(AgentRequest::Evaluate(request)) {
         Ok(AgentReply::Evaluation(found)) => Ok(*found),
         Ok(other) => panic!("{other:?}"),
-        Err(words) => Err(words),
+        Err(message) => Err(message),
     }
 }
 
 #[test]
-fn a_diverged_model_is_refused_with_file_and_tensor() {
+fn errors_for_a_diverged_model_name_file_and_tensor() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     write_dataset(dir.path(), &of);
-    // The CPU's ReLU makes 0 of NaN, so that the network would answer.
-    for (tensor, value, said) in [
+    // The CPU's ReLU turns NaN into 0, so the outputs would be finite.
+    for (tensor, value, detail) in [
         ("conv1.weight", f32::NAN, "conv1.weight contains NaN at index 3"),
         ("layer2.0.bn1.running_mean", f32::INFINITY, "layer2.0.bn1.running_mean contains inf at index 3"),
         ("bn1.running_var", -0.5, "bn1.running_var contains -0.5 at index 3: a variance is never below zero"),
     ] {
-        write_changed(
+        write_changed_model(
             dir.path(),
             &of,
             |_| {},
@@ -253,15 +253,15 @@ fn a_diverged_model_is_refused_with_file_and_tensor() {
             },
         );
         let picture = || vec![("0.png".to_owned(), png(&of, 0))];
-        for words in [
+        for message in [
             inspect::predict(dir.path(), picture()).unwrap_err(),
             evaluate(dir.path(), spec(&of)).unwrap_err(),
         ] {
-            assert!(words.contains("model.safetensors") && words.contains(said), "{words}");
+            assert!(message.contains("model.safetensors") && message.contains(detail), "{message}");
         }
     }
-    // Finite weights whose sums are not: no class is the answer, least of all with certainty.
-    write_changed(
+    // Finite weights whose sums are infinite: no class may be predicted.
+    write_changed_model(
         dir.path(),
         &of,
         |_| {},
@@ -272,10 +272,10 @@ fn a_diverged_model_is_refused_with_file_and_tensor() {
         },
     );
     let found = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap();
-    let words = found[0].error.clone().unwrap();
-    assert!(found[0].classes.is_empty() && words.contains("inf for class \"0\""), "{words}");
-    let words = evaluate(dir.path(), spec(&of)).unwrap_err();
-    assert!(words.contains("validation picture 0") && words.contains("inf"), "{words}");
+    let message = found[0].error.clone().unwrap();
+    assert!(found[0].classes.is_empty() && message.contains("inf for class \"0\""), "{message}");
+    let message = evaluate(dir.path(), spec(&of)).unwrap_err();
+    assert!(message.contains("validation picture 0") && message.contains("inf"), "{message}");
 }
 
 #[test]
@@ -283,8 +283,8 @@ fn the_loss_of_a_confident_wrong_model_is_finite_and_large() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     write_dataset(dir.path(), &of);
-    // Everything is of class 0, by 1000: of what is not, the probability is too small for a number.
-    write_changed(
+    // Class 0 always has a logit of 1000, so the probabilities of other classes underflow to 0.
+    write_changed_model(
         dir.path(),
         &of,
         |_| {},
@@ -308,7 +308,7 @@ fn evaluations_use_the_model_s_transforms_and_classes() {
     write_model(dir.path(), &of);
     write_dataset(dir.path(), &of);
     let reference = evaluate(dir.path(), spec(&of)).unwrap();
-    // The job was forked to another size, and its own normalisation is no longer the dataset's.
+    // As after a fork of the job to another size, without its own normalisation.
     let mut other = spec(&of);
     other.data.image_size = Some(64.into());
     (other.data.mean, other.data.std) = (None, None);
@@ -320,20 +320,20 @@ fn evaluations_use_the_model_s_transforms_and_classes() {
         fs::write(dir.path().join("classes.txt"), all.concat()).unwrap();
     };
     names(&[0, 1, 2, 3, 4, 5, 6, 7, 9, 8]);
-    let words = evaluate(dir.path(), spec(&of)).unwrap_err();
-    assert!(words.contains("class 8 is \"8\" for the model and \"9\" in the dataset"), "{words}");
+    let message = evaluate(dir.path(), spec(&of)).unwrap_err();
+    assert!(message.contains("class 8 is \"8\" for the model and \"9\" in the dataset"), "{message}");
     names(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 10]);
-    let words = evaluate(dir.path(), spec(&of)).unwrap_err();
-    assert!(words.contains("the dataset lacks the model's \"9\""), "{words}");
+    let message = evaluate(dir.path(), spec(&of)).unwrap_err();
+    assert!(message.contains("the dataset lacks the model's \"9\""), "{message}");
     names(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
     assert!(evaluate(dir.path(), spec(&of)).is_ok());
 }
 
 #[test]
-fn invalid_model_metadata_is_refused_with_the_file() {
+fn errors_for_invalid_model_metadata_name_the_file() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
-    for (key, value, said) in [
+    for (key, value, detail) in [
         ("image_size", "4097", "4097 pixels"),
         ("image_size", "7", "7 pixels"),
         ("channels", "2", "2 channels"),
@@ -345,9 +345,12 @@ fn invalid_model_metadata_is_refused_with_the_file() {
         ("classes", "[]", "0 classes"),
         ("classes", "no JSON", "metadata"),
     ] {
-        write_changed(dir.path(), &of, |about| about[key] = json!(value), |_, _| {});
-        let words = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap_err();
-        assert!(words.contains("model.safetensors") && words.contains(said), "{key} = {value}: {words}");
+        write_changed_model(dir.path(), &of, |about| about[key] = json!(value), |_, _| {});
+        let message = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap_err();
+        assert!(
+            message.contains("model.safetensors") && message.contains(detail),
+            "{key} = {value}: {message}"
+        );
     }
 }
 
@@ -374,9 +377,9 @@ fn embeddings_are_the_last_layer_s_input_without_reading_that_layer() {
             assert!((ours - f64::from(*theirs)).abs() < 1e-4, "{class}: {ours}, PyTorch says {theirs}");
         }
     }
-    // A head that predictions cannot use, as of classes that nobody counts.
+    // A head that predictions cannot use: invalid class names, and weights that are NaN.
     let many = |about: &mut serde_json::Value| about["classes"] = json!("no list");
-    write_changed(dir.path(), &of, many, |name, values| {
+    write_changed_model(dir.path(), &of, many, |name, values| {
         if name.starts_with("fc.") {
             values.fill(f32::NAN);
         }
@@ -394,14 +397,14 @@ fn neighbours_are_training_pictures_with_validation_transforms() {
     write_dataset(dir.path(), &of);
     let here = dir.path().to_string_lossy().into_owned();
     let neighbours = |k: u32| {
-        let question = EvaluateModel {
+        let request = EvaluateModel {
             model: here.clone(),
             dataset: here.clone(),
             spec: Box::new(spec(&of)),
             allowed: None,
             neighbours: Some(k),
         };
-        let Ok(AgentReply::Neighbours(found)) = inspect::answer(AgentRequest::Evaluate(question)) else {
+        let Ok(AgentReply::Neighbours(found)) = inspect::answer(AgentRequest::Evaluate(request)) else {
             panic!("it can be evaluated")
         };
         found
@@ -409,7 +412,7 @@ fn neighbours_are_training_pictures_with_validation_transforms() {
     let found = neighbours(1);
     assert_eq!((found.k, found.gallery, found.samples), (1, 200, 200));
     assert_eq!((found.weighted, found.majority), (1.0, 1.0));
-    // All pictures vote, so the most frequent class wins everywhere.
+    // All pictures vote, so the most frequent class is always predicted.
     let labels = synthetic::labels("looking.labels", of.count, 10);
     let counts: Vec<usize> =
         (0..10).map(|class| labels.iter().filter(|label| **label == class).count()).collect();

@@ -167,7 +167,7 @@ fn resnet20_at_28_and_32_pixels() {
 
 /// For ranks that share rows, the input includes the rows above and below.
 #[test]
-fn padding_of_columns_alone() {
+fn padding_of_columns_only() {
     let shapes = [[2, 9, 8, 16, 16, 3, 1, 1], [3, 13, 8, 3, 64, 7, 2, 3], [2, 5, 6, 16, 24, 3, 2, 1]];
     check_all(&shapes.map(|v| ConvShape { row_padding: 0, ..shape(v) }));
     check_all(&[ConvShape { row_padding: 0, ..grouped(4, [2, 6, 5, 32, 32, 3, 1, 1]) }]);
@@ -238,7 +238,7 @@ fn odd_shapes() {
 }
 
 #[test]
-fn resnexts_of_4_to_64_channels_a_group() {
+fn resnexts_of_4_to_64_channels_per_group() {
     check_all(&[
         grouped(32, [3, 8, 8, 128, 128, 3, 1, 1]),
         grouped(32, [3, 8, 8, 256, 256, 3, 2, 1]),
@@ -269,7 +269,7 @@ fn odd_shapes_in_groups() {
 
 /// Each group's outputs and gradients are those of a separate convolution.
 #[test]
-fn groups_do_not_see_each_other() {
+fn groups_do_not_affect_each_other() {
     let s = grouped(4, [3, 6, 6, 16, 32, 3, 1, 1]);
     let (mut x, w, dy) = (values(s.input_len(), 1), values(s.weight_len(), 2), values(s.output_len(), 3));
     let mut scratch = Scratch::default();
@@ -290,7 +290,7 @@ fn groups_do_not_see_each_other() {
 
 /// The sums for batch normalisation equal those of the outputs, also if the mean is far from zero.
 #[test]
-fn sums_are_those_of_the_outputs() {
+fn sums_equal_the_sums_of_the_outputs() {
     for instructions in Instructions::ALL {
         let Some(mut scratch) = Scratch::with_instructions(instructions) else { continue };
         for s in [
@@ -378,7 +378,7 @@ fn weights_survive_the_round_trip() {
 
 /// NaN and infinity propagate, so that divergence is not hidden.
 #[test]
-fn nan_and_infinity_pass_through() {
+fn nan_and_infinity_propagate() {
     let s = shape([13, 5, 5, 16, 32, 3, 1, 1]);
     let (mut x, w, dy) = (values(s.input_len(), 8), values(s.weight_len(), 9), values(s.output_len(), 10));
     x[0] = f32::NAN;

@@ -85,7 +85,7 @@ fn the_head_of_a_very_wide_classifier_is_split() {
 
 /// A step that was measured with a wide head is predicted as it was measured, also where the head is split over ranks with as many pictures.
 #[test]
-fn a_measured_head_is_predicted_as_measured() {
+fn the_predicted_time_of_a_measured_head_is_the_measured_time() {
     let mut machine = gpus();
     let measured = [(1_000, 0.08), (65_536, 0.1), (524_288, 0.2)];
     let network = |classes: usize| resnet(Arch::ResNet50, classes);
@@ -245,7 +245,7 @@ fn the_search_matches_an_exhaustive_search() {
 }
 
 #[test]
-fn unusable_strategies_are_named_once() {
+fn one_error_names_all_unusable_strategies() {
     let spec = |shard: Vec<ShardSpec>| {
         let mut spec = JobSpec::default();
         spec.model.arch = Arch::ResNet50;

@@ -1,4 +1,4 @@
-//! Tests of frozen batch norms against the CPU engine, whose gradients `frozen_norm.rs` compares with the loss's derivatives.
+//! Compares frozen batch norms with the CPU engine, whose gradients `frozen_norm.rs` compares with the loss's derivatives.
 
 use super::*;
 use crate::frozen_norm::{frozen, is_of_norm, trained};
@@ -14,9 +14,9 @@ fn compare(network: &Arc<Network>, counts: &[usize], precision: Precision, draw:
     let mut gpu = cuda_from(&initial, network, &config, precision);
     let (wanted, ours) = (cpu.train_step(&step, 0.01).unwrap(), gpu.train_step(&step, 0.01).unwrap());
     let loss = f64::from((ours.loss - wanted.loss).abs() / wanted.loss);
-    // Decay counts towards momentum after the first step, and not for frozen parameters.
+    // Momentum after the first step includes the decay, but not for frozen parameters.
     let (gradient, name) =
-        apart(&gpu.optimizer_state().unwrap().slots, &cpu.optimizer_state().unwrap().slots);
+        worst_difference(&gpu.optimizer_state().unwrap().slots, &cpu.optimizer_state().unwrap().slots);
     eprintln!(
         "{} at {} px, pictures {counts:?}, {precision:?}: loss {loss:.1e}, gradient {gradient:.1e} ({name}) apart",
         network.arch, network.image_size
@@ -37,7 +37,7 @@ fn compare(network: &Arc<Network>, counts: &[usize], precision: Precision, draw:
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_frozen_batch_norms_in_float32_are_the_cpu_engine_s() {
+fn gpu_frozen_batch_norms_in_float32_match_the_cpu_engine() {
     for network in operations() {
         let network = frozen(&network);
         for draw in 0..2 {
@@ -63,7 +63,7 @@ fn gpu_frozen_batch_norms_in_float32_are_the_cpu_engine_s() {
 /// A ragged batch is filled with padding.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_frozen_batch_norms_in_ragged_micro_batches_are_the_cpu_engine_s() {
+fn gpu_frozen_batch_norms_in_ragged_micro_batches_match_the_cpu_engine() {
     for network in operations().into_iter().filter(|net| !net.arch.contains("256")) {
         let network = frozen(&network);
         let [loss, gradient] = compare(&network, &[32, 32, 5], Precision::Fp32, 0);
@@ -73,7 +73,7 @@ fn gpu_frozen_batch_norms_in_ragged_micro_batches_are_the_cpu_engine_s() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_frozen_batch_norms_in_16_bits_are_near_the_cpu_engine_s() {
+fn gpu_frozen_batch_norms_in_16_bits_are_close_to_the_cpu_engine() {
     for (precision, near, gradients) in [(Precision::Fp16, 2e-2, 0.15), (Precision::Bf16, 8e-2, 0.4)] {
         for network in operations() {
             // Rounding changes signs of ReLUs. Values of a window are often equal, so the pooling may choose another maximum.
@@ -85,7 +85,7 @@ fn gpu_frozen_batch_norms_in_16_bits_are_near_the_cpu_engine_s() {
     }
 }
 
-/// With every optimizer, and any optimizer state from earlier steps.
+/// Every optimizer leaves frozen parameters and their state unchanged, even if earlier steps have left optimizer state.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_no_optimizer_changes_a_frozen_batch_norm() {

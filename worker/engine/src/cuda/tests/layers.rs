@@ -6,7 +6,7 @@ use crate::frozen_norm::{frozen, is_of_norm, trained};
 /// The kept gradients equal the CPU engine's, without the loss scale, and have the norm that the step reports.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_kept_gradients_are_the_cpu_engine_s() {
+fn gpu_kept_gradients_match_the_cpu_engine() {
     for (precision, near) in [(Precision::Fp32, 1e-2), (Precision::Fp16, 0.15), (Precision::Bf16, 0.4)] {
         for (network, accumulate) in operations()
             .into_iter()
@@ -28,19 +28,19 @@ fn gpu_kept_gradients_are_the_cpu_engine_s() {
                 let gradients = engine.gradients().unwrap();
                 let norm = gradients.values().map(|t| square(&t.values)).sum::<f64>().sqrt();
                 let apart = (norm - f64::from(found.grad_norm)).abs() / norm;
-                assert!(apart < 1e-4, "{}: {norm}, the step says {}", network.arch, found.grad_norm);
+                assert!(apart < 1e-4, "{}: {norm}, the step reports {}", network.arch, found.grad_norm);
                 gradients
             });
             assert!(ours.keys().eq(wanted.keys()), "{}", network.arch);
             assert_eq!(ours.keys().any(|name| is_of_norm(&network, name)), !network.frozen_norm);
-            let (gradient, name) = apart(&ours, &wanted);
+            let (gradient, name) = worst_difference(&ours, &wanted);
             eprintln!("{} {precision:?}: {gradient:.1e} ({name}) apart", network.arch);
             assert!(gradient < near, "{} {precision:?}: {name} is {gradient} apart", network.arch);
         }
     }
 }
 
-/// Timing layers does not change a step's results: captured, replayed, timed, replayed.
+/// Timing layers does not change the results of steps. The steps are captured, replayed, timed and replayed.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_timing_a_step_does_not_change_its_bits() {

@@ -1,4 +1,4 @@
-//! Tests of the kernel's `Planes`, in Rust, on planes of real files that the host decodes: pixels must equal those of the CPU's
+//! Tests a Rust version of the kernel's `Planes` on planes of real files that the host decodes. Pixels must equal those of the CPU's
 //! decoder.
 
 use super::*;
@@ -12,7 +12,7 @@ pub(super) const SAMPLINGS: [SamplingFactor; 4] =
     [SamplingFactor::R_4_4_4, SamplingFactor::R_4_2_2, SamplingFactor::R_4_4_0, SamplingFactor::R_4_2_0];
 
 /// The picture as a JPEG file.
-pub(super) fn encoded(picture: &image::RgbImage, sampling: SamplingFactor) -> Vec<u8> {
+pub(super) fn encode(picture: &image::RgbImage, sampling: SamplingFactor) -> Vec<u8> {
     let mut file = Vec::new();
     let mut encoder = jpeg_encoder::Encoder::new(&mut file, 90);
     encoder.set_sampling_factor(sampling);
@@ -177,7 +177,7 @@ fn planes_become_the_pixels_that_cores_make() {
                 .into_iter()
                 .enumerate()
         {
-            let file = encoded(&picture(number as u32, width, height), sampling);
+            let file = encode(&picture(number as u32, width, height), sampling);
             let wanted = Picture::decode(&file).unwrap();
             let (stored, found) = pixels(&file);
             assert_eq!((stored.width, stored.height), (width, height));
@@ -200,9 +200,9 @@ fn planes_become_the_pixels_that_cores_make() {
     }
 }
 
-/// Against Pillow (libjpeg-turbo), which does not read chroma beyond the border either.
+/// Compares with Pillow (libjpeg-turbo), which does not read chroma beyond the border either.
 #[test]
-fn planes_of_files_become_nearly_the_pixels_that_pillow_makes_up_to_the_border() {
+fn pixels_of_planes_are_close_to_pillow_s_except_at_the_border() {
     for (name, file, pillow) in [
         ("4:4:4", &fixture!("full-chroma.jpg")[..], &fixture!("full-chroma.jpg.rgb.png")[..]),
         ("4:2:2", fixture!("half-chroma.jpg"), fixture!("half-chroma.jpg.rgb.png")),
@@ -217,7 +217,7 @@ fn planes_of_files_become_nearly_the_pixels_that_pillow_makes_up_to_the_border()
 }
 
 #[test]
-fn where_nothing_was_decoded_a_picture_is_grey() {
+fn undecoded_parts_of_a_picture_are_grey() {
     for (columns, rows) in [(1, 1), (2, 2)] {
         let stored =
             Stored { width: 3, height: 3, orientation: 1, subsampling: Subsampling { columns, rows } };
@@ -227,15 +227,15 @@ fn where_nothing_was_decoded_a_picture_is_grey() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_pictures_of_odd_sizes_are_those_of_cores_up_to_the_border() {
+fn gpu_pictures_of_odd_sizes_match_cpu_cores_except_at_the_border() {
     let decoder = super::super::open(0, DType::F16).unwrap();
     for sampling in SAMPLINGS {
         for (width, height) in [(1, 1), (31, 17), (95, 63), (479, 371)] {
-            // Saturated and smooth, so that undecoded grey areas differ much, and rounding only little.
+            // The picture is saturated and smooth, so undecoded grey areas differ much from it, and rounding only little.
             let drawn = image::RgbImage::from_fn(width, height, |x, y| {
                 image::Rgb([200 + (x * 40 / width) as u8, 20 + (y * 40 / height) as u8, 40])
             });
-            let file = encoded(&drawn, sampling);
+            let file = encode(&drawn, sampling);
             let wanted = Picture::decode(&file).unwrap();
             let (rows, columns) = (ScaleTable::new(height, height), ScaleTable::new(width, width));
             let mut given = vec![Encoded {

@@ -168,7 +168,7 @@ fn commands_are_sound(networks: &[Arc<Network>]) {
 
 /// A CifarNet has GELUs, an unfused bias, poolings before batch norms, and untrained weights, whose gradients are zero.
 #[test]
-fn the_commands_of_a_cifarnet_are_sound() {
+fn the_commands_of_a_cifarnet_are_valid() {
     let network = cifarnet();
     commands_are_sound(std::slice::from_ref(&network));
     let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Single);
@@ -184,7 +184,7 @@ fn cifarnet() -> Arc<Network> {
 }
 
 #[test]
-fn the_commands_of_a_bottleneck_network_are_sound() {
+fn the_commands_of_a_bottleneck_network_are_valid() {
     commands_are_sound(&[build(Arch::ResNet50, Stem::Cifar, 32, 10)]);
 }
 
@@ -192,7 +192,7 @@ mod full {
     use super::*;
 
     #[test]
-    fn the_commands_of_every_other_network_are_sound() {
+    fn the_commands_of_every_other_network_are_valid() {
         let mut networks = crate::cuda::tests::operations();
         networks.extend(crate::unfused::networks());
         networks.push(build(Arch::ResNet18, Stem::Imagenet, 224, 1000));
@@ -202,7 +202,7 @@ mod full {
 }
 
 #[test]
-fn every_optimizer_s_update_is_sound() {
+fn every_optimizer_s_update_is_valid() {
     let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
     use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Muon, Nesterov};
     for (optimizer, kernel) in [
@@ -284,7 +284,7 @@ fn check_frozen(setting: &Setting, commands: &[Command]) {
 
 /// A rank whose last batch is not full calls the same collectives and exchanges in the same order as ranks with a full batch.
 #[test]
-fn ranks_with_fewer_pictures_meet_the_others() {
+fn ranks_with_fewer_pictures_call_the_same_collectives() {
     for network in [build(Arch::ResNet50, Stem::Cifar, 64, 10), build(Arch::ResNet18, Stem::Imagenet, 64, 10)]
     {
         for ranks in [Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
@@ -326,7 +326,7 @@ fn two_batch_norms_of_one_convolution_do_not_share_its_sums() {
 /// batch of 256, on Hopper, for each number format. After an intended change, rewrite these files with
 /// `LOCKSTEP_WRITE_PLANS=1 cargo test -p lockstep-engine --lib the_plans_of_resnet50`, and review the difference.
 #[test]
-fn the_plans_of_resnet50_are_the_ones_on_disk() {
+fn the_plans_of_resnet50_match_the_files() {
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
         check_plan(dtype);
     }
@@ -379,7 +379,7 @@ fn check_plan(dtype: DType) {
 }
 
 #[test]
-fn networks_that_it_does_not_run_are_refused_with_the_layer() {
+fn errors_for_unsupported_networks_name_the_layer() {
     let refused = |network: Network| {
         let plan = StepPlan::new(Arc::new(network), 8, DType::F32, capabilities(false));
         plan.unwrap_err().to_string()

@@ -151,7 +151,7 @@ fn collectives_on_two_streams_are_ordered() {
 
 /// Two streams must wait for each other only if they use the same part of a region.
 #[test]
-fn ranges_of_a_region_are_told_apart() {
+fn ranges_of_a_region_are_distinguished() {
     let stamp = |stream: StreamId, offset: usize| Command::Kernel {
         stream,
         kernel: Ops::new(DType::F32, 132, 90).stamp(Operand::new(Region::Stamps, offset, 8), Operand::NONE),
@@ -175,7 +175,7 @@ fn ranges_of_a_region_are_told_apart() {
 
 /// The host can stop the update by a word that the step reads after the last collective and before the first weight changes.
 #[test]
-fn an_update_that_the_host_could_not_hold_is_refused() {
+fn an_update_that_the_host_could_not_stop_is_refused() {
     for setting in settings() {
         let commands = sound(&setting);
         let told = |c: &Command| c.accesses().contains(&(UPDATING, Access::Write));
@@ -198,7 +198,7 @@ fn an_update_that_the_host_could_not_hold_is_refused() {
 
 /// Running statistics are copied once per step, before any command changes them.
 #[test]
-fn a_step_keeps_what_its_forward_pass_changes() {
+fn a_step_saves_running_statistics_before_they_change() {
     for setting in settings() {
         let changes = |c: &Command, wanted: Region| {
             c.accesses().iter().any(|(o, access)| o.region == wanted && *access != Access::Read)
@@ -225,7 +225,7 @@ fn a_step_keeps_what_its_forward_pass_changes() {
 
 /// The gradients to which a micro-batch adds must come from an earlier micro-batch.
 #[test]
-fn gradients_that_are_not_there_are_not_added_to() {
+fn adding_to_gradients_that_do_not_exist_is_refused() {
     for setting in settings() {
         let setting = Setting { accumulates: true, ..setting };
         let later = setting.sound(Phase::Train(MicroBatch { first: false, ..ONLY }), true).commands;

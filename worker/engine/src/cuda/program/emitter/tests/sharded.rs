@@ -73,7 +73,7 @@ fn ranks_that_divide_optimizer_state_update_all_weights_once() {
 
 /// What a rank has of each parameter, over all ranks, is the parameter.
 #[test]
-fn parts_of_parameters_are_all_of_them() {
+fn the_ranks_parts_of_a_parameter_add_up_to_it() {
     let network = build(Arch::ResNet50, Stem::Imagenet, 224, 1000);
     for ranks in [2, 3, 8] {
         let of = |rank| {

@@ -135,7 +135,7 @@ pub(super) fn check(kernel: &Kernel, declared: &BTreeMap<String, Signature>) {
 
 /// Pictures of a dataset on the GPU, scaled or not, mixed or not.
 #[test]
-fn every_way_to_gather_pictures_is_sound() {
+fn commands_for_every_way_to_gather_pictures_are_valid() {
     let declared = declared();
     let network = build(Arch::ResNet18, Stem::Imagenet, 224, 10);
     let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Single);

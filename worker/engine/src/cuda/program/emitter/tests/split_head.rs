@@ -18,7 +18,7 @@ pub(super) fn part(network: &Network, model: usize, rank: usize, shards: &[(&str
 
 /// Uneven classes, in one chunk and in several; alone and with other copies of the network.
 #[test]
-fn its_commands_are_sound_and_meet_those_of_the_other_ranks() {
+fn commands_are_valid_and_match_those_of_the_other_ranks() {
     for (classes, model, chunks) in [(10, 2, 1), (7, 4, 1), (1001, 2, 63)] {
         let network = build(Arch::ResNet50, Stem::Cifar, 32, classes);
         for (dtype, ranks) in
@@ -96,7 +96,7 @@ fn backbone(commands: &[Command], ops: usize) -> Vec<String> {
 }
 
 #[test]
-fn the_backbone_is_that_of_data_parallel() {
+fn the_backbone_equals_that_of_data_parallelism() {
     let network = build(Arch::ResNet50, Stem::Imagenet, 224, 1000);
     let emitted = |network: &Arc<Network>| {
         let setting = Setting::new(network, 256, DType::Bf16, 90, Ranks::Exchanged);
@@ -115,7 +115,7 @@ fn the_backbone_is_that_of_data_parallel() {
 }
 
 #[test]
-fn its_kernels_have_the_arguments_that_they_declare() {
+fn kernels_of_a_split_head_have_the_arguments_that_they_declare() {
     let declared = signatures::declared();
     let part = part(&build(Arch::ResNet18, Stem::Cifar, 32, 1001), 2, 1, &[]);
     let mut launched = 0;

@@ -76,7 +76,7 @@ fn all_messages_meet(of_stages: &[Vec<Vec<Message>>]) {
 
 /// Each pass is sound by itself and among those of a whole step; neighbours exchange what the other one expects.
 #[test]
-fn stages_are_sound_and_meet_each_other_in_a_step() {
+fn stages_have_valid_commands_and_matching_messages() {
     let declared = signatures::declared();
     let (bottleneck, pooled) =
         (build(Arch::ResNet50, Stem::Cifar, 32, 10), build(Arch::ResNet18, Stem::Imagenet, 64, 1001));
@@ -115,7 +115,7 @@ fn stages_are_sound_and_meet_each_other_in_a_step() {
 
 /// An evaluation passes all stages, and only the last one has logits.
 #[test]
-fn evaluations_pass_the_stages_one_after_another() {
+fn evaluations_pass_from_stage_to_stage() {
     let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
     let passed: Vec<_> = stages(&network, 3)
         .iter()
@@ -134,7 +134,7 @@ fn evaluations_pass_the_stages_one_after_another() {
 
 /// Whatever a stage receives is used.
 #[test]
-fn a_message_that_a_stage_misses_is_refused() {
+fn a_step_without_one_of_its_received_messages_is_refused() {
     let stages = stages(&build(Arch::ResNet18, Stem::Cifar, 32, 10), 3);
     let setting = Setting { accumulates: true, ..Setting::new(&stages[1], 8, DType::F16, 90, Ranks::Single) };
     let commands = step(&setting, 3);

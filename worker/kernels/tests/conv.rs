@@ -111,13 +111,13 @@ fn reference(s: &ConvShape, x: &[f32], w: &[f32], dy: &[f32]) -> [Vec<f64>; 3] {
     [y, dx, dw]
 }
 
-fn assert_close(what: &str, s: &ConvShape, got: &[f32], want: &[f64]) {
+fn assert_close(name: &str, s: &ConvShape, got: &[f32], want: &[f64]) {
     let scale = want.iter().fold(0.0f64, |m, v| m.max(v.abs()));
     for (index, (got, want)) in got.iter().zip(want).enumerate() {
         let error = (f64::from(*got) - want).abs();
         assert!(
             error <= 1e-5 * scale,
-            "{what}[{index}] is {got}, should be {want} (scale {scale}) for {s:?}"
+            "{name}[{index}] is {got}, should be {want} (scale {scale}) for {s:?}"
         );
     }
 }
@@ -267,7 +267,7 @@ fn odd_shapes_in_groups() {
     ]);
 }
 
-/// Each group's outputs and gradients are those of a separate convolution.
+/// A change of one group's inputs changes only this group's outputs and weight gradients.
 #[test]
 fn groups_do_not_affect_each_other() {
     let s = grouped(4, [3, 6, 6, 16, 32, 3, 1, 1]);

@@ -113,6 +113,7 @@ impl Setting {
         (emitted, checked)
     }
 
+    /// Emits the commands, which must be valid.
     fn sound(&self, phase: Phase, side_stream: bool) -> Emitted {
         let (emitted, checked) = self.emit(phase, side_stream);
         let name = &self.plan.network.arch;
@@ -142,9 +143,9 @@ fn live(commands: &[Command]) -> Vec<Content> {
     live.into_iter().map(|(_, content)| content).collect()
 }
 
-/// Checks lists in every number format, on GPUs with and without matrix kernels, of a single rank and of groups: memory that is read has been
-/// written and is not freed, and streams wait for each other where necessary.
-fn commands_are_sound(networks: &[Arc<Network>]) {
+/// Checks lists of commands in every number format, on GPUs with and without matrix kernels, for one rank and for groups. Memory that is read
+/// must be written before and not freed, and streams must wait for each other where necessary.
+fn check_commands(networks: &[Arc<Network>]) {
     for network in networks {
         for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 90), (DType::F16, 80)] {
             for ranks in [Ranks::Single, Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
@@ -170,7 +171,7 @@ fn commands_are_sound(networks: &[Arc<Network>]) {
 #[test]
 fn the_commands_of_a_cifarnet_are_valid() {
     let network = cifarnet();
-    commands_are_sound(std::slice::from_ref(&network));
+    check_commands(std::slice::from_ref(&network));
     let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Single);
     let commands = setting.sound(Phase::Train(ONLY), true).commands;
     assert_eq!((count(&commands, "zero_gradient"), count(&commands, "row_sums")), (1, 1));
@@ -185,7 +186,7 @@ fn cifarnet() -> Arc<Network> {
 
 #[test]
 fn the_commands_of_a_bottleneck_network_are_valid() {
-    commands_are_sound(&[build(Arch::ResNet50, Stem::Cifar, 32, 10)]);
+    check_commands(&[build(Arch::ResNet50, Stem::Cifar, 32, 10)]);
 }
 
 mod full {
@@ -197,7 +198,7 @@ mod full {
         networks.extend(crate::unfused::networks());
         networks.push(build(Arch::ResNet18, Stem::Imagenet, 224, 1000));
         networks.push(build(Arch::ResNeXt50_32x4d, Stem::Cifar, 32, 10));
-        commands_are_sound(&networks);
+        check_commands(&networks);
     }
 }
 
@@ -289,12 +290,12 @@ fn ranks_with_fewer_pictures_call_the_same_collectives() {
     {
         for ranks in [Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
             let setting = Setting { sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
-            let met = |whole: bool| {
+            let collectives = |whole: bool| {
                 let emitted = setting.sound(Phase::Train(MicroBatch { whole, ..ONLY }), true);
                 meetings(&emitted.commands)
             };
-            let all = met(true);
-            assert_eq!(all, met(false), "{ranks:?}");
+            let all = collectives(true);
+            assert_eq!(all, collectives(false), "{ranks:?}");
             // Each batch norm has an exchange in both directions. Gradients are reduced in buckets, and the gradients of vectors last.
             let norms = if ranks == Ranks::Apart { 0 } else { 2 * setting.norms.len() };
             assert_eq!(all.len(), norms + setting.layout.buckets.len() + 1, "{ranks:?}");

@@ -33,10 +33,10 @@ fn step(setting: &Setting, micro_batches: usize) -> Vec<Command> {
     commands
 }
 
-/// A message of a stage: the other stage, whether that stage gets it, and its bytes.
+/// A message of a stage: the other stage, whether that stage receives the message, and its bytes.
 type Message = (usize, bool, usize);
 
-/// What a stage exchanges with other stages, in order.
+/// The messages of each of a stage's exchanges with other stages, in order.
 fn messages(commands: &[Command]) -> Vec<Vec<Message>> {
     let of = |command: &Command| {
         let Command::Exchange { group: Group::Stage, gives, takes, .. } = command else { return None };
@@ -47,9 +47,9 @@ fn messages(commands: &[Command]) -> Vec<Vec<Message>> {
     commands.iter().filter_map(of).collect()
 }
 
-/// Each message waits until its receiver is there: no stage waits for ever, and both ends of a message have as many bytes. The exchange
-/// before the update is the last one, among all stages.
-fn all_messages_meet(of_stages: &[Vec<Vec<Message>>]) {
+/// Checks that no stage waits for ever if each sender waits for its receiver, and that both ends of a message agree on its bytes. The
+/// last exchange, before the update, is among all stages.
+fn check_messages(of_stages: &[Vec<Vec<Message>>]) {
     let mut done = vec![0; of_stages.len()];
     let head = |done: &[usize], stage: usize| of_stages[stage].get(done[stage]);
     loop {
@@ -74,7 +74,7 @@ fn all_messages_meet(of_stages: &[Vec<Vec<Message>>]) {
     }
 }
 
-/// Each pass is sound by itself and among those of a whole step; neighbours exchange what the other one expects.
+/// Each pass is valid, separately and within a whole step, and neighbours exchange the messages that the other stage expects.
 #[test]
 fn stages_have_valid_commands_and_matching_messages() {
     let declared = signatures::declared();
@@ -108,7 +108,7 @@ fn stages_have_valid_commands_and_matching_messages() {
                     messages(&commands)
                 })
                 .collect();
-            all_messages_meet(&of_stages);
+            check_messages(&of_stages);
         }
     }
 }
@@ -132,7 +132,7 @@ fn evaluations_pass_from_stage_to_stage() {
     assert_eq!((&sent[..], &received[..]), (&[(1, true, bytes(sent))][..], &[(0, false, bytes(sent))][..]));
 }
 
-/// Whatever a stage receives is used.
+/// A stage uses every message that it receives.
 #[test]
 fn a_step_without_one_of_its_received_messages_is_refused() {
     let stages = stages(&build(Arch::ResNet18, Stem::Cifar, 32, 10), 3);

@@ -183,7 +183,7 @@ fn pinned_settings_are_kept_and_impossible_plans_omitted() {
 }
 
 /// A chain with a residual addition, of random sizes, on a random machine.
-fn small(draw: &mut impl FnMut(usize) -> usize) -> (Network, Machine) {
+fn random_case(draw: &mut impl FnMut(usize) -> usize) -> (Network, Machine) {
     let mut network = Network::new("small", 8 << draw(2), 3, 1);
     let width = 16 << draw(4);
     let mut x = network.conv("stem", network.input(), width, 3, 1);
@@ -216,7 +216,7 @@ fn the_search_matches_an_exhaustive_search() {
     };
     let mut has_split = 0;
     for case in 0..24 {
-        let (network, mut machine) = small(&mut draw);
+        let (network, mut machine) = random_case(&mut draw);
         let work = work(4 << draw(5));
         let mut all = Vec::new();
         for (height, model) in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)] {
@@ -236,10 +236,13 @@ fn the_search_matches_an_exhaustive_search() {
                 }
             }
         }
-        let least = all.iter().map(|of| of.cost.memory_bytes).fold(f64::MAX, f64::min);
+        let least = all.iter().map(|candidate| candidate.cost.memory_bytes).fold(f64::MAX, f64::min);
         for memory in [machine.memory_bytes, (1.3 * least) as u64] {
             machine.memory_bytes = memory;
-            let fastest = all.iter().filter(|of| of.fits(&machine)).map(|of| of.cost.step_ms);
+            let fastest = all
+                .iter()
+                .filter(|candidate| candidate.fits(&machine))
+                .map(|candidate| candidate.cost.step_ms);
             let fastest = fastest.fold(f64::MAX, f64::min);
             let found = best(&network, 4, &machine, work.pictures);
             assert!(found.fits(&machine), "{case}: {}", found.plan);

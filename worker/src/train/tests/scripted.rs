@@ -1,4 +1,4 @@
-//! An engine that trains nothing, and whose float16 overflows as requested.
+//! A simulated engine, whose float16 overflows as requested.
 
 use lockstep_data::loader::Batch;
 use lockstep_engine::{Engine, EngineError, EvalResult, OptimizerState, StepResult};
@@ -9,12 +9,11 @@ use std::sync::{
     atomic::{AtomicU32, Ordering},
 };
 
-/// What exceeds the range of float16.
+/// The values that exceed the range of float16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Overflow {
     Gradients,
     Validation,
-    /// Nothing.
     Nothing,
 }
 

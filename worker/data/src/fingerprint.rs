@@ -233,7 +233,7 @@ fn content(
 mod tests {
     use super::*;
 
-    fn of(path: &Path) -> io::Result<Fingerprint> {
+    fn fingerprint(path: &Path) -> io::Result<Fingerprint> {
         Fingerprint::of(path, &AtomicBool::new(false))
     }
 
@@ -241,17 +241,17 @@ mod tests {
     fn unreadable_entries_are_part_of_the_fingerprint() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("x"), "one").unwrap();
-        let without = of(dir.path()).unwrap();
+        let without = fingerprint(dir.path()).unwrap();
         let odd = dir.path().join("odd");
         let mode = rustix::fs::Mode::RUSR;
         rustix::fs::mknodat(rustix::fs::CWD, &odd, rustix::fs::FileType::Fifo, mode, 0).unwrap();
-        let pipe = of(dir.path()).unwrap();
+        let pipe = fingerprint(dir.path()).unwrap();
         assert_eq!((pipe.files, pipe.bytes), (2, 3));
         let mut seen = vec![without.sha256, pipe.sha256];
         for target in ["odd", "gone", "/proc/self/mem", ".."] {
             fs::remove_file(&odd).unwrap();
             std::os::unix::fs::symlink(target, &odd).unwrap();
-            let found = of(dir.path()).unwrap();
+            let found = fingerprint(dir.path()).unwrap();
             assert!(!seen.contains(&found.sha256), "{target}");
             seen.push(found.sha256);
         }
@@ -267,33 +267,33 @@ mod tests {
         }
         fs::create_dir_all(&inner).unwrap();
         fs::write(inner.join("x"), "one").unwrap();
-        assert_eq!(of(dir.path()).unwrap().files, 1);
+        assert_eq!(fingerprint(dir.path()).unwrap().files, 1);
         inner.push("d");
         fs::create_dir(&inner).unwrap();
         fs::write(inner.join("x"), "two").unwrap();
-        let words = of(dir.path()).unwrap_err().to_string();
-        assert!(words.contains("deeper than 32 folders"), "{words}");
+        let message = fingerprint(dir.path()).unwrap_err().to_string();
+        assert!(message.contains("deeper than 32 folders"), "{message}");
     }
 
     #[test]
     fn the_fingerprint_depends_on_names_sizes_and_content_only() {
         let dir = tempfile::tempdir().unwrap();
-        assert!(of(dir.path()).is_err(), "an empty folder");
-        assert!(of(&dir.path().join("gone")).unwrap_err().to_string().contains("gone"));
+        assert!(fingerprint(dir.path()).is_err(), "an empty folder");
+        assert!(fingerprint(&dir.path().join("gone")).unwrap_err().to_string().contains("gone"));
         fs::create_dir(dir.path().join("a")).unwrap();
         fs::write(dir.path().join("a/x"), "one").unwrap();
         fs::write(dir.path().join("y"), "two").unwrap();
-        let first = of(dir.path()).unwrap();
+        let first = fingerprint(dir.path()).unwrap();
         assert_eq!((first.files, first.bytes), (2, 6));
         // The same content in another folder, written at another time.
         let other = tempfile::tempdir().unwrap();
         fs::write(other.path().join("y"), "two").unwrap();
         fs::create_dir(other.path().join("a")).unwrap();
         fs::write(other.path().join("a/x"), "one").unwrap();
-        assert_eq!(of(other.path()).unwrap(), first);
+        assert_eq!(fingerprint(other.path()).unwrap(), first);
         fs::write(other.path().join("a/x"), "onE").unwrap();
-        assert_ne!(of(other.path()).unwrap(), first);
+        assert_ne!(fingerprint(other.path()).unwrap(), first);
         fs::rename(dir.path().join("y"), dir.path().join("z")).unwrap();
-        assert_ne!(of(dir.path()).unwrap(), first);
+        assert_ne!(fingerprint(dir.path()).unwrap(), first);
     }
 }

@@ -51,7 +51,7 @@ mod tests {
     #[test]
     fn a_listener_of_this_account_is_found_and_a_free_port_has_no_owner() {
         let own = rustix::process::getuid().as_raw();
-        for (bound, asked) in
+        for (bound, address) in
             [("127.0.0.1:0", "127.0.0.1"), ("0.0.0.0:0", "127.0.0.1"), ("[::1]:0", "::1"), ("[::]:0", "::1")]
         {
             // Fails without IPv6.
@@ -60,12 +60,12 @@ mod tests {
                 continue;
             };
             let port = listener.local_addr().unwrap().port();
-            assert_eq!(listener_owners(asked.parse().unwrap(), port), [own], "{bound}");
-            let other = if asked == "::1" { "::2" } else { "127.0.0.2" };
+            assert_eq!(listener_owners(address.parse().unwrap(), port), [own], "{bound}");
+            let other = if address == "::1" { "::2" } else { "127.0.0.2" };
             let takes_all = bound.starts_with('0') || bound.starts_with("[::]");
             assert_eq!(!listener_owners(other.parse().unwrap(), port).is_empty(), takes_all, "{bound}");
             drop(listener);
-            assert_eq!(listener_owners(asked.parse().unwrap(), port), [0; 0], "{bound}");
+            assert_eq!(listener_owners(address.parse().unwrap(), port), [0; 0], "{bound}");
         }
     }
 

@@ -189,7 +189,7 @@ mod tests {
         spec::JobSpec,
     };
 
-    fn held(job_dir: &std::path::Path) -> StoredAttempt {
+    fn stored_attempt(job_dir: &std::path::Path) -> StoredAttempt {
         let start = StartAttempt {
             attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
             spec: JobSpec::default(),
@@ -225,9 +225,9 @@ mod tests {
     }
 
     #[test]
-    fn the_end_is_sent_last_and_nothing_twice_after_reconnecting() {
+    fn the_end_is_sent_last_and_no_record_twice_after_reconnecting() {
         let dir = tempfile::tempdir().unwrap();
-        let held = held(dir.path());
+        let held = stored_attempt(dir.path());
         let attempt_dir = held.attempt_dir();
         for rank in 0..2 {
             let reporter = Reporter::create(&attempt_dir, rank).unwrap();
@@ -243,7 +243,7 @@ mod tests {
 
         let mut records = Records::append_to(&agent_events_path(&held)).unwrap();
         records.append(&AttemptEvent::Ended(Ending::Stopped)).unwrap();
-        // Another connection, to a server that has two records of rank 1 and none of rank 0.
+        // The agent reconnects to a server that has two records of rank 1 and none of rank 0.
         let mut outbox = Outbox::new(&held, &[stored(&held, Source::Rank(1), 2)]);
         let mut reports = Vec::new();
         outbox.fill(&held, true, Instant::now(), &mut reports);
@@ -260,9 +260,9 @@ mod tests {
     }
 
     #[test]
-    fn an_unreadable_file_delays_the_end_and_loses_nothing() {
+    fn an_unreadable_file_delays_the_end_without_loss() {
         let dir = tempfile::tempdir().unwrap();
-        let held = held(dir.path());
+        let held = stored_attempt(dir.path());
         let path = events_path(&held.attempt_dir(), 0);
         let mut records = Records::append_to(&path).unwrap();
         records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step: 1 }).unwrap();
@@ -275,7 +275,7 @@ mod tests {
         let mut outbox = Outbox::new(&held, &[]);
         let mut reports = Vec::new();
         outbox.fill(&held, true, Instant::now(), &mut reports);
-        assert_eq!(sources(&reports), [], "the end waits for what was said before it");
+        assert_eq!(sources(&reports), [], "the end waits for earlier reports");
 
         std::fs::remove_dir(&path).unwrap();
         std::fs::rename(&aside, &path).unwrap();
@@ -286,7 +286,7 @@ mod tests {
     #[test]
     fn a_slow_server_limits_the_reports_in_flight() {
         let dir = tempfile::tempdir().unwrap();
-        let held = held(dir.path());
+        let held = stored_attempt(dir.path());
         let mut records = Records::append_to(&events_path(&held.attempt_dir(), 0)).unwrap();
         let mut outbox = Outbox::new(&held, &[]);
         let mut sent = 0;
@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn points_are_collected_unless_the_job_is_watched() {
         let dir = tempfile::tempdir().unwrap();
-        let held = held(dir.path());
+        let held = stored_attempt(dir.path());
         let mut records = Records::append_to(&events_path(&held.attempt_dir(), 0)).unwrap();
         let mut outbox = Outbox::new(&held, &[]);
         let begin = Instant::now();

@@ -112,9 +112,9 @@ mod tests {
             train_samples: 0,
         });
         assert_eq!(reported.lost(0, &[]), None);
-        let said = reported.lost(7, &[]).unwrap();
-        assert!(said.contains("no checkpoint yet, steps 1 to 7 are lost"), "{said}");
-        let of_step = |step| CheckpointInfo {
+        let message = reported.lost(7, &[]).unwrap();
+        assert!(message.contains("no checkpoint yet, steps 1 to 7 are lost"), "{message}");
+        let checkpoint_of = |step| CheckpointInfo {
             epoch: 1,
             step,
             val_accuracy: None,
@@ -123,11 +123,11 @@ mod tests {
             best: false,
             size_bytes: 1,
         };
-        reported.note(&AttemptEvent::Checkpoint(of_step(20)));
+        reported.note(&AttemptEvent::Checkpoint(checkpoint_of(20)));
         // A checkpoint that was found damaged at the start.
         reported.note(&AttemptEvent::CheckpointRemoved { epoch: 2, step: 100 });
-        let said = reported.lost(57, &[]).unwrap();
-        assert!(said.contains("of step 20, steps 21 to 57 are lost"), "{said}");
-        assert_eq!(reported.lost(57, &[of_step(57)]), None, "the agent has found one");
+        let message = reported.lost(57, &[]).unwrap();
+        assert!(message.contains("of step 20, steps 21 to 57 are lost"), "{message}");
+        assert_eq!(reported.lost(57, &[checkpoint_of(57)]), None, "the agent has found one");
     }
 }

@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn differing_ranks_are_named_and_all_ranks_without_a_majority() {
+    fn differing_ranks_are_named_or_all_ranks_without_a_majority() {
         for (checksums, named) in [
             (&[7, 7][..], None),
             (&[7, 8][..], Some("the weights of ranks 0 and 1 differ from each other")),
@@ -223,7 +223,7 @@ mod tests {
             (&[7, 7, 8, 9, 7][..], Some("the weights of ranks 2 and 3 differ from those of the others")),
             (&[7, 7, 8, 8][..], Some("the weights of ranks 0, 1, 2 and 3 differ from each other")),
         ] {
-            let checksums: Vec<_> = checksums.iter().map(|of: &u64| of.to_le_bytes()).collect();
+            let checksums: Vec<_> = checksums.iter().map(|checksum: &u64| checksum.to_le_bytes()).collect();
             assert_eq!(describe_differing_ranks(&checksums, |_| (0, 0)).as_deref(), named);
         }
         let of_two_parts: Vec<_> = [7, 8, 7, 8, 7, 9].map(u64::to_le_bytes).to_vec();
@@ -251,7 +251,7 @@ mod tests {
         assert!(secs >= 0.005 && secs <= began.elapsed().as_secs_f64() / 2.0, "{secs}");
         let voted = Instant::now();
         votes.voted(4, secs);
-        let anew = votes.step_secs(5);
-        assert!(anew <= voted.elapsed().as_secs_f64(), "{anew}");
+        let step_secs = votes.step_secs(5);
+        assert!(step_secs <= voted.elapsed().as_secs_f64(), "{step_secs}");
     }
 }

@@ -61,7 +61,7 @@ mod tests {
                 continue;
             }
             assert_ne!(in_runs(1, count, per_shard), order);
-            // Neighbours in the copy come from anywhere in the split.
+            // Neighbours in the copy are rarely close in the split.
             let near = order.windows(2).filter(|two| two[0].abs_diff(two[1]) < RUN as u32).count();
             assert!(near < count / 4, "{near} of {count}");
             let mut window = order[..WINDOW].to_vec();

@@ -111,7 +111,7 @@ mod tests {
         assert_eq!(super::super::read_opened((file, size), 12).unwrap(), b"root/inner/w");
         assert!(open(&at("root/inner"), Some(&allowed)).unwrap_err().ends_with("is a folder, not a file"));
 
-        // After the check, the file is replaced by a link, and then its folder.
+        // After the check, a link replaces the file, and then its folder.
         let checked = real("root/inner/w").unwrap();
         fs::remove_file(&checked).unwrap();
         symlink(at("outside/w"), &checked).unwrap();

@@ -103,12 +103,12 @@ mod tests {
 
     #[test]
     #[ignore = "needs a GPU"]
-    fn gpu_metrics_are_those_of_a_gpu() {
+    fn gpu_metrics_are_plausible() {
         let libraries = Libraries::find();
         let gpu = crate::gpu::devices::visible(&libraries).unwrap().remove(0);
         let nvml =
             Nvml::builder().lib_path(libraries.get(Library::Nvml).unwrap().path.as_os_str()).init().unwrap();
-        // A CUDA context takes some memory, whatever else runs on the GPU.
+        // A CUDA context takes some memory, even if nothing else runs on the GPU.
         let _context = cudarc::driver::CudaContext::new(0).unwrap();
         let seen = sample(&nvml, &gpu.uuid).unwrap();
         assert!(seen.memory_bytes > 0 && seen.memory_bytes <= gpu.memory_bytes, "{seen:?}");

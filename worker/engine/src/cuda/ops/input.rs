@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn the_gpu_s_scaling_makes_the_host_s_pictures() {
+    fn the_gpu_s_scaling_equals_the_host_s() {
         for (height, width, side) in [(32usize, 32usize, 224usize), (28, 28, 96), (97, 61, 40), (5, 300, 64)]
         {
             let source: Vec<u8> = (0..height * width)

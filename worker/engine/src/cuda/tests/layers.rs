@@ -1,7 +1,7 @@
 //! Tests of kept gradients and layer times.
 
 use super::*;
-use crate::frozen_norm::{frozen, is_of_norm, trained};
+use crate::frozen_norm::{freeze_norms, is_of_norm, trained_parameters};
 
 /// The kept gradients equal the CPU engine's, without the loss scale, and have the norm that the step reports.
 #[test]
@@ -11,10 +11,10 @@ fn gpu_kept_gradients_match_the_cpu_engine() {
         for (network, accumulate) in operations()
             .into_iter()
             .filter(|net| net.arch.contains("stem 3x3") && !net.arch.contains("256"))
-            .flat_map(|net| [(net.clone(), 1), (net.clone(), 2), (frozen(&net), 1)])
+            .flat_map(|net| [(net.clone(), 1), (net.clone(), 2), (freeze_norms(&net), 1)])
         {
             let config = EngineConfig { accumulate, ..config(16) };
-            let initial = if network.frozen_norm { trained(&network) } else { initial(&network) };
+            let initial = if network.frozen_norm { trained_parameters(&network) } else { initial(&network) };
             let step: Vec<Batch> = (0..accumulate).map(|i| pictures(&network, 16, i)).collect();
             let [wanted, ours] = [false, true].map(|on_gpu| {
                 let mut engine = match on_gpu {

@@ -119,8 +119,9 @@ mod tests {
         let root = dir.path().join("root");
         std::fs::create_dir_all(root.join("folder")).unwrap();
         let allowed = AllowedFolders { below: vec![root.display().to_string()], except: Vec::new() };
-        let weigh =
-            |file: &Path| mistake(&FitWeights { allowed: Some(allowed.clone()), ..asked(file, ours(), 10) });
+        let weigh = |file: &Path| {
+            mistake(&FitWeights { allowed: Some(allowed.clone()), ..fit_request(file, ours(), 10) })
+        };
         let inside = root.join("w.safetensors");
         std::fs::copy(&outside, &inside).unwrap();
         assert_eq!(weigh(&inside), None);

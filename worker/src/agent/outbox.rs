@@ -335,7 +335,7 @@ mod tests {
     #[test]
     fn bytes_in_flight_are_limited_per_attempt() {
         let dir = tempfile::tempdir().unwrap();
-        let mut held = held(dir.path());
+        let mut held = stored_attempt(dir.path());
         held.start.ranks = (0..4).map(|rank| (rank, rank)).collect();
         let text = "x".repeat(1 << 20);
         for rank in 0..4 {

@@ -297,8 +297,8 @@ fn averaged_weights_of_twenty_steps_match_pytorch() {
         let ours = &average[name].values;
         for (i, value) in wanted.values.iter().enumerate() {
             let found = f64::from(ours[i * (ours.len() - 1) / 15]);
-            let apart = (found - value).abs();
-            assert!(apart <= 1e-4 * wanted.norm, "{name}, value {i}: {found} instead of {value}");
+            let difference = (found - value).abs();
+            assert!(difference <= 1e-4 * wanted.norm, "{name}, value {i}: {found} instead of {value}");
         }
     }
 }
@@ -361,8 +361,8 @@ fn a_step_of_a_grouped_network_matches_pytorch() {
             assert!((norm / wanted.norm - 1.0).abs() <= 1e-3, "{name}: norm {norm}, not {}", wanted.norm);
             for (i, value) in wanted.values.iter().enumerate() {
                 let found = f64::from(ours[i * (ours.len() - 1) / (wanted.values.len() - 1)]);
-                let apart = (found - value).abs();
-                assert!(apart <= 3e-4 * wanted.norm, "{name}, value {i}: {found} instead of {value}");
+                let difference = (found - value).abs();
+                assert!(difference <= 3e-4 * wanted.norm, "{name}, value {i}: {found} instead of {value}");
             }
         }
     }

@@ -75,22 +75,22 @@ fn a_step_has_the_same_pixels_at_any_number_of_ranks_and_threads_and_after_a_res
         DataSpec { random_resized_crop: false, resize_size: Some(28), ..all_transforms() },
     ] {
         let source = open(dir.path(), &spec);
-        let alone = batches(&source, plan(0, 1));
-        assert!(alone.len() > 4 && alone.len() as u64 == source.shape.train_samples / 8);
+        let single = batches(&source, plan(0, 1));
+        assert!(single.len() > 4 && single.len() as u64 == source.shape.train_samples / 8);
         for world_size in [2, 4] {
             let again = open(dir.path(), &spec);
             let ranks: Vec<_> = (0..world_size).map(|r| batches(&again, plan(r, world_size))).collect();
-            for (step, whole) in alone.iter().enumerate() {
+            for (step, whole) in single.iter().enumerate() {
                 let joined: Vec<f32> = ranks.iter().flat_map(|b| b[step].images.clone()).collect();
                 assert!(joined == whole.images, "step {step} of {world_size} ranks");
             }
         }
         for threads in [2, 5] {
-            assert!(batches(&source, EpochPlan { threads, ..plan(0, 1) }) == alone, "{threads} threads");
+            assert!(batches(&source, EpochPlan { threads, ..plan(0, 1) }) == single, "{threads} threads");
         }
         let rest = batches(&open(dir.path(), &spec), EpochPlan { first_step: 4, threads: 3, ..plan(0, 1) });
-        assert!(rest == alone[4..]);
-        assert!(batches(&source, EpochPlan { epoch: 2, ..plan(0, 1) })[0].images != alone[0].images);
+        assert!(rest == single[4..]);
+        assert!(batches(&source, EpochPlan { epoch: 2, ..plan(0, 1) })[0].images != single[0].images);
         let validation_batches = |threads| -> Vec<Batch> {
             open(dir.path(), &spec).validation(0, 1, 5, threads).map(|b| b.expect("readable")).collect()
         };
@@ -267,7 +267,7 @@ fn fixtures() -> std::path::PathBuf {
 #[test]
 fn every_format_has_pillow_s_pixels() {
     let mut seen = 0;
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     for entry in fs::read_dir(fixtures()).expect("fixtures") {
         let path = entry.expect("a file").path();
         let name = path.file_name().expect("a name").to_string_lossy().into_owned();
@@ -279,7 +279,7 @@ fn every_format_has_pillow_s_pixels() {
         {
             Ok(found) => found,
             Err(error) => {
-                wrong.push(format!("{name} {error}"));
+                failures.push(format!("{name} {error}"));
                 continue;
             }
         };
@@ -290,10 +290,10 @@ fn every_format_has_pillow_s_pixels() {
         let largest = apart.clone().max().unwrap_or(0);
         let mean = apart.map(f64::from).sum::<f64>() / found.pixels.len() as f64;
         if largest > if lossy { 4 } else { 0 } || mean > 0.5 {
-            wrong.push(format!("{name}: {mean:.3} apart in the mean, {largest} at most"));
+            failures.push(format!("{name}: {mean:.3} apart in the mean, {largest} at most"));
         }
         seen += 1;
     }
-    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert!(failures.is_empty(), "{failures:#?}");
     assert!(seen >= 34, "{seen} files");
 }

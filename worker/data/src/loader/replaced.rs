@@ -237,13 +237,13 @@ mod tests {
     #[test]
     fn replacements_do_not_depend_on_the_number_of_ranks() {
         let dir = folder();
-        let alone = read_samples(dir.path(), 1);
-        assert_eq!(alone.len(), 10, "five steps in each of two epochs");
-        assert_eq!(read_samples(dir.path(), 2), alone);
-        assert_eq!(read_samples(dir.path(), 4), alone);
+        let single = read_samples(dir.path(), 1);
+        assert_eq!(single.len(), 10, "five steps in each of two epochs");
+        assert_eq!(read_samples(dir.path(), 2), single);
+        assert_eq!(read_samples(dir.path(), 4), single);
         for epoch in 0..2 {
             let mut counts = BTreeMap::new();
-            for samples in alone.iter().filter(|((e, _), _)| *e == epoch).map(|(_, samples)| samples) {
+            for samples in single.iter().filter(|((e, _), _)| *e == epoch).map(|(_, samples)| samples) {
                 for (index, label, colour) in samples {
                     let class = index / u64::from(PER_CLASS);
                     assert_eq!((u64::from(*label), colour[0], colour[2]), (class, class as u32 * 90, 7));

@@ -15,7 +15,7 @@ fn mixed_pictures_of_a_step_are_the_same_at_any_number_of_ranks_and_micro_batche
     let source = mixed(&spec);
     // The last steps of the epoch: 8000 = 133 * 60 + 20, so the last step is small.
     let whole = EpochPlan { first_step: 104, batch_size: 60, drop_remainder: false, ..plan(0, 1) };
-    let alone = batches(&source, whole);
+    let single = batches(&source, whole);
     for (world_size, accumulate) in [(2, 1), (4, 1), (1, 3), (2, 2)] {
         let plan = |rank| EpochPlan {
             batch_size: 60 / (world_size as usize * accumulate),
@@ -25,7 +25,7 @@ fn mixed_pictures_of_a_step_are_the_same_at_any_number_of_ranks_and_micro_batche
             ..whole
         };
         let ranks: Vec<_> = (0..world_size).map(|rank| batches(&source, plan(rank))).collect();
-        for (step, whole) in alone.iter().enumerate() {
+        for (step, whole) in single.iter().enumerate() {
             let parts =
                 (0..accumulate).flat_map(|micro| ranks.iter().map(move |r| &r[step * accumulate + micro]));
             let mut joined = Batch::default();
@@ -45,7 +45,7 @@ fn mixed_pictures_of_a_step_are_the_same_at_any_number_of_ranks_and_micro_batche
     }
     // An epoch can be continued in its middle, and another epoch mixes pictures differently.
     let rest = batches(&source, EpochPlan { first_step: 120, ..whole });
-    assert!(rest == alone[16..]);
+    assert!(rest == single[16..]);
     let lambdas =
         |epoch| batches(&source, EpochPlan { epoch, ..whole }).iter().map(|b| b.lambda).collect::<Vec<_>>();
     assert_ne!(lambdas(0), lambdas(1));

@@ -67,16 +67,16 @@ fn the_bundled_pictures_are_as_documented() {
 #[test]
 fn ranks_divide_each_step_s_pictures_equally_without_overlap() {
     let source = DataSource::open(&bundled(), &DataSpec::default(), 7).expect("opens");
-    let alone = batches(&source, plan(0, 1));
-    assert_eq!(alone.len(), 125);
+    let single = batches(&source, plan(0, 1));
+    assert_eq!(single.len(), 125);
     assert_eq!(
-        alone.iter().flat_map(|b| &b.indices).collect::<BTreeSet<_>>().len(),
+        single.iter().flat_map(|b| &b.indices).collect::<BTreeSet<_>>().len(),
         8000,
         "every picture once"
     );
     for world_size in [2, 4] {
         let ranks: Vec<_> = (0..world_size).map(|r| batches(&source, plan(r, world_size))).collect();
-        for (step, whole) in alone.iter().enumerate() {
+        for (step, whole) in single.iter().enumerate() {
             let joined: Vec<f32> = ranks.iter().flat_map(|b| b[step].images.clone()).collect();
             assert!(
                 joined == whole.images,

@@ -27,14 +27,17 @@ fn frozen_batch_norms_give_equal_bits_on_1_2_and_4_ranks() {
             (engine.parameters().unwrap(), engine.optimizer_state().unwrap())
         })
     };
-    let alone = &run(1, true, true)[0];
-    for (name, tensor) in &alone.0 {
+    let single = &run(1, true, true)[0];
+    for (name, tensor) in &single.0 {
         let is_frozen = name.contains("bn") || name.contains("running") || name.contains("downsample.1");
         assert_eq!(*tensor == initial[name], is_frozen, "{name}");
     }
     for (ranks, shared, sync) in [(2, true, true), (2, false, true), (4, true, false), (4, false, false)] {
         for (rank, result) in run(ranks, shared, sync).iter().enumerate() {
-            assert!(result == alone, "rank {rank} of {ranks}, shared memory: {shared}, synchronised: {sync}");
+            assert!(
+                result == single,
+                "rank {rank} of {ranks}, shared memory: {shared}, synchronised: {sync}"
+            );
         }
     }
 }

@@ -104,9 +104,9 @@ pub(super) fn max_excess(a: &NamedTensors, b: &NamedTensors) -> (f32, String) {
     for (name, a) in a {
         assert_eq!(a.shape, b[name].shape, "{name}");
         for (a, b) in a.values.iter().zip(&b[name].values) {
-            let apart = (a - b).abs() - 1e-6 - 1e-6 * b.abs();
-            if apart > worst.0 || apart.is_nan() {
-                worst = (apart, name.clone());
+            let difference = (a - b).abs() - 1e-6 - 1e-6 * b.abs();
+            if difference > worst.0 || difference.is_nan() {
+                worst = (difference, name.clone());
             }
         }
     }
@@ -141,24 +141,24 @@ fn ranks_that_share_a_network_train_as_one_rank() {
         (&large, [1, 2, 1], &[]),
         (&large, [1, 3, 1], &[]),
     ];
-    let (mut alone, mut wrong) = (Vec::new(), Vec::new());
+    let (mut single, mut failures) = (Vec::new(), Vec::new());
     for (network, mesh, shards) in cases {
-        if !alone.iter().any(|(of, _): &(&Arc<Network>, _)| Arc::ptr_eq(of, network)) {
-            alone.push((*network, trained(network, &Plan::data(1), &sgd)));
+        if !single.iter().any(|(of, _): &(&Arc<Network>, _)| Arc::ptr_eq(of, network)) {
+            single.push((*network, trained(network, &Plan::data(1), &sgd)));
         }
-        let (_, (losses, state)) = alone.iter().find(|(of, _)| Arc::ptr_eq(of, network)).unwrap();
+        let (_, (losses, state)) = single.iter().find(|(of, _)| Arc::ptr_eq(of, network)).unwrap();
         let (theirs, their_state) = trained(network, &plan(*mesh, shards), &sgd);
         let case = format!("{} on {mesh:?}, {shards:?}", network.arch);
         let loss = losses.iter().zip(&theirs).map(|(loss, theirs)| (loss - theirs).abs()).fold(0.0, f32::max);
-        let (apart, name) = max_excess(&their_state.parameters, &state.parameters);
-        if loss >= 1e-4 || apart > 0.0 {
-            wrong.push(format!("{case}: losses differ by {loss:e}, {name} by {apart:e} more than 1e-6"));
+        let (excess, name) = max_excess(&their_state.parameters, &state.parameters);
+        if loss >= 1e-4 || excess > 0.0 {
+            failures.push(format!("{case}: losses differ by {loss:e}, {name} by {excess:e} more than 1e-6"));
         }
         let [ours, theirs] = [state, &their_state].map(|state| state.optimizer.as_ref().unwrap());
         assert_eq!(ours.updates, theirs.updates);
         assert!(ours.slots.keys().eq(theirs.slots.keys()));
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 /// Optimizers that need norms of whole parameters. Labels are mixed, micro-batches differ in size, and one rank has no pictures.
@@ -195,7 +195,7 @@ fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
                 (results, engine.state_dict(&Writers::default()).unwrap())
             })
         };
-        let alone = run(&Plan::data(1));
+        let single = run(&Plan::data(1));
         for plan in [
             plan([2, 1, 2], &[("layer3.*", Split::Out), ("fc", Split::Out)]),
             plan([1, 1, 4], &[]),
@@ -204,7 +204,7 @@ fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
         ] {
             let several = run(&plan);
             let of_stage = &several[..plan.mesh.ranks_of_stage()];
-            for (step, wanted) in alone[0].0.iter().enumerate() {
+            for (step, wanted) in single[0].0.iter().enumerate() {
                 let of = |value: &dyn Fn(&StepResult) -> f32| -> f32 {
                     of_stage.iter().map(|(results, _)| value(&results[step])).sum()
                 };
@@ -222,12 +222,12 @@ fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
                     assert!((norm - 1.0).abs() < tolerance, "{kind:?} {plan:?}, step {step}: {norm}");
                 }
             }
-            let (Contribution::Whole(ours), Contribution::Whole(theirs)) = (&alone[0].1, &several[0].1)
+            let (Contribution::Whole(ours), Contribution::Whole(theirs)) = (&single[0].1, &several[0].1)
             else {
                 panic!("rank 0 has all")
             };
-            let apart = max_difference(&theirs.parameters, &ours.parameters);
-            assert!(apart < 1e-3, "{kind:?} {plan:?}: {apart}");
+            let difference = max_difference(&theirs.parameters, &ours.parameters);
+            assert!(difference < 1e-3, "{kind:?} {plan:?}: {difference}");
         }
     }
 }
@@ -289,8 +289,8 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
         assert_eq!(their_correct, correct, "{plan:?}");
         assert!((their_loss - loss).abs() < 1e-4, "{plan:?}: {their_loss} instead of {loss}");
         assert!(logits.iter().zip(&their_logits).all(|(a, b)| (a - b).abs() < 1e-4), "{plan:?}");
-        let apart = max_difference(&theirs.parameters, &after.parameters);
-        assert!(apart < 1e-3, "{plan:?}: {apart}");
+        let difference = max_difference(&theirs.parameters, &after.parameters);
+        assert!(difference < 1e-3, "{plan:?}: {difference}");
     }
 }
 
@@ -298,12 +298,12 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
 #[test]
 fn other_settings_work_as_in_data_parallelism() {
     let frozen = Arc::new(Network { frozen_norm: true, ..(*network()).clone() });
-    let [apart, summed] = [(false, true), (true, false)].map(|(sync_batch_norm, gradients_mean)| {
+    let [local, summed] = [(false, true), (true, false)].map(|(sync_batch_norm, gradients_mean)| {
         EngineConfig { sync_batch_norm, gradients_mean, ..config(0) }
     });
     let split = [("layer3.*.conv1", Split::Out), ("layer3.*.conv2", Split::In), ("fc", Split::Out)];
     for (network, config, shards) in [
-        (network(), apart, &[][..]),
+        (network(), local, &[][..]),
         (network(), summed, &split[..]),
         (frozen.clone(), config(0), &split[..]),
     ] {
@@ -312,11 +312,11 @@ fn other_settings_work_as_in_data_parallelism() {
             let (theirs, their_state) = trained(&network, &plan, &config);
             let relative = |(a, b): (&f32, &f32)| (a - b).abs() / a.max(1.0);
             let loss = losses.iter().zip(&theirs).map(relative).fold(0.0, f32::max);
-            let apart = max_difference(&their_state.parameters, &state.parameters);
+            let difference = max_difference(&their_state.parameters, &state.parameters);
             let frozen = network.frozen_norm;
             assert!(
-                loss < 1e-4 && apart < 1e-2,
-                "{config:?}, {plan:?}, frozen: {frozen}: {loss:e} {apart:e}"
+                loss < 1e-4 && difference < 1e-2,
+                "{config:?}, {plan:?}, frozen: {frozen}: {loss:e} {difference:e}"
             );
         }
     }
@@ -360,7 +360,7 @@ fn a_shared_network_supports_other_image_sizes() {
         let sum = |place: usize| of_ranks.iter().flatten().map(|losses| losses[place]).sum::<f64>() / 16.0;
         (0..4).map(sum).collect::<Vec<_>>()
     };
-    let alone = run(&Plan::data(1));
+    let single = run(&Plan::data(1));
     for plan in [
         plan([1, 2, 2], &[("layer3.*", Split::Out)]),
         plan([1, 3, 1], &[]),
@@ -369,8 +369,8 @@ fn a_shared_network_supports_other_image_sizes() {
     ] {
         let several = run(&plan);
         assert!(
-            alone.iter().zip(&several).all(|(a, b)| (a - b).abs() < 1e-4),
-            "{plan:?}: {several:?} {alone:?}"
+            single.iter().zip(&several).all(|(a, b)| (a - b).abs() < 1e-4),
+            "{plan:?}: {several:?} {single:?}"
         );
     }
 }
@@ -465,7 +465,7 @@ fn random_networks_under_random_plans_train_as_one_rank() {
             losses.iter().zip(&theirs).all(|(a, b)| (a - b).abs() < 1e-4),
             "{case}: {losses:?} {theirs:?}"
         );
-        let apart = max_difference(&their_state.parameters, &state.parameters);
-        assert!(apart < 1e-2, "{case}: {apart}");
+        let difference = max_difference(&their_state.parameters, &state.parameters);
+        assert!(difference < 1e-2, "{case}: {difference}");
     }
 }

@@ -25,10 +25,10 @@ fn kept_gradients_are_the_sum_over_ranks_bit_for_bit() {
             })
             .swap_remove(0)
         };
-        let alone = run(1, true);
-        assert!(alone.len() == 3 && alone[0].0 != alone[1].0);
+        let single = run(1, true);
+        assert!(single.len() == 3 && single[0].0 != single[1].0);
         for (ranks, shared) in [(2, true), (2, false), (4, true)] {
-            assert!(run(ranks, shared) == alone, "{kind:?}, {ranks} ranks, shared memory: {shared}");
+            assert!(run(ranks, shared) == single, "{kind:?}, {ranks} ranks, shared memory: {shared}");
         }
     }
 }

@@ -127,8 +127,8 @@ fn ranks_that_share_the_classes_train_as_one_rank() {
                 assert!((loss - wanted).abs() < 1e-5 * wanted, "{kind:?} {plan:?}: {loss} {wanted}");
                 assert_eq!(correct, wanted_correct, "{kind:?} {plan:?}");
             }
-            let (apart, name) = max_excess(&state.parameters, &wanted.state.parameters);
-            assert!(apart <= 1e-6, "{kind:?} {plan:?}: {name} by {apart:e}");
+            let (excess, name) = max_excess(&state.parameters, &wanted.state.parameters);
+            assert!(excess <= 1e-6, "{kind:?} {plan:?}: {name} by {excess:e}");
             let (loss, correct) = wanted.evaluated;
             assert!(
                 (evaluated.0 - loss).abs() < 1e-4 * loss && evaluated.1 == correct,

@@ -135,8 +135,8 @@ fn max_difference(a: &NamedTensors, b: &NamedTensors) -> f32 {
     for (name, a) in a {
         let b = &b[name].values;
         let largest = b.iter().fold(0.0f32, |m, v| m.max(v.abs())).max(1e-3);
-        let apart = a.values.iter().zip(b).fold(0.0f32, |m, (a, b)| m.max((a - b).abs()));
-        worst = worst.max(apart / largest);
+        let difference = a.values.iter().zip(b).fold(0.0f32, |m, (a, b)| m.max((a - b).abs()));
+        worst = worst.max(difference / largest);
     }
     worst
 }
@@ -145,13 +145,13 @@ fn max_difference(a: &NamedTensors, b: &NamedTensors) -> f32 {
 fn a_global_batch_of_64_gives_equal_results_on_1_2_and_4_ranks() {
     // At this learning rate, one wrong last bit grows to 1e-3 of the loss by step 20.
     let all = [1, 2, 4].map(|ranks| train(ranks, 64, 50, 0.02));
-    let (alone, weights) = &all[0][0];
-    assert!(alone[49] < 0.8 * alone[0], "it learns: {alone:?}");
+    let (single, weights) = &all[0][0];
+    assert!(single[49] < 0.8 * single[0], "training reduces the loss: {single:?}");
     for of_ranks in &all[1..] {
         let ranks = of_ranks.len();
-        for (step, alone) in alone.iter().enumerate() {
+        for (step, single) in single.iter().enumerate() {
             let mean = of_ranks.iter().map(|(l, _)| l[step]).sum::<f32>() / ranks as f32;
-            assert!((mean - alone).abs() < 1e-6 * alone, "{ranks} ranks, step {step}: {mean} {alone}");
+            assert!((mean - single).abs() < 1e-6 * single, "{ranks} ranks, step {step}: {mean} {single}");
         }
         for (rank, (_, theirs)) in of_ranks.iter().enumerate() {
             for (name, tensor) in weights {
@@ -188,10 +188,10 @@ fn ranks_with_unequal_micro_batches_count_every_picture_once() {
         let results: Vec<StepResult> = (0..2).map(|_| engine.train_step(&batches, 0.1).unwrap()).collect();
         (results, engine.parameters().unwrap())
     });
-    let mut alone = engine(EngineConfig { accumulate: 2, ..config(9) }, Arc::new(SingleRank));
+    let mut single = engine(EngineConfig { accumulate: 2, ..config(9) }, Arc::new(SingleRank));
     let mut result = StepResult::default();
     for _ in 0..2 {
-        result = alone.train_step(&[pictures(0, 0, 9), pictures(0, 9, 11)], 0.1).unwrap();
+        result = single.train_step(&[pictures(0, 0, 9), pictures(0, 9, 11)], 0.1).unwrap();
     }
     assert_eq!(several.iter().map(|(r, _)| r[1].samples).sum::<u32>(), 11);
     assert_eq!(several[2].0[1].samples, 0);
@@ -199,8 +199,8 @@ fn ranks_with_unequal_micro_batches_count_every_picture_once() {
     assert!((loss - result.loss).abs() < 1e-4 * loss, "{loss} instead of {}", result.loss);
     for (results, weights) in &several {
         assert!((results[1].grad_norm / result.grad_norm - 1.0).abs() < 1e-3);
-        let apart = max_difference(weights, &alone.parameters().unwrap());
-        assert!(apart < 1e-3, "{apart}");
+        let difference = max_difference(weights, &single.parameters().unwrap());
+        assert!(difference < 1e-3, "{difference}");
     }
 }
 
@@ -237,13 +237,13 @@ fn without_synchronised_statistics_each_rank_normalises_its_own_pictures() {
         engine.broadcast_parameters().unwrap();
         (before, engine.parameters().unwrap())
     });
-    let alone = {
+    let single = {
         let mut engine = engine(config(8), Arc::new(SingleRank));
         engine.train_step(&[pictures(0, 8, 16)], 0.1).unwrap();
         engine.parameters().unwrap()
     };
     let mean = "bn1.running_mean";
-    assert_eq!(ranks[1].0[mean], alone[mean], "rank 1's own statistics");
+    assert_eq!(ranks[1].0[mean], single[mean], "rank 1's own statistics");
     assert_ne!(ranks[0].0[mean], ranks[1].0[mean]);
     assert_eq!(ranks[0].0["fc.weight"], ranks[1].0["fc.weight"], "the weights are equal nevertheless");
     assert_eq!(ranks[0].1, ranks[1].1, "a broadcast makes the statistics equal");
@@ -312,7 +312,7 @@ fn an_engine_uses_only_its_own_group_of_ranks() {
         engine.parameters().unwrap()
     };
     for shared in [true, false] {
-        let alone = [0, 100].map(|seed| run_ranks(2, shared, |comm| weights(comm, seed)).remove(0));
+        let separate = [0, 100].map(|seed| run_ranks(2, shared, |comm| weights(comm, seed)).remove(0));
         let of_ranks = run_ranks(4, shared, |comm| {
             // Ranks 0 and 2 read other pictures than ranks 1 and 3.
             let color = comm.rank() % 2;
@@ -323,9 +323,9 @@ fn an_engine_uses_only_its_own_group_of_ranks() {
             weights
         });
         for (rank, weights) in of_ranks.iter().enumerate() {
-            assert!(*weights == alone[rank % 2], "rank {rank}, shared memory: {shared}");
+            assert!(*weights == separate[rank % 2], "rank {rank}, shared memory: {shared}");
         }
-        assert!(alone[0] != alone[1]);
+        assert!(separate[0] != separate[1]);
     }
 }
 

@@ -21,11 +21,11 @@ fn every_optimizer_gives_equal_bits_on_1_2_and_4_ranks() {
                     (engine.parameters().unwrap(), engine.optimizer_state().unwrap())
                 })
             };
-            let alone = &run(1, true)[0];
-            assert_eq!(alone.1.updates, 3);
+            let single = &run(1, true)[0];
+            assert_eq!(single.1.updates, 3);
             for (ranks, shared) in [(2, true), (2, false), (4, true)] {
                 for (rank, result) in run(ranks, shared).iter().enumerate() {
-                    assert!(result == alone, "{name}: rank {rank} of {ranks}, shared memory: {shared}");
+                    assert!(result == single, "{name}: rank {rank} of {ranks}, shared memory: {shared}");
                 }
             }
         }
@@ -62,11 +62,11 @@ fn optimizers_give_equal_results_for_a_large_network_on_any_ranks() {
         assert_eq!(shared, run(2, false, 1, 2, 2), "{name}: equal over shared memory and a ring");
         assert_eq!(shared[0], shared[1]);
         // Only one step, because float32 sums are added in another order, and rounding errors grow in training.
-        let alone = &run(1, false, 1, 1, 1)[0];
+        let single = &run(1, false, 1, 1, 1)[0];
         let of = &run(4, true, 1, 1, 1)[3];
-        assert!((of.0[0] / alone.0[0] - 1.0).abs() < 1e-3, "{name}: {:?} {:?}", of.0, alone.0);
-        let apart = max_difference(&of.1, &alone.1);
-        assert!(apart < 2e-3, "{name}: {apart}");
+        assert!((of.0[0] / single.0[0] - 1.0).abs() < 1e-3, "{name}: {:?} {:?}", of.0, single.0);
+        let difference = max_difference(&of.1, &single.1);
+        assert!(difference < 2e-3, "{name}: {difference}");
     }
 }
 

@@ -71,16 +71,16 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
         (&grouped, staged(3, Plan::data(1)), 5),
         (&grouped, staged(3, plan([1, 2, 2], &[("*", Split::Out), ("block.conv2", Split::Groups)])), 2),
     ];
-    let (mut alone, mut wrong) = (Vec::new(), Vec::new());
+    let (mut single, mut failures) = (Vec::new(), Vec::new());
     for (network, plan, accumulate) in cases {
         let is_case =
             |(of, with, ..): &(&Arc<Network>, usize, _, _)| Arc::ptr_eq(of, network) && with == accumulate;
-        if !alone.iter().any(is_case) {
+        if !single.iter().any(is_case) {
             let (results, state) =
                 trained(network, &Plan::data(1), Run { accumulate: *accumulate, ..RUN }, pictures);
-            alone.push((*network, *accumulate, results, state));
+            single.push((*network, *accumulate, results, state));
         }
-        let (.., results, state) = alone.iter().find(|of| is_case(of)).unwrap();
+        let (.., results, state) = single.iter().find(|of| is_case(of)).unwrap();
         let (theirs, their_state) = trained(network, plan, Run { accumulate: *accumulate, ..RUN }, pictures);
         let case = format!("{} on {:?}, {accumulate} micro-batches", network.arch, plan.mesh);
         for (step, wanted) in results[0].iter().enumerate() {
@@ -109,7 +109,7 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
             let wanted_accuracy = wanted.correct as f32 / wanted.samples as f32;
             if (loss - wanted.loss).abs() >= 1e-4 || (accuracy - wanted_accuracy).abs() > 1e-6 || norm > 1e-4
             {
-                wrong.push(format!(
+                failures.push(format!(
                     "{case}, step {step}: loss {loss} {}, accuracy {accuracy} {wanted_accuracy}, norm {norm:e}",
                     wanted.loss
                 ));
@@ -120,17 +120,17 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
             ("weights", (&their_state.parameters, &state.parameters)),
             ("average", (their_state.average.as_ref().unwrap(), state.average.as_ref().unwrap())),
         ] {
-            let (apart, name) = max_excess(theirs, ours);
-            if apart > 0.0 {
-                wrong.push(format!("{case}: {what} of {name} differ by {apart:e} more than 1e-6"));
+            let (excess, name) = max_excess(theirs, ours);
+            if excess > 0.0 {
+                failures.push(format!("{case}: {what} of {name} differ by {excess:e} more than 1e-6"));
             }
         }
-        let apart = max_difference(&slots(&their_state), &slots(state));
-        if apart > 1e-3 {
-            wrong.push(format!("{case}: momentum differs by {apart:e}"));
+        let difference = max_difference(&slots(&their_state), &slots(state));
+        if difference > 1e-3 {
+            failures.push(format!("{case}: momentum differs by {difference:e}"));
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 /// The activations do not fit into a connection's buffers, so two neighbours that both send first would deadlock.
@@ -151,8 +151,8 @@ fn stages_with_long_messages_do_not_deadlock() {
         labels: labels("pipeline.large", to, 10).split_off(from),
         ..Batch::default()
     };
-    let (alone, _) = trained(&network, &Plan::data(1), Run { accumulate: 4, steps: 1, ..RUN }, batch);
+    let (single, _) = trained(&network, &Plan::data(1), Run { accumulate: 4, steps: 1, ..RUN }, batch);
     let (theirs, _) =
         trained(&network, &staged(3, Plan::data(1)), Run { accumulate: 4, steps: 1, ..RUN }, batch);
-    assert!(theirs.iter().all(|of_rank| (of_rank[0].loss - alone[0][0].loss).abs() < 1e-4), "{theirs:?}");
+    assert!(theirs.iter().all(|of_rank| (of_rank[0].loss - single[0][0].loss).abs() < 1e-4), "{theirs:?}");
 }

@@ -190,8 +190,8 @@ fn a_sampled_step_equals_a_step_with_only_the_sampled_classes() {
             if plan.mesh.ranks() == 1 {
                 assert!(after == wanted, "{case}: other bits");
             } else {
-                let (apart, name) = max_excess(&after.parameters, &wanted.parameters);
-                assert!(apart <= 0.0, "{case}: {name} by {apart:e} more than 1e-6");
+                let (excess, name) = max_excess(&after.parameters, &wanted.parameters);
+                assert!(excess <= 0.0, "{case}: {name} by {excess:e} more than 1e-6");
             }
             chosen.push(classes);
         }
@@ -202,8 +202,8 @@ fn a_sampled_step_equals_a_step_with_only_the_sampled_classes() {
         let mut plain = build_cpu(wide(CLASSES), &last.parameters, all, Arc::new(SingleRank)).unwrap();
         let wanted = plain.predict(&part(0, 0..GLOBAL, GLOBAL)).unwrap();
         assert_eq!(trained.logits.len(), wanted.len());
-        let apart = trained.logits.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        assert!(apart < 1e-4, "{plan:?}: {apart}");
+        let difference = trained.logits.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(difference < 1e-4, "{plan:?}: {difference}");
     }
 }
 

@@ -81,7 +81,7 @@ fn difference(ours: &(Vec<f32>, StateDict), theirs: &(Vec<f32>, StateDict)) -> O
 
 #[test]
 fn ranks_that_divide_optimizer_state_train_as_one_rank() {
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     for (number, kind) in KINDS.into_iter().enumerate() {
         let config = of_kind(kind, 1 + number % 2);
         // Only two cases, because float32 sums are slow.
@@ -90,22 +90,23 @@ fn ranks_that_divide_optimizer_state_train_as_one_rank() {
             if of_ranks.is_empty() {
                 continue;
             }
-            let alone = trained(&network, &Plan::data(1), &config);
+            let single = trained(&network, &Plan::data(1), &config);
             for ranks in of_ranks {
                 let divided = trained(&network, &sharded(Plan::data(*ranks)), &config);
                 let case = format!("{}, {kind:?} on {ranks} ranks", network.arch);
-                wrong.extend(difference(&divided, &alone).map(|difference| format!("{case}: {difference}")));
+                failures
+                    .extend(difference(&divided, &single).map(|difference| format!("{case}: {difference}")));
             }
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 /// The optimizer state of a part of a parameter is divided over the ranks that have this part.
 #[test]
 fn ranks_that_share_a_network_divide_the_state_of_their_parts() {
     let split = [("layer3.*.conv1", Split::Out), ("layer3.*.conv2", Split::In), ("fc", Split::Out)];
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     for (kind, mesh, shards) in [
         (OptimizerKind::Momentum, [2, 1, 2], &split[..]),
         (OptimizerKind::Lamb, [2, 1, 2], &split[..]),
@@ -116,11 +117,11 @@ fn ranks_that_share_a_network_divide_the_state_of_their_parts() {
         let config = of_kind(kind, 1);
         let whole = trained(&network(), &plan, &config);
         let divided = trained(&network(), &sharded(plan), &config);
-        wrong.extend(
+        failures.extend(
             difference(&divided, &whole).map(|difference| format!("{kind:?}, {mesh:?}: {difference}")),
         );
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 #[test]
@@ -154,7 +155,7 @@ fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
         let (Contribution::Whole(state), _, gradients) = of_ranks.swap_remove(0) else { panic!("rank 0") };
         (*state, gradients)
     };
-    let (alone, wanted) = next(&Plan::data(1));
+    let (single, wanted) = next(&Plan::data(1));
     for plan in [
         sharded(Plan::data(1)),
         sharded(Plan::data(2)),
@@ -163,11 +164,11 @@ fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
         sharded(plan([2, 1, 2], &[("layer3.*", Split::Out)])),
     ] {
         let (state, gradients) = next(&plan);
-        let (apart, name) = max_excess(&state.parameters, &alone.parameters);
-        assert!(apart <= 0.0, "{plan:?}: {name} {apart:e}");
+        let (excess, name) = max_excess(&state.parameters, &single.parameters);
+        assert!(excess <= 0.0, "{plan:?}: {name} {excess:e}");
         if plan.is_data() {
-            let (apart, name) = max_excess(&gradients, &wanted);
-            assert!(apart <= 0.0, "{plan:?}: the gradient of {name} {apart:e}");
+            let (excess, name) = max_excess(&gradients, &wanted);
+            assert!(excess <= 0.0, "{plan:?}: the gradient of {name} {excess:e}");
         }
     }
 }

@@ -45,7 +45,7 @@ fn gpu_default_operations_in_16_bits_are_close_to_the_cpu_engine() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_default_networks_are_close_to_the_cpu_engine() {
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     for (arch, stem, side, batch) in [
         (Arch::ResNet20, Stem::Cifar, 32, 256),
         (Arch::ResNet18, Stem::Cifar, 32, 256),
@@ -70,14 +70,14 @@ fn gpu_default_networks_are_close_to_the_cpu_engine() {
                 let is_near = all.iter().all(|apart| *apart < near) && found.gradient < gradient;
                 if !is_near {
                     let (name, apart) = (&found.name, found.gradient);
-                    wrong.push(format!(
+                    failures.push(format!(
                         "{precision:?} {arch:?} {counts:?}: {all:?}, gradient of {name} {apart}"
                     ));
                 }
             }
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 /// Twenty steps change the weights, so small errors of a fusion accumulate.

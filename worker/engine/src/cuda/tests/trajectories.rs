@@ -126,7 +126,7 @@ fn gpu_running_statistics_follow_the_cpu_engine_for_a_hundred_steps() {
     let job = Job::new();
     let mut cpu = job.cpu(job.config.threads);
     let on_cores = pictures_for(cpu.as_mut(), 100);
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     for (precision, near) in [(Precision::Fp32, 1e-4), (Precision::Fp16, 1e-2), (Precision::Bf16, 8e-2)] {
         for deterministic in [true, false] {
             let mut gpu = job.gpu(precision, deterministic);
@@ -156,11 +156,11 @@ fn gpu_running_statistics_follow_the_cpu_engine_for_a_hundred_steps() {
             );
             eprintln!("{line}");
             if apart > near || (ours - theirs).abs() > near * theirs {
-                wrong.push(line);
+                failures.push(line);
             }
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 /// Results of a run of one epoch: the training loss of the last step, and the validation.
@@ -232,7 +232,7 @@ fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
     });
     let on_cores = found.into_inner().unwrap();
     eprintln!("{}", summary("cores", &on_cores));
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     for (precision, deterministic) in [
         (Precision::Fp16, false),
         (Precision::Fp16, true),
@@ -251,8 +251,8 @@ fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
         let line = summary(&name, &on_gpu);
         eprintln!("{line}");
         if z.abs() > LARGEST_Z {
-            wrong.push(line);
+            failures.push(line);
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }

@@ -137,7 +137,7 @@ fn max_difference(a: &[u8], b: &[u8]) -> u8 {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_jpeg_files_of_all_kinds_match_libjpeg_or_are_left_to_cpu_cores() {
-    let (mut for_cores, mut refused, mut wrong, mut equal) = (BTreeMap::new(), Vec::new(), Vec::new(), 0);
+    let (mut for_cores, mut refused, mut failures, mut equal) = (BTreeMap::new(), Vec::new(), Vec::new(), 0);
     let mut by_size: BTreeMap<(u32, u32), Vec<Case>> = BTreeMap::new();
     for case in cases() {
         match for_hardware(&case.file) {
@@ -152,21 +152,21 @@ fn gpu_jpeg_files_of_all_kinds_match_libjpeg_or_are_left_to_cpu_cores() {
                 None => refused.push(case.name.clone()),
                 // Odd sizes differ as in `planes.rs`.
                 Some(apart) if apart <= 12 => equal += 1,
-                Some(apart) => wrong.push((case.name.clone(), apart)),
+                Some(apart) => failures.push((case.name.clone(), apart)),
             }
         }
     }
     eprintln!(
-        "equal: {equal}; refused by nvJPEG: {refused:?}; left to cores: {for_cores:?}; wrong: {wrong:?}"
+        "equal: {equal}; refused by nvJPEG: {refused:?}; left to cores: {for_cores:?}; wrong: {failures:?}"
     );
-    assert!(wrong.is_empty() && equal >= 8, "{wrong:?}");
+    assert!(failures.is_empty() && equal >= 8, "{failures:?}");
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_damaged_picture_does_not_change_others() {
     let whole = planes::encode(&picture(1, 160, 96), SamplingFactor::R_4_2_0);
-    let alone = decode(&[&whole], (160, 96)).remove(0).unwrap();
+    let single = decode(&[&whole], (160, 96)).remove(0).unwrap();
     // A truncated scan with an end marker, or a scan of zeros.
     let cut = [&whole[..whole.len() / 2], b"\xff\xd9"].concat();
     let mut zeros = whole.clone();
@@ -174,11 +174,11 @@ fn gpu_a_damaged_picture_does_not_change_others() {
     zeros[middle..middle + 40].fill(0);
     for damaged in [cut, zeros] {
         let made = decode(&[&whole, &damaged, &whole], (160, 96));
-        assert!(made[0].as_ref() == Some(&alone) && made[2].as_ref() == Some(&alone));
+        assert!(made[0].as_ref() == Some(&single) && made[2].as_ref() == Some(&single));
         // The GPU does not report damage, but the host excludes such files when it indexes the dataset.
         eprintln!(
             "the damaged picture differs by {:?} of 255",
-            made[1].as_ref().map(|made| max_difference(made, &alone))
+            made[1].as_ref().map(|made| max_difference(made, &single))
         );
     }
 }

@@ -45,15 +45,15 @@ fn decode(decoder: &dyn DeviceDecoder, files: &[Vec<u8>], size: (u32, u32)) -> V
 fn gpu_concurrent_groups_decode_as_separate_groups() {
     let decoder = super::super::open(0, DType::F16).unwrap();
     let groups: Vec<Vec<Vec<u8>>> = (0..6).map(group).collect();
-    let alone: Vec<_> = groups.iter().map(|files| decode(decoder.as_ref(), files, (96, 80))).collect();
+    let separate: Vec<_> = groups.iter().map(|files| decode(decoder.as_ref(), files, (96, 80))).collect();
     thread::scope(|scope| {
         for first in 0..6 {
-            let (decoder, groups, alone) = (&decoder, &groups, &alone);
+            let (decoder, groups, separate) = (&decoder, &groups, &separate);
             scope.spawn(move || {
                 for round in 0..30 {
                     let number = (first + round * 5) % 6;
                     let found = decode(decoder.as_ref(), &groups[number], (96, 80));
-                    assert!(found == alone[number], "group {number} in round {round}");
+                    assert!(found == separate[number], "group {number} in round {round}");
                 }
             });
         }

@@ -338,14 +338,14 @@ fn check_plan(dtype: DType) {
     let setting = Setting::new(&network, 256, dtype, 90, Ranks::Single);
     let format = DataType::from(dtype).name();
     let training = setting.sound(Phase::Train(ONLY), true);
-    let alone = setting.sound(Phase::Train(ONLY), false);
+    let one_stream = setting.sound(Phase::Train(ONLY), false);
     let evaluation = setting.sound(Phase::Evaluate, true);
-    let peaks = [&training, &alone, &evaluation].map(|emitted| emitted.arena_bytes);
+    let peaks = [&training, &one_stream, &evaluation].map(|emitted| emitted.arena_bytes);
     assert_eq!(
         setting.with_facts(|facts| arena_bytes(facts, true)).unwrap(),
         peaks.into_iter().max().unwrap()
     );
-    let [trains, alone, evaluates] = peaks.map(|bytes| bytes >> 20);
+    let [trains, one_stream, evaluates] = peaks.map(|bytes| bytes >> 20);
     let text = format!(
         "ResNet-50, pictures of 224x224, 1000 classes, a batch of 256, {format}, compute capability 9.0, 132 multiprocessors.\n\
          \n\
@@ -355,7 +355,7 @@ fn check_plan(dtype: DType) {
          pass leaves the gradient of its input where that was. What weight gradients read is freed when the main stream has\n\
          waited for them.\n\
          \n\
-         Memory: {trains} MiB to train, {alone} MiB without a side stream, {evaluates} MiB to evaluate.\n\
+         Memory: {trains} MiB to train, {one_stream} MiB without a side stream, {evaluates} MiB to evaluate.\n\
          \n\
          # A training step\n{}\n# An evaluation\n{}",
         setting.text(&training),

@@ -43,8 +43,8 @@ fn a_missing_wait_is_refused() {
         assert!(needed.len() > 4 * others.len(), "{} of {}", needed.len(), waits.len());
         for number in others {
             let Command::Wait { event, .. } = commands[number] else { unreachable!() };
-            let alone = setting.statistics.is_none();
-            assert!(event == EventId::SideBegin || !alone, "{event:?} is not needed");
+            let is_single = setting.statistics.is_none();
+            assert!(event == EventId::SideBegin || !is_single, "{event:?} is not needed");
             assert!(event != EventId::CollectivesDone, "nothing waits for the sums");
         }
         for number in needed {

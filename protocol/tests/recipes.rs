@@ -80,7 +80,7 @@ fn cifar_94_has_the_published_learning_rates() {
 
 #[test]
 fn muon_and_cifarnet_refuse_unsupported_keys() {
-    let of = |lines: &str| from_toml(&format!("[data]\ndataset = \"d\"\n{lines}"));
+    let job_with = |lines: &str| from_toml(&format!("[data]\ndataset = \"d\"\n{lines}"));
     for (lines, pointer, expected) in [
         (
             "[train]\noptimizer = \"muon\"\n[parallel]\nranks = 2\noptimizer_sharding = true",
@@ -101,9 +101,9 @@ fn muon_and_cifarnet_refuse_unsupported_keys() {
         ("validation_size = 40\n[model]\narch = \"cifarnet\"", "/data/validation_size", &["one size"]),
         ("[evaluate]\nviews = 3", "/evaluate/views", &["1, 2 or 6"]),
     ] {
-        one_mistake(of(lines), pointer, expected);
+        one_mistake(job_with(lines), pointer, expected);
     }
-    assert!(of("[train]\noptimizer = \"muon\"\n[parallel]\nranks = 4").is_ok(), "data parallel");
+    assert!(job_with("[train]\noptimizer = \"muon\"\n[parallel]\nranks = 4").is_ok(), "data parallel");
 }
 
 #[test]
@@ -210,8 +210,8 @@ fn errors_name_the_recipes_and_the_keys_that_a_recipe_needs() {
         (Validation::Fraction(0.1), BrokenFiles::Skip)
     );
     // 0.1 for 256 pictures is 10,000 for 25,600,000.
-    let most = "batch_size = 25000\n[parallel]\nranks = 1024";
-    assert_eq!(job("imagenet", "", most).expect("at the limit").train.lr, 10_000.0);
-    let more = "batch_size = 25001\n[parallel]\nranks = 1024";
-    one_mistake(job("imagenet", "", more), "/train/lr", &["10000.4", "25601024", "give lr"]);
+    let at_limit = "batch_size = 25000\n[parallel]\nranks = 1024";
+    assert_eq!(job("imagenet", "", at_limit).expect("at the limit").train.lr, 10_000.0);
+    let above_limit = "batch_size = 25001\n[parallel]\nranks = 1024";
+    one_mistake(job("imagenet", "", above_limit), "/train/lr", &["10000.4", "25601024", "give lr"]);
 }

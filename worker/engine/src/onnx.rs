@@ -214,7 +214,7 @@ mod tests {
                 if !has_head {
                     network = network.without_head();
                 }
-                let what = format!("{arch:?}, {stem:?}, folded: {fold}, head: {has_head}");
+                let case = format!("{arch:?}, {stem:?}, folded: {fold}, head: {has_head}");
                 let zeros = network.parameters().into_iter().map(|p| {
                     let values = vec![0.0; p.len()];
                     (p.name, HostTensor { shape: p.shape, values })
@@ -227,25 +227,25 @@ mod tests {
                 let graph = graph.unwrap();
                 let mut known = BTreeSet::from(["input".to_owned()]);
                 for Tensor { name, dims, raw_data, .. } in &graph.initializer {
-                    assert_eq!(dims.iter().product::<i64>() * 4, raw_data.len() as i64, "{what}: {name}");
-                    assert!(known.insert(name.clone()), "{what}: {name}");
+                    assert_eq!(dims.iter().product::<i64>() * 4, raw_data.len() as i64, "{case}: {name}");
+                    assert!(known.insert(name.clone()), "{case}: {name}");
                 }
                 let mut read = BTreeSet::new();
                 for Node { name, input, output, .. } in &graph.node {
                     assert!(
                         input.iter().all(|input| known.contains(input)),
-                        "{what}: {name} reads {input:?}"
+                        "{case}: {name} reads {input:?}"
                     );
                     read.extend(input.iter().cloned());
-                    assert!(known.insert(output[0].clone()), "{what}: {output:?}");
+                    assert!(known.insert(output[0].clone()), "{case}: {output:?}");
                 }
                 known.retain(|name| !read.contains(name));
-                assert!(known.iter().eq(["output"]), "{what}: not read: {known:?}");
+                assert!(known.iter().eq(["output"]), "{case}: not read: {known:?}");
                 let norms = network.ops.iter().filter(|op| matches!(op, Op::BatchNorm { .. })).count();
                 // Flatten, and with a margin the normalisation.
                 let added = 1 + usize::from(margin.is_some());
                 let expected = network.ops.len() + added - if fold { norms } else { 0 };
-                assert_eq!(graph.node.len(), expected, "{what}");
+                assert_eq!(graph.node.len(), expected, "{case}");
             }
         }
     }

@@ -236,8 +236,8 @@ fn the_search_matches_an_exhaustive_search() {
                 }
             }
         }
-        let least = all.iter().map(|candidate| candidate.cost.memory_bytes).fold(f64::MAX, f64::min);
-        for memory in [machine.memory_bytes, (1.3 * least) as u64] {
+        let min_memory = all.iter().map(|candidate| candidate.cost.memory_bytes).fold(f64::MAX, f64::min);
+        for memory in [machine.memory_bytes, (1.3 * min_memory) as u64] {
             machine.memory_bytes = memory;
             let fastest = all
                 .iter()

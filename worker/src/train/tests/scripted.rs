@@ -33,8 +33,8 @@ pub(super) struct Scripted {
 }
 
 impl Scripted {
-    fn overflows(&self, what: Overflow) -> bool {
-        self.precision == Precision::Fp16 && self.overflow == what
+    fn overflows(&self, values: Overflow) -> bool {
+        self.precision == Precision::Fp16 && self.overflow == values
     }
 }
 

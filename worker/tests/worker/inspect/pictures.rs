@@ -6,13 +6,13 @@ use std::os::unix::fs::symlink;
 
 #[test]
 fn non_square_pictures_are_classified_with_training_s_transforms() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_changed_model(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
+    write_changed_model(dir.path(), &fixture, |about| about["whole_pictures"] = json!("true"), |_, _| {});
     // IDX pictures that are half as high as wide, which jobs stretch to a square.
-    let (height, width, count) = (of.side / 2, of.side, 40);
+    let (height, width, count) = (fixture.side / 2, fixture.side, 40);
     let size = height * width;
-    let pictures = &pixels(&of)[..count * size];
+    let pictures = &pixels(&fixture)[..count * size];
     let word = |n: usize| (n as u32).to_be_bytes();
     let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
     let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
@@ -21,8 +21,8 @@ fn non_square_pictures_are_classified_with_training_s_transforms() {
         fs::write(dir.path().join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
         fs::write(dir.path().join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
     }
-    let mut job = spec(&of);
-    job.data.image_size = Some((of.side as u32).into());
+    let mut job = spec(&fixture);
+    job.data.image_size = Some((fixture.side as u32).into());
     let evaluated = evaluate(dir.path(), job).unwrap();
     let files: Vec<_> = pictures
         .chunks(size)
@@ -42,13 +42,13 @@ fn non_square_pictures_are_classified_with_training_s_transforms() {
 
 #[test]
 fn pictures_are_resized_and_cropped_as_in_training() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    let resize = of.side + 5;
-    write_changed_model(dir.path(), &of, |about| about["resize"] = json!(resize.to_string()), |_, _| {});
-    let (height, width, count) = (of.side / 2, of.side, 40);
+    let resize = fixture.side + 5;
+    write_changed_model(dir.path(), &fixture, |about| about["resize"] = json!(resize.to_string()), |_, _| {});
+    let (height, width, count) = (fixture.side / 2, fixture.side, 40);
     let size = height * width;
-    let pictures = &pixels(&of)[..count * size];
+    let pictures = &pixels(&fixture)[..count * size];
     let word = |n: usize| (n as u32).to_be_bytes();
     let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
     let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
@@ -58,8 +58,8 @@ fn pictures_are_resized_and_cropped_as_in_training() {
         fs::write(dir.path().join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
     }
     // The model's metadata is used, not the job's own keys, which may have changed.
-    let mut job = spec(&of);
-    job.data.resize_size = Some(2 * of.side as u32);
+    let mut job = spec(&fixture);
+    job.data.resize_size = Some(2 * fixture.side as u32);
     let evaluated = evaluate(dir.path(), job.clone()).unwrap();
     let files: Vec<_> = pictures
         .chunks(size)
@@ -77,12 +77,12 @@ fn pictures_are_resized_and_cropped_as_in_training() {
     assert_eq!(confusion, evaluated.confusion);
 
     // A model without `resize` was trained on stretched pictures, so the job's `resize_size` is ignored.
-    write_changed_model(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
-    let scaled = evaluate(dir.path(), JobSpec { data: spec(&of).data, ..job.clone() });
-    job.data.image_size = Some((of.side as u32).into());
+    write_changed_model(dir.path(), &fixture, |about| about["whole_pictures"] = json!("true"), |_, _| {});
+    let scaled = evaluate(dir.path(), JobSpec { data: spec(&fixture).data, ..job.clone() });
+    job.data.image_size = Some((fixture.side as u32).into());
     job.data.random_resized_crop = true;
     assert_eq!(evaluate(dir.path(), job).unwrap().loss, scaled.unwrap().loss);
-    assert_ne!(evaluated.loss, evaluate(dir.path(), spec(&of)).unwrap().loss);
+    assert_ne!(evaluated.loss, evaluate(dir.path(), spec(&fixture)).unwrap().loss);
 }
 
 fn samples(path: &Path, pick: Pick) -> Samples {
@@ -95,16 +95,16 @@ fn samples(path: &Path, pick: Pick) -> Samples {
 
 #[test]
 fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().canonicalize().unwrap().join(name);
     for folder in ["root", "root/set", "root/other", "outside"] {
         std::fs::create_dir(at(folder)).unwrap();
     }
     for folder in ["root/set", "root/other", "outside"] {
-        write_dataset(&at(folder), &of);
+        write_dataset(&at(folder), &fixture);
     }
-    write_model(dir.path(), &of);
+    write_model(dir.path(), &fixture);
     let allowed = AllowedFolders { below: vec![at("root").display().to_string()], except: Vec::new() };
     let ask = |path: &str| {
         let (path, allowed) = (at(path).display().to_string(), Some(allowed.clone()));
@@ -112,7 +112,7 @@ fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
         let evaluation = EvaluateModel {
             model: dir.path().display().to_string(),
             dataset: path.clone(),
-            spec: Box::new(spec(&of)),
+            spec: Box::new(spec(&fixture)),
             allowed: allowed.clone(),
             neighbours: None,
         };
@@ -139,16 +139,16 @@ fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
 
 #[test]
 fn pictures_are_shown_stored_and_augmented() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_dataset(dir.path(), &of);
-    let labels = synthetic::labels("looking.labels", of.count, 10);
+    write_dataset(dir.path(), &fixture);
+    let labels = synthetic::labels("looking.labels", fixture.count, 10);
     let decoded = |png: &str| {
         use base64::Engine as _;
         let bytes = base64::engine::general_purpose::STANDARD.decode(png).unwrap();
         image::load_from_memory(&bytes).unwrap().into_luma8().into_raw()
     };
-    let size = of.side * of.side;
+    let size = fixture.side * fixture.side;
     let of_class = |shuffle, offset, limit| Pick::Stored {
         split: "train".into(),
         class: Some("3".into()),
@@ -161,7 +161,7 @@ fn pictures_are_shown_stored_and_augmented() {
     assert_eq!(found.total, threes.len() as u64);
     for (sample, index) in found.samples.iter().zip(&threes[1..]) {
         assert_eq!((sample.index, sample.label), (*index as u64, 3));
-        assert_eq!(decoded(&sample.png), pixels(&of)[index * size..][..size], "equal bits");
+        assert_eq!(decoded(&sample.png), pixels(&fixture)[index * size..][..size], "equal bits");
     }
     // Shuffled: the parts together have each picture once, in an order that depends on the seed.
     let shuffled = |seed| -> Vec<u64> {
@@ -175,13 +175,13 @@ fn pictures_are_shown_stored_and_augmented() {
     order.sort_unstable();
     assert_eq!(order, threes.iter().map(|i| *i as u64).collect::<Vec<_>>());
     let seen_at = |places: Vec<u64>, epochs: Vec<u32>| {
-        let data = Box::new(spec(&of).data);
+        let data = Box::new(spec(&fixture).data);
         samples(dir.path(), Pick::Seen { data, seed: 1, validation: false, places, epochs })
     };
     let seen = |epochs: Vec<u32>| seen_at(vec![7], epochs);
     assert_eq!(
         decoded(&seen(vec![]).samples[0].png),
-        pixels(&of)[7 * size..][..size],
+        pixels(&fixture)[7 * size..][..size],
         "the network's input, converted back"
     );
     let versions = seen(vec![0, 1, 2, 3, 4]);

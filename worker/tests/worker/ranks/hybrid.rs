@@ -143,10 +143,10 @@ fn ranks_that_share_a_network_train_as_one_rank() {
     ];
     let (mut single, mut failures) = (Vec::new(), Vec::new());
     for (network, mesh, shards) in cases {
-        if !single.iter().any(|(of, _): &(&Arc<Network>, _)| Arc::ptr_eq(of, network)) {
+        if !single.iter().any(|(other, _): &(&Arc<Network>, _)| Arc::ptr_eq(other, network)) {
             single.push((*network, trained(network, &Plan::data(1), &sgd)));
         }
-        let (_, (losses, state)) = single.iter().find(|(of, _)| Arc::ptr_eq(of, network)).unwrap();
+        let (_, (losses, state)) = single.iter().find(|(other, _)| Arc::ptr_eq(other, network)).unwrap();
         let (theirs, their_state) = trained(network, &plan(*mesh, shards), &sgd);
         let case = format!("{} on {mesh:?}, {shards:?}", network.arch);
         let loss = losses.iter().zip(&theirs).map(|(loss, theirs)| (loss - theirs).abs()).fold(0.0, f32::max);
@@ -205,14 +205,14 @@ fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
             let several = run(&plan);
             let of_stage = &several[..plan.mesh.ranks_of_stage()];
             for (step, wanted) in single[0].0.iter().enumerate() {
-                let of = |value: &dyn Fn(&StepResult) -> f32| -> f32 {
+                let sum = |value: &dyn Fn(&StepResult) -> f32| -> f32 {
                     of_stage.iter().map(|(results, _)| value(&results[step])).sum()
                 };
-                let samples = of(&|r| r.samples as f32);
-                let loss = of(&|r| r.loss * r.samples as f32) / samples;
+                let samples = sum(&|r| r.samples as f32);
+                let loss = sum(&|r| r.loss * r.samples as f32) / samples;
                 assert!((loss - wanted.loss).abs() < 1e-4, "{kind:?} {plan:?}: {loss} {}", wanted.loss);
                 assert_eq!(
-                    (samples, of(&|r| r.correct as f32)),
+                    (samples, sum(&|r| r.correct as f32)),
                     (wanted.samples as f32, wanted.correct as f32)
                 );
                 for (results, _) in &several {

@@ -63,9 +63,9 @@ fn optimizers_give_equal_results_for_a_large_network_on_any_ranks() {
         assert_eq!(shared[0], shared[1]);
         // Only one step, because float32 sums are added in another order, and rounding errors grow in training.
         let single = &run(1, false, 1, 1, 1)[0];
-        let of = &run(4, true, 1, 1, 1)[3];
-        assert!((of.0[0] / single.0[0] - 1.0).abs() < 1e-3, "{name}: {:?} {:?}", of.0, single.0);
-        let difference = max_difference(&of.1, &single.1);
+        let several = &run(4, true, 1, 1, 1)[3];
+        assert!((several.0[0] / single.0[0] - 1.0).abs() < 1e-3, "{name}: {:?} {:?}", several.0, single.0);
+        let difference = max_difference(&several.1, &single.1);
         assert!(difference < 2e-3, "{name}: {difference}");
     }
 }

@@ -73,14 +73,15 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
     ];
     let (mut single, mut failures) = (Vec::new(), Vec::new());
     for (network, plan, accumulate) in cases {
-        let is_case =
-            |(of, with, ..): &(&Arc<Network>, usize, _, _)| Arc::ptr_eq(of, network) && with == accumulate;
+        let is_case = |(other, count, ..): &(&Arc<Network>, usize, _, _)| {
+            Arc::ptr_eq(other, network) && count == accumulate
+        };
         if !single.iter().any(is_case) {
             let (results, state) =
                 trained(network, &Plan::data(1), Run { accumulate: *accumulate, ..RUN }, pictures);
             single.push((*network, *accumulate, results, state));
         }
-        let (.., results, state) = single.iter().find(|of| is_case(of)).unwrap();
+        let (.., results, state) = single.iter().find(|result| is_case(result)).unwrap();
         let (theirs, their_state) = trained(network, plan, Run { accumulate: *accumulate, ..RUN }, pictures);
         let case = format!("{} on {:?}, {accumulate} micro-batches", network.arch, plan.mesh);
         for (step, wanted) in results[0].iter().enumerate() {
@@ -116,13 +117,13 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
             }
         }
         let slots = |state: &StateDict| state.optimizer.as_ref().unwrap().slots.clone();
-        for (what, (theirs, ours)) in [
+        for (kind, (theirs, ours)) in [
             ("weights", (&their_state.parameters, &state.parameters)),
             ("average", (their_state.average.as_ref().unwrap(), state.average.as_ref().unwrap())),
         ] {
             let (excess, name) = max_excess(theirs, ours);
             if excess > 0.0 {
-                failures.push(format!("{case}: {what} of {name} differ by {excess:e} more than 1e-6"));
+                failures.push(format!("{case}: {kind} of {name} differ by {excess:e} more than 1e-6"));
             }
         }
         let difference = max_difference(&slots(&their_state), &slots(state));

@@ -80,13 +80,13 @@ fn run(plan: &Plan, config: &EngineConfig, steps: Range<usize>, state: Option<&S
     });
     // Only the ranks of the last stage have results.
     let last_stage = plan.mesh.ranks() - plan.mesh.ranks_of_stage();
-    let of = |step: usize, value: &dyn Fn(&StepResult) -> f32| -> f32 {
+    let sum = |step: usize, value: &dyn Fn(&StepResult) -> f32| -> f32 {
         of_ranks[last_stage..].iter().filter_map(|(steps, _)| steps[step].0.as_ref()).map(value).sum()
     };
     let results = (1..=steps.len()).map(|step| StepResult {
-        loss: of(step, &|r| r.loss * r.samples as f32) / GLOBAL as f32,
-        correct: of(step, &|r| r.correct as f32) as u32,
-        grad_norm: of(step, &|r| r.grad_norm) / plan.mesh.ranks_of_stage() as f32,
+        loss: sum(step, &|r| r.loss * r.samples as f32) / GLOBAL as f32,
+        correct: sum(step, &|r| r.correct as f32) as u32,
+        grad_norm: sum(step, &|r| r.grad_norm) / plan.mesh.ranks_of_stage() as f32,
         ..StepResult::default()
     });
     let (results, logits) =

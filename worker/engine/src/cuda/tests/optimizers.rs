@@ -129,18 +129,19 @@ fn check_update(
     [before, after]: [&OptimizerState; 2],
 ) {
     for (parameter, now) in is.iter().filter(|(name, _)| !name.contains("running")) {
-        let slot = |of: &OptimizerState, slot: &str| of.slots[&slot_name(parameter, slot)].values.clone();
+        let slot =
+            |state: &OptimizerState, slot: &str| state.slots[&slot_name(parameter, slot)].values.clone();
         let (m, v) = (slot(after, "exp_avg"), slot(after, "exp_avg_sq"));
         let (old_m, old_v) = (slot(before, "exp_avg"), slot(before, "exp_avg_sq"));
         let wanted = expected_update(optimizer, lr, &was[parameter], &m, &v, after.updates);
-        let largest = wanted.iter().fold(1e-3f64, |most, w| most.max(w.abs()));
+        let largest = wanted.iter().fold(1e-3f64, |largest, w| largest.max(w.abs()));
         for (w, wanted) in now.values.iter().zip(&wanted) {
             let apart = (f64::from(*w) - wanted).abs();
             assert!(apart < 3e-6 * largest, "{name}: {parameter} is {w} instead of {wanted}");
         }
         // The gradient follows from the first moment, and the second moment from the gradient.
         let (beta1, beta2) = (optimizer.beta1, optimizer.beta2);
-        let largest = v.iter().fold(1e-30f64, |most, v| most.max(f64::from(*v)));
+        let largest = v.iter().fold(1e-30f64, |largest, v| largest.max(f64::from(*v)));
         for i in 0..m.len() {
             let g = (f64::from(m[i]) - beta1 * f64::from(old_m[i])) / (1.0 - beta1);
             let wanted = beta2 * f64::from(old_v[i]) + (1.0 - beta2) * g * g;

@@ -203,9 +203,9 @@ fn run(engine: &mut dyn Engine, case: &Case, rank: Option<usize>) -> Run {
 
 /// The mean loss of all pictures of a step, and the number of correct predictions.
 fn whole(runs: &[Run], step: usize) -> (f32, u32) {
-    let of = |f: &dyn Fn(&StepResult) -> f32| runs.iter().map(|run| f(&run.steps[step])).sum::<f32>();
-    let samples = of(&|s| s.samples as f32);
-    (of(&|s| s.loss * s.samples as f32) / samples, runs.iter().map(|run| run.steps[step].correct).sum())
+    let sum = |f: &dyn Fn(&StepResult) -> f32| runs.iter().map(|run| f(&run.steps[step])).sum::<f32>();
+    let samples = sum(&|s| s.samples as f32);
+    (sum(&|s| s.loss * s.samples as f32) / samples, runs.iter().map(|run| run.steps[step].correct).sum())
 }
 
 /// Trains a case on GPUs and on CPU ranks, and compares. Losses may differ by `loss`, and weights by `way` relative to their change in training.

@@ -25,8 +25,8 @@ fn add_copy(copies: &Copies, key: &str, about: &About, attempt: &AttemptRef) -> 
     file.write_all(b"list").unwrap();
     let list = List { file, key: key.into(), within: String::new(), files: 1, bytes: about.bytes };
     match copies.reserve(list, about, attempt) {
-        Ok((entry, gone)) => {
-            remove(&gone).unwrap();
+        Ok((entry, removed)) => {
+            remove(&removed).unwrap();
             assert_eq!(fs::read(entry.list()).unwrap(), b"list");
             fs::create_dir_all(entry.data()).unwrap();
             Ok(entry)

@@ -73,9 +73,9 @@ fn compare(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
     let count = pairs().count();
     assert_eq!(wanted.iter().map(|b| b.bytes.len()).sum::<usize>(), count);
     let mean = pairs().map(u64::from).sum::<u64>() as f64 / count as f64;
-    let most = pairs().max().unwrap();
-    eprintln!("{}: apart {mean:.3} of 255 on average, {most} at most", data.decoded().unwrap());
-    (data, mean, most)
+    let largest = pairs().max().unwrap();
+    eprintln!("{}: apart {mean:.3} of 255 on average, {largest} at most", data.decoded().unwrap());
+    (data, mean, largest)
 }
 
 #[test]
@@ -122,8 +122,8 @@ fn decode(files: &[&[u8]], (width, height): (u32, u32)) -> Vec<Option<Vec<u8>>> 
         .collect();
     let mut pictures = Vec::new();
     decoder
-        .decode((width, height), &mut |_| std::mem::take(&mut given), &mut |made| {
-            pictures = made.iter().map(|pixels| pixels.map(<[u8]>::to_vec)).collect();
+        .decode((width, height), &mut |_| std::mem::take(&mut given), &mut |decoded| {
+            pictures = decoded.iter().map(|pixels| pixels.map(<[u8]>::to_vec)).collect();
         })
         .unwrap();
     pictures
@@ -147,8 +147,8 @@ fn gpu_jpeg_files_of_all_kinds_match_libjpeg_or_are_left_to_cpu_cores() {
     }
     for (size, cases) in by_size {
         let files: Vec<&[u8]> = cases.iter().map(|case| &case.file[..]).collect();
-        for (case, made) in cases.iter().zip(decode(&files, size)) {
-            match made.map(|made| max_difference(&made, case.pixels.as_raw())) {
+        for (case, picture) in cases.iter().zip(decode(&files, size)) {
+            match picture.map(|pixels| max_difference(&pixels, case.pixels.as_raw())) {
                 None => refused.push(case.name.clone()),
                 // Odd sizes differ as in `planes.rs`.
                 Some(apart) if apart <= 12 => equal += 1,
@@ -173,12 +173,12 @@ fn gpu_a_damaged_picture_does_not_change_others() {
     let middle = whole.len() / 2;
     zeros[middle..middle + 40].fill(0);
     for damaged in [cut, zeros] {
-        let made = decode(&[&whole, &damaged, &whole], (160, 96));
-        assert!(made[0].as_ref() == Some(&single) && made[2].as_ref() == Some(&single));
+        let decoded = decode(&[&whole, &damaged, &whole], (160, 96));
+        assert!(decoded[0].as_ref() == Some(&single) && decoded[2].as_ref() == Some(&single));
         // The GPU does not report damage, but the host excludes such files when it indexes the dataset.
         eprintln!(
             "the damaged picture differs by {:?} of 255",
-            made[1].as_ref().map(|made| max_difference(made, &single))
+            decoded[1].as_ref().map(|pixels| max_difference(pixels, &single))
         );
     }
 }

@@ -211,8 +211,8 @@ fn pixels_of_planes_are_close_to_pillow_s_except_at_the_border() {
         let wanted = image::load_from_memory(pillow).unwrap().into_rgb8();
         let (stored, found) = pixels(file);
         assert_eq!(wanted.dimensions(), (stored.width, stored.height));
-        let most = found.iter().flatten().zip(wanted.as_raw()).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
-        assert!(most <= 4, "{name}: {most} of 255 apart");
+        let largest = found.iter().flatten().zip(wanted.as_raw()).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
+        assert!(largest <= 4, "{name}: {largest} of 255 apart");
     }
 }
 
@@ -247,20 +247,23 @@ fn gpu_pictures_of_odd_sizes_match_cpu_cores_except_at_the_border() {
                 columns: &columns,
                 flip: false,
             }];
-            let mut most = None;
+            let mut largest = None;
             decoder
-                .decode((width, height), &mut |_| std::mem::take(&mut given), &mut |made| {
-                    let pairs = |made: &[u8]| {
-                        made.iter().zip(&wanted.pixels).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
+                .decode((width, height), &mut |_| std::mem::take(&mut given), &mut |decoded| {
+                    let pairs = |decoded: &[u8]| {
+                        decoded.iter().zip(&wanted.pixels).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
                     };
-                    most = made[0].map(pairs);
+                    largest = decoded[0].map(pairs);
                 })
                 .unwrap();
-            eprintln!("{sampling:?}, {width} x {height}: {most:?} of 255 apart at most");
-            assert!(most.is_none_or(|most| most <= 12), "{sampling:?}, {width} x {height}: {most:?}");
+            eprintln!("{sampling:?}, {width} x {height}: {largest:?} of 255 apart at most");
+            assert!(
+                largest.is_none_or(|largest| largest <= 12),
+                "{sampling:?}, {width} x {height}: {largest:?}"
+            );
             // Most files have one of these two subsamplings.
             let is_usual = matches!(sampling, SamplingFactor::R_4_4_4 | SamplingFactor::R_4_2_0);
-            assert!(most.is_some() || !is_usual || width == 1, "{sampling:?} is refused");
+            assert!(largest.is_some() || !is_usual || width == 1, "{sampling:?} is refused");
         }
     }
 }

@@ -33,8 +33,11 @@ fn decode(decoder: &dyn DeviceDecoder, files: &[Vec<u8>], size: (u32, u32)) -> V
         .collect();
     let mut pictures = Vec::new();
     decoder
-        .decode(size, &mut |_| std::mem::take(&mut given), &mut |made| {
-            pictures = made.iter().map(|made| made.expect("an ordinary file is decoded").to_vec()).collect();
+        .decode(size, &mut |_| std::mem::take(&mut given), &mut |decoded| {
+            pictures = decoded
+                .iter()
+                .map(|decoded| decoded.expect("an ordinary file is decoded").to_vec())
+                .collect();
         })
         .unwrap();
     pictures

@@ -49,7 +49,7 @@ fn a_missing_wait_is_refused() {
         }
         for number in needed {
             let Command::Wait { event, .. } = commands[number] else { unreachable!() };
-            let records = |c: &Command| matches!(c, Command::Record { event: of, .. } if *of == event);
+            let records = |c: &Command| matches!(c, Command::Record { event: other, .. } if *other == event);
             let recorded = commands[..number].iter().rposition(records).unwrap();
             assert!(refusal(&without(&commands, recorded)).is_some(), "{event:?} is not recorded");
         }

@@ -76,14 +76,14 @@ fn ranks_that_divide_optimizer_state_update_all_weights_once() {
 fn the_ranks_parts_of_a_parameter_add_up_to_it() {
     let network = build(Arch::ResNet50, Stem::Imagenet, 224, 1000);
     for ranks in [2, 3, 8] {
-        let of = |rank| {
+        let part = |rank| {
             let share = Share { rank, ranks };
             let setting = Setting::of_share(&network, 32, DType::F16, 90, (Ranks::Apart, Some(share)));
             let lengths: Vec<_> = setting.layout.own_segments(share).iter().map(Range::len).collect();
             let own: usize = setting.layout.own(share).map(|own| own.len()).sum();
             (lengths, own, setting.layout)
         };
-        let of_ranks: Vec<_> = (0..ranks).map(of).collect();
+        let of_ranks: Vec<_> = (0..ranks).map(part).collect();
         let (_, _, layout) = &of_ranks[0];
         for (number, slot) in layout.trained_slots().iter().enumerate() {
             let parts: usize = of_ranks.iter().map(|(lengths, ..)| lengths[number]).sum();
@@ -101,9 +101,9 @@ fn the_ranks_parts_of_a_parameter_add_up_to_it() {
 fn a_gradient_that_is_reduced_after_the_update_has_begun_is_refused() {
     let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
     for ranks in [Ranks::Apart, Ranks::ByNccl] {
-        let of = (ranks, Some(Share { rank: 0, ranks: 2 }));
+        let share = (ranks, Some(Share { rank: 0, ranks: 2 }));
         let commands =
-            Setting::of_share(&network, 32, DType::F16, 90, of).sound(Phase::Train(ONLY), true).commands;
+            Setting::of_share(&network, 32, DType::F16, 90, share).sound(Phase::Train(ONLY), true).commands;
         let refusal = |commands: &[Command]| verify::verify(commands, false).unwrap_err();
         let scatter = |c: &Command| matches!(c, Command::Collective { kind: Collective::ReduceScatter, .. });
         let number = commands.iter().rposition(scatter).unwrap();

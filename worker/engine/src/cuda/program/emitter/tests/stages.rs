@@ -38,13 +38,13 @@ type Message = (usize, bool, usize);
 
 /// The messages of each of a stage's exchanges with other stages, in order.
 fn messages(commands: &[Command]) -> Vec<Vec<Message>> {
-    let of = |command: &Command| {
+    let exchange = |command: &Command| {
         let Command::Exchange { group: Group::Stage, gives, takes, .. } = command else { return None };
         let given = gives.iter().map(|(stage, at)| (*stage as usize, true, at.bytes));
         let taken = takes.iter().map(|(stage, at)| (*stage as usize, false, at.bytes));
         Some(given.chain(taken).collect())
     };
-    commands.iter().filter_map(of).collect()
+    commands.iter().filter_map(exchange).collect()
 }
 
 /// Checks that no stage waits for ever if each sender waits for its receiver, and that both ends of a message agree on its bytes. The
@@ -65,7 +65,11 @@ fn check_messages(of_stages: &[Vec<Vec<Message>>]) {
         assert_eq!(done[stage] + 1, messages.len(), "stage {stage} waits for ever");
         for (other, of_other) in of_stages.iter().enumerate().filter(|(other, _)| *other != stage) {
             let with = |messages: &[Message], peer: usize, given: bool| -> Vec<usize> {
-                messages.iter().filter(|(of, is, _)| (*of, *is) == (peer, given)).map(|m| m.2).collect()
+                messages
+                    .iter()
+                    .filter(|(stage, is_given, _)| (*stage, *is_given) == (peer, given))
+                    .map(|m| m.2)
+                    .collect()
             };
             let (gives, takes) = (messages.last().unwrap(), of_other.last().unwrap());
             assert_eq!(with(gives, other, true), with(takes, stage, false), "{stage} and {other}");

@@ -293,7 +293,7 @@ mod tests {
         fs::remove_file(first(false)).unwrap();
         assert_eq!(set(), before, "without a training picture");
         image::GrayImage::from_pixel(4, 4, image::Luma([251])).save(first(true)).unwrap();
-        assert!(set().pictures == before.pictures && set() != before, "with another content");
+        assert!(set().pictures == before.pictures && set() != before, "with other content");
     }
 
     #[test]

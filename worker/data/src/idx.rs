@@ -275,7 +275,7 @@ mod tests {
         };
         assert!(none.is_empty());
         let Samples::Memory { pixels: all, measured: None, .. } = &whole.splits[0].samples else {
-            panic!("they are held")
+            panic!("pictures are in memory")
         };
         assert!(*all == pixels);
         assert_eq!(found.mean_std(), Statistics::of_packed(all, 6, 1).mean_std());

@@ -370,6 +370,6 @@ mod tests {
         for rank in 0..3 {
             outbox.acknowledge(&stored(&held, Source::Rank(rank), 6));
         }
-        assert_eq!(fill(&mut outbox).len(), 6, "nothing is left out");
+        assert_eq!(fill(&mut outbox).len(), 6, "no report is left out");
     }
 }

@@ -81,7 +81,7 @@ mod tests {
             write(&at, &snapshot(1, step, Some(0.5)), None).unwrap();
         }
         let mut reported = Reported::default();
-        assert_eq!(reported.unreported(&at, 1000), [], "it never ran");
+        assert_eq!(reported.unreported(&at, 1000), [], "the attempt never ran");
         let running = AttemptEvent::Running {
             total_steps: 200,
             steps_per_epoch: 200,
@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
         let mut reported = Reported::default();
-        assert_eq!(reported.lost(7, &[]), None, "it never ran");
+        assert_eq!(reported.lost(7, &[]), None, "the attempt never ran");
         reported.note(&AttemptEvent::Running {
             total_steps: 200,
             steps_per_epoch: 200,

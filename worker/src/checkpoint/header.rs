@@ -181,7 +181,7 @@ mod tests {
     #[test]
     fn a_tensor_with_invalid_offsets_is_named() {
         assert_eq!(places(&two([0, 8], [8, 20], "[3]"), 12 + 8), Ok(()));
-        assert_eq!(places(&two([12, 20], [0, 12], "[3]"), 20), Ok(()), "in any order");
+        assert_eq!(places(&two([12, 20], [0, 12], "[3]"), 20), Ok(()), "tensors may be in any order");
         for (header, data, detail) in [
             (two([0, 8], [4, 16], "[3]"), 20, "b begins at byte 4, before a ends (byte 8)"),
             (two([0, 8], [0, 8], "[2]"), 8, "b begins at byte 0, before a ends (byte 8)"),

@@ -75,7 +75,7 @@ fn checkpoints_are_read_back_and_deterministic() {
     assert_eq!(tracked.data(), 120i64.to_le_bytes());
     let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
     assert_eq!(header.metadata().as_ref().unwrap()["mean"], "[mean]");
-    assert_eq!(fs::read_dir(one.path()).unwrap().count(), 1, "nothing temporary is left");
+    assert_eq!(fs::read_dir(one.path()).unwrap().count(), 1, "no temporary file is left");
 }
 
 #[test]
@@ -266,7 +266,7 @@ fn evaluated_checkpoints_replace_only_unevaluated_ones() {
         assert_eq!(accuracy(), is, "{now:?}");
         assert_eq!(size, size_of(&folder, &validate(&folder).unwrap()));
         assert_eq!(model(), before);
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing temporary is left");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary file is left");
     }
 }
 
@@ -397,7 +397,7 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
             size,
             size_of(&sharded.path().join("1-9"), &validate(&sharded.path().join("1-9")).unwrap())
         );
-        assert_eq!(fs::read_dir(sharded.path()).unwrap().count(), 1, "nothing temporary is left");
+        assert_eq!(fs::read_dir(sharded.path()).unwrap().count(), 1, "no temporary file is left");
     };
     for deals_average in [false, true] {
         write_parts(deals_average);

@@ -224,7 +224,7 @@ mod tests {
             if let Some(exit) = process.poll() {
                 return exit;
             }
-            assert!(began.elapsed() < Duration::from_secs(20), "it never ended");
+            assert!(began.elapsed() < Duration::from_secs(20), "the process never ended");
             std::thread::sleep(Duration::from_millis(5));
         }
     }

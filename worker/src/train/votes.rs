@@ -210,7 +210,7 @@ mod tests {
         {
             many.voted(100, step_secs);
             assert!(!many.is_due(100 + next - 1) && many.is_due(100 + next), "{step_secs} s: {many:?}");
-            assert!(many.is_due(100 + next + 1), "one that was passed by is caught up on");
+            assert!(many.is_due(100 + next + 1), "a vote that was passed by is due later");
         }
     }
 

@@ -216,7 +216,7 @@ mod tests {
             come_back.send(()).unwrap();
             hanging.join().unwrap();
         });
-        assert_eq!(fake.freed.load(Ordering::SeqCst), 1, "by the call that came back");
+        assert_eq!(fake.freed.load(Ordering::SeqCst), 1, "freed by the call that returned");
         assert!(!fake.misused.load(Ordering::SeqCst));
     }
 
@@ -225,7 +225,7 @@ mod tests {
         let fake = Fake::default();
         let owner = Owner::new(&fake);
         let acquire = owner.acquire().unwrap();
-        assert!(owner.take().is_none(), "it is in use");
+        assert!(owner.take().is_none(), "the handle is in use");
         drop(acquire);
         assert!(owner.take().is_some());
         owner.abort("too late");

@@ -235,7 +235,7 @@ fn waiting_ranks_detect_lost_neighbours_immediately() {
             if let Err(error) = ring.check("a step") {
                 break error;
             }
-            assert!(began.elapsed() < Duration::from_secs(20), "nobody noticed");
+            assert!(began.elapsed() < Duration::from_secs(20), "no rank noticed the loss");
             std::thread::yield_now();
         };
         assert!(matches!(error, CommError::Disconnected { operation: "a step", .. }), "{error}");

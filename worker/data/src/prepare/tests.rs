@@ -136,7 +136,7 @@ fn a_copy_is_read_like_its_source() {
             };
             let same = expected.iter().enumerate().filter(|(_, (l, _))| l == label);
             let (distance, nearest) =
-                same.map(|(i, (_, pixels))| (distance(pixels), i)).min().expect("one is left");
+                same.map(|(i, (_, pixels))| (distance(pixels), i)).min().expect("a picture is left");
             // Pillow's JPEG of this quality differs by 1.4 on average; the next picture is brighter by 9 in red.
             let mean = f64::from(distance) / f64::from(30 * 20 * 3);
             assert!(mean < 3.0, "{number} of {} is {mean} from the source's nearest", split.name);

@@ -146,7 +146,7 @@ mod tests {
     #[test]
     #[ignore = "needs a GPU"]
     fn gpu_parts_opened_in_advance_are_valid_and_used() {
-        assert!(!is_sound(), "nothing was opened");
+        assert!(!is_sound(), "no parts were opened");
         begin(0, 2, None);
         assert!(is_sound(), "parts are being opened");
         drop(open(0, DType::F16).unwrap());

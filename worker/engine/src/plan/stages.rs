@@ -248,7 +248,7 @@ mod tests {
                     assert_eq!(pair[0].placement(sent), pair[1].placement(received));
                     assert_eq!(pair[0].rows(sent), pair[1].rows(received));
                     assert_eq!(pair[1].stage(), (number + 1, mesh.stage));
-                    assert!(!pair[1].is_pictures(received), "it has a gradient");
+                    assert!(!pair[1].is_pictures(received), "a received tensor has a gradient");
                 }
             }
         }

@@ -114,7 +114,7 @@ fn an_engine_with_resident_pictures_can_mix_them() {
     assert!(drawn.resident().is_some());
     assert!(drawn.is_prepared_each_step(), "CPU cores mix the pictures");
     drawn.set_format(BatchFormat::AugmentParams);
-    assert!(!drawn.is_prepared_each_step(), "nothing is left to prepare");
+    assert!(!drawn.is_prepared_each_step(), "no picture is prepared on the host");
     let (size, draws, pictures) = (28 * 28, augment_params(&spec), augmented_pictures(&plain));
     for (world_size, accumulate) in [(1, 1), (2, 2)] {
         for rank in 0..world_size {

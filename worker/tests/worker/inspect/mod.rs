@@ -204,7 +204,9 @@ fn the_confusion_matrix_matches_pytorch() {
         allowed: None,
         neighbours: None,
     });
-    let Ok(AgentReply::Evaluation(found)) = inspect::answer(request) else { panic!("it can be evaluated") };
+    let Ok(AgentReply::Evaluation(found)) = inspect::answer(request) else {
+        panic!("the model can be evaluated")
+    };
     assert_eq!(found.confusion, fixture.confusion);
     assert!((found.loss - fixture.loss).abs() < 1e-3, "{} instead of {}", found.loss, fixture.loss);
     let correct: u64 = (0..10).map(|c| fixture.confusion[c][c]).sum();
@@ -405,7 +407,7 @@ fn neighbours_are_training_pictures_with_validation_transforms() {
             neighbours: Some(k),
         };
         let Ok(AgentReply::Neighbours(found)) = inspect::answer(AgentRequest::Evaluate(request)) else {
-            panic!("it can be evaluated")
+            panic!("the model can be evaluated")
         };
         found
     };

@@ -18,7 +18,7 @@ fn unchanged_folders_are_skipped_until_a_change_is_found() {
     image::RgbImage::new(9, 9).save(&odd).unwrap();
     fs::write(fixture.picture("class-0001/notes"), "no picture").unwrap();
     let print = |catalog: &Catalog| catalog.fingerprint(fixture.data.path());
-    assert_eq!(counts(&open_trusting_folders(&fixture)), (9, vec![]), "nothing is known yet");
+    assert_eq!(counts(&open_trusting_folders(&fixture)), (9, vec![]), "no folder is known yet");
     let before = print(&fixture.open().unwrap());
     fixture.edit_index(|entry| entry.width = 77);
     // Overwriting a file does not change its folder.
@@ -26,7 +26,7 @@ fn unchanged_folders_are_skipped_until_a_change_is_found() {
     let catalog = open_trusting_folders(&fixture);
     assert_eq!((counts(&catalog), print(&catalog)), ((9, vec![]), before.clone()));
     let Samples::Listed(listing) = &catalog.splits[0].samples else { panic!("{catalog:?}") };
-    assert!((0..9).all(|i| listing.dimensions(i).0 == 77), "nothing was read");
+    assert!((0..9).all(|i| listing.dimensions(i).0 == 77), "no file was read");
     assert!((0..8).all(|i| listing.read(i).is_ok()));
     assert_eq!(counts(&open_trusting_folders(&fixture)).0, 9, "unchanged folders are not examined");
     let message = listing.read(8).unwrap_err().to_string();

@@ -39,7 +39,7 @@ fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
     let shards = |dir: &Path| -> BTreeMap<_, _> {
         files_of(dir).into_iter().filter(|(name, _)| !name.ends_with("json")).collect()
     };
-    assert!(shards(to.path()) == shards(whole.path()), "other bytes");
+    assert!(shards(to.path()) == shards(whole.path()), "the shards have other bytes");
     // Complete shards are not written again.
     let again = run(from.path(), to.path(), &small_shards()).unwrap();
     assert_eq!((again.kept_shards, again.splits), (again.shards, prepared.splits));

@@ -113,7 +113,7 @@ fn the_preview_shows_the_network_s_input() {
             erased += usize::from(pixels.iter().filter(|v| **v == 0.0).count() >= 3 * 8);
         }
     }
-    // About half of 24 pictures. Only erased values are 0, as this normalisation makes 0 of no byte.
+    // About half of 24 pictures. Only erased values are 0, because no byte is normalised to 0.
     assert!((5..20).contains(&erased), "{erased} of 24 have a rectangle that is 0");
     for batch in source.validation(0, 1, 3, 1).map(|b| b.expect("readable")) {
         for (index, pixels) in batch.indices.iter().zip(batch.images.chunks_exact(24 * 24 * 3)) {

@@ -48,7 +48,7 @@ fn errors_name_compressed_shards() {
 fn errors_name_a_split_that_cannot_be_listed() {
     let dir = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink("gone", dir.path().join("val")).unwrap();
-    // These are not folders, whatever their names are.
+    // Despite their names, these are not folders.
     fs::write(dir.path().join("test"), "").unwrap();
     std::os::unix::fs::symlink("gone", dir.path().join("train.txt")).unwrap();
     let message = open(dir.path()).unwrap_err().to_string();

@@ -413,7 +413,7 @@ mod tests {
         assert_eq!((resolved.parallel.mode.as_str(), resolved.train), ("data", spec.train));
     }
 
-    /// They split no layer but the last, and each rank has a row of every activation.
+    /// GPUs split no layer but the last, and each rank has a row of every activation.
     #[test]
     fn gpus_are_offered_only_plans_that_they_support() {
         let (spec, network) = job();
@@ -444,7 +444,7 @@ mod tests {
             let mut spec = spec.clone();
             change(&mut spec);
             let planned = Planned::of(&spec, &network, &machine("cpu")).unwrap();
-            assert!(planned.considered.iter().all(|of| of.plan.is_data()), "{}", planned.why);
+            assert!(planned.considered.iter().all(|candidate| candidate.plan.is_data()), "{}", planned.why);
         }
         spec.parallel.model = 2;
         spec.parallel.sync_batch_norm = false;

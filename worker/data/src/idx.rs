@@ -267,8 +267,8 @@ mod tests {
         let count = STATISTICS_SAMPLES + 7;
         let pixels: Vec<u8> = (0..count * 6).map(|i| (i * i % 251) as u8).collect();
         set(dir.path(), [count, 2, 3], &pixels, count);
-        let of = |reading| find(dir.path(), reading).unwrap().unwrap();
-        let (measured, whole) = (of(Reading::Measure), of(Reading::Whole));
+        let read = |reading| find(dir.path(), reading).unwrap().unwrap();
+        let (measured, whole) = (read(Reading::Measure), read(Reading::Whole));
         assert_eq!(measured.splits[0].labels, whole.splits[0].labels);
         let Samples::Memory { pixels: none, measured: Some(found), height: 2, width: 3, channels: 1 } =
             &measured.splits[0].samples
@@ -277,7 +277,7 @@ mod tests {
         };
         assert!(none.is_empty());
         let Samples::Memory { pixels: all, measured: None, .. } = &whole.splits[0].samples else {
-            panic!("they are held")
+            panic!("pictures are in memory")
         };
         assert!(*all == pixels);
         assert_eq!(found.statistics.mean_std(), Statistics::of_packed(all, 6, 1).mean_std());
@@ -288,7 +288,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let some = vec![0; SIDE * SIDE];
         for reading in [Reading::Whole, Reading::Measure] {
-            // The file is also truncated, which decompressing it would reveal.
+            // The file is also truncated, which would be an error only after decompression.
             set(dir.path(), [1500, SIDE, SIDE], &some, 7);
             let why = error(dir.path(), reading);
             assert!(why.contains("has 1500 pictures") && why.contains("has 7 labels"), "{why}");

@@ -429,7 +429,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cases_are_parsed_or_refused_with_the_expected_form() {
+    fn cases_are_parsed_or_refused_with_the_expected_format() {
         let case: Case = "resnet18c:32:64".parse().unwrap();
         assert_eq!((case.model.arch, case.model.stem, case.batch_size), (Arch::ResNet18, Stem::Cifar, 64));
         assert_eq!("resnet50:32:32".parse::<Case>().unwrap().model.stem, Stem::Imagenet);

@@ -111,13 +111,13 @@ fn reference(s: &ConvShape, x: &[f32], w: &[f32], dy: &[f32]) -> [Vec<f64>; 3] {
     [y, dx, dw]
 }
 
-fn assert_close(what: &str, s: &ConvShape, got: &[f32], want: &[f64]) {
+fn assert_close(name: &str, s: &ConvShape, got: &[f32], want: &[f64]) {
     let scale = want.iter().fold(0.0f64, |m, v| m.max(v.abs()));
     for (index, (got, want)) in got.iter().zip(want).enumerate() {
         let error = (f64::from(*got) - want).abs();
         assert!(
             error <= 1e-5 * scale,
-            "{what}[{index}] is {got}, should be {want} (scale {scale}) for {s:?}"
+            "{name}[{index}] is {got}, should be {want} (scale {scale}) for {s:?}"
         );
     }
 }
@@ -180,7 +180,7 @@ fn resnet20_at_28_and_32_pixels() {
 
 /// For ranks that share rows, the input includes the rows above and below.
 #[test]
-fn padding_of_columns_alone() {
+fn padding_of_columns_only() {
     let shapes = [[2, 9, 8, 16, 16, 3, 1, 1], [3, 13, 8, 3, 64, 7, 2, 3], [2, 5, 6, 16, 24, 3, 2, 1]];
     check_all(&shapes.map(|v| ConvShape { row_padding: 0, ..shape(v) }));
     check_all(&[ConvShape { row_padding: 0, ..grouped(4, [2, 6, 5, 32, 32, 3, 1, 1]) }]);
@@ -251,7 +251,7 @@ fn odd_shapes() {
 }
 
 #[test]
-fn resnexts_of_4_to_64_channels_a_group() {
+fn resnexts_of_4_to_64_channels_per_group() {
     check_all(&[
         grouped(32, [3, 8, 8, 128, 128, 3, 1, 1]),
         grouped(32, [3, 8, 8, 256, 256, 3, 2, 1]),
@@ -280,9 +280,9 @@ fn odd_shapes_in_groups() {
     ]);
 }
 
-/// Each group's outputs and gradients are those of a separate convolution.
+/// A change of one group's inputs changes only this group's outputs and weight gradients.
 #[test]
-fn groups_do_not_see_each_other() {
+fn groups_do_not_affect_each_other() {
     let s = grouped(4, [3, 6, 6, 16, 32, 3, 1, 1]);
     let (mut x, w, dy) = (values(s.input_len(), 1), values(s.weight_len(), 2), values(s.output_len(), 3));
     let mut scratch = Scratch::default();
@@ -405,7 +405,7 @@ fn weights_survive_the_round_trip() {
 
 /// NaN and infinity propagate, so that divergence is not hidden.
 #[test]
-fn nan_and_infinity_pass_through() {
+fn nan_and_infinity_propagate() {
     let s = shape([13, 5, 5, 16, 32, 3, 1, 1]);
     let (mut x, w, dy) = (values(s.input_len(), 8), values(s.weight_len(), 9), values(s.output_len(), 10));
     x[0] = f32::NAN;

@@ -81,7 +81,7 @@ mod tests {
             write(&at, &snapshot(1, step, Some(0.5)), None).unwrap();
         }
         let mut reported = Reported::default();
-        assert_eq!(reported.unreported(&at, 1000), [], "it never ran");
+        assert_eq!(reported.unreported(&at, 1000), [], "the attempt never ran");
         let running = AttemptEvent::Running {
             total_steps: 200,
             steps_per_epoch: 200,
@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
         let mut reported = Reported::default();
-        assert_eq!(reported.lost(7, &[]), None, "it never ran");
+        assert_eq!(reported.lost(7, &[]), None, "the attempt never ran");
         reported.note(&AttemptEvent::Running {
             total_steps: 200,
             steps_per_epoch: 200,
@@ -118,8 +118,8 @@ mod tests {
         reported.note(&AttemptEvent::Checkpoint(of_step(20)));
         // A checkpoint that was found damaged at the start.
         reported.note(&AttemptEvent::CheckpointRemoved { epoch: 2, step: 100 });
-        let said = reported.lost(57, &[]).unwrap();
-        assert!(said.contains("of step 20, steps 21 to 57 are lost"), "{said}");
-        assert_eq!(reported.lost(57, &[of_step(57)]), None, "the agent has found one");
+        let message = reported.lost(57, &[]).unwrap();
+        assert!(message.contains("of step 20, steps 21 to 57 are lost"), "{message}");
+        assert_eq!(reported.lost(57, &[checkpoint_of(57)]), None, "the agent has found one");
     }
 }

@@ -330,7 +330,7 @@ mod tests {
                 Uploads { dir: dir.path().into(), remote: Arc::new(remote), jobs: HashMap::new() };
             let is_done = uploads.round().await;
             assert_eq!(*asked.lock().unwrap(), ["GET uploads/1-10"]);
-            assert_eq!(is_done, !has_rank_0, "of an earlier attempt no report is on its way");
+            assert_eq!(is_done, !has_rank_0, "without rank 0, no report of the attempt is in flight");
         }
     }
 
@@ -369,12 +369,12 @@ mod tests {
             uploads.round().await;
             let job = uploads.jobs.values().next().unwrap();
             assert_eq!(job.done.contains_key("1-10"), damaged_here, "{:?}", asked.lock().unwrap());
-            assert_eq!(job.wait.is_none(), damaged_here, "tried again after a pause");
+            assert_eq!(job.wait.is_none(), damaged_here, "the upload is retried after a pause");
             // This also holds after a restart of the agent.
             for jobs in [std::mem::take(&mut uploads.jobs), HashMap::new()] {
                 uploads.jobs = jobs;
                 uploads.round().await;
-                assert!(folder.join(names[1]).exists(), "what is whole of it may be nowhere else");
+                assert!(folder.join(names[1]).exists(), "no other copy of the intact files may exist");
             }
         }
     }

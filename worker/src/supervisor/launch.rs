@@ -205,7 +205,7 @@ mod tests {
             if let Some(exit) = process.poll() {
                 return exit;
             }
-            assert!(began.elapsed() < Duration::from_secs(20), "it never ended");
+            assert!(began.elapsed() < Duration::from_secs(20), "the process never ended");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -235,11 +235,11 @@ mod tests {
         };
         let mut config = config(dir.path());
         config.gpu = Some(RankGpu { ordinal: 0, visible: vec!["GPU-b".into(), "GPU-a".into()] });
-        let said = printed(&config);
-        assert!(said.starts_with("GPU-b,GPU-a|"), "{said}");
+        let output = printed(&config);
+        assert!(output.starts_with("GPU-b,GPU-a|"), "{output}");
         // The rest of the environment is inherited from the launcher.
         let home = std::env::var("HOME").unwrap_or_default();
-        assert!(said.trim_end().ends_with(&format!("|{home}")), "{said}");
+        assert!(output.trim_end().ends_with(&format!("|{home}")), "{output}");
         // A job on CPU cores gets no GPU.
         config.start.spec.parallel.device = lockstep_protocol::spec::Device::Cpu;
         assert!(!printed(&config).contains("GPU-b"));
@@ -258,19 +258,19 @@ mod tests {
         assert_eq!(printed.trim_end(), device);
     }
 
-    /// What it prints says whether it was a spare process.
-    const EITHER: &str = "if [ \"$2\" = --spare ]; then\npath=$(cat)\n[ \"$path\" ] || exit 9\nexec >\"${path%json}stderr\"\n\
+    /// A script that prints whether it was started as a spare process.
+    const SPARE_OR_NEW: &str = "if [ \"$2\" = --spare ]; then\npath=$(cat)\n[ \"$path\" ] || exit 9\nexec >\"${path%json}stderr\"\n\
         echo spare\nelse echo new\nfi\nexec sleep 1000";
 
     #[test]
     fn a_spare_becomes_the_rank_unless_a_new_process_would_differ() {
         let dir = tempfile::tempdir().unwrap();
-        let script = program(dir.path(), EITHER);
+        let script = program(dir.path(), SPARE_OR_NEW);
         let gpu = RankGpu { ordinal: 1, visible: vec![toy::device("a"), toy::device("b")] };
         let spare = || Spare::start(&script, &gpu).unwrap();
-        let mut left = spare();
-        left.process().tell(b"").unwrap();
-        assert_eq!(wait(left.process()), Exit::Status(9), "its agent has ended");
+        let mut orphan = spare();
+        orphan.process().tell(b"").unwrap();
+        assert_eq!(wait(orphan.process()), Exit::Status(9), "the spare's agent has ended");
 
         type Change = fn(&mut Spare, &mut RankConfig, &Path);
         let cases: [(Change, &str); 4] = [
@@ -284,7 +284,7 @@ mod tests {
                 "new",
             ),
             // The program was replaced by another version.
-            (|_, _, script| crate::test_script::write_script(script, EITHER), "new"),
+            (|_, _, script| crate::test_script::write_script(script, SPARE_OR_NEW), "new"),
         ];
         for (change, printed) in cases {
             let dir = tempfile::tempdir().unwrap();
@@ -297,14 +297,14 @@ mod tests {
             let began = Instant::now();
             let mut text = String::new();
             while text.is_empty() {
-                assert!(began.elapsed() < Duration::from_secs(20), "it printed nothing");
+                assert!(began.elapsed() < Duration::from_secs(20), "the rank printed nothing");
                 text = fs::read_to_string(file("stderr")).unwrap();
             }
             assert_eq!(text.trim_end(), printed);
             let written: RankConfig = serde_json::from_slice(&fs::read(file("json")).unwrap()).unwrap();
             let expected = if printed == "spare" { Some(gpu.clone()) } else { config.gpu.clone() };
             assert_eq!(written.gpu, expected);
-            // The next agent adopts either.
+            // The next agent adopts the rank in either case.
             let mut adopted = RankProcess::adopt(&config.attempt_dir(), 0);
             assert_eq!(adopted.poll(), None);
             adopted.signal(Signal::KILL);

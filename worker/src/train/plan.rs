@@ -305,9 +305,9 @@ mod tests {
     fn a_last_step_with_fewer_pictures_than_ranks_is_named() {
         let mut spec = JobSpec::default();
         spec.data.drop_remainder = false;
-        let words = filled_up(&spec, 17, 16, 2).unwrap();
+        let message = filled_up(&spec, 17, 16, 2).unwrap();
         let named = "has 1 picture for 2 micro-batches, so 1 of the epoch's first pictures";
-        assert!(words.contains(named), "{words}");
+        assert!(message.contains(named), "{message}");
         for (samples, parts) in [(17, 1), (16, 2), (18, 2), (31, 8)] {
             assert_eq!(filled_up(&spec, samples, 16, parts), None, "{samples} {parts}");
         }

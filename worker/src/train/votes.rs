@@ -168,7 +168,7 @@ mod tests {
         {
             many.voted(100, step_secs);
             assert!(!many.is_due(100 + next - 1) && many.is_due(100 + next), "{step_secs} s: {many:?}");
-            assert!(many.is_due(100 + next + 1), "one that was passed by is caught up on");
+            assert!(many.is_due(100 + next + 1), "a vote that was passed by is due later");
         }
     }
 
@@ -183,7 +183,7 @@ mod tests {
         assert!(secs >= 0.005 && secs <= began.elapsed().as_secs_f64() / 2.0, "{secs}");
         let voted = Instant::now();
         votes.voted(4, secs);
-        let anew = votes.step_secs(5);
-        assert!(anew <= voted.elapsed().as_secs_f64(), "{anew}");
+        let step_secs = votes.step_secs(5);
+        assert!(step_secs <= voted.elapsed().as_secs_f64(), "{step_secs}");
     }
 }

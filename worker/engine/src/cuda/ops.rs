@@ -12,7 +12,7 @@
 //!
 //! # Operands
 //! [`Operand::NONE`] means "absent", where a field's documentation allows it. An argument states how its kernel accesses the
-//! memory; the check of a step's commands relies on that. "Moves" in a method's documentation lists the
+//! memory; the check of a step's commands relies on that. "Traffic" in a method's documentation lists the
 //! memory traffic of its kernels.
 
 mod adam;

@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn planes_restore_every_number_and_the_first_plane_is_the_nearest() {
+    fn planes_restore_every_number_and_the_first_plane_is_the_nearest_bfloat16() {
         let mut values =
             vec![0.0, -0.0, 1.0, -1.0, f32::MAX, f32::MIN_POSITIVE, f32::INFINITY, f32::NEG_INFINITY];
         // Every upper half, with the ends and the middle of the lower half.

@@ -177,8 +177,8 @@ mod tests {
             [(7, 2, 3, 1, 1), (8, 4, 7, 2, 3), (5, 3, 1, 2, 0), (4, 4, 5, 1, 2)]
         {
             let rows = Rows::shared(whole, ranks);
-            let made = Rows::shared((whole + 2 * padding - kernel) / stride + 1, ranks);
-            let wanted = rows.reached(&made, kernel, stride, padding);
+            let output = Rows::shared((whole + 2 * padding - kernel) / stride + 1, ranks);
+            let wanted = rows.reached(&output, kernel, stride, padding);
             for to in 0..ranks {
                 let given: Vec<isize> = (0..ranks).flat_map(|from| rows.given(from, &wanted, to)).collect();
                 let inside = wanted.of_rank[to].clone().filter(|row| (0..whole as isize).contains(row));
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sum_of_all_parts_is_the_parameter() {
+    fn the_parts_of_a_parameter_add_up_to_it() {
         for (whole, dimension, bounds) in
             [(vec![5, 3], 0, [0, 3, 5]), (vec![2, 5, 3], 1, [0, 1, 5]), (vec![4], 0, [0, 4, 4])]
         {

@@ -1,17 +1,17 @@
-//! Every launch has the arguments that its kernel declares: as many, of its types, and what is written is not `const`. Its blocks have
-//! no more threads than the kernel is compiled for (`__launch_bounds__`).
+//! Every launch has the arguments that its kernel declares: their number and types match, and written memory is not `const`. Blocks have
+//! at most as many threads as the kernel is compiled for (`__launch_bounds__`).
 
 use super::*;
 use crate::cuda::{command::Arg, kernels::SOURCE};
 use std::{collections::BTreeMap, sync::LazyLock};
 
-/// Kernels with parameters that they only read although these are not `const`.
+/// Kernels and the numbers of their parameters that are only read, but are not `const`.
 const READS: [(&str, usize); 2] = [("lamb", 2), ("lamb", 3)];
 
-/// Threads of a block of a kernel that declares no bound.
-const MOST_THREADS: u32 = 1024;
+/// Maximum number of threads in a block of a kernel that declares no bound.
+const MAX_THREADS: u32 = 1024;
 
-/// What a kernel declares of an argument.
+/// A kernel's declaration of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Declared {
     Pointer { constant: bool },
@@ -21,7 +21,7 @@ enum Declared {
 /// What a kernel declares.
 struct Signature {
     parameters: Vec<Declared>,
-    /// Most threads of a block.
+    /// Maximum number of threads in a block.
     threads: u32,
 }
 
@@ -37,7 +37,7 @@ fn declared() -> BTreeMap<String, Signature> {
         .filter_map(|define| define.split_once(char::is_whitespace))
         .filter(|(name, _)| name.ends_with("_PARAMETERS"))
         .collect();
-    // One name may be the end of another.
+    // Longer names first, since a name may be the end of another name.
     parameters.sort_by_key(|(name, _)| std::cmp::Reverse(name.len()));
     let mut all = BTreeMap::new();
     let mut add = |name: &str, list: &str, threads: u32| {
@@ -66,13 +66,13 @@ fn declared() -> BTreeMap<String, Signature> {
     all
 }
 
-/// Name, parameters and most threads of a block of each `__global__` function of a text without line breaks.
+/// Name, parameters and maximum number of threads in a block of each `__global__` function in a text without line breaks.
 fn kernels_in(text: &str) -> Vec<(String, String, u32)> {
     let after = text.split("__global__").skip(1);
     after
         .map(|text| {
-            let mut threads = MOST_THREADS;
-            // The bounds of a launch have parentheses of their own.
+            let mut threads = MAX_THREADS;
+            // Launch bounds may contain parentheses.
             let text = match text.split_once("__launch_bounds__") {
                 Some((before, rest)) if !before.contains('(') => {
                     let mut depth = 0;
@@ -128,7 +128,7 @@ fn fits(kernel: &Kernel, number: usize, declared: Declared) -> bool {
 pub(super) fn check(kernel: &Kernel) {
     let Signature { parameters: wanted, threads } = &DECLARED[kernel.name];
     let block: u32 = kernel.geometry.block.iter().product();
-    assert!(block <= *threads, "{}: {block} threads a block, compiled for {threads}", kernel.name);
+    assert!(block <= *threads, "{}: {block} threads in a block, compiled for {threads}", kernel.name);
     assert_eq!(kernel.args.len(), wanted.len(), "{}", kernel.name);
     for (number, declared) in wanted.iter().enumerate() {
         assert!(fits(kernel, number, *declared), "{} {number}: {:?}", kernel.name, kernel.args[number]);
@@ -214,6 +214,6 @@ fn every_launch_has_the_arguments_that_its_kernel_declares() {
             }
         }
     }
-    // Those of a step; others are launched by the decoder and between steps.
+    // These are the kernels of a step. Other kernels are launched by the decoder and between steps.
     assert!(launched.len() >= 60, "{} kernels: {launched:?}", launched.len());
 }

@@ -4,9 +4,9 @@ use super::*;
 use crate::{LossConfig, Margin, net::init};
 use lockstep_protocol::spec::{LossKind, LossSpec};
 
-/// Uneven classes, in one chunk and in several; alone and with other copies of the network.
+/// Uneven parts of the classes, in one chunk and in several; with one copy of the network and with two.
 #[test]
-fn its_commands_are_sound_and_meet_those_of_the_other_ranks() {
+fn commands_are_valid_and_match_those_of_the_other_ranks() {
     for (classes, model, chunks) in [(10, 2, 1), (7, 4, 1), (1001, 2, 63)] {
         let network = build(Arch::ResNet50, Stem::Cifar, 32, classes);
         for (dtype, ranks) in
@@ -41,16 +41,16 @@ fn its_commands_are_sound_and_meet_those_of_the_other_ranks() {
                     }
                     all
                 };
-                let first = met(0, true);
+                let first = collectives(0, true);
                 for rank in 0..model {
-                    assert_eq!(first, met(rank, rank == 0), "{classes} classes, rank {rank}");
+                    assert_eq!(first, collectives(rank, rank == 0), "{classes} classes, rank {rank}");
                 }
             }
         }
     }
 }
 
-/// Whatever a rank gets from the others is used.
+/// A rank uses everything that it receives.
 #[test]
 fn a_missing_exchange_is_refused() {
     let part = part(&build(Arch::ResNet18, Stem::Cifar, 32, 1001), [1, 1, 2], 1, &[]);
@@ -84,7 +84,7 @@ fn backbone(commands: &[Command], ops: usize) -> Vec<String> {
 }
 
 #[test]
-fn the_backbone_is_that_of_data_parallel() {
+fn the_backbone_equals_that_of_data_parallelism() {
     let network = build(Arch::ResNet50, Stem::Imagenet, 224, 1000);
     let emitted = |network: &Arc<Network>| {
         let setting = Setting::new(network, 256, DType::Bf16, 90, Ranks::Exchanged);
@@ -95,7 +95,7 @@ fn the_backbone_is_that_of_data_parallel() {
     let ops = setting.plan.ops.len() - 1;
     let [whole_backbone, split_backbone] = [&whole, &split].map(|emitted| backbone(&emitted.commands, ops));
     assert!(whole_backbone.len() > 200 && whole_backbone == split_backbone);
-    // The logits are there once.
+    // The logits are allocated once.
     let logits = of_split.plan.network.logits();
     let of_logits = |content: &Content| matches!(content, Content::Activation(tensor) | Content::Gradient(tensor) if *tensor == logits);
     let allocated = |c: &&Command| matches!(c, Command::Alloc { content, .. } if of_logits(content));
@@ -125,7 +125,7 @@ fn its_kernels_have_the_arguments_that_they_declare() {
     assert!(launched >= 5 * (4 + 2 + 3), "{launched}");
 }
 
-/// With sampled classes, whose rows are less or more than this rank's classes.
+/// The rows of a sample may be fewer or more than this rank's classes.
 #[test]
 fn rows_of_sampled_classes_are_gathered_and_put_back() {
     use OptimizerKind::{AdamW, Momentum, Nesterov};
@@ -162,12 +162,12 @@ fn rows_of_sampled_classes_are_gathered_and_put_back() {
                 assert_eq!(count(&evaluated, "sample_classes"), 0);
                 [meetings(&setting.sound(Phase::Train(ONLY), true).commands), meetings(&evaluated)]
             };
-            assert_eq!(met(0), met(1));
+            assert_eq!(collectives(0), collectives(1));
         }
     }
 }
 
-/// Of a whole head, a split one with and without a stored gradient, and a sampled one.
+/// For a whole head, a split head with and without a stored gradient, and a sampled head.
 #[test]
 fn a_margin_changes_labels_logits_and_gradients_of_features_and_weights() {
     let network = build(Arch::ResNet18, Stem::Cifar, 32, 1001);
@@ -188,7 +188,7 @@ fn a_margin_changes_labels_logits_and_gradients_of_features_and_weights() {
                     let found =
                         ["row_factors", "scale_cosines", "put_margin"].map(|name| count(&commands, name));
                     assert_eq!(found, wanted, "{model} {dtype:?} {phase:?}");
-                    // A gradient that is computed twice is corrected twice, a chunk at a time.
+                    // A gradient that is computed twice is corrected twice, chunk by chunk.
                     let corrected = match phase {
                         Phase::Evaluate => 0,
                         Phase::Train(_) if setting.plan.recomputes(accumulates, 1) => {
@@ -220,11 +220,11 @@ fn parameters_of_all_ranks_add_up_to_the_network_s() {
         assert!(back["conv1.weight"] == initial["conv1.weight"]);
         assert_eq!(back["fc.weight"].shape, [11, 64]);
         sum.iter_mut().zip(&back["fc.weight"].values).for_each(|(sum, value)| *sum += value);
-        // Of three, three, three and two classes, padded to eight.
+        // The ranks have three, three, three and two classes, padded to eight.
         let [split, whole] = layout.split_and_whole();
         assert_eq!((split[0].clone(), split[1].len()), (0..1024, 1024));
         assert_eq!(whole[0].start, 1024);
-        assert!(layout.buckets[0].start == 1024, "the first bucket is of parameters that every rank has");
+        assert!(layout.buckets[0].start == 1024, "the first bucket has the parameters that every rank has");
     }
     assert_eq!(sum, initial["fc.weight"].values);
 }

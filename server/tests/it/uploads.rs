@@ -5,8 +5,9 @@ use crate::{
     gangs::{again, hello_at, lost_contact, machines, started, stopped},
     test_server::{DEADLINE, TestServer, client},
 };
-use lockstep_protocol::agent::{
-    AttemptEvent, AttemptRef, CheckpointInfo, Ending, FencingToken, FromAgent, Source, ToAgent,
+use lockstep_protocol::{
+    JobId,
+    agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, FencingToken, FromAgent, Source, ToAgent},
 };
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -212,6 +213,32 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
     assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
     assert_eq!(own.ask("GET", "", vec![]).await, (200, json!({"keep": false})));
     assert_eq!(own.ask("GET", &file, vec![]).await.0, 403, "its attempt is over");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn folders_of_attempts_that_the_database_lacks_are_kept() {
+    let server = TestServer::new().await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    let (needless, kept) = (json!({"keep": false}), json!({"keep": true, "unknown": true}));
+    // After the restore of a backup from before the retry of the job, and from before the job.
+    let retried = AttemptRef { attempt: 2, ..attempt.clone() };
+    let unknown = AttemptRef { job: JobId::generate(), ..attempt.clone() };
+    let needed = async |attempt: &AttemptRef| {
+        let (http, attempt) = (client(&token), attempt.clone());
+        Asks { server: &server, http, agent_id: "id-a".into(), attempt }.ask("GET", "", vec![]).await
+    };
+    assert_eq!(needed(&attempt).await, (200, needless.clone()));
+    assert_eq!(needed(&retried).await, (200, kept.clone()));
+    assert_eq!(needed(&unknown).await, (200, kept));
+    assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
+    assert_eq!(needed(&retried).await, (200, needless));
     server.stop().await;
 }
 

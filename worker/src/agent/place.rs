@@ -86,7 +86,7 @@ pub(super) fn is_own_disk(stored: &StoredAttempt) -> bool {
 fn has_servers_disk(state_dir: &StateDir, job_dir: &Path, mark: Option<&str>) -> bool {
     match mark {
         Some(mark) => fs::read_to_string(job_dir.join(MARK)).is_ok_and(|found| found == mark),
-        // The server could not write the mark because its disk is full, or its version writes no marks.
+        // The server could not write the mark, because its disk is full.
         None => state_dir.server_is_here(),
     }
 }

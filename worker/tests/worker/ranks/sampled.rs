@@ -1,7 +1,7 @@
 //! Steps that sample the classes (Partial FC): each is a step of a classifier of these classes alone, and the others stay as they are.
 
 use super::{
-    hybrid::{beyond, data_rank, data_ranks, plan, staged},
+    hybrid::{beyond, data_rank, data_ranks, part_of_state, plan, staged},
     *,
 };
 use lockstep_engine::{Contribution, Margin, StateDict, Writers, build_cpu_with, plan::Plan};
@@ -66,8 +66,9 @@ fn run(plan: &Plan, config: &EngineConfig, steps: Range<usize>, state: Option<&S
         let initial = init::initial_parameters(&network, false, 1);
         let mut engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), plan).unwrap();
         if let Some(state) = state {
+            let own = part_of_state(&network, plan, comm.as_ref(), state);
             comm.barrier().unwrap();
-            engine.load_state_dict(state).unwrap();
+            engine.load_state_dict(&own).unwrap();
             comm.barrier().unwrap();
         }
         let mut of_steps = vec![(None, engine.state_dict(&Writers::default()).unwrap())];

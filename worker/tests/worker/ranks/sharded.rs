@@ -1,7 +1,7 @@
 //! Optimizer state that ranks divide among them (ZeRO-1): the same losses, weights and checkpoints as one rank that has all of it.
 
 use super::{
-    hybrid::{beyond, data_rank, plan},
+    hybrid::{beyond, data_rank, part_of_state, plan},
     *,
 };
 use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
@@ -132,8 +132,9 @@ fn a_divided_state_continues_on_any_number_of_ranks_with_and_without_the_key() {
         let mut of_ranks = meet(plan.mesh.ranks() as u32, false, |comm| {
             let from = data_rank(plan, &comm) * own;
             let initial = init::initial_parameters(&network, false, 2);
+            let own_state = part_of_state(&network, plan, comm.as_ref(), &state);
             let mut engine = build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
-            engine.load_state_dict(&state).unwrap();
+            engine.load_state_dict(&own_state).unwrap();
             if let Contribution::Whole(loaded) = engine.state_dict(&Writers::default()).unwrap() {
                 assert!(*loaded == state, "what was loaded is what is saved");
             }

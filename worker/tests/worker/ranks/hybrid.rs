@@ -2,7 +2,7 @@
 
 use super::*;
 use lockstep_engine::{
-    Contribution, Distribution, OptimizerState, StateDict, Writers, build_cpu_with,
+    Contribution, Distribution, StateDict, Writers, build_cpu_with,
     net::TensorShape,
     plan::{Mesh, Plan},
 };
@@ -264,9 +264,9 @@ fn a_state_of_one_plan_continues_under_any_other() {
             let config = EngineConfig { batch_size: own, ..adam.clone() };
             let initial = init::initial_parameters(&network, false, 2);
             let mut engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), plan).unwrap();
-            let own = part_of_state(&network, plan, comm.as_ref(), &state);
+            let own_state = part_of_state(&network, plan, comm.as_ref(), &state);
             comm.barrier().unwrap();
-            engine.load_state_dict(&own).unwrap();
+            engine.load_state_dict(&own_state).unwrap();
             comm.barrier().unwrap();
             let Contribution::Whole(loaded) = (match engine.state_dict(&Writers::default()).unwrap() {
                 Contribution::Replica => Contribution::Whole(Box::new(state.clone())),

@@ -1,9 +1,7 @@
 //! A head whose classes several GPUs have between them, and other operators that they split, next to one rank that has all of them.
 
 use super::*;
-use crate::{
-    Contribution, Distribution, Margin, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh,
-};
+use crate::{Contribution, Distribution, Margin, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh};
 use lockstep_comm::{
     ProcessGroup,
     rendezvous::{RendezvousConfig, Store, free_port},

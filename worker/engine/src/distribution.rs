@@ -12,8 +12,8 @@ use lockstep_comm::{CommError, ProcessGroup};
 use lockstep_host::tensors::fit::Shapes;
 use std::collections::HashMap;
 
-/// Maximum number of values of a message.
-const PIECE: usize = 4 << 20;
+/// Maximum number of values of a message. Tests send several for a tensor.
+const PIECE: usize = if cfg!(test) { 1000 } else { 4 << 20 };
 
 /// The parts of a network that the ranks of `comm` have.
 pub struct Distribution<'a> {
@@ -232,4 +232,65 @@ pub(super) fn broadcast(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        AverageOn,
+        net::{init, resnet},
+    };
+    use lockstep_comm::{
+        rendezvous::{
+            Store,
+            loopback::{rendezvous_config, unused_port},
+        },
+        ring::Ring,
+    };
+    use lockstep_protocol::spec::{Arch, ModelSpec, ShardSpec, Split};
+    use std::time::Duration;
+
+    /// Stages, copies of the network, and tensors split over outputs (unevenly) and inputs; one writer and several.
+    #[test]
+    fn tensors_that_are_scattered_are_gathered_whole_by_their_writers() {
+        let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
+        let network = resnet::build(&model, 32, 3, 101).unwrap();
+        let mut initial = init::initial_parameters(&network, false, 1);
+        initial.get_mut("fc.bias").unwrap().values[100] = -0.0;
+        let split = |pattern: &str, split| ShardSpec { pattern: pattern.into(), split };
+        let strategies = vec![split("layer3.*.conv2", Split::In), split("fc", Split::Out)];
+        for (stage, data, model, writing) in
+            [(1, 1, 3, &[0][..]), (1, 2, 2, &[0, 1, 2, 3]), (2, 1, 2, &[0]), (2, 1, 2, &[0, 1, 2, 3])]
+        {
+            let plan = Plan::on(Mesh { stage, data, height: 1, model }, strategies.clone());
+            let writers = Writers::deal(&network, &[], AverageOn::NoRank, writing);
+            let (ranks, port) = (plan.mesh.ranks() as u32, unused_port());
+            let rank = |number: u32| {
+                let store = Store::join(rendezvous_config(port, number, ranks)).unwrap();
+                let ring = Ring::connect(&store, Duration::from_secs(60)).unwrap();
+                let distribution = Distribution::new(&network, &plan, ring.as_ref()).unwrap();
+                let given = (number == 0).then(|| initial.clone());
+                let own = distribution.scatter(given, distribution.parameters()).unwrap();
+                let shape = own.get("fc.weight").map(|tensor| tensor.shape.clone());
+                let whole = distribution.gather(own, distribution.parameters(), |name| writers.of(name));
+                let whole = whole.unwrap();
+                assert!(whole.keys().all(|name| writers.of(name) == number));
+                ring.barrier().unwrap();
+                (shape, whole)
+            };
+            let of_ranks: Vec<_> = std::thread::scope(|scope| {
+                let rank = &rank;
+                let threads: Vec<_> = (0..ranks).map(|number| scope.spawn(move || rank(number))).collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+            });
+            let rows: usize = of_ranks.iter().flat_map(|(shape, _)| shape).map(|shape| shape[0]).sum();
+            assert_eq!(rows, data * 101, "{plan}: each copy is there once");
+            let all: NamedTensors = of_ranks.into_iter().flat_map(|(_, whole)| whole).collect();
+            let bits = |of: &NamedTensors| -> Vec<u32> {
+                of.values().flat_map(|tensor| &tensor.values).map(|value| value.to_bits()).collect()
+            };
+            assert!(all == initial && bits(&all) == bits(&initial), "{plan}");
+        }
+    }
 }

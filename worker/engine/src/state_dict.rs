@@ -58,8 +58,9 @@ pub struct Writers {
 }
 
 impl Writers {
-    /// Assigns the parameters of a whole network and their optimizer `slots` to `ranks` (ascending from 0). Each tensor goes to the rank with
-    /// the fewest bytes so far: the parameters, largest first, and then each slot of all parameters.
+    /// Assigns the parameters of a whole network, each with the optimizer slots `slots`, to `ranks` (ascending from 0). Largest first, each
+    /// parameter goes to the rank with the fewest bytes so far. Its slots go to the next ranks, so that no rank writes all tensors of a very
+    /// large layer. If rank 0 writes the whole average, and therefore fewer parameters, slots go to the rank of their parameter.
     pub fn deal(network: &Network, slots: &[&str], average: AverageOn, ranks: &[u32]) -> Self {
         let (mut trained, running): (Vec<_>, Vec<_>) =
             network.parameters().into_iter().partition(|parameter| parameter.role.is_trained());
@@ -69,18 +70,17 @@ impl Writers {
         if let Some(first) = loads.first_mut() {
             *first = values(&running) + if average == AverageOn::FirstRank { values(&trained) } else { 0 };
         }
+        let copies = 1 + slots.len() + usize::from(average == AverageOn::EveryRank);
+        let next = usize::from(average != AverageOn::FirstRank);
         let mut by_tensor = BTreeMap::new();
-        let mut assign = |name: String, values: usize| {
-            let least = loads.iter_mut().zip(ranks).min_by_key(|(load, _)| **load);
-            if let Some((load, rank)) = least {
-                *load += values;
-                by_tensor.insert(name, *rank);
+        for parameter in trained {
+            let Some(least) = (0..ranks.len()).min_by_key(|place| loads[*place]) else { break };
+            loads[least] += copies * parameter.len();
+            for (number, slot) in slots.iter().enumerate() {
+                let place = (least + next * (number + 1)) % ranks.len();
+                by_tensor.insert(slot_name(&parameter.name, slot), ranks[place]);
             }
-        };
-        let copies = 1 + usize::from(average == AverageOn::EveryRank);
-        trained.iter().for_each(|parameter| assign(parameter.name.clone(), copies * parameter.len()));
-        for slot in slots {
-            trained.iter().for_each(|parameter| assign(slot_name(&parameter.name, slot), parameter.len()));
+            by_tensor.insert(parameter.name, ranks[least]);
         }
         // There may be more ranks than tensors.
         let ranks = BTreeSet::from_iter(by_tensor.values().copied().chain([0]));

@@ -1,12 +1,13 @@
 """Training images/s on this machine's CPU, ours and PyTorch's in turns in one run.
 
     cargo build --release
-    python3 tests/bench/cpu_vs_torch.py [--threads 2] [--rounds 3] [--cases resnet50:32:32]
+    python3 tests/bench/cpu_vs_torch.py [--threads 2] [--rounds 3] [--cases resnet50:32:32] [--precisions bf16]
 
 The same work on both sides: forward, backward and a momentum-SGD update on synthetic pictures that are
-already in memory, float32, channels last, the median of 10 steps after 3 warm-up steps; each side's best
-round counts. Then ours again as 2 ranks of half the threads, on the same global batch. Needs torch and
-torchvision; prints a table.
+already in memory, channels last, the median of 10 steps after 3 warm-up steps; each side's best round
+counts. Then ours again as 2 ranks of half the threads, on the same global batch. bf16 is train.precision =
+"bf16" on our side, which needs AVX512-BF16, and autocast on PyTorch's. Needs torch and torchvision; prints
+a table.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def network(name):
     return build(name.removesuffix("c"), stem="cifar" if name.endswith("c") else "imagenet")
 
 
-def theirs(case, threads):
+def theirs(case, precision, threads):
     torch.set_num_threads(threads)
     name, side, batch = case.split(":")
     model = network(name).train().to(memory_format=torch.channels_last)
@@ -43,16 +44,19 @@ def theirs(case, threads):
     secs = []
     for _ in range(WARM_UP + MEASURED):
         began = time.perf_counter()
-        torch.nn.functional.cross_entropy(model(pictures), labels).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            logits = model(pictures)
+        torch.nn.functional.cross_entropy(logits.float(), labels).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         secs.append(time.perf_counter() - began)
     return int(batch) / statistics.median(secs[WARM_UP:])
 
 
-def ours(case, ranks, threads):
-    command = [ROOT / "target/release/lockstep", "bench", "--case", case, "--ranks", str(ranks), "--threads", str(threads), "--json"]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["images_per_second"]
+def ours(case, precision, ranks, threads):
+    command = [ROOT / "target/release/lockstep", "bench", "--device", "cpu", "--case", case, "--precision", precision]
+    command += ["--ranks", str(ranks), "--threads", str(threads), "--json"]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)["images_per_second"]
 
 
 def main():
@@ -60,20 +64,23 @@ def main():
     arguments.add_argument("--threads", type=int, default=2)
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--cases", default=",".join(CASES))
+    arguments.add_argument("--precisions", default="fp32,bf16")
     arguments = arguments.parse_args()
     threads = arguments.threads
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     print(f"commit {commit}, torch {torch.__version__}, {threads} threads, best of {arguments.rounds} rounds\n", flush=True)
-    print("| case | ours, images/s | PyTorch, images/s | ratio | ours as 2 ranks | of one rank |")
-    print("|---|---|---|---|---|---|")
+    print("| case | precision | ours, images/s | PyTorch, images/s | ratio | ours as 2 ranks | of one rank |")
+    print("|---|---|---|---|---|---|---|")
     for case in arguments.cases.split(","):
-        a, b, c = [], [], []
-        for _ in range(arguments.rounds):
-            a.append(ours(case, 1, threads))
-            b.append(theirs(case, threads))
-            c.append(ours(case, 2, max(1, threads // 2)))
-        a, b, c = max(a), max(b), max(c)
-        print(f"| {case} | {a:.0f} | {b:.0f} | {a / b:.2f} | {c:.0f} | {c / a:.2f} |", flush=True)
+        for precision in arguments.precisions.split(","):
+            a, b, c = [], [], []
+            for _ in range(arguments.rounds):
+                a.append(ours(case, precision, 1, threads))
+                b.append(theirs(case, precision, threads))
+                c.append(ours(case, precision, 2, max(1, threads // 2)))
+            a, b, c = max(a), max(b), max(c)
+            row = [case, precision, f"{a:.0f}", f"{b:.0f}", f"{a / b:.2f}", f"{c:.0f}", f"{c / a:.2f}"]
+            print("| " + " | ".join(row) + " |", flush=True)
 
 
 main()

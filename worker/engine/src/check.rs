@@ -1,14 +1,15 @@
 //! Checks that tensors fit a network, for all engines.
 
-use super::{EngineError, NamedTensors};
-use crate::net::Network;
-use std::collections::BTreeSet;
+use super::EngineError;
+use crate::net::{Network, Parameter};
+use lockstep_host::tensors::TensorSource;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Checks that `tensors` are exactly the parameters and running statistics of the network.
 ///
 /// # Errors
 /// Tensors are missing, unknown or of another shape; the error names the first three.
-pub(super) fn check(network: &Network, tensors: &NamedTensors) -> Result<(), EngineError> {
+pub(super) fn check(network: &Network, tensors: &dyn TensorSource) -> Result<(), EngineError> {
     let wanted = network.parameters().into_iter().map(|p| (p.name, p.shape));
     check_shapes(network, tensors, wanted)
 }
@@ -19,19 +20,19 @@ pub(super) fn check(network: &Network, tensors: &NamedTensors) -> Result<(), Eng
 /// As for [`check`].
 pub(super) fn check_shapes(
     network: &Network,
-    tensors: &NamedTensors,
+    tensors: &dyn TensorSource,
     wanted: impl IntoIterator<Item = (String, Vec<usize>)>,
 ) -> Result<(), EngineError> {
+    let given: BTreeMap<_, _> =
+        tensors.list().into_iter().map(|(name, shape, len)| (name, (shape, len))).collect();
     let mut mistakes = Vec::new();
     let mut known = BTreeSet::new();
     for (name, shape) in wanted {
-        match tensors.get(&name) {
+        match given.get(name.as_str()) {
             None => mistakes.push(format!("{name} is missing")),
-            Some(t) if t.shape != shape || t.values.len() != shape.iter().product::<usize>() => {
+            Some((found, len)) if *found != shape || *len != shape.iter().product::<usize>() => {
                 mistakes.push(format!(
-                    "{name} has shape {:?} ({} values) where {} needs {shape:?}",
-                    t.shape,
-                    t.values.len(),
+                    "{name} has shape {found:?} ({len} values) where {} needs {shape:?}",
                     network.arch
                 ));
             }
@@ -40,7 +41,7 @@ pub(super) fn check_shapes(
         known.insert(name);
     }
     mistakes.extend(
-        tensors.keys().filter(|n| !known.contains(*n)).map(|n| format!("{} has no {n}", network.arch)),
+        given.keys().filter(|n| !known.contains(**n)).map(|n| format!("{} has no {n}", network.arch)),
     );
     if mistakes.is_empty() {
         return Ok(());
@@ -48,4 +49,41 @@ pub(super) fn check_shapes(
     let more = if mistakes.len() > 3 { format!("; and {} more", mistakes.len() - 3) } else { String::new() };
     mistakes.truncate(3);
     Err(EngineError::Parameters(format!("{}{more}", mistakes.join("; "))))
+}
+
+/// A rank's part of whole tensors.
+pub(super) struct PartOf<'a> {
+    whole: &'a dyn TensorSource,
+    parameters: BTreeMap<String, Parameter>,
+}
+
+impl<'a> PartOf<'a> {
+    /// The tensors of `part`, a rank's part of `network`.
+    ///
+    /// # Errors
+    /// As for [`check`], for the tensors `whole` and `network`.
+    pub(super) fn new(
+        whole: &'a dyn TensorSource,
+        network: &Network,
+        part: &Network,
+    ) -> Result<Self, EngineError> {
+        check(network, whole)?;
+        let parameters = part.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
+        Ok(Self { whole, parameters })
+    }
+}
+
+impl TensorSource for PartOf<'_> {
+    fn list(&self) -> Vec<(&str, &[usize], usize)> {
+        self.parameters.values().map(|p| (p.name.as_str(), &p.shape[..], p.len())).collect()
+    }
+
+    fn read(&self, name: &str, from: usize, to: &mut [f32]) -> bool {
+        let Some(slice) = self.parameters.get(name).and_then(|p| p.slice.as_ref()) else {
+            return self.whole.read(name, from, to);
+        };
+        let mut found = true;
+        slice.read(from, to, |at, to| found &= self.whole.read(name, at, to));
+        found
+    }
 }

@@ -9,6 +9,7 @@ pub mod bench;
 mod check;
 pub mod cpu;
 mod cuda;
+mod distribution;
 mod finite;
 #[cfg(test)]
 mod frozen_norm;
@@ -33,9 +34,10 @@ pub use backend::{
 };
 pub use cpu::MOST_CPU_SLOTS;
 pub use cuda::compile_kernels;
+pub use distribution::Distribution;
 pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
-use lockstep_host::tensors::{HostTensor, NamedTensors};
+use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 pub use loss::{LossConfig, Margin};
 pub use measure::{Sample, WIDE, heads, measure};
 pub use optimizer::{Optimizer, OptimizerState, slots};
@@ -131,9 +133,10 @@ pub enum EngineError {
 /// One rank's copy of the network and its optimizer.
 /// An engine is built for a group of ranks that see different pictures and keep the same weights, or that share copies
 /// of the network according to a [`plan::Plan`]. Building an engine is collective, and so are [`Engine::start_step`]
-/// and the methods that call it, [`Engine::keep_gradients`], [`Engine::broadcast_parameters`], [`Engine::state_dict`]
-/// and [`Engine::load_state_dict`]: every rank of the group calls them, in the same order. Where ranks share a network,
-/// [`Engine::eval_step`] and [`Engine::predict`] are collective, too. All other methods are local.
+/// and the methods that call it, [`Engine::keep_gradients`], [`Engine::broadcast_parameters`],
+/// [`Engine::broadcast_statistics`], [`Engine::state_dict`] and [`Engine::load_state_dict`]: every rank of the group calls
+/// them, in the same order. Where ranks share a network, [`Engine::eval_step`] and [`Engine::predict`] are collective, too.
+/// All other methods are local.
 pub trait Engine: Send {
     /// Returns the format in which this engine reads the pictures of batches. The engine may copy pictures that are in
     /// memory to its device.
@@ -222,20 +225,19 @@ pub trait Engine: Send {
     /// # Errors
     /// As for [`Engine::eval_step`].
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError>;
-    /// Weights, biases and running statistics. All tensors have the whole shape; values of other ranks' parts and other stages are 0, so the
-    /// sum over the ranks that share a copy of the network is the parameter.
+    /// This rank's weights, biases and running statistics: its parts of split tensors, and no tensors of other stages.
     ///
     /// # Errors
     /// The device fails.
     fn parameters(&self) -> Result<NamedTensors, EngineError>;
-    /// Replaces weights, biases and running statistics; `values` must contain all of them. Where ranks share memory,
+    /// Replaces weights, biases and running statistics; `values` must contain all of this rank's. Where ranks share memory,
     /// rank 0's weights and biases apply, and all ranks see them after the next collective.
     ///
     /// # Errors
     /// [`EngineError::Parameters`] names tensors that are missing, unknown or of another shape; no state has changed then. The
     /// device fails.
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
-    /// The optimizer's state. Where ranks divide the state, tensors still have the whole shape, with zeros for other ranks' parts.
+    /// The state of the optimizer for this rank's parameters. Where ranks divide the state of a parameter, zeros stand for other ranks' parts.
     ///
     /// # Errors
     /// The device fails.
@@ -284,8 +286,8 @@ pub trait Engine: Send {
     }
     /// Number of this rank's replica of the state: the rank in its data-parallel group.
     fn replica(&self) -> u32;
-    /// Collective: this rank's contribution to a checkpoint. Only `writers` copy state off the device; other ranks only send their parts of
-    /// the optimizer's state where ranks divide that state.
+    /// Collective: this rank's contribution to a checkpoint, in whole tensors. Of ranks that do not write, only those copy state off the device
+    /// that have a part of a tensor that another rank writes.
     ///
     /// # Errors
     /// The device fails.
@@ -316,9 +318,9 @@ pub trait Engine: Send {
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
         None
     }
-    /// Collective: continues from `state`, which is equal on all ranks, except that only rank 0 has the average. Where ranks
-    /// share memory, callers need a barrier before and after: no rank may use the old state once a rank calls this, nor the new
-    /// state before all ranks have returned.
+    /// Collective: continues from `state`, this rank's own state ([`Engine::own_state`], [`Distribution::scatter`]). Where ranks share memory,
+    /// callers need a barrier before and after: no rank may use the old state once a rank calls this, nor the new state before all ranks have
+    /// returned.
     ///
     /// # Errors
     /// As for [`Engine::set_parameters`] and [`Engine::set_optimizer_state`]. State before the faulty tensor has been replaced.
@@ -352,6 +354,14 @@ pub trait Engine: Send {
     /// # Errors
     /// [`EngineError::Comm`]: a rank of the group is gone. The device fails.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
+    /// Collective: as [`Engine::broadcast_parameters`], for ranks whose weights are equal, so that only running statistics may have to be
+    /// copied.
+    ///
+    /// # Errors
+    /// As for [`Engine::broadcast_parameters`].
+    fn broadcast_statistics(&mut self) -> Result<(), EngineError> {
+        self.broadcast_parameters()
+    }
     /// Abandons the engine in a process that is about to exit, without waiting for work in flight. The driver frees
     /// device memory.
     fn abandon(self: Box<Self>) {}
@@ -372,18 +382,27 @@ fn unknown_size(image_size: usize) -> EngineError {
     EngineError::Parameters(format!("this engine was not prepared for pictures of {image_size} pixels"))
 }
 
+/// Starts the threads of an engine.
+fn thread_pool(threads: usize) -> Result<rayon::ThreadPool, EngineError> {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads.max(1))
+        .thread_name(|i| format!("compute-{i}"))
+        .build()
+        .map_err(|e| EngineError::Parameters(format!("cannot start {threads} threads: {e}")))
+}
+
 /// Builds the CPU engine for `network` with the parameters and running statistics `initial`.
 ///
 /// # Errors
 /// The initial tensors do not fit the network.
 pub fn build_cpu(
     network: Arc<crate::net::Network>,
-    initial: &NamedTensors,
+    initial: &dyn TensorSource,
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
 ) -> Result<Box<dyn Engine>, EngineError> {
     let plan = plan::Plan::data(comm.size());
-    cpu::build(network, initial, config, comm, &plan)
+    build_cpu_with(network, initial, config, comm, &plan)
 }
 
 /// [`build_cpu`] for ranks that share copies of the network according to `plan`.
@@ -392,10 +411,10 @@ pub fn build_cpu(
 /// As for [`build_cpu`]; `plan` cannot split the network.
 pub fn build_cpu_with(
     network: Arc<crate::net::Network>,
-    initial: &NamedTensors,
+    initial: &dyn TensorSource,
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
     plan: &plan::Plan,
 ) -> Result<Box<dyn Engine>, EngineError> {
-    cpu::build(network, initial, config, comm, plan)
+    cpu::build(network, initial, config, comm, plan, lockstep_kernels::conv::Format::Float32)
 }

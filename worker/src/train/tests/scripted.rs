@@ -1,24 +1,23 @@
-//! An engine that trains nothing, and whose float16 overflows as requested.
+//! A simulated engine, whose float16 overflows as requested.
 
 use lockstep_data::loader::Batch;
 use lockstep_engine::{Engine, EngineError, EvalResult, OptimizerState, StepResult};
-use lockstep_host::tensors::{HostTensor, NamedTensors};
+use lockstep_host::tensors::{HostTensor, NamedTensors, fit::Shapes};
 use lockstep_protocol::spec::Precision;
 use std::sync::{
     Arc,
     atomic::{AtomicU32, Ordering},
 };
 
-/// What exceeds the range of float16.
+/// The values that exceed the range of float16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Overflow {
     Gradients,
     Validation,
-    /// Nothing.
     Nothing,
 }
 
-/// An engine with a single weight. In float16, steps with `overflow` are skipped, as with loss scaling.
+/// An engine that adds 1 to its weights in each step. In float16, steps with `overflow` are skipped, as with loss scaling.
 pub(super) struct Scripted {
     pub(super) precision: Precision,
     pub(super) overflow: Overflow,
@@ -34,13 +33,16 @@ pub(super) struct Scripted {
 }
 
 impl Scripted {
-    fn overflows(&self, what: Overflow) -> bool {
-        self.precision == Precision::Fp16 && self.overflow == what
+    fn overflows(&self, values: Overflow) -> bool {
+        self.precision == Precision::Fp16 && self.overflow == values
     }
 }
 
-pub(super) fn one_value(name: &str, value: f32) -> NamedTensors {
-    NamedTensors::from([(name.to_owned(), HostTensor { shape: vec![1], values: vec![value] })])
+pub(super) fn zeros(shapes: Shapes) -> NamedTensors {
+    let tensor = |(name, shape): (String, Vec<usize>)| {
+        (name, HostTensor { values: vec![0.0; shape.iter().product()], shape })
+    };
+    shapes.into_iter().map(tensor).collect()
 }
 
 impl Engine for Scripted {

@@ -228,7 +228,7 @@ async fn jobs_run_while_the_store_is_unreachable() {
     let before = server.submit(&spec("before", 10)).await;
     server.wait_for_success(&before).await;
     wait_until_stored(&server, &before).await;
-    bucket.gate.shut();
+    bucket.gate.close();
     // Meanwhile a server can start, and jobs run.
     server.kill_serve();
     server.start_serve().await;

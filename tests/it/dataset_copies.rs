@@ -1,8 +1,8 @@
 //! Machines without the server's disk and without the dataset copy the dataset from the server once, and keep copies up to a size limit.
 
 use crate::{
-    elsewhere::{Machine, log, online, server, stored},
     pictures,
+    separate_disks::{Machine, log, online, server, stored},
     server::{Agents, Server, signal, training_permit},
     specs,
 };

@@ -1,9 +1,9 @@
 //! Copies of a dataset that differ: before a rank starts, an error names the machine whose copy differs from the registered dataset.
 
 use crate::{
-    elsewhere::{self, Machine},
     full::hosts::Site,
     pictures,
+    separate_disks::{self, Machine},
     server::{Agents, Folder, Server, training_permit},
     specs,
 };
@@ -72,7 +72,7 @@ async fn both_machines_are_named_if_the_right_copy_is_unknown() {
     damage(&dataset);
     let option = format!("fashion={}", copy.display());
     let _other = Machine::start_without(&server, "machine-b", 1, &[], &["--dataset", &option]);
-    elsewhere::online(&server, 2).await;
+    separate_disks::online(&server, 2).await;
     let agents = server.get("/agents").await;
     let agents = agents["agents"].as_array().expect("agents").clone();
     let own = agents.iter().filter_map(|agent| agent["name"].as_str()).find(|name| *name != "machine-b");

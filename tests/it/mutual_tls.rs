@@ -7,7 +7,7 @@ use crate::{
     pictures,
     server::{Finished, Folder, TIMEOUT, lockstep, signal, training_permit},
     specs,
-    tls::serve::{Serve, listens, trusting},
+    tls::serve::{Serve, client_config_for, listens},
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -94,7 +94,8 @@ fn refusals(serve: &Serve) -> Vec<String> {
 }
 
 async fn agents(serve: &Serve) -> Vec<Value> {
-    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
+    let client =
+        reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&serve.ca())).clone());
     let client = client.default_headers(serve.bearer()).build().expect("a client");
     let response = client.get(format!("{}/api/v1/agents", https(serve))).send().await.expect("a response");
     response.json::<Value>().await.expect("JSON")["agents"].as_array().expect("agents").clone()
@@ -139,7 +140,8 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     let here = |args: &[&str]| serve.cli(&https(&serve), Some(&serve.ca()), args);
     here(&["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
     let spec = serve.folder.write("job.json", specs::short("by-certificate", "pictures", 1, 20).to_string());
-    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
+    let client =
+        reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&serve.ca())).clone());
     let client = client.default_headers(serve.bearer()).build().expect("a client");
     let body = fs::read_to_string(spec).expect("a job");
     let submitted = client.post(format!("{}/api/v1/jobs", https(&serve)));
@@ -216,7 +218,8 @@ async fn expiring_certificates_are_reported_to_agents_admins_and_logs() {
     let found = Finished::of(&mut doctor).stdout;
     assert!(found.contains("node-a.crt: 88 days left"), "{found}");
     let ready = serve.bearer();
-    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
+    let client =
+        reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&serve.ca())).clone());
     let client = client.default_headers(ready).build().expect("a client");
     let ready = client.get(format!("{}/readyz", https(&serve))).send().await.expect("a response");
     let ready = ready.text().await.expect("text");

@@ -1,8 +1,8 @@
 //! Jobs whose ranks each write a part of a checkpoint (`checkpoint.sharded`).
 
 use crate::{
-    elsewhere::{Machine, online, stored},
     pictures,
+    separate_disks::{Machine, online, stored},
     server::{Agents, Folder, Server, number, training_permit},
     socket::{Socket, is_metric, last_step},
     specs,

@@ -12,7 +12,7 @@ use crate::{
 use nginx::Nginx;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
-use serve::{Serve, listens, trusting};
+use serve::{Serve, client_config_for, listens};
 use std::{
     fs,
     io::{self, Read as _, Write as _},
@@ -52,7 +52,7 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
         .current_dir(serve.folder.path())
         .stderr(Stdio::null());
     let mut agent = command.spawn().expect("an agent");
-    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&ca)).clone());
+    let client = reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&ca)).clone());
     let client = client.default_headers(serve.bearer()).build().expect("a client");
     let online = async || -> Vec<String> {
         let response = client.get(format!("{https}/api/v1/agents")).send().await.expect("a response");
@@ -349,7 +349,7 @@ async fn the_server_works_behind_nginx_with_tls() {
     // The header that nginx adds for a client on another machine.
     let add = ("$proxy_add_x_forwarded_for", "'$http_x_forwarded_for, 198.51.100.7'");
     let _nginx = Nginx::start(folder.path(), "lockstep.example.org", port, serve.port, &[add]).await;
-    let trusted = trusting(&folder.path().join("lockstep-data/ca/ca.crt"));
+    let trusted = client_config_for(&folder.path().join("lockstep-data/ca/ca.crt"));
     let url = |path: &str| format!("{public}{path}");
     let client = reqwest::Client::builder()
         .tls_backend_preconfigured((*trusted).clone())

@@ -228,7 +228,7 @@ impl Gate {
     }
 
     /// Ends all connections and accepts no new ones.
-    pub(super) fn shut(&self) {
+    pub(super) fn close(&self) {
         self.is_open.store(false, Ordering::SeqCst);
     }
 

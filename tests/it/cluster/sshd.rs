@@ -20,7 +20,7 @@ pub(crate) struct Sshd {
 impl Sshd {
     /// Starts a server on loopback. This user can sign in with a key in `folder`.
     pub(crate) fn start(folder: &Path) -> Self {
-        Self::start_by(
+        Self::start_command(
             folder,
             "sshd_config",
             Command::new(program("sshd", "openssh-server")),
@@ -33,7 +33,7 @@ impl Sshd {
     pub(crate) fn start_in(folder: &Path, namespace: &str, address: &str) -> Self {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace]).arg(program("sshd", "openssh-server"));
-        Self::start_by(folder, namespace, command, address, 22)
+        Self::start_command(folder, namespace, command, address, 22)
     }
 
     /// As [`Sshd::start_in`]; sessions have these environment variables (`NAME=VALUE`).
@@ -41,7 +41,7 @@ impl Sshd {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace]).arg(program("sshd", "openssh-server"));
         command.args(["-o", &format!("SetEnv={}", variables.join(" "))]);
-        Self::start_by(folder, namespace, command, address, 22)
+        Self::start_command(folder, namespace, command, address, 22)
     }
 
     /// As [`Sshd::start_in`]; an empty file system hides the server's data directory, as on another machine.
@@ -49,7 +49,7 @@ impl Sshd {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace, "sh", "-c", "mount -t tmpfs none \"$0\" && exec \"$@\""]);
         command.arg(data).arg(program("sshd", "openssh-server"));
-        Self::start_by(folder, namespace, command, address, 22)
+        Self::start_command(folder, namespace, command, address, 22)
     }
 
     /// The process id of the listener.
@@ -57,7 +57,13 @@ impl Sshd {
         self.server.id() as i32
     }
 
-    fn start_by(folder: &Path, config_name: &str, mut command: Command, address: &str, port: u16) -> Self {
+    fn start_command(
+        folder: &Path,
+        config_name: &str,
+        mut command: Command,
+        address: &str,
+        port: u16,
+    ) -> Self {
         let folder = folder.join("ssh");
         fs::create_dir_all(&folder).expect("a folder");
         let key = |name: &str| {

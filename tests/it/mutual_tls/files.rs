@@ -8,7 +8,8 @@ async fn an_outdated_revocation_list_is_used_and_reported() {
     for name in ["node-1", "node-2", "node-3", "node-4"] {
         issue(&serve, name, &[]);
     }
-    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
+    let client =
+        reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&serve.ca())).clone());
     let client = client.default_headers(serve.bearer()).build().expect("a client");
     let ready = async || {
         let response = client.get(format!("{}/readyz", https(&serve))).send().await.expect("a response");

@@ -88,7 +88,7 @@ impl Drop for Serve {
 }
 
 /// TLS settings of a client that trusts the CA certificate in a file.
-pub(crate) fn trusting(ca: &Path) -> Arc<ClientConfig> {
+pub(crate) fn client_config_for(ca: &Path) -> Arc<ClientConfig> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(ca).expect("a certificate")).expect("a CA certificate");
     Arc::new(ClientConfig::builder().with_root_certificates(roots).with_no_client_auth())

@@ -2,7 +2,7 @@
 
 use super::{
     nginx::Nginx,
-    serve::{Serve, listens, trusting},
+    serve::{Serve, client_config_for, listens},
 };
 use crate::{
     pictures,
@@ -70,7 +70,7 @@ async fn assert_works(reached: TlsServer) {
     command.arg("--token-file").arg(&token).arg("--data-dir").arg(serve.folder.path().join("far"));
     let mut agent = command.stdout(Stdio::null()).stderr(log).spawn().expect("an agent");
 
-    let http = reqwest::Client::builder().tls_backend_preconfigured((*trusting(ca)).clone());
+    let http = reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(ca)).clone());
     let http = http.default_headers(serve.bearer()).timeout(TIMEOUT).build().expect("a client");
     let text = async |path: &str| {
         let response = http.get(format!("{url}{path}")).send().await.expect("a response");
@@ -105,7 +105,7 @@ async fn assert_works(reached: TlsServer) {
     let stream = url.replace("https", "wss") + &format!("/api/v1/jobs/{id}/stream?since=0");
     let mut request = stream.into_client_request().expect("a request");
     request.headers_mut().extend(serve.bearer());
-    let connector = Some(Connector::Rustls(trusting(ca)));
+    let connector = Some(Connector::Rustls(client_config_for(ca)));
     let (mut socket, _) =
         connect_async_tls_with_config(request, None, false, connector).await.expect("a stream");
     let mut losses = 0;

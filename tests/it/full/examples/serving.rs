@@ -4,7 +4,7 @@
 use crate::{
     artifacts::bucket::Bucket,
     server::{Finished, TIMEOUT, free_port, lockstep, signal},
-    tls::serve::{listens, trusting},
+    tls::serve::{client_config_for, listens},
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -182,7 +182,8 @@ impl Serving {
 
     /// Whether an agent other than the server's own is online.
     async fn has_joined(&self) -> bool {
-        let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&self.ca())).clone());
+        let client =
+            reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&self.ca())).clone());
         let token = fs::read_to_string(self.token_file()).expect("the server's token");
         let url = format!("https://127.0.0.1:{}/api/v1/agents", self.port);
         let request = client.build().expect("a client").get(url).bearer_auth(token.trim());

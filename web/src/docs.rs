@@ -78,7 +78,7 @@ impl DocsPage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::Elsewhere.seen_by(&self.viewer)
+        Nav::None.seen_by(&self.viewer)
     }
 }
 

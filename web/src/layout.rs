@@ -41,7 +41,7 @@ pub enum Nav {
     /// `/audit`, for admins.
     Audit,
     /// A page without a navigation entry, such as an error.
-    Elsewhere,
+    None,
     /// The sign-in form, which has no navigation: other pages would lead back to the form.
     SignIn,
 }
@@ -161,7 +161,7 @@ impl MessagePage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::Elsewhere.seen_by(&self.viewer)
+        Nav::None.seen_by(&self.viewer)
     }
 }
 

@@ -71,7 +71,7 @@ impl ModelPage {
         Nav::Models.seen_by(&self.viewer)
     }
 
-    fn changes(&self) -> bool {
+    fn may_change(&self) -> bool {
         self.may_change && !self.viewer.reads_only
     }
 

@@ -66,7 +66,7 @@ impl SweepPage {
         Nav::Jobs.seen_by(&self.viewer)
     }
 
-    fn changes(&self) -> bool {
+    fn may_change(&self) -> bool {
         self.may_change && !self.viewer.reads_only
     }
 

@@ -76,7 +76,7 @@ async fn a_cursor_of_another_job_list_or_order_is_refused() {
     for (list, sort) in [("logs", "-seq"), ("attempts", "-attempt"), ("checkpoints", "created")] {
         let path = format!("/jobs/{mine}/{list}");
         let own = cursor(&server, &path).await;
-        refused(&server, &format!("{path}?sort={sort}"), &own, "of another sort").await;
+        refused(&server, &format!("{path}?sort={sort}"), &own, "of another query").await;
     }
     server.stop().await;
 }
@@ -101,7 +101,7 @@ async fn cursors_are_valid_only_for_their_own_list() {
         }
     }
     let own = cursor(&server, "/jobs").await;
-    refused(&server, "/jobs?sort=name", &own, "of another sort").await;
+    refused(&server, "/jobs?sort=name", &own, "of another query").await;
     let own = cursor(&server, groups).await;
     refused(&server, "/jobs/groups?by=state", &own, "of the groups of another grouping").await;
     server.stop().await;

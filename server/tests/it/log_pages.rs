@@ -66,7 +66,7 @@ async fn a_log_is_read_in_pages_from_either_end() {
     let cursor = first["next_cursor"].as_str().unwrap();
     for (query, words) in [
         ("sort=sec".to_owned(), "did you mean \"seq\"?"),
-        (format!("sort=-seq&cursor={cursor}"), "the cursor is of another sort"),
+        (format!("sort=-seq&cursor={cursor}"), "the cursor is of another query"),
         ("cursor=x".to_owned(), "the cursor is not valid for this list"),
         (format!("format=text&cursor={cursor}"), "leave sort and cursor out"),
     ] {
@@ -179,8 +179,8 @@ async fn a_dataset_s_pictures_are_read_in_pages() {
     assert_eq!((Value::from(indices), cursors.len()), (serde_json::json!([0, 1, 2, 3, 4]), 3));
     for (more, words) in [
         ("&offset=2", "leave one of them out"),
-        ("&split=val", "the cursor is of another sort"),
-        ("&shuffle=1", "the cursor is of another sort"),
+        ("&split=val", "the cursor is of another query"),
+        ("&shuffle=1", "the cursor is of another query"),
     ] {
         let (status, body) = server.get(&format!("{path}{}{more}", cursors[1])).await;
         assert_eq!(status, 400, "{more}: {body}");

@@ -218,7 +218,7 @@ pub(crate) async fn list(
     let with_notes = fields.as_ref().is_some_and(|fields| fields.has("notes"));
     let filter = JobFilter { with_notes, ..query.filter(&caller)? };
     let metrics = metrics(query.metrics.as_deref())?;
-    let _turn = large::turn(filter.limit).await?;
+    let _permit = large::permit(filter.limit).await?;
     let mut page = store.jobs(&filter).await?;
     for job in &mut page.jobs {
         // All metrics would be most of a long list.

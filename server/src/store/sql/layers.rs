@@ -3,7 +3,7 @@
 use super::{Connection, Db, DbRow, SqlStore};
 use crate::store::{
     HistogramFilter, HistogramIndex, HistogramRow, Result, StoreError,
-    values::{from_json, int, json, plain, to_u32, uint},
+    values::{from_json, int, json, strip_nul, to_u32, uint},
 };
 use lockstep_protocol::{
     agent::AttemptEvent,
@@ -177,7 +177,7 @@ impl SqlStore {
         );
         query.push_bind(job.as_str());
         if let Some(layer) = &filter.layer {
-            query.push(" AND layer = ").push_bind(plain(layer));
+            query.push(" AND layer = ").push_bind(strip_nul(layer));
         }
         if let Some(kind) = filter.kind {
             query.push(" AND kind = ").push_bind(kind.name());

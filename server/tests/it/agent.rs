@@ -1,6 +1,6 @@
 //! An agent that speaks the protocol over a real websocket and trains nothing.
 
-use crate::test_server::{DEADLINE, TestServer};
+use crate::test_server::{TIMEOUT, TestServer};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{
@@ -77,7 +77,7 @@ pub fn hello_gpus(name: &str, gpus: u32) -> FromAgent {
 }
 
 /// A new token for the agent that says this.
-async fn token_of(server: &TestServer, hello: &FromAgent) -> String {
+async fn make_token_for(server: &TestServer, hello: &FromAgent) -> String {
     let FromAgent::Hello { agent_id, name, .. } = hello else { return server.agent_token("a").await };
     let (_, known) = server.get("/agents").await;
     let is_known = known["agents"].as_array().unwrap().iter().any(|agent| agent["id"] == **agent_id);
@@ -92,15 +92,19 @@ async fn token_of(server: &TestServer, hello: &FromAgent) -> String {
 
 impl Agent {
     /// Connects and says `hello`; the answer is the first message.
-    pub async fn greet(server: &TestServer, hello: FromAgent) -> Result<Self, String> {
-        let token = token_of(server, &hello).await;
-        Self::greet_with(server, &token, hello).await
+    pub async fn connect(server: &TestServer, hello: FromAgent) -> Result<Self, String> {
+        let token = make_token_for(server, &hello).await;
+        Self::connect_with_token(server, &token, hello).await
     }
 
     /// As [`Agent::greet`], with this token.
-    pub async fn greet_with(server: &TestServer, token: &str, hello: FromAgent) -> Result<Self, String> {
-        let request = server.socket("/agent/socket", token);
-        let (socket, _) = timeout(DEADLINE, connect_async(request)).await.unwrap().unwrap();
+    pub async fn connect_with_token(
+        server: &TestServer,
+        token: &str,
+        hello: FromAgent,
+    ) -> Result<Self, String> {
+        let request = server.socket_request("/agent/socket", token);
+        let (socket, _) = timeout(TIMEOUT, connect_async(request)).await.unwrap().unwrap();
         let mut agent = Self { socket, welcome: (Vec::new(), Vec::new()), heartbeats: 0, stopped: None };
         agent.send(hello).await;
         match agent.next().await {
@@ -114,11 +118,11 @@ impl Agent {
     }
 
     pub async fn join(server: &TestServer, slots: u32) -> Self {
-        Self::greet(server, hello("a", slots, Vec::new())).await.unwrap()
+        Self::connect(server, hello("a", slots, Vec::new())).await.unwrap()
     }
 
     /// Joins, and registers the dataset that [`crate::test_server::spec`] names.
-    pub async fn with_pictures(server: &TestServer, slots: u32) -> Self {
+    pub async fn join_with_dataset(server: &TestServer, slots: u32) -> Self {
         let mut agent = Self::join(server, slots).await;
         agent.register(server).await;
         agent
@@ -128,12 +132,12 @@ impl Agent {
     pub async fn register(&mut self, server: &TestServer) {
         let new = json!({"name": "pictures", "path": "/some/pictures"});
         let add = server.post("/datasets", &new);
-        let ((status, body), ()) = tokio::join!(add, self.answer(Ok(info())));
+        let ((status, body), ()) = tokio::join!(add, self.answer_inspection(Ok(dataset_info())));
         assert_eq!(status, 201, "{body}");
     }
 
     /// Answers the next question.
-    pub async fn answer(&mut self, info: Result<DatasetInfo, String>) {
+    pub async fn answer_inspection(&mut self, info: Result<DatasetInfo, String>) {
         let Some(ToAgent::Request { id, request: AgentRequest::InspectDataset { path, .. } }) =
             self.next().await
         else {
@@ -151,7 +155,7 @@ impl Agent {
     /// The next message but heartbeats' answers and repeated orders to stop; none when the server has closed.
     pub async fn next(&mut self) -> Option<ToAgent> {
         loop {
-            match timeout(DEADLINE, self.socket.next()).await.expect("the server says something") {
+            match timeout(TIMEOUT, self.socket.next()).await.expect("the server says something") {
                 Some(Ok(Message::Binary(bytes))) => match rmp_serde::from_slice(&bytes).unwrap() {
                     ToAgent::HeartbeatAck => self.heartbeats += 1,
                     stop @ ToAgent::Stop { .. } if self.stopped.as_ref() == Some(&stop) => {}
@@ -168,7 +172,7 @@ impl Agent {
         }
     }
 
-    pub async fn started(&mut self) -> StartAttempt {
+    pub async fn expect_start(&mut self) -> StartAttempt {
         match self.next().await {
             Some(ToAgent::Start(start)) => *start,
             other => panic!("{other:?}"),
@@ -195,14 +199,14 @@ impl Agent {
     }
 
     /// Goes without a word.
-    pub fn vanish(self) {}
+    pub fn disconnect(self) {}
 
     pub async fn heartbeat(&mut self, attempts: &[AttemptRef]) {
         self.send(FromAgent::Heartbeat { attempts: attempts.to_vec(), no_work: None }).await;
     }
 }
 
-pub fn info() -> DatasetInfo {
+pub fn dataset_info() -> DatasetInfo {
     let split = |name: &str, samples: u64| SplitInfo {
         name: name.into(),
         samples,
@@ -241,6 +245,6 @@ pub fn line(rank: u32, number: u64, text: &str) -> AttemptEvent {
     AttemptEvent::Log { rank, lines: vec![LogLine { number, at, text: text.into() }] }
 }
 
-pub fn stranger() -> AttemptRef {
+pub fn unknown_attempt() -> AttemptRef {
     AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() }
 }

@@ -1,8 +1,8 @@
 //! Which agent gets a request about models and data, and where a request waits.
 
 use crate::{
-    agent::{Agent, hello, info, running},
-    test_server::{DEADLINE, TestServer},
+    agent::{Agent, dataset_info, hello, running},
+    test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, FromAgent, Source, ToAgent},
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, timeout};
 
 async fn join(server: &TestServer, name: &str) -> Agent {
-    Agent::greet(server, hello(name, 2, Vec::new())).await.unwrap()
+    Agent::connect(server, hello(name, 2, Vec::new())).await.unwrap()
 }
 
 /// The next request, except `HasFiles`: these are replied to, with whether this agent has the files.
@@ -45,10 +45,10 @@ async fn only_progress(agent: &mut Agent, inspected: Option<(u64, u64)>) {
     }
 }
 
-async fn answer(agent: &mut Agent, has_files: bool) {
+async fn answer_inspection(agent: &mut Agent, has_files: bool) {
     let (id, asked) = next_request(agent, has_files).await;
     let AgentRequest::InspectDataset { path, .. } = asked else { panic!("{asked:?}") };
-    agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Dataset { path, info: info() }) }).await;
+    agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Dataset { path, info: dataset_info() }) }).await;
 }
 
 #[tokio::test]
@@ -58,7 +58,7 @@ async fn requests_go_to_an_agent_that_has_the_files() {
     let (mut without, mut with) = (join(&server, "a").await, join(&server, "b").await);
     let new = json!({"name": "there", "path": "/only/on/b"});
     let (status, body) = tokio::select! {
-        ((status, body), ()) = async { tokio::join!(server.post("/datasets", &new), answer(&mut with, true)) } => (status, body),
+        ((status, body), ()) = async { tokio::join!(server.post("/datasets", &new), answer_inspection(&mut with, true)) } => (status, body),
         () = only_looks(&mut without, false) => unreachable!(),
     };
     assert_eq!(status, 201, "{body}");
@@ -66,7 +66,7 @@ async fn requests_go_to_an_agent_that_has_the_files() {
     // Nobody has them: the path is named, and who was asked.
     let nowhere = json!({"name": "nowhere", "path": "/nowhere"});
     let (status, body) = tokio::select! {
-        answer = server.post("/datasets", &nowhere) => answer,
+        response = server.post("/datasets", &nowhere) => response,
         () = only_looks(&mut without, false) => unreachable!(),
         () = only_looks(&mut with, false) => unreachable!(),
     };
@@ -80,8 +80,8 @@ async fn requests_go_to_an_agent_that_has_the_files() {
             match without.next().await.expect("a request") {
                 ToAgent::Request { request: AgentRequest::HasFiles { .. }, .. } => {}
                 ToAgent::Request { id, request: AgentRequest::InspectDataset { path, .. } } => {
-                    let answer = Ok(AgentReply::Dataset { path, info: info() });
-                    return without.send(FromAgent::Reply { id, reply: answer }).await;
+                    let response = Ok(AgentReply::Dataset { path, info: dataset_info() });
+                    return without.send(FromAgent::Reply { id, reply: response }).await;
                 }
                 other => panic!("{other:?}"),
             }
@@ -99,10 +99,10 @@ async fn requests_go_to_an_agent_that_has_the_files() {
 #[tokio::test]
 async fn requests_go_to_the_least_busy_agent() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     // It trains; the other one is idle.
     server.submit(|_| {}).await;
-    agent.started().await;
+    agent.expect_start().await;
     let mut idle = join(&server, "b").await;
     let first = json!({"name": "first", "path": "/first"});
     let asked = server.post("/datasets", &first);
@@ -110,28 +110,28 @@ async fn requests_go_to_the_least_busy_agent() {
     let (id, _) = tokio::select! {
         found = next_request(&mut idle, true) => found,
         () = only_looks(&mut agent, true) => unreachable!(),
-        answer = &mut asked => panic!("{answer:?}"),
+        response = &mut asked => panic!("{response:?}"),
     };
     // Now the other one has a request to reply to.
     let second = json!({"name": "second", "path": "/second"});
     let ((status, body), ()) = tokio::select! {
-        both = async { tokio::join!(server.post("/datasets", &second), answer(&mut agent, true)) } => both,
+        both = async { tokio::join!(server.post("/datasets", &second), answer_inspection(&mut agent, true)) } => both,
         found = next_request(&mut idle, true) => panic!("asked {found:?}"),
-        answer = &mut asked => panic!("{answer:?}"),
+        response = &mut asked => panic!("{response:?}"),
     };
     assert_eq!(status, 201, "{body}");
     let path = "/first".to_owned();
-    idle.send(FromAgent::Reply { id, reply: Ok(AgentReply::Dataset { path, info: info() }) }).await;
-    assert_eq!(timeout(DEADLINE, asked).await.unwrap().0, 201);
+    idle.send(FromAgent::Reply { id, reply: Ok(AgentReply::Dataset { path, info: dataset_info() }) }).await;
+    assert_eq!(timeout(TIMEOUT, asked).await.unwrap().0, 201);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_waiting_evaluation_says_where_it_waits() {
     let server = TestServer::with(|c| c.evaluation_wait = std::time::Duration::from_millis(50)).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let checkpoint = |step| {
         AttemptEvent::Checkpoint(CheckpointInfo {
             epoch: 1,
@@ -157,7 +157,7 @@ async fn a_waiting_evaluation_says_where_it_waits() {
         (2, "is being evaluated on a", 1),
         (3, "waits on a, behind 2 others", 2),
     ] {
-        let deadline = Instant::now() + DEADLINE;
+        let deadline = Instant::now() + TIMEOUT;
         let (status, body) = loop {
             let (status, body) = ask(step).await;
             if body["agent"] != Value::Null {
@@ -171,7 +171,7 @@ async fn a_waiting_evaluation_says_where_it_waits() {
     // The first ends, and the third is computed.
     let (id, _) = next_request(&mut agent, true).await;
     agent.send(FromAgent::Reply { id, reply: Err("no".into()) }).await;
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + TIMEOUT;
     while ask(3).await.1["ahead"] != 1 {
         assert!(Instant::now() < deadline, "it moves up");
     }
@@ -190,7 +190,7 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
     assert_eq!(request, AgentRequest::InspectDataset { path: "/large".into(), allowed: None });
     // Asked again, it is not inspected again: the agent only reports the progress.
     let (status, body) = tokio::select! {
-        answer = ask("0") => answer,
+        response = ask("0") => response,
         () = only_progress(&mut agent, Some((300_000, 1_300_000))) => unreachable!(),
     };
     assert_eq!(
@@ -214,12 +214,12 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
     }
     let third = json!({"name": "third", "path": "/third"});
     let (_, body) = tokio::select! {
-        answer = server.post("/datasets?wait_secs=0", &third) => answer,
+        response = server.post("/datasets?wait_secs=0", &third) => response,
         () = only_progress(&mut agent, None) => unreachable!(),
     };
     assert_eq!(body["detail"], "the inspection of /third waits on a, behind 2 others; ask again");
     // It ends while somebody waits, and for one who comes a moment later.
-    let done = Ok(AgentReply::Dataset { path: "/large".into(), info: info() });
+    let done = Ok(AgentReply::Dataset { path: "/large".into(), info: dataset_info() });
     let answered = agent.send(FromAgent::Reply { id, reply: done });
     let ((status, body), ()) = tokio::join!(ask("120"), answered);
     assert_eq!((status, &body["name"]), (201, &json!("large")), "{body}");
@@ -242,9 +242,9 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
 #[tokio::test]
 async fn an_evaluation_can_be_requested_again_after_its_agent_left() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let checkpoint = CheckpointInfo {
         epoch: 1,
         step: 1,
@@ -297,9 +297,9 @@ async fn an_evaluation_can_be_requested_again_after_its_agent_left() {
 #[tokio::test]
 async fn an_evaluation_is_repeated_for_other_validation_pictures() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let checkpoint = CheckpointInfo {
         epoch: 1,
         step: 1,

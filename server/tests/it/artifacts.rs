@@ -4,7 +4,7 @@
 use crate::{
     agent::{Agent, hello, running},
     gangs::killed,
-    test_server::{DEADLINE, TestServer, client, config, database_of},
+    test_server::{TIMEOUT, TestServer, client, config, database_of},
     uploads::{Asks, FILES, checkpoint, manifest, sum},
 };
 use lockstep_protocol::agent::{AttemptEvent, Ending, Source};
@@ -30,9 +30,9 @@ pub(crate) fn files_below(directory: &Path) -> Vec<PathBuf> {
 }
 
 pub(crate) async fn until(what: &str, condition: impl AsyncFn() -> bool) {
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + TIMEOUT;
     while !condition().await {
-        assert!(Instant::now() < deadline, "not within {DEADLINE:?}: {what}");
+        assert!(Instant::now() < deadline, "not within {TIMEOUT:?}: {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
@@ -59,10 +59,10 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let asks = Asks {
         server: &server,
         http: client(&token),
@@ -143,10 +143,10 @@ async fn the_next_server_completes_the_object_store() {
     // A server without a store, as all were.
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let asks = Asks {
         server: &server,
         http: client(&token),
@@ -173,10 +173,10 @@ async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let folder = |step: u64| on_disk(start.job_dir.as_deref().unwrap(), step);
     for step in [10, 20] {
         fs::write(folder(step).join("state.json"), b"[]").unwrap();
@@ -212,9 +212,9 @@ async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
     let folder = on_disk(&job_dir, 10);
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
@@ -244,7 +244,7 @@ async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
     // For the next attempt.
     fs::write(folder.join("model.safetensors"), b"WEIGHTS").unwrap();
     agent.end(&start.attempt, killed(0)).await;
-    agent.started().await;
+    agent.expect_start().await;
     assert_eq!(file("model.safetensors"), b"weights");
     assert_eq!(fs::read(job_dir.join("checkpoints/damaged-1-10/model.safetensors")).unwrap(), b"WEIGHTS");
     let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
@@ -257,9 +257,9 @@ async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
     let folders = [on_disk(&job_dir, 10), on_disk(&job_dir, 20)];
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
@@ -271,7 +271,7 @@ async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
     }
     fs::remove_dir_all(kept.path().join("jobs").join(&id)).unwrap();
     agent.end(&start.attempt, killed(0)).await;
-    let job = server.until(&id, lockstep_protocol::JobState::Failed).await;
+    let job = server.wait_for_state(&id, lockstep_protocol::JobState::Failed).await;
     let why = job.reason.unwrap_or_default();
     assert!(why.contains("no valid checkpoint is left to continue from"), "{why}");
     assert_eq!(job.attempt, 1, "none was started");
@@ -284,10 +284,10 @@ async fn an_undeletable_object_does_not_delay_others() {
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let asks = Asks {
         server: &server,
         http: client(&token),
@@ -313,7 +313,8 @@ async fn an_undeletable_object_does_not_delay_others() {
     // Once it can be, it is.
     fs::remove_file(place.join("1-10")).unwrap();
     until("nothing is left to delete", async || {
-        server.number("SELECT count(*) FROM checkpoint_copies WHERE location NOT LIKE 'agent:%'").await == 2
+        server.query_number("SELECT count(*) FROM checkpoint_copies WHERE location NOT LIKE 'agent:%'").await
+            == 2
     })
     .await;
     server.stop().await;
@@ -326,10 +327,10 @@ async fn an_empty_folder_is_not_mistaken_for_the_store() {
     let set = |config: &mut ServeConfig| config.artifacts = Some(directory.to_str().unwrap().to_owned());
     let server = TestServer::with(set).await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let asks = Asks {
         server: &server,
         http: client(&token),

@@ -1,6 +1,6 @@
 //! The copies of checkpoints, as both databases store them.
 
-use crate::agent::{info, running};
+use crate::agent::{dataset_info, running};
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, Source},
@@ -26,7 +26,7 @@ async fn submitted(store: &dyn Store) -> JobId {
     let dataset = Dataset {
         name: "p".into(),
         path: "/p".into(),
-        info: info(),
+        info: dataset_info(),
         added_at: at(),
         owner: None,
         private: false,

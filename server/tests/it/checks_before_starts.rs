@@ -66,7 +66,7 @@ async fn jobs_whose_checkpoints_are_checked_two_at_a_time_keep_their_slots() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
-    let mut agent = Agent::with_pictures(&server, 6).await;
+    let mut agent = Agent::join_with_dataset(&server, 6).await;
     let (mut attempts, mut files) = (Vec::new(), Vec::new());
     for _ in 0..3 {
         let change = |spec: &mut Value| {
@@ -74,7 +74,7 @@ async fn jobs_whose_checkpoints_are_checked_two_at_a_time_keep_their_slots() {
             spec["recovery"] = json!({"max_restarts": 1});
         };
         let id = server.submit(change).await.id;
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         let folder = on_disk(Path::new(start.job_dir.as_deref().unwrap()), 10);
         agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
         until("it is stored", async || states(&server, id.as_str()).await == ["stored"]).await;
@@ -100,7 +100,7 @@ async fn jobs_whose_checkpoints_are_checked_two_at_a_time_keep_their_slots() {
     waits.into_iter().chain(read).for_each(|weights| write_anew(weights));
     let mut started = HashSet::new();
     for _ in 0..3 {
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         assert_eq!((start.attempt.attempt, start.resume.as_deref()), (2, Some("1-10")));
         started.insert(start.attempt.job);
     }

@@ -1,7 +1,7 @@
 //! A cursor is good for the list, the job or dataset, and the order that it came with, and for nothing else.
 
 use crate::{
-    agent::{Agent, info, line, losses, running},
+    agent::{Agent, dataset_info, line, losses, running},
     log_pages::show_pictures,
     test_server::TestServer,
 };
@@ -41,7 +41,7 @@ fn checkpoint(step: u64) -> AttemptEvent {
 /// A job of two attempts, with log lines, events and two checkpoints.
 async fn job(server: &TestServer, agent: &mut Agent) -> String {
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let events = vec![running(100, 0), losses(0, 1..=5), checkpoint(3), checkpoint(5)];
     let mut records = agent.report(&attempt, Source::Rank(0), 0, events).await;
     for n in 1..=3 {
@@ -49,7 +49,7 @@ async fn job(server: &TestServer, agent: &mut Agent) -> String {
         records = agent.report(&attempt, Source::Rank(0), records, vec![line(0, n, "a line")]).await;
     }
     agent.end(&attempt, Ending::Failed { reason: "it was to".into(), retriable: true }).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
     id
 }
@@ -57,7 +57,7 @@ async fn job(server: &TestServer, agent: &mut Agent) -> String {
 #[tokio::test]
 async fn a_cursor_of_another_job_list_or_order_is_refused() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (mine, other) = (job(&server, &mut agent).await, job(&server, &mut agent).await);
     let lists = ["logs", "events", "history", "attempts", "checkpoints"];
     for list in lists {
@@ -84,14 +84,14 @@ async fn a_cursor_of_another_job_list_or_order_is_refused() {
 #[tokio::test]
 async fn cursors_are_valid_only_for_their_own_list() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     for name in ["a", "b"] {
         let id = server.submit(|spec| spec["name"] = json!(name)).await.id;
         let note = server.http.patch(server.url(&format!("/api/v1/jobs/{id}")));
         assert_eq!(server.send(note.json(&json!({"notes": "x"}))).await.0, 200);
         server.make_token(&json!({"name": name, "scope": "read"})).await;
     }
-    agent.started().await;
+    agent.expect_start().await;
     let groups = "/jobs/groups?by=name";
     let lists = ["/jobs", groups, "/annotations", "/tokens", "/audit"];
     for list in lists {
@@ -110,10 +110,11 @@ async fn cursors_are_valid_only_for_their_own_list() {
 #[tokio::test]
 async fn a_cursor_of_another_dataset_s_pictures_is_refused() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let register = async |agent: &mut Agent, name: &str| {
         let new = json!({"name": name, "path": "/other/pictures"});
-        let (added, ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
+        let (added, ()) =
+            tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
         assert_eq!(added.0, 201, "{}", added.1);
     };
     register(&mut agent, "others").await;

@@ -19,13 +19,13 @@ use std::{
 #[tokio::test]
 async fn damaged_bytes_are_not_sent() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let folder = on_disk(start.job_dir.as_deref().unwrap(), 10);
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     let weights = format!("/api/v1/checkpoints/{id}-1-10/model.safetensors");
-    assert_eq!(server.text(&weights).await, (200, "weights".into()));
+    assert_eq!(server.get_text(&weights).await, (200, "weights".into()));
 
     fs::write(folder.join("model.safetensors"), b"wEights").unwrap();
     let refused = async |request: reqwest::RequestBuilder| {
@@ -45,7 +45,7 @@ async fn damaged_bytes_are_not_sent() {
     assert_eq!(server.get(&format!("/checkpoints/{id}-1-10/state.json")).await, (200, json!({})));
 
     fs::write(folder.join("model.safetensors"), b"weights").unwrap();
-    assert_eq!(server.text(&weights).await, (200, "weights".into()));
+    assert_eq!(server.get_text(&weights).await, (200, "weights".into()));
     server.stop().await;
 }
 
@@ -54,9 +54,9 @@ async fn bytes_lost_on_disk_are_read_from_the_object_store_if_intact() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
     let folder = on_disk(&job_dir, 10);
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
@@ -64,7 +64,7 @@ async fn bytes_lost_on_disk_are_read_from_the_object_store_if_intact() {
 
     let weights = format!("/api/v1/checkpoints/{id}-1-10/model.safetensors");
     fs::write(folder.join("model.safetensors"), b"wEights").unwrap();
-    assert_eq!(server.text(&weights).await, (200, "weights".into()));
+    assert_eq!(server.get_text(&weights).await, (200, "weights".into()));
     assert_eq!(fs::read(folder.join("model.safetensors")).unwrap(), b"weights");
     assert_eq!(fs::read(job_dir.join("checkpoints/damaged-1-10/model.safetensors")).unwrap(), b"wEights");
 
@@ -95,9 +95,9 @@ async fn unreadable_files_are_read_from_the_object_store() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
     let weights = on_disk(&job_dir, 10).join("model.safetensors");
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
@@ -106,11 +106,11 @@ async fn unreadable_files_are_read_from_the_object_store() {
     // For a download.
     unreadable(&weights);
     let file = format!("/api/v1/checkpoints/{id}-1-10/model.safetensors");
-    assert_eq!(server.text(&file).await, (200, "weights".into()));
+    assert_eq!(server.get_text(&file).await, (200, "weights".into()));
     // For the next attempt.
     unreadable(&weights);
     agent.end(&start.attempt, killed(0)).await;
-    agent.started().await;
+    agent.expect_start().await;
     assert_eq!(fs::read(&weights).unwrap(), b"weights");
     let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
     assert!(logs.contains("is damaged (its model.safetensors cannot be read (Input/output error"), "{logs}");
@@ -121,9 +121,9 @@ async fn unreadable_files_are_read_from_the_object_store() {
 #[tokio::test]
 async fn unreadable_files_without_another_copy_are_damaged() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let folder = on_disk(start.job_dir.as_deref().unwrap(), 10);
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     unreadable(&folder.join("model.safetensors"));

@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, hello, losses, running},
     postgres::{self, Cluster},
-    test_server::{DEADLINE, Stream, TestServer, config},
+    test_server::{Stream, TIMEOUT, TestServer, config},
 };
 use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent};
 use lockstep_server::{
@@ -19,7 +19,7 @@ use std::time::Duration;
 
 async fn refused(config: ServeConfig) -> ServeError {
     let ready = |_| panic!("it must not start");
-    let error = tokio::time::timeout(DEADLINE, serve(config, ready, std::future::pending()))
+    let error = tokio::time::timeout(TIMEOUT, serve(config, ready, std::future::pending()))
         .await
         .unwrap()
         .unwrap_err();
@@ -73,7 +73,7 @@ async fn errors_of_postgres_do_not_contain_the_password() {
 
 /// What a person sees of a server's first job.
 async fn seen(server: &TestServer, id: &str) -> Vec<Value> {
-    let mut seen = server.stored(id).await;
+    let mut seen = server.stored_events(id).await;
     for path in ["", "/metrics?name=loss", "/logs", "/checkpoints"] {
         seen.push(server.get(&format!("/jobs/{id}{path}")).await.1);
     }
@@ -87,9 +87,9 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
     let sqlite = |name: &str| format!("sqlite://{}", files.path().join(name).display());
     for url in [sqlite("one.db"), postgres::database()] {
         let server = TestServer::with(|c| c.database = Some(url.clone())).await;
-        let mut agent = Agent::with_pictures(&server, 2).await;
+        let mut agent = Agent::join_with_dataset(&server, 2).await;
         let id = server.submit(|spec| spec["name"] = "ä \u{1f600} \"'".into()).await.id.to_string();
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         let mut records = vec![running(100, 0), losses(0, 1..=70)];
         // 0.1 as a 64-bit number has no short decimal: the bits have to stay the same.
         records.push(AttemptEvent::Checkpoint(CheckpointInfo {
@@ -126,14 +126,14 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
             let server = TestServer::with(|c| c.database = Some(target)).await;
             assert_eq!(seen(&server, &id).await, before, "restored into {number}");
             // The attempt that ran is still the one that may write, and the next one's token is above its.
-            let mut agent = Agent::greet(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
+            let mut agent = Agent::connect(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
             assert!(agent.welcome.1.is_empty() && agent.welcome.0[0].records == 3, "{:?}", agent.welcome);
             agent.report(&attempt, Source::Rank(0), 3, vec![losses(0, 71..=80)]).await;
             assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
             assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
             agent.end(&attempt, Ending::Stopped).await;
             assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
-            let next = agent.started().await;
+            let next = agent.expect_start().await;
             assert!(next.attempt.fencing_token > attempt.fencing_token, "{next:?}");
             assert_eq!(next.resume.as_deref(), Some("1-50"));
             server.stop().await;
@@ -165,9 +165,9 @@ async fn requests_fail_while_postgres_is_away_and_nothing_is_lost() {
         c.lease = Duration::from_secs(300);
     })
     .await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=10)]).await;
     for kill in [false, true] {
         let from = if kill { 21 } else { 11 };
@@ -181,8 +181,8 @@ async fn requests_fail_while_postgres_is_away_and_nothing_is_lost() {
         let (status, body) = server.get("/jobs").await;
         assert_eq!(status, 503, "{body}");
         assert!(body["detail"].as_str().unwrap().contains("database"), "{body}");
-        assert_eq!(server.text("/readyz").await.0, 503);
-        assert_eq!(server.text("/healthz").await.0, 200, "the process itself is well");
+        assert_eq!(server.get_text("/readyz").await.0, 503);
+        assert_eq!(server.get_text("/healthz").await.0, 200, "the process itself is well");
         let first = from / 10 + 1;
         let events = vec![losses(0, from..=from + 9)];
         agent
@@ -195,9 +195,9 @@ async fn requests_fail_while_postgres_is_away_and_nothing_is_lost() {
             .await;
         let response = agent.next().await;
         assert!(matches!(&response, Some(ToAgent::Ack(ack)) if ack.records == first + 1), "{response:?}");
-        assert_eq!(server.text("/readyz").await.0, 200);
+        assert_eq!(server.get_text("/readyz").await.0, 200);
     }
-    let events = server.stored(&id).await;
+    let events = server.stored_events(&id).await;
     let numbers: Vec<_> = events.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
     assert_eq!(numbers, (1..=numbers.len() as u64).collect::<Vec<_>>());
     let (_, metrics) = server.get(&format!("/jobs/{id}/metrics?name=loss&ranks=0")).await;

@@ -1,7 +1,7 @@
 //! The routes by which an agent copies the dataset of an attempt that it holds: what is sent, to whom, and how much at once.
 
 use crate::{
-    agent::{Agent, hello, info, running},
+    agent::{Agent, dataset_info, hello, running},
     test_server::{TestServer, client},
 };
 use lockstep_protocol::{
@@ -28,9 +28,9 @@ impl Asks<'_> {
         let url = self.server.url(&format!("/api/v1/agent/attempts/{job}/{attempt}/dataset/files"));
         let request = self.http.request(method.parse().unwrap(), url).body(body.to_string());
         let request = request.header("x-lockstep-agent", self.agent_id);
-        let answer =
+        let response =
             request.header("x-lockstep-fencing-token", String::from(*fencing_token)).send().await.unwrap();
-        (answer.status().as_u16(), answer.bytes().await.unwrap().to_vec())
+        (response.status().as_u16(), response.bytes().await.unwrap().to_vec())
     }
 
     async fn list(&self) -> Vec<DatasetEntry> {
@@ -58,12 +58,13 @@ impl Asks<'_> {
 
 /// An agent with an attempt on the dataset at `path`.
 async fn starts(server: &TestServer, token: &str, path: &Path) -> (Agent, AttemptRef) {
-    let mut agent = Agent::greet_with(server, token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(server, token, hello("a", 2, Vec::new())).await.unwrap();
     let new = json!({"name": "pictures", "path": path});
-    let ((status, body), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
+    let ((status, body), ()) =
+        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
     assert_eq!(status, 201, "{body}");
     server.submit(|_| {}).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     (agent, attempt)
 }
 
@@ -78,7 +79,7 @@ async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
     let token = server.agent_token("a").await;
     let (mut agent, attempt) = starts(&server, &token, &path).await;
     let other = server.agent_token("b").await;
-    let _other = Agent::greet_with(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
+    let _other = Agent::connect_with_token(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
     let asks = |token: &str, agent_id: &'static str| Asks {
         server: &server,
         http: client(token),
@@ -99,21 +100,21 @@ async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
         length,
     };
     // From any byte on.
-    let (status, answer) = own.parts(&[part("train/1", 0, 10), part("train/1", 4, 3)], 0).await;
-    assert_eq!((status, answer.len()), (200, 1 + 10 + 32 + 1 + 3 + 32));
-    assert_eq!((&answer[1..11], &answer[44..47]), (&b"0123456789"[..], &b"456"[..]));
+    let (status, response) = own.parts(&[part("train/1", 0, 10), part("train/1", 4, 3)], 0).await;
+    assert_eq!((status, response.len()), (200, 1 + 10 + 32 + 1 + 3 + 32));
+    assert_eq!((&response[1..11], &response[44..47]), (&b"0123456789"[..], &b"456"[..]));
     for outside in ["../secret", "/etc/passwd", "train/../../secret"] {
-        let (status, answer) = own.parts(&[part(outside, 0, 1)], 0).await;
-        assert_eq!((status, answer[0]), (200, PART_REFUSED));
-        assert!(String::from_utf8_lossy(&answer).contains("is not a file of the dataset"));
+        let (status, response) = own.parts(&[part(outside, 0, 1)], 0).await;
+        assert_eq!((status, response[0]), (200, PART_REFUSED));
+        assert!(String::from_utf8_lossy(&response).contains("is not a file of the dataset"));
     }
     symlink(data.path().join("secret"), path.join("train/2")).unwrap();
     let refused = own.list().await;
     assert!(
         matches!(refused.last(), Some(DatasetEntry::Failed(why)) if why.contains("leads out of the dataset's folder"))
     );
-    let (_, answer) = own.parts(&[part("train/2", 0, 1)], 0).await;
-    assert!(String::from_utf8_lossy(&answer).contains("leads out of the dataset's folder"));
+    let (_, response) = own.parts(&[part("train/2", 0, 1)], 0).await;
+    assert!(String::from_utf8_lossy(&response).contains("leads out of the dataset's folder"));
 
     // Others: an agent without the attempt, by its own name and by this one's, and another kind of token.
     for wrong in
@@ -226,7 +227,7 @@ async fn a_copying_machine_is_named_after_a_restart_of_the_server() {
     fs::write(data.path().join("x"), "0123456789").unwrap();
     let token = server.agent_token("a").await;
     let (agent, attempt) = starts(&server, &token, data.path()).await;
-    agent.vanish();
+    agent.disconnect();
     let server = TestServer::open(server.stop().await, |_| {}).await;
     // It asks for files before it has greeted the new server.
     let own = Asks { server: &server, http: client(&token), agent_id: "id-a", attempt };
@@ -240,15 +241,15 @@ async fn a_copying_machine_is_named_after_a_restart_of_the_server() {
 #[tokio::test]
 async fn an_agent_that_ended_before_starting_ranks_costs_no_restart() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
     let reason = Reason::from(ReasonKind::AgentRestarted { agent: "a".into() });
     for number in 1..=5 {
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         assert_eq!(attempt.attempt, number);
         agent.end(&attempt, Ending::Failed { reason: reason.clone(), retriable: true }).await;
     }
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let (_, list) = server.get(&format!("/jobs/{id}/attempts")).await;
     assert_eq!(list["attempts"][2]["reason"]["code"], "agent_restarted", "{list}");
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
@@ -257,9 +258,9 @@ async fn an_agent_that_ended_before_starting_ranks_costs_no_restart() {
     // One that ends so again and again is no accident.
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
     for _ in 1..=6 {
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         agent.end(&attempt, Ending::Failed { reason: reason.clone(), retriable: true }).await;
     }
-    server.until(&id, lockstep_protocol::JobState::Failed).await;
+    server.wait_for_state(&id, lockstep_protocol::JobState::Failed).await;
     server.stop().await;
 }

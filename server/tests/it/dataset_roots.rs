@@ -1,7 +1,7 @@
 //! `serve --dataset-root`: which folders may be registered, by whom.
 
 use crate::{
-    agent::{Agent, info},
+    agent::{Agent, dataset_info},
     test_server::{TestServer, client, spec},
 };
 use lockstep_protocol::{
@@ -44,7 +44,8 @@ async fn only_folders_below_a_root_are_registered_after_resolving_links() {
     assert!(page.text().await.unwrap().contains("--dataset-root"));
     // Nothing of these has come to the agent: the next that it is asked is this.
     let good = json!({"name": "good", "path": root.join("good")});
-    let ((status, made), ()) = tokio::join!(server.post("/datasets", &good), agent.answer(Ok(info())));
+    let ((status, made), ()) =
+        tokio::join!(server.post("/datasets", &good), agent.answer_inspection(Ok(dataset_info())));
     assert_eq!(status, 201, "{made}");
 
     // On the machine that has the files, the path is a link to another place.
@@ -54,7 +55,7 @@ async fn only_folders_below_a_root_are_registered_after_resolving_links() {
         else {
             panic!("no question")
         };
-        let reply = AgentReply::Dataset { path: "/mnt/elsewhere".into(), info: info() };
+        let reply = AgentReply::Dataset { path: "/mnt/elsewhere".into(), info: dataset_info() };
         agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
     };
     let ((status, problem), ()) = tokio::join!(server.post("/datasets", &far), answering);
@@ -72,7 +73,7 @@ async fn weights_must_be_below_the_roots_and_refusals_reveal_nothing() {
         std::fs::write(folder.join("there.safetensors"), "weights").unwrap();
     }
     let server = TestServer::with(|c| c.dataset_roots = vec![root.clone(), "/some".into()]).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
     let data = server.dir.path().to_owned();
     std::fs::write(data.join("jobs/there.safetensors"), "weights").unwrap();
@@ -134,7 +135,7 @@ async fn weights_replaced_by_a_link_while_the_job_waited_are_refused() {
         TestServer::with(|c| c.dataset_roots = vec![root.clone(), "/some".into(), c.data_dir.clone()]).await;
     let private = server.dir.path().join("jobs/w.safetensors");
     std::fs::write(&private, "weights").unwrap();
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
     let weights = root.join("w.safetensors");
     let mut spec = spec();
@@ -142,7 +143,7 @@ async fn weights_replaced_by_a_link_while_the_job_waited_are_refused() {
     for (target, words) in [(&private, "data directory"), (&outside.join("w.safetensors"), "--dataset-root")]
     {
         server.submit(|_| {}).await;
-        let first = agent.started().await;
+        let first = agent.expect_start().await;
         let submit = server.send(client(&member).post(server.url("/api/v1/jobs")).json(&spec));
         let answering = async {
             let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(asked) }) = agent.next().await
@@ -161,7 +162,7 @@ async fn weights_replaced_by_a_link_while_the_job_waited_are_refused() {
         swap(&weights, target);
         let ending = Ending::Failed { reason: "over".into(), retriable: false };
         agent.end(&first.attempt, ending.clone()).await;
-        let failed = server.until(id, JobState::Failed).await;
+        let failed = server.wait_for_state(id, JobState::Failed).await;
         let why = failed.reason.unwrap();
         assert!(why.starts_with("model.pretrained: ") && why.contains(words), "{why}");
         assert_eq!(failed.attempt, 0, "it was not started");
@@ -170,7 +171,7 @@ async fn weights_replaced_by_a_link_while_the_job_waited_are_refused() {
         std::fs::remove_file(&weights).unwrap();
         std::fs::write(&weights, "weights").unwrap();
         assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         assert_eq!(start.files.weights_in, Some(allowed.clone()));
         assert_eq!(start.files.dataset_in.unwrap().below, allowed.below);
         agent.end(&start.attempt, ending).await;
@@ -189,7 +190,8 @@ async fn a_registered_folder_replaced_by_a_link_is_not_used() {
     let server = TestServer::with(|c| c.dataset_roots = vec![root.clone()]).await;
     let mut agent = Agent::join(&server, 2).await;
     let good = json!({"name": "pictures", "path": root.join("good")});
-    let ((status, made), ()) = tokio::join!(server.post("/datasets", &good), agent.answer(Ok(info())));
+    let ((status, made), ()) =
+        tokio::join!(server.post("/datasets", &good), agent.answer_inspection(Ok(dataset_info())));
     assert_eq!(status, 201, "{made}");
     let shown = async |agent: &mut Agent| {
         let answering = async {
@@ -217,7 +219,7 @@ async fn a_registered_folder_replaced_by_a_link_is_not_used() {
         "it does not say where it leads: {problem}"
     );
     let job = server.submit(|_| {}).await;
-    let failed = server.until(job.id.as_str(), JobState::Failed).await;
+    let failed = server.wait_for_state(job.id.as_str(), JobState::Failed).await;
     let why = failed.reason.unwrap();
     assert!(why.starts_with("data.dataset: ") && why.contains("--dataset-root"), "{why}");
     server.stop().await;
@@ -230,7 +232,7 @@ async fn without_a_root_members_cannot_register_datasets_on_loopback() {
     let server = TestServer::new().await;
     let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
     let member = client(&member);
-    let mut answers = Vec::new();
+    let mut responses = Vec::new();
     for name in ["", "missing", "dangling"] {
         let path = dir.path().join(name);
         for (call, body) in
@@ -239,11 +241,14 @@ async fn without_a_root_members_cannot_register_datasets_on_loopback() {
             let request = member.post(server.url(&format!("/api/v1/{call}"))).json(&body);
             let (status, problem) = server.send(request).await;
             assert_eq!(status, 422, "{path:?}: {problem}");
-            answers.push(detail(&problem).to_owned());
+            responses.push(detail(&problem).to_owned());
         }
     }
-    assert!(answers[0].contains("--dataset-root"), "{answers:?}");
-    assert!(answers.iter().all(|answer| *answer == answers[0]), "the same for every path: {answers:?}");
+    assert!(responses[0].contains("--dataset-root"), "{responses:?}");
+    assert!(
+        responses.iter().all(|response| *response == responses[0]),
+        "the same for every path: {responses:?}"
+    );
     // The first token, an admin's, gets as far as asking for a machine that has it.
     let (status, problem) = server.post("/datasets", &json!({"name": "d", "path": dir.path()})).await;
     assert_eq!(status, 503, "{problem}");

@@ -1,7 +1,7 @@
 //! Zip files of pictures that are uploaded in pieces and become datasets.
 
 use crate::{
-    agent::{Agent, info},
+    agent::{Agent, dataset_info},
     test_server::{TestServer, client},
 };
 use lockstep_protocol::agent::{AgentReply, AgentRequest, FromAgent, ToAgent};
@@ -52,7 +52,7 @@ async fn an_uploaded_zip_file_becomes_its_owner_s_dataset_and_is_removed_with_it
         };
         assert_eq!(allowed, None, "the server has unpacked it itself");
         assert_eq!(std::fs::read(Path::new(&path).join("cat/1.png")).unwrap(), b"photos/cat/1.png");
-        let reply = AgentReply::Dataset { path: path.clone(), info: info() };
+        let reply = AgentReply::Dataset { path: path.clone(), info: dataset_info() };
         agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
         path
     };

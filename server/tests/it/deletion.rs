@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, losses, running},
     postgres,
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::{Value, json};
@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 const EVENTS: u32 = 120_000;
 
 async fn scenario(server: TestServer) {
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let large = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     let body = format!("'{{\"type\":\"rank\",\"filling\":\"{}\"}}'", "x".repeat(500));
@@ -34,7 +34,7 @@ async fn scenario(server: TestServer) {
         ))
         .await;
     let small = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
     let asked = Instant::now();
@@ -53,11 +53,11 @@ async fn scenario(server: TestServer) {
     );
     let (mut slowest, mut steps, mut during) = (Duration::ZERO, 0, 0);
     loop {
-        let left = server.number(&rows).await;
+        let left = server.query_number(&rows).await;
         if left == 0 {
             break;
         }
-        assert!(asked.elapsed() < 3 * DEADLINE, "{left} rows are left");
+        assert!(asked.elapsed() < 3 * TIMEOUT, "{left} rows are left");
         let sent = Instant::now();
         steps += 1;
         agent.report(&attempt, Source::Rank(0), steps, vec![losses(0, steps..=steps)]).await;
@@ -70,7 +70,7 @@ async fn scenario(server: TestServer) {
     );
     assert!(during >= 3, "the deletion was in one piece: {during} reports came between");
     let chunks = format!("SELECT count(*) FROM metric_chunks WHERE job_id = '{large}'");
-    assert_eq!(server.number(&chunks).await, 0);
+    assert_eq!(server.query_number(&chunks).await, 0);
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&small).await.last.loss, Some(f64::from(1.0 / steps as f32)));
     server.stop().await;
@@ -102,7 +102,7 @@ async fn long_deletions_and_migrations_in_postgres_do_not_time_out() {
     .unwrap();
     let limited = format!("{url}?options=-c%20statement_timeout=2s");
     let server = TestServer::with(|c| c.database = Some(limited)).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     // It does hold: a request that waits for a table is answered so, and not after a minute.
     let mut lock = db.begin().await.unwrap();
     sqlx::query("LOCK TABLE datasets IN ACCESS EXCLUSIVE MODE").execute(&mut *lock).await.unwrap();
@@ -113,7 +113,7 @@ async fn long_deletions_and_migrations_in_postgres_do_not_time_out() {
     );
     lock.rollback().await.unwrap();
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     // A millisecond for every tenth row: four seconds all of them, a fraction of one a bit.
     sqlx::raw_sql(AssertSqlSafe(format!(
@@ -129,21 +129,21 @@ async fn long_deletions_and_migrations_in_postgres_do_not_time_out() {
     let began = Instant::now();
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     let rows = format!("SELECT count(*) FROM jobs WHERE id = '{id}'");
-    while server.number(&rows).await > 0 {
-        assert!(began.elapsed() < 3 * DEADLINE, "it does not end");
+    while server.query_number(&rows).await > 0 {
+        assert!(began.elapsed() < 3 * TIMEOUT, "it does not end");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert!(began.elapsed() > Duration::from_secs(3), "the rows were too quick to prove anything");
-    assert_eq!(server.number("SELECT count(*) FROM events").await, 0);
+    assert_eq!(server.query_number("SELECT count(*) FROM events").await, 0);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn the_next_server_completes_deletions() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     // As if it had been stopped between the two.
@@ -151,18 +151,18 @@ async fn the_next_server_completes_deletions() {
     assert_eq!(server.get(&format!("/jobs/{id}")).await.0, 404);
     let server = TestServer::open(server.stop().await, |_| {}).await;
     let began = Instant::now();
-    while server.number("SELECT count(*) FROM jobs").await > 0 {
-        assert!(began.elapsed() < DEADLINE);
+    while server.query_number("SELECT count(*) FROM jobs").await > 0 {
+        assert!(began.elapsed() < TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert_eq!(server.number("SELECT count(*) FROM events").await, 0);
+    assert_eq!(server.query_number("SELECT count(*) FROM events").await, 0);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_cursor_remains_valid_after_its_job_was_deleted() {
     let server = TestServer::new().await;
-    Agent::with_pictures(&server, 2).await.vanish();
+    Agent::join_with_dataset(&server, 2).await.disconnect();
     let mut ids = Vec::new();
     for _ in 0..5 {
         ids.push(server.submit(|_| {}).await.id.to_string());
@@ -180,7 +180,7 @@ async fn a_cursor_remains_valid_after_its_job_was_deleted() {
     let response: Vec<_> = page["jobs"].as_array().unwrap().iter().map(|j| j["id"].clone()).collect();
     assert_eq!(response, [json!(ids[2]), json!(ids[3])]);
     // The page of a browser without scripts, too.
-    let (_, page) = server.text(&format!("/jobs?cursor={cursor}")).await;
+    let (_, page) = server.get_text(&format!("/jobs?cursor={cursor}")).await;
     assert!(ids[2..].iter().all(|id| page.contains(id)), "{page}");
     server.stop().await;
 }

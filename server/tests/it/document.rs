@@ -2,8 +2,8 @@
 //! documented, and every success that is documented is given.
 
 use crate::{
-    agent::{Agent, hello, info, line, losses, running},
-    test_server::{DEADLINE, TestServer, spec},
+    agent::{Agent, dataset_info, hello, line, losses, running},
+    test_server::{TIMEOUT, TestServer, spec},
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
@@ -33,9 +33,9 @@ fn calls(document: &Value) -> Vec<(String, String, Value)> {
 async fn answer_all(mut agent: Agent) {
     while let Some(message) = agent.next().await {
         let ToAgent::Request { id, request } = message else { continue };
-        let answer = match request {
+        let response = match request {
             AgentRequest::HasFiles { paths } => AgentReply::Files { there: vec![true; paths.len()] },
-            AgentRequest::InspectDataset { path, .. } => AgentReply::Dataset { path, info: info() },
+            AgentRequest::InspectDataset { path, .. } => AgentReply::Dataset { path, info: dataset_info() },
             AgentRequest::InspectProgress { .. } => AgentReply::Progress { inspected: None },
             AgentRequest::Fingerprint { .. } => AgentReply::Fingerprint { found: None },
             AgentRequest::ValidationSet { .. } => AgentReply::ValidationSet { found: None },
@@ -77,7 +77,7 @@ async fn answer_all(mut agent: Agent) {
                     .collect(),
             },
         };
-        agent.send(FromAgent::Reply { id, reply: Ok(answer) }).await;
+        agent.send(FromAgent::Reply { id, reply: Ok(response) }).await;
     }
 }
 
@@ -88,7 +88,7 @@ pub async fn a_job(
     change: impl FnOnce(&mut Value),
 ) -> (String, String) {
     let id = server.submit(change).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let checkpoint = CheckpointInfo {
         epoch: 1,
         step: 5,
@@ -120,7 +120,7 @@ async fn all_responses_are_documented() {
     let files = || vec![("pictures".to_owned(), b"pixels"[..].into())];
     let bundled = Bundled { name: "fashion-mnist", files };
     let server = TestServer::with(|c| c.bundled = Some(bundled)).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (job, checkpoint) = a_job(&server, &mut agent, |_| {}).await;
     let answering = tokio::spawn(answer_all(agent));
     let (_, document) = server.get("/openapi.json").await;
@@ -198,12 +198,12 @@ async fn all_responses_are_documented() {
     let json_of = |body: Value| move |r: RequestBuilder| r.json(&body);
     let mut good = async |method: &str, path: &str, id: &str, body: Option<Value>, expected: u16| {
         let place = filled(&v1(path), id);
-        let (status, answer) = match body {
+        let (status, response) = match body {
             Some(body) => held.ask(method, &v1(path), &place, json_of(body)).await,
             None => held.ask(method, &v1(path), &place, |r| r).await,
         };
-        assert_eq!(status, expected, "{method} {path}: {answer}");
-        answer
+        assert_eq!(status, expected, "{method} {path}: {response}");
+        response
     };
     for path in [
         "/jobs",
@@ -313,8 +313,8 @@ async fn all_responses_are_documented() {
     assert_eq!(held.ask("delete", template, file, |r| r).await.0, 204);
     // The questions above may have registered them already.
     let bundled = v1("/datasets/bundled");
-    let (status, answer) = held.ask("post", &bundled, &bundled, |r| r).await;
-    assert!([201, 409].contains(&status), "{answer}");
+    let (status, response) = held.ask("post", &bundled, &bundled, |r| r).await;
+    assert!([201, 409].contains(&status), "{response}");
     let ask = |name: &'static str| move |r: RequestBuilder| r.header("idempotency-key", name).json(&spec());
     assert_eq!(held.ask("post", "/api/v1/jobs", "/api/v1/jobs", ask("k")).await.0, 201);
     assert_eq!(held.ask("post", "/api/v1/jobs", "/api/v1/jobs", ask("k")).await.0, 200);
@@ -419,16 +419,16 @@ async fn all_responses_are_documented() {
     let since = std::time::Instant::now();
     // Until its trial is over.
     while held.ask("delete", "/api/v1/sweeps/{id}", &place, |r| r).await.0 != 204 {
-        assert!(since.elapsed() < DEADLINE);
+        assert!(since.elapsed() < TIMEOUT);
     }
     let undrain = ("/api/v1/agents/{id}/undrain", "/api/v1/agents/id-a/undrain");
     assert_eq!(held.ask("post", undrain.0, undrain.1, |r| r).await.0, 204);
-    Agent::greet(&server, hello("gone", 1, Vec::new())).await.unwrap().vanish();
+    Agent::connect(&server, hello("gone", 1, Vec::new())).await.unwrap().disconnect();
     let gone = ("/api/v1/agents/{id}", "/api/v1/agents/id-gone");
     let since = std::time::Instant::now();
     // Until its connection has ended.
     while held.ask("delete", gone.0, gone.1, |r| r).await.0 != 204 {
-        assert!(since.elapsed() < DEADLINE);
+        assert!(since.elapsed() < TIMEOUT);
     }
     for path in ["/healthz", "/readyz", "/metrics"] {
         assert_eq!(held.ask("get", path, path, |r| r).await.0, 200);

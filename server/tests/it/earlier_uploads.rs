@@ -14,10 +14,10 @@ async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint(
     for wish in ["pause", "cancel"] {
         let server = TestServer::new().await;
         let token = server.agent_token("a").await;
-        let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+        let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
         agent.register(&server).await;
         let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         let asks = |token: &str, agent_id: &str, attempt: &AttemptRef| Asks {
             server: &server,
             http: client(token),
@@ -28,7 +28,7 @@ async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint(
         assert_eq!(first.ask("POST", "", vec![]).await.0, 204);
         agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
         agent.end(&start.attempt, killed(0)).await;
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         assert_eq!(start.resume.as_deref(), Some("1-10"), "on the machine that has it");
 
         // It waits for its dataset, and has not said yet that its disk is its own.
@@ -40,7 +40,7 @@ async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint(
         let guessed = AttemptRef { fencing_token: secret, ..start.attempt.clone() };
         assert_eq!(asks(&token, "id-a", &guessed).ask("GET", "/uploads/1-10", vec![]).await.0, 403);
         let other = server.agent_token("b").await;
-        let _other = Agent::greet_with(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
+        let _other = Agent::connect_with_token(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
         let other = asks(&other, "id-b", &start.attempt);
         assert_eq!(other.ask("GET", "/uploads/1-10", vec![]).await.0, 403);
 
@@ -58,10 +58,10 @@ async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint(
 async fn agents_upload_checkpoints_of_earlier_attempts_after_rank_0_moved() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let asks = |attempt: &AttemptRef| Asks {
         server: &server,
         http: client(&token),
@@ -73,7 +73,7 @@ async fn agents_upload_checkpoints_of_earlier_attempts_after_rank_0_moved() {
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
     assert_eq!(asks(&start.attempt).upload("1-10", manifest(1, 10)).await.0, 204);
     agent.end(&start.attempt, killed(0)).await;
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let next = asks(&start.attempt);
     assert_eq!(next.ask("POST", "", vec![]).await.0, 204);
     // As if the other ranks' machine had the first one.

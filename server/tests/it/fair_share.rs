@@ -2,7 +2,7 @@
 
 use crate::{
     agent::Agent,
-    test_server::{DEADLINE, TestServer, client, spec},
+    test_server::{TIMEOUT, TestServer, client, spec},
 };
 use lockstep_protocol::{
     agent::{AttemptRef, Ending},
@@ -24,7 +24,7 @@ async fn submit(server: &TestServer, project: &str, priority: i32) -> Job {
 
 /// Waits until these jobs have the first places of the queue, in this order.
 async fn queued_in_order(server: &TestServer, jobs: &[&Job]) {
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let mut places = Vec::new();
         for job in jobs {
@@ -40,17 +40,17 @@ async fn queued_in_order(server: &TestServer, jobs: &[&Job]) {
 
 async fn ends(agent: &mut Agent, attempt: &AttemptRef) -> JobId {
     agent.end(attempt, Ending::Succeeded { step: 1 }).await;
-    agent.started().await.attempt.job
+    agent.expect_start().await.attempt.job
 }
 
 #[tokio::test]
 async fn within_a_priority_the_project_with_the_fewest_slots_is_first() {
     let server = TestServer::with(|c| c.fair_share = FairShare::Project).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut running = Vec::new();
     for _ in 0..2 {
         submit(&server, "vision", 0).await;
-        running.push(agent.started().await.attempt);
+        running.push(agent.expect_start().await.attempt);
     }
     let older = submit(&server, "vision", 0).await;
     let old = submit(&server, "vision", 0).await;
@@ -69,7 +69,7 @@ async fn within_a_priority_the_project_with_the_fewest_slots_is_first() {
 async fn owners_alternate_with_fair_share_and_otherwise_age_decides() {
     for (by, first) in [(FairShare::Owner, 1), (FairShare::Off, 0)] {
         let server = TestServer::with(|c| c.fair_share = by).await;
-        let mut agent = Agent::with_pictures(&server, 2).await;
+        let mut agent = Agent::join_with_dataset(&server, 2).await;
         let mut clients = Vec::new();
         for name in ["nightly", "weekly"] {
             let (_, token) = server.make_token(&json!({"name": name, "scope": "submit"})).await;
@@ -84,9 +84,9 @@ async fn owners_alternate_with_fair_share_and_otherwise_age_decides() {
             serde_json::from_value::<Job>(body).unwrap()
         };
         submit(0).await;
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         submit(0).await;
-        agent.started().await;
+        agent.expect_start().await;
         let waiting = [submit(0).await, submit(1).await];
         queued_in_order(&server, &[&waiting[first], &waiting[1 - first]]).await;
         assert_eq!(ends(&mut agent, &attempt).await, waiting[first].id);
@@ -97,7 +97,7 @@ async fn owners_alternate_with_fair_share_and_otherwise_age_decides() {
 #[tokio::test]
 async fn a_job_behind_more_than_a_thousand_others_is_considered() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut large = spec();
     large["parallel"]["ranks"] = json!(4);
     let (status, body) = server.post("/jobs?launched=true", &large).await;
@@ -114,6 +114,6 @@ async fn a_job_behind_more_than_a_thousand_others_is_considered() {
     );
     assert_eq!(server.execute(&copies).await, 1200);
     let small = submit(&server, "default", 0).await;
-    assert_eq!(agent.started().await.attempt.job, small.id);
+    assert_eq!(agent.expect_start().await.attempt.job, small.id);
     server.stop().await;
 }

@@ -57,9 +57,9 @@ async fn started(
 /// Four ranks on two machines train; the second machine is lost for good.
 async fn lost(server: &TestServer, a: &mut Agent, mut b: Agent, recovery: Value) -> (String, AttemptRef) {
     let (id, attempt) = started(server, a, &mut b, |s| s["recovery"] = recovery).await;
-    b.vanish();
+    b.disconnect();
     loses_contact(a, &attempt, 1, vec![2]).await;
-    server.until(&id, JobState::Restarting).await;
+    server.wait_for_state(&id, JobState::Restarting).await;
     (id, attempt)
 }
 
@@ -70,7 +70,7 @@ async fn a_job_that_lost_a_machine_continues_with_fewer_ranks_and_with_all_after
     let recovery = json!({"min_ranks": 1, "wait_seconds": 1});
     let began = tokio::time::Instant::now();
     let (id, _) = lost(&server, &mut a, b, recovery).await;
-    let start = a.started().await;
+    let start = a.expect_start().await;
     assert!(began.elapsed() >= Duration::from_secs(1), "it waits for all ranks first");
     // The most that are free, and the same pictures a step.
     assert_eq!((start.attempt.attempt, start.world_size, &start.ranks), (2, 2, &vec![(0, 0), (1, 1)]));
@@ -94,7 +94,7 @@ async fn a_job_that_lost_a_machine_continues_with_fewer_ranks_and_with_all_after
     assert_eq!(begun[1]["words"], json!(reason));
 
     // It does not grow by itself. Its next attempt has all ranks again.
-    let mut b = Agent::greet(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    let mut b = Agent::connect(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
     quiet(&mut b, QUIET).await;
     assert_eq!(server.job(&id).await.state, JobState::Running);
     a.end(&start.attempt, killed(1)).await;
@@ -120,9 +120,9 @@ async fn a_job_without_min_ranks_or_with_too_few_slots_for_it_waits() {
             (s["recovery"], s["train"]["batch_size"]) = (recovery.clone(), json!(12));
         })
         .await;
-        b.vanish();
+        b.disconnect();
         loses_contact(&mut a, &attempt, 1, vec![2]).await;
-        server.until(&id, JobState::Restarting).await;
+        server.wait_for_state(&id, JobState::Restarting).await;
         quiet(&mut a, QUIET).await;
         let (_, queue) = server.get("/queue").await;
         let waits = queue["jobs"][0]["reason"]["words"].as_str().unwrap_or_default();
@@ -141,8 +141,8 @@ async fn a_machine_that_shuts_down_counts_as_lost_and_a_pause_does_not() {
     assert!(stopped(&mut a).await, "with a checkpoint");
     b.end(&attempt, Ending::Stopped).await;
     a.end(&attempt, Ending::Stopped).await;
-    b.vanish();
-    let start = a.started().await;
+    b.disconnect();
+    let start = a.expect_start().await;
     assert_eq!((start.attempt.attempt, start.world_size), (2, 2));
     a.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     assert!(server.job(&id).await.reason.unwrap().contains("agent \"b\" was shut down"));
@@ -150,7 +150,7 @@ async fn a_machine_that_shuts_down_counts_as_lost_and_a_pause_does_not() {
     server.post(&format!("/jobs/{id}/pause"), &json!({})).await;
     assert!(stopped(&mut a).await);
     a.end(&start.attempt, Ending::Stopped).await;
-    server.until(&id, JobState::Paused).await;
+    server.wait_for_state(&id, JobState::Paused).await;
     server.post(&format!("/jobs/{id}/resume"), &json!({})).await;
     quiet(&mut a, QUIET).await;
     assert_eq!(server.job(&id).await.state, JobState::Queued, "who resumes it wants all its ranks");

@@ -1,7 +1,7 @@
 //! Whether a checkpoint fits what it is to be trained on: checked when that is requested, not by ranks that fail.
 
 use crate::{
-    agent::{Agent, info, running},
+    agent::{Agent, dataset_info, running},
     test_server::TestServer,
 };
 use lockstep_protocol::{
@@ -18,7 +18,8 @@ fn words(names: &[&str]) -> Vec<String> {
 
 async fn register(server: &TestServer, agent: &mut Agent, name: &str, info: DatasetInfo) {
     let new = json!({"name": name, "path": format!("/some/{name}")});
-    let ((status, body), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info)));
+    let ((status, body), ()) =
+        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(info)));
     assert_eq!(status, 201, "{body}");
 }
 
@@ -36,7 +37,7 @@ fn write_checkpoint(job_dir: &Path) {
 /// A job that failed after its checkpoint of step 50.
 async fn failed_job(server: &TestServer, agent: &mut Agent) -> String {
     let job = server.submit(|_| {}).await;
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
     let written = CheckpointInfo {
         epoch: 1,
@@ -50,22 +51,22 @@ async fn failed_job(server: &TestServer, agent: &mut Agent) -> String {
     let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
     agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
-    server.until(job.id.as_str(), JobState::Failed).await;
+    server.wait_for_state(job.id.as_str(), JobState::Failed).await;
     job.id.to_string()
 }
 
 #[tokio::test]
 async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = failed_job(&server, &mut agent).await;
-    let like = |classes: &[&str]| DatasetInfo { classes: words(classes), ..info() };
+    let like = |classes: &[&str]| DatasetInfo { classes: words(classes), ..dataset_info() };
     register(&server, &mut agent, "more", like(&["cat", "dog", "fox"])).await;
     register(&server, &mut agent, "others", like(&["cat", "fox"])).await;
     register(&server, &mut agent, "turned", like(&["dog", "cat"])).await;
-    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..info() }).await;
-    register(&server, &mut agent, "larger", DatasetInfo { height: 96, width: 96, ..info() }).await;
-    register(&server, &mut agent, "again", info()).await;
+    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..dataset_info() }).await;
+    register(&server, &mut agent, "larger", DatasetInfo { height: 96, width: 96, ..dataset_info() }).await;
+    register(&server, &mut agent, "again", dataset_info()).await;
 
     let path = format!("/jobs/{id}/fork");
     let fork = async |set: Value| server.post(&path, &json!({ "set": set })).await;
@@ -124,12 +125,18 @@ async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
 #[tokio::test]
 async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = failed_job(&server, &mut agent).await;
     let only_train = vec![SplitInfo { name: "train".into(), samples: 9, per_class: vec![4, 5] }];
-    register(&server, &mut agent, "untested", DatasetInfo { splits: only_train, ..info() }).await;
-    register(&server, &mut agent, "others", DatasetInfo { classes: words(&["cat", "fox"]), ..info() }).await;
-    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..info() }).await;
+    register(&server, &mut agent, "untested", DatasetInfo { splits: only_train, ..dataset_info() }).await;
+    register(
+        &server,
+        &mut agent,
+        "others",
+        DatasetInfo { classes: words(&["cat", "fox"]), ..dataset_info() },
+    )
+    .await;
+    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..dataset_info() }).await;
     for (name, said) in [
         (
             "untested",
@@ -153,13 +160,13 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
 #[tokio::test]
 async fn a_fork_on_another_dataset_uses_its_split_unless_one_was_given() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     for (name, splits) in
         [("val", &["train", "val"][..]), ("test", &["train", "test"]), ("both", &["train", "test", "val"])]
     {
         let split =
             |name: &&str| SplitInfo { name: (*name).into(), samples: 1000, per_class: vec![500, 500] };
-        let info = DatasetInfo { splits: splits.iter().map(split).collect(), ..info() };
+        let info = DatasetInfo { splits: splits.iter().map(split).collect(), ..dataset_info() };
         register(&server, &mut agent, name, info).await;
     }
     let mut parent = async |dataset: &str, validation: Option<Value>| {
@@ -169,7 +176,7 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_one_was_given() {
                 spec["data"]["validation"] = validation.unwrap_or_default();
             })
             .await;
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
         let written = CheckpointInfo {
             epoch: 1,
@@ -183,7 +190,7 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_one_was_given() {
         let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
         agent.report(&start.attempt, Source::Rank(0), 0, events).await;
         agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
-        server.until(job.id.as_str(), JobState::Failed).await;
+        server.wait_for_state(job.id.as_str(), JobState::Failed).await;
         job.id.to_string()
     };
     let (chosen, given) = (parent("val", None).await, parent("both", Some(json!("val"))).await);
@@ -211,7 +218,7 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_one_was_given() {
 #[tokio::test]
 async fn a_fork_inherits_tags_unless_others_are_given_or_they_are_private() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     for private in [false, true] {
         let job = server
             .submit(|spec| {
@@ -219,7 +226,7 @@ async fn a_fork_inherits_tags_unless_others_are_given_or_they_are_private() {
                 spec["private"] = json!(private);
             })
             .await;
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
         let written = CheckpointInfo {
             epoch: 1,
@@ -249,7 +256,7 @@ async fn a_fork_inherits_tags_unless_others_are_given_or_they_are_private() {
             server.post(&format!("/jobs/{fork}/cancel"), &json!({})).await;
         }
         agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
-        server.until(job.id.as_str(), JobState::Failed).await;
+        server.wait_for_state(job.id.as_str(), JobState::Failed).await;
     }
     server.stop().await;
 }
@@ -257,9 +264,9 @@ async fn a_fork_inherits_tags_unless_others_are_given_or_they_are_private() {
 #[tokio::test]
 async fn an_image_size_that_changes_the_network_is_refused_with_advice() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let job = server.submit(|spec| spec["model"]["arch"] = json!("resnet18")).await;
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
     let written = CheckpointInfo {
         epoch: 1,
@@ -286,16 +293,16 @@ async fn an_image_size_that_changes_the_network_is_refused_with_advice() {
 #[tokio::test]
 async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = failed_job(&server, &mut agent).await;
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
-    let other = DatasetInfo { classes: words(&["cat", "fox"]), ..info() };
+    let other = DatasetInfo { classes: words(&["cat", "fox"]), ..dataset_info() };
     register(&server, &mut agent, "pictures", other).await;
     let (status, body) = server.post(&format!("/jobs/{id}/retry"), &json!({})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/dataset")), "{body}");
     assert_eq!(server.job(&id).await.state, JobState::Failed);
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
-    register(&server, &mut agent, "pictures", info()).await;
+    register(&server, &mut agent, "pictures", dataset_info()).await;
     assert_eq!(server.post(&format!("/jobs/{id}/retry"), &json!({})).await.0, 202);
     assert!(matches!(agent.next().await, Some(ToAgent::Start(_))));
     server.stop().await;
@@ -304,9 +311,9 @@ async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
 #[tokio::test]
 async fn a_non_finite_evaluation_is_never_best_and_keeps_the_stream_valid() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let evaluation = |step, accuracy, loss| {
         AttemptEvent::Evaluation(Evaluation { epoch: 1, step, samples: 200, accuracy, loss, secs: 0.1 })
     };
@@ -331,7 +338,7 @@ async fn a_non_finite_evaluation_is_never_best_and_keeps_the_stream_valid() {
         (job.best.unwrap().step, job.best.unwrap().loss, job.last.val_pictures),
         (60, Some(0.8), Some(200))
     );
-    let stored = server.stored(&id).await;
+    let stored = server.stored_events(&id).await;
     let losses: Vec<_> =
         stored.iter().filter(|e| e["type"] == "evaluation").map(|e| e["loss"].clone()).collect();
     assert_eq!(losses, [1.0, 0.9, 0.8, 0.85].map(|loss| json!(loss)), "{stored:#?}");
@@ -341,7 +348,7 @@ async fn a_non_finite_evaluation_is_never_best_and_keeps_the_stream_valid() {
 #[tokio::test]
 async fn a_fork_reports_its_learning_rate_and_overlap_with_training_pictures() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let job = server
         .submit(|spec| {
             spec["data"]["validation"] = json!(0.1);
@@ -349,7 +356,7 @@ async fn a_fork_reports_its_learning_rate_and_overlap_with_training_pictures() {
             spec["train"]["epochs"] = json!(2);
         })
         .await;
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
     let written = CheckpointInfo {
         epoch: 1,

@@ -25,8 +25,8 @@ pub fn hello_at(name: &str, slots: u32, attempts: Vec<AttemptRef>, address: &str
 
 /// The dataset of the tests, and no agent.
 pub async fn pictures(server: &TestServer) {
-    Agent::with_pictures(server, 2).await.vanish();
-    let deadline = tokio::time::Instant::now() + crate::test_server::DEADLINE;
+    Agent::join_with_dataset(server, 2).await.disconnect();
+    let deadline = tokio::time::Instant::now() + crate::test_server::TIMEOUT;
     while server.get("/agents").await.1["agents"][0]["online"] == true {
         assert!(tokio::time::Instant::now() < deadline);
     }
@@ -35,8 +35,8 @@ pub async fn pictures(server: &TestServer) {
 /// Two machines of two slots that reach each other.
 pub async fn machines(server: &TestServer) -> (Agent, Agent) {
     pictures(server).await;
-    let a = Agent::greet(server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
-    let b = Agent::greet(server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    let a = Agent::connect(server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
+    let b = Agent::connect(server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
     (a, b)
 }
 
@@ -66,7 +66,7 @@ pub async fn started(server: &TestServer, a: &mut Agent, b: &mut Agent) -> (Stri
 }
 
 pub async fn again(a: &mut Agent, b: &mut Agent) -> AttemptRef {
-    let (first, second) = (a.started().await, b.started().await);
+    let (first, second) = (a.expect_start().await, b.expect_start().await);
     ready(b, &second, None).await;
     ready(a, &first, Some(4321)).await;
     assert_eq!((launched(a).await, launched(b).await), (4321, 4321));
@@ -119,7 +119,7 @@ async fn machines_learn_rank_0_s_address_and_start_once_all_are_ready() {
     let server = TestServer::new().await;
     let (mut a, mut b) = machines(&server).await;
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
-    let (first, second) = (a.started().await, b.started().await);
+    let (first, second) = (a.expect_start().await, b.expect_start().await);
     assert_eq!((&first.ranks, &second.ranks), (&vec![(0, 0), (1, 1)], &vec![(2, 0), (3, 1)]));
     assert_eq!(
         (first.attempt.clone(), first.secret.clone()),
@@ -135,9 +135,9 @@ async fn machines_learn_rank_0_s_address_and_start_once_all_are_ready() {
     ready(&mut a, &first, Some(4321)).await;
     assert_eq!((launched(&mut a).await, launched(&mut b).await), (4321, 4321));
     // One that missed it is told again on its next connection.
-    b.vanish();
+    b.disconnect();
     let mut b =
-        Agent::greet(&server, hello_at("b", 2, vec![second.attempt.clone()], "10.0.0.2")).await.unwrap();
+        Agent::connect(&server, hello_at("b", 2, vec![second.attempt.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, []);
     ready(&mut b, &second, None).await;
     assert_eq!((launched(&mut a).await, launched(&mut b).await), (4321, 4321));
@@ -171,7 +171,7 @@ async fn the_first_cause_explains_the_end_and_the_next_attempt_waits_for_all() {
     assert_eq!(server.job(&id).await.state, JobState::Running, "a rank may still hold memory there");
     b.end(&attempt, killed(2)).await;
     let next = again(&mut a, &mut b).await;
-    let states = server.stored(&id).await;
+    let states = server.stored_events(&id).await;
     let restart = states.iter().find(|e| e["state"] == "restarting").unwrap();
     assert_eq!(restart["reason"], "rank 2 was killed by signal 9 at step 3; attempt 2 starts from the start");
 
@@ -179,12 +179,12 @@ async fn the_first_cause_explains_the_end_and_the_next_attempt_waits_for_all() {
     a.end(&next, killed(1)).await;
     let dir = server.stop().await;
     let server = TestServer::open(dir, |_| {}).await;
-    let mut b = Agent::greet(&server, hello_at("b", 2, vec![next.clone()], "10.0.0.2")).await.unwrap();
+    let mut b = Agent::connect(&server, hello_at("b", 2, vec![next.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, [], "its ranks may still say what they have to");
     assert!(!stopped(&mut b).await);
     b.report(&next, Source::Rank(2), 0, vec![losses(2, 1..=3)]).await;
     b.end(&next, Ending::Stopped).await;
-    let job = server.until(&id, JobState::Restarting).await;
+    let job = server.wait_for_state(&id, JobState::Restarting).await;
     assert!(job.reason.unwrap().contains("rank 1 was killed"));
     server.stop().await;
 }
@@ -194,7 +194,7 @@ async fn a_failed_check_on_one_machine_prevents_ranks_on_all() {
     let server = TestServer::new().await;
     let (mut a, mut b) = machines(&server).await;
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
-    let (first, second) = (a.started().await, b.started().await);
+    let (first, second) = (a.expect_start().await, b.expect_start().await);
     ready(&mut a, &first, Some(4321)).await;
     let detail = "/some/pictures is not there".into();
     let reason = ReasonKind::DatasetUnusable { rank: None, step: None, detail }.into();
@@ -224,14 +224,14 @@ async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
     assert!(stopped(&mut a).await, "with a checkpoint");
     b.end(&attempt, Ending::Stopped).await;
     a.end(&attempt, Ending::Stopped).await;
-    b.vanish();
-    let job = server.until(&id, JobState::Queued).await;
+    b.disconnect();
+    let job = server.wait_for_state(&id, JobState::Queued).await;
     assert!(job.reason.unwrap().contains("agent \"b\" was shut down (the agent was stopped)"));
 
-    let mut b = Agent::greet(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    let mut b = Agent::connect(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
     let attempt = again(&mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    b.vanish();
+    b.disconnect();
     // The first machine is there and beats; its ranks have nobody to talk to.
     let mut beats = tokio::time::interval(Duration::from_millis(100));
     loop {
@@ -244,10 +244,10 @@ async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
         }
     }
     a.end(&attempt, lost_contact(0)).await;
-    let job = server.until(&id, JobState::Restarting).await;
+    let job = server.wait_for_state(&id, JobState::Restarting).await;
     assert!(job.reason.unwrap().starts_with("agent \"b\" was silent for 4 s"));
     // It comes back with ranks that nobody waits for.
-    let mut b = Agent::greet(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
+    let mut b = Agent::connect(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, std::slice::from_ref(&attempt));
     let late = vec![AttemptEvent::Ended(killed(2))];
     b.send(FromAgent::Report { attempt: attempt.clone(), source: Source::Agent, first: 0, events: late })
@@ -267,7 +267,7 @@ async fn silent_machines_of_failed_attempts_are_not_waited_for_or_given_work() {
     // Its cable is out: the connection is there, and nothing comes. The ranks of the other machine have lost its own.
     let began = tokio::time::Instant::now();
     loses_contact(&mut a, &attempt, 1, vec![2]).await;
-    let job = server.until(&id, JobState::Restarting).await;
+    let job = server.wait_for_state(&id, JobState::Restarting).await;
     assert!(began.elapsed() < LONG_LEASE / 2, "long before its lease ends: {:?}", began.elapsed());
     let reason = job.reason.unwrap();
     assert!(reason.starts_with("agent \"b\" was silent for "), "{reason}");
@@ -279,7 +279,7 @@ async fn silent_machines_of_failed_attempts_are_not_waited_for_or_given_work() {
     let early = tokio::time::timeout(Duration::from_millis(1500), a.next()).await;
     assert!(early.is_err(), "it still has ranks of the attempt: {early:?}");
     b.heartbeat(&[]).await;
-    let first = a.started().await;
+    let first = a.expect_start().await;
     assert_eq!(first.attempt.attempt, 2);
     let second = loop {
         match b.next().await {
@@ -311,7 +311,7 @@ async fn slow_machines_are_waited_for_and_disconnected_ones_are_not() {
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
     let began = tokio::time::Instant::now();
-    b.vanish();
+    b.disconnect();
     loses_contact(&mut a, &attempt, 1, Vec::new()).await;
     let is_reported = |frame: &Value| {
         let reason = frame["reason"].as_str().unwrap_or_default();
@@ -329,8 +329,8 @@ async fn machines_that_cannot_reach_each_other_share_no_job_with_a_reason() {
     let mut four = spec();
     four["parallel"]["ranks"] = json!(4);
     let id = server.submit(|s| *s = four.clone()).await.id.to_string();
-    let _a = Agent::greet(&server, hello_at("a", 2, Vec::new(), "127.0.0.1")).await.unwrap();
-    let _b = Agent::greet(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    let _a = Agent::connect(&server, hello_at("a", 2, Vec::new(), "127.0.0.1")).await.unwrap();
+    let _b = Agent::connect(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
     let mut stream = server.stream(&id, 0).await;
     stream
         .until(|f| {

@@ -1,7 +1,7 @@
 //! Groups of jobs: over all that match, in both databases, for each reader, in any order and page by page.
 
 use crate::{
-    agent::{Agent, info},
+    agent::{Agent, dataset_info},
     lists::jobs,
     test_server::TestServer,
 };
@@ -34,8 +34,14 @@ const JOBS: [Made; 6] = [
 
 async fn fill(store: &dyn Store) {
     let added_at = "2026-01-02T03:04:05Z".parse().unwrap();
-    let dataset =
-        Dataset { name: "p".into(), path: "/p".into(), info: info(), added_at, owner: None, private: false };
+    let dataset = Dataset {
+        name: "p".into(),
+        path: "/p".into(),
+        info: dataset_info(),
+        added_at,
+        owner: None,
+        private: false,
+    };
     store.add_dataset(&dataset).await.unwrap();
     for (n, (name, tags, lr, priority, owner, private)) in JOBS.into_iter().enumerate() {
         let mut spec = JobSpec { name: name.into(), priority, private, ..JobSpec::default() };
@@ -164,7 +170,7 @@ async fn walked(server: &TestServer, query: &str, limit: usize) -> Vec<Value> {
 #[tokio::test]
 async fn groups_are_listed_in_every_order_with_any_page_size() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let specs =
         [("b", 0.1, "vision"), ("a", 0.4, ""), ("c", 0.2, "vision"), ("d", 10.0, "x"), ("e", 2.0, "x")];
     let ids = jobs(&server, &specs).await;
@@ -278,8 +284,8 @@ async fn ten_thousand_groups_are_listed_and_more_are_refused() {
         )
     };
     assert_eq!(server.execute(&fill(1, 10_000)).await, 10_000);
-    let (status, answer) = server.get("/jobs/groups?by=name&count=true&limit=1").await;
-    assert_eq!((status, &answer["total"]), (200, &json!(10_000)), "{answer}");
+    let (status, response) = server.get("/jobs/groups?by=name&count=true&limit=1").await;
+    assert_eq!((status, &response["total"]), (200, &json!(10_000)), "{response}");
     server.execute(&fill(10_001, 10_001)).await;
     let (status, problem) = server.get("/jobs/groups?by=name&count=true&limit=1").await;
     assert_eq!(status, 400, "{problem}");

@@ -1,8 +1,8 @@
 //! A job's history, read afterwards, and its speed, streamed while it runs.
 
 use crate::{
-    agent::{Agent, hello, info, losses, running},
-    test_server::{DEADLINE, TestServer, client, spec},
+    agent::{Agent, dataset_info, hello, losses, running},
+    test_server::{TIMEOUT, TestServer, client, spec},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Source, ToAgent},
@@ -44,16 +44,16 @@ fn in_short(history: &Value) -> Vec<String> {
 #[tokio::test]
 async fn the_history_shows_attempts_requests_and_forks_with_users_to_permitted_readers() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let first = agent.started().await;
+    let first = agent.expect_start().await;
     agent
         .report(&first.attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=60), checkpoint(50)])
         .await;
     let reason = ReasonKind::RankKilled { rank: 1, step: 60, signal: 9 }.into();
     agent.end(&first.attempt, Ending::Failed { reason, retriable: true }).await;
 
-    let second = agent.started().await;
+    let second = agent.expect_start().await;
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 50), checkpoint(70)]).await;
     let (_, submitter) = server.make_token(&json!({"name": "eva", "scope": "submit"})).await;
     let eva = client(&submitter);
@@ -66,7 +66,7 @@ async fn the_history_shows_attempts_requests_and_forks_with_users_to_permitted_r
     agent.end(&second.attempt, Ending::Stopped).await;
     assert_eq!(server.job(&id).await.state, JobState::Paused);
     ask("resume").await;
-    let third = agent.started().await;
+    let third = agent.expect_start().await;
     agent.report(&third.attempt, Source::Rank(0), 0, vec![running(100, 70)]).await;
     agent.end(&third.attempt, Ending::Succeeded { step: 100 }).await;
 
@@ -182,9 +182,9 @@ async fn waits_for(server: &TestServer, id: &str, code: &str) -> Value {
 #[tokio::test]
 async fn a_waiting_job_shows_its_place_and_current_reason() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let runs = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     let waits = server.submit(|_| {}).await.id.to_string();
     let urgent = server.submit(|s| s["priority"] = json!(5)).await.id.to_string();
@@ -197,7 +197,7 @@ async fn a_waiting_job_shows_its_place_and_current_reason() {
     assert_eq!(server.post(&format!("/jobs/{runs}/pause"), &Value::Null).await.0, 202);
     assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
     agent.end(&start.attempt, Ending::Stopped).await;
-    let next = agent.started().await;
+    let next = agent.expect_start().await;
     assert_eq!(next.attempt.job.as_str(), urgent);
     agent.report(&next.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     assert_eq!(server.post(&format!("/jobs/{runs}/resume"), &Value::Null).await.0, 202);
@@ -205,15 +205,15 @@ async fn a_waiting_job_shows_its_place_and_current_reason() {
     assert_eq!(queue["place"], 1, "it is older than the other");
     assert!(server.job(&runs).await.reason.unwrap().contains("continues from step 10"));
     // The machine goes: nobody waits for its slots any more.
-    agent.vanish();
+    agent.disconnect();
     reason(&runs, "no_agent_online").await;
     server.stop().await;
 }
 
 async fn until_stored(server: &TestServer, count: &str) {
     let since = Instant::now();
-    while server.number(count).await == 0 {
-        assert!(since.elapsed() < DEADLINE, "{count}");
+    while server.query_number(count).await == 0 {
+        assert!(since.elapsed() < TIMEOUT, "{count}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -221,23 +221,23 @@ async fn until_stored(server: &TestServer, count: &str) {
 #[tokio::test]
 async fn a_restart_of_the_server_is_no_event_of_waiting_jobs() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     server.submit(|_| {}).await;
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let waits = server.submit(|_| {}).await.id.to_string();
     let events = format!("SELECT last_seq FROM jobs WHERE id = '{waits}'");
     let stored = format!("SELECT count(*) FROM jobs WHERE id = '{waits}' AND reason IS NOT NULL");
     until_stored(&server, &stored).await;
-    let before = server.number(&events).await;
+    let before = server.query_number(&events).await;
 
-    agent.vanish();
+    agent.disconnect();
     let dir = server.stop().await;
     let began = Instant::now();
     let server = TestServer::open(dir, |_| {}).await;
     // It is shown what it waits for now, which its machine may change within the next moment.
     waits_for(&server, &waits, "no_agent_online").await;
     let later = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
-    let _agent = Agent::greet(&server, hello("a", 2, vec![start.attempt])).await.unwrap();
+    let _agent = Agent::connect(&server, hello("a", 2, vec![start.attempt])).await.unwrap();
     waits_for(&server, &waits, "waiting_for_slots").await;
     // The reason of a job that was submitted since is stored, behind those that came before it.
     let stored =
@@ -245,16 +245,16 @@ async fn a_restart_of_the_server_is_no_event_of_waiting_jobs() {
     until_stored(&server, &stored).await;
     // On a machine that needed longer, the server has given up on its machine.
     let in_time = began.elapsed() < Duration::from_secs(4);
-    assert!(server.number(&events).await == before || !in_time, "more than {before} events");
+    assert!(server.query_number(&events).await == before || !in_time, "more than {before} events");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn lineage_is_shown_at_parent_and_fork() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let parent = server.submit(|s| s["name"] = json!("origin")).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let folder = std::path::PathBuf::from(start.job_dir.clone().unwrap()).join("checkpoints/1-10");
     std::fs::create_dir_all(&folder).unwrap();
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
@@ -307,15 +307,15 @@ fn step_ms(rank: u32, steps: std::ops::RangeInclusive<u64>, ms: f32) -> AttemptE
 #[tokio::test]
 async fn the_speed_is_pictures_per_second_also_in_the_stream() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    assert_eq!(info().splits[0].samples, 1000);
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    assert_eq!(dataset_info().splits[0].samples, 1000);
     // Steps of 2 x 16 pictures: 31 whole ones an epoch, and one of 8.
     let job = server.submit(|s| {
         s["train"]["batch_size"] = json!(16);
         s["data"]["drop_remainder"] = json!(false);
     });
     let id = job.await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let mut stream = server.stream(&id, 0).await;
     stream.until(|frame| frame["type"] == "live").await;
     let begin =
@@ -344,7 +344,7 @@ async fn the_speed_is_pictures_per_second_also_in_the_stream() {
     // It stays when the job is over, and the next attempt begins with its own steps.
     let reason = ReasonKind::RankKilled { rank: 0, step: 32, signal: 9 }.into();
     agent.end(&start.attempt, Ending::Failed { reason, retriable: true }).await;
-    let next = agent.started().await;
+    let next = agent.expect_start().await;
     assert_eq!(server.job(&id).await.images_per_second, Some(speed));
     let again =
         AttemptEvent::Running { total_steps: 64, steps_per_epoch: 32, start_step: 0, train_samples: 1000 };

@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, losses, running},
     gangs::{killed, machines, started},
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, Source, ToAgent},
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 /// The page, and the data in it.
 async fn page(server: &TestServer, id: &str) -> (String, Value) {
-    let (status, html) = server.text(&format!("/jobs/{id}")).await;
+    let (status, html) = server.get_text(&format!("/jobs/{id}")).await;
     assert_eq!(status, 200, "{html}");
     let (_, data) = html.split_once("<script type=\"application/json\" id=\"data\">").unwrap();
     let data = serde_json::from_str(data.split_once("</script>").unwrap().0).unwrap();
@@ -43,20 +43,20 @@ async fn ranks_are_shown_with_their_machines_after_the_attempt() {
 #[tokio::test]
 async fn a_restarting_job_shows_its_place_and_reason() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     server.submit(|s| s["priority"] = json!(5)).await;
     agent.end(&attempt, killed(1)).await;
-    assert_ne!(agent.started().await.attempt.job.as_str(), id, "the other one is first");
+    assert_ne!(agent.expect_start().await.attempt.job.as_str(), id, "the other one is first");
     let since = Instant::now();
     let html = loop {
         let (html, _) = page(&server, &id).await;
         if html.contains("waits for 2 slots") {
             break html;
         }
-        assert!(since.elapsed() < DEADLINE, "{html}");
+        assert!(since.elapsed() < TIMEOUT, "{html}");
     };
     for words in [
         "<b id=\"banner-what\">Starting again, number 1 in the queue:</b>",
@@ -76,9 +76,9 @@ fn evaluation(epoch: u32, accuracy: f64) -> AttemptEvent {
 #[tokio::test]
 async fn best_accuracy_and_best_checkpoint_are_shown_if_they_differ() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let checkpoint = CheckpointInfo {
         epoch: 2,
         step: 50,
@@ -102,9 +102,9 @@ async fn best_accuracy_and_best_checkpoint_are_shown_if_they_differ() {
 #[tokio::test]
 async fn a_finished_job_says_why_its_accuracy_is_low() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let column = |name: &str, steps: &[u64], values: &[f32]| MetricColumn {
         name: name.into(),
         steps: steps.to_vec(),
@@ -139,20 +139,20 @@ async fn a_finished_job_says_why_its_accuracy_is_low() {
 #[tokio::test]
 async fn the_run_time_of_a_job_excludes_pauses() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     assert_eq!(server.job(&id).await.ran_secs, None, "it still runs");
     assert_eq!(server.post(&format!("/jobs/{id}/pause"), &json!({})).await.0, 202);
     assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: true, .. })));
     agent.end(&attempt, Ending::Stopped).await;
-    let first = server.until(&id, JobState::Paused).await.ran_secs.unwrap();
+    let first = server.wait_for_state(&id, JobState::Paused).await.ran_secs.unwrap();
     // The pause that must not count.
     let pause = Duration::from_secs(2);
     tokio::time::sleep(pause).await;
     assert_eq!(server.post(&format!("/jobs/{id}/resume"), &json!({})).await.0, 202);
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     let job = server.job(&id).await;
@@ -164,7 +164,7 @@ async fn the_run_time_of_a_job_excludes_pauses() {
     let shown = format!("0:{:02}", ran.round());
     let (html, _) = page(&server, &id).await;
     assert!(html.contains("<dt>Ran for</dt>") && html.contains(&format!(">{shown}</span>")), "{html}");
-    let (_, list) = server.text("/jobs").await;
+    let (_, list) = server.get_text("/jobs").await;
     assert!(list.contains(&format!(">ran for {shown}</span>")), "{list}");
     server.stop().await;
 }

@@ -19,7 +19,7 @@ async fn pages(
 ) -> (Vec<usize>, Vec<String>) {
     let (mut sizes, mut names, mut cursor) = (Vec::new(), Vec::new(), String::new());
     loop {
-        let (status, text) = server.text(&format!("/api/v1{path}{cursor}")).await;
+        let (status, text) = server.get_text(&format!("/api/v1{path}{cursor}")).await;
         assert!(status == 200 && text.len() < 5 << 20, "{path}{cursor}: {status}, {} bytes", text.len());
         let page: Value = serde_json::from_str(&text).unwrap();
         let found = name(&page);
@@ -39,9 +39,9 @@ fn texts(page: &Value, list: &str, key: &str) -> Vec<String> {
 #[tokio::test]
 async fn a_page_ends_after_4_mib_and_each_element_is_listed_once() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     for part in 0..ELEMENTS as u64 {
         let line = |n| LogLine {

@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, losses, running},
     postgres,
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, Source},
@@ -82,12 +82,12 @@ async fn report(agent: &mut Agent, attempt: &AttemptRef, first: u64, events: Vec
 }
 
 async fn scenario(server: TestServer) {
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let first = agent.started().await.attempt;
+    let first = agent.expect_start().await.attempt;
     assert_eq!(ask(&server, &id, "").await, json!({"steps": [], "layers": [], "histograms": []}));
     assert_eq!(server.get(&format!("/jobs/{id}/network")).await, (200, json!({"layers": []})));
-    let page = server.text(&format!("/jobs/{id}")).await.1;
+    let page = server.get_text(&format!("/jobs/{id}")).await.1;
     assert!(page.contains(r#"aria-controls="histograms-panel" aria-selected="false" tabindex="-1" hidden"#));
 
     let events =
@@ -124,10 +124,10 @@ async fn scenario(server: TestServer) {
     assert_eq!(known["plan"]["shard"], json!([{"match": "fc", "split": "out"}]));
     assert_eq!([&known["plan"]["step_ms"], &known["plan"]["measured_step_ms"]], [24.5, 25.5]);
     assert_eq!(known["layers"][0]["plan"]["placement"], "own pictures");
-    let page = server.text(&format!("/jobs/{id}")).await.1;
+    let page = server.get_text(&format!("/jobs/{id}")).await.1;
     assert!(!page.contains(r#"aria-controls="histograms-panel" aria-selected="false" tabindex="-1" hidden"#));
     // Readers of the stream hear of it.
-    let events = server.stored(&id).await;
+    let events = server.stored_events(&id).await;
     let reported: Vec<_> =
         events.iter().filter(|e| e["type"] == "histograms").map(|e| e["step"].clone()).collect();
     assert_eq!(reported, [10, 20]);
@@ -135,7 +135,7 @@ async fn scenario(server: TestServer) {
 
     // Another attempt begins again after step 10: what the first did after that is no part of the run any more.
     agent.end(&first, Ending::Failed { reason: "killed".into(), retriable: true }).await;
-    let second = agent.started().await.attempt;
+    let second = agent.expect_start().await.attempt;
     report(&mut agent, &second, 0, vec![running(1000, 10), network(2), histograms(15, 0.5)]).await;
     assert_eq!(of_layer(&server, &id).await, [(10, 1), (15, 2)]);
     assert_eq!(server.get(&format!("/jobs/{id}/network")).await.1["layers"][1]["parameters"], 2);
@@ -172,8 +172,8 @@ async fn scenario(server: TestServer) {
     assert_eq!(server.get(&format!("/jobs/{id}/network")).await.0, 404);
     let rows = "SELECT (SELECT count(*) FROM histograms) + (SELECT count(*) FROM networks)";
     let since = Instant::now();
-    while server.number(rows).await > 0 {
-        assert!(since.elapsed() < DEADLINE, "they stay");
+    while server.query_number(rows).await > 0 {
+        assert!(since.elapsed() < TIMEOUT, "they stay");
     }
     server.stop().await;
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, line, losses, running},
-    test_server::{DEADLINE, TestServer, client_without_redirects},
+    test_server::{TIMEOUT, TestServer, client_without_redirects},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, RankReport, Source, ToAgent},
@@ -26,12 +26,12 @@ fn checkpoint(step: u64, best: bool) -> AttemptEvent {
 #[tokio::test]
 async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let job = server.submit(|_| {}).await;
     let id = job.id.to_string();
     assert_eq!((job.state, job.attempt, job.ranks), (JobState::Queued, 0, 2));
 
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     assert_eq!((start.world_size, start.ranks.len(), start.attempt.attempt), (2, 2, 1));
     assert_eq!(start.dataset_path, "/some/pictures");
     let folder = std::path::PathBuf::from(start.job_dir.clone().unwrap());
@@ -85,7 +85,7 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
     assert_eq!(coarse["exact"], false);
     assert_eq!(coarse["series"][0]["steps"].as_array().unwrap().len(), 10);
     assert_eq!(coarse["as_of_seq"], done.last_seq);
-    let (_, csv) = server.text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
+    let (_, csv) = server.get_text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
     assert_eq!(csv.lines().count(), 1 + 100 + 50, "a heading and every point");
     assert!(csv.contains("\n1,1,loss,50,0.02\n"), "{csv}");
 
@@ -131,7 +131,7 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     let asked = Instant::now();
     while folder.exists() {
-        assert!(asked.elapsed() < DEADLINE, "{} is still there", folder.display());
+        assert!(asked.elapsed() < TIMEOUT, "{} is still there", folder.display());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(server.get(&format!("/jobs/{id}")).await.0, 404);
@@ -141,10 +141,10 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
 #[tokio::test]
 async fn cancel_ends_queued_jobs_immediately_and_running_ones_after_their_ranks() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let running_job = server.submit(|_| {}).await.id.to_string();
     let queued = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     assert_eq!(start.attempt.job.as_str(), running_job);
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
@@ -166,7 +166,7 @@ async fn cancel_ends_queued_jobs_immediately_and_running_ones_after_their_ranks(
     // Retried, it continues as its next attempt.
     let (status, _) = server.post(&format!("/jobs/{running_job}/retry"), &Value::Null).await;
     assert_eq!(status, 202);
-    let again = agent.started().await;
+    let again = agent.expect_start().await;
     assert_eq!((again.attempt.attempt, again.resume), (2, None));
     assert!(again.attempt.fencing_token > start.attempt.fencing_token);
     server.stop().await;
@@ -175,9 +175,9 @@ async fn cancel_ends_queued_jobs_immediately_and_running_ones_after_their_ranks(
 #[tokio::test]
 async fn pages_show_stored_values() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["name"] = json!("<b>bold</b>")).await.id.to_string();
-    agent.started().await;
+    agent.expect_start().await;
     for path in [
         "/jobs",
         "/jobs/new",
@@ -186,17 +186,17 @@ async fn pages_show_stored_values() {
         &format!("/jobs/{id}"),
         &format!("/jobs/new?from={id}"),
     ] {
-        let (status, html) = server.text(path).await;
+        let (status, html) = server.get_text(path).await;
         assert_eq!(status, 200, "{path} {html}");
         assert!(html.contains("<!doctype html>") || html.contains("<!DOCTYPE html>"), "{path}");
         assert!(!html.contains("<b>bold</b>"), "{path} escapes names");
     }
-    assert!(server.text(&format!("/jobs/{id}")).await.1.contains("&#60;b&#62;bold"));
-    assert!(server.text("/machines").await.1.contains(&id), "a slot links to the job that holds it");
-    assert_eq!(server.text("/jobs/j00").await.0, 404);
-    let (status, script) = server.text("/static/stream.js").await;
+    assert!(server.get_text(&format!("/jobs/{id}")).await.1.contains("&#60;b&#62;bold"));
+    assert!(server.get_text("/machines").await.1.contains(&id), "a slot links to the job that holds it");
+    assert_eq!(server.get_text("/jobs/j00").await.0, 404);
+    let (status, script) = server.get_text("/static/stream.js").await;
     assert!(status == 200 && script.contains("WebSocket"));
-    assert_eq!(server.text("/static/../Cargo.toml").await.0, 404);
+    assert_eq!(server.get_text("/static/../Cargo.toml").await.0, 404);
 
     // The form without scripts: mistakes are shown next to the fields, with what was typed.
     let client = client_without_redirects(&server.token);
@@ -206,21 +206,21 @@ async fn pages_show_stored_values() {
         let request = client.post(server.url("/jobs/new")).body(body);
         request.header("content-type", "application/x-www-form-urlencoded").send()
     };
-    let answer = form("fast", "pictures").await.unwrap();
-    assert_eq!(answer.status().as_u16(), 422);
-    let html = answer.text().await.unwrap();
+    let response = form("fast", "pictures").await.unwrap();
+    assert_eq!(response.status().as_u16(), 422);
+    let html = response.text().await.unwrap();
     assert!(html.contains("from a form") && html.contains("value=\"fast\""), "input is kept");
-    let answer = form("0.1", "pictures").await.unwrap();
-    assert_eq!(answer.status().as_u16(), 303);
-    let place = answer.headers()["location"].to_str().unwrap().to_owned();
-    assert_eq!(server.text(&place).await.0, 200);
+    let response = form("0.1", "pictures").await.unwrap();
+    assert_eq!(response.status().as_u16(), 303);
+    let place = response.headers()["location"].to_str().unwrap().to_owned();
+    assert_eq!(server.get_text(&place).await.0, 200);
     server.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn concurrent_changes_of_a_note_and_of_tags_are_both_kept() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let change =
         |body: Value| server.send(server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body));

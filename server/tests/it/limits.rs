@@ -4,8 +4,8 @@ mod connections;
 mod requests;
 
 use crate::{
-    agent::{Agent, hello, info, running, stranger},
-    test_server::{DEADLINE, Stream, TestServer, spec},
+    agent::{Agent, dataset_info, hello, running, unknown_attempt},
+    test_server::{Stream, TIMEOUT, TestServer, spec},
 };
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
@@ -34,7 +34,7 @@ fn nested(depth: usize) -> String {
 /// A job with a checkpoint; its id and the checkpoint's.
 async fn with_checkpoint(server: &TestServer, agent: &mut Agent) -> (String, String) {
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let info = CheckpointInfo {
         epoch: 1,
         step: 5,
@@ -54,7 +54,7 @@ async fn with_checkpoint(server: &TestServer, agent: &mut Agent) -> (String, Str
 #[tokio::test]
 async fn a_fork_s_keys_are_deep_and_long_up_to_a_limit() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (id, _) = with_checkpoint(&server, &mut agent).await;
     let fork = async |set: Value| server.post(&format!("/jobs/{id}/fork"), &json!({"set": set})).await;
     let mistakes = |body: &Value| body["errors"].to_string();
@@ -75,7 +75,7 @@ async fn a_fork_s_keys_are_deep_and_long_up_to_a_limit() {
     }
     let (status, body) = fork(json!({ "x": tables })).await;
     assert!(status == 422 && mistakes(&body).contains("at most 8 parts"), "{body}");
-    assert_eq!(server.text("/healthz").await.0, 200);
+    assert_eq!(server.get_text("/healthz").await.0, 200);
     server.stop().await;
 }
 
@@ -100,7 +100,7 @@ async fn senders_of_too_large_bodies_receive_the_reason() {
 #[tokio::test]
 async fn a_body_has_each_key_once_and_is_nested_up_to_a_limit() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let send = async |kind: &str, body: String| {
         let url = server.url("/api/v1/jobs/validate");
         server.send(server.http.post(url).header("content-type", kind).body(body)).await
@@ -139,7 +139,7 @@ async fn a_body_has_each_key_once_and_is_nested_up_to_a_limit() {
 #[tokio::test]
 async fn the_length_of_a_search_is_limited() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id;
     for (path, key) in [("/jobs".to_owned(), "name"), (format!("/jobs/{id}/logs"), "q")] {
         for letter in ["x", "ß"] {
@@ -172,7 +172,7 @@ async fn the_length_of_a_search_is_limited() {
 #[tokio::test]
 async fn the_length_of_notes_and_tags_is_limited() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id;
     let change = async |body: Value| {
         let request = server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body);
@@ -208,7 +208,7 @@ async fn response(agent: &mut Agent, unfinished: &mut Unfinished) -> ToAgent {
 #[tokio::test]
 async fn pictures_up_to_24_mib_reach_the_agent() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (_, checkpoint) = with_checkpoint(&server, &mut agent).await;
     let url = server.url(&format!("/api/v1/checkpoints/{checkpoint}/predict"));
     const LIMIT: usize = 24 << 20;
@@ -268,14 +268,14 @@ async fn pictures_up_to_24_mib_reach_the_agent() {
     agent.heartbeat(&[]).await;
     let again = json!({"name": "more", "path": "/more"});
     let add = server.post("/datasets", &again);
-    assert_eq!(tokio::join!(add, agent.answer(Ok(info()))).0.0, 201);
+    assert_eq!(tokio::join!(add, agent.answer_inspection(Ok(dataset_info()))).0.0, 201);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_damaged_checkpoint_is_reported_and_pipes_do_not_block() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (id, checkpoint) = with_checkpoint(&server, &mut agent).await;
     let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
     let pipe = |name: &str| {

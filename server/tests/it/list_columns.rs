@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 #[tokio::test]
 async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     // Two ranks report different step times; a third job has none.
     for (name, tags, milestones, step_ms) in [
         ("a", json!(["x and more"]), json!([3]), Some([4.0, 8.0])),
@@ -33,7 +33,7 @@ async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() 
             })
             .await
             .id;
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         let column = |rank: u32, value: f32| AttemptEvent::Metrics {
             rank,
             columns: vec![MetricColumn { name: "step_ms".into(), steps: vec![1], values: vec![value] }],
@@ -44,7 +44,7 @@ async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() 
             agent.report(&attempt, Source::Rank(1), 0, vec![column(1, second)]).await;
         }
         agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
-        server.until(id.as_str(), JobState::Failed).await;
+        server.wait_for_state(id.as_str(), JobState::Failed).await;
     }
     for limit in [1, 2, 3] {
         for (query, expected) in [
@@ -72,7 +72,7 @@ async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() 
 #[tokio::test]
 async fn a_waiting_job_in_a_list_shows_its_place_and_reason() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let hold = async |name: &str, ranks: u32| {
         server
             .submit(|spec| {
@@ -83,9 +83,9 @@ async fn a_waiting_job_in_a_list_shows_its_place_and_reason() {
             .id
     };
     hold("one", 1).await;
-    let first = agent.started().await.attempt;
+    let first = agent.expect_start().await.attempt;
     hold("two", 1).await;
-    agent.started().await;
+    agent.expect_start().await;
     let waiting = hold("both", 2).await;
     let reported = async |words: &str| {
         let (_, job) = server.get(&format!("/jobs/{waiting}")).await;
@@ -108,7 +108,7 @@ async fn a_waiting_job_in_a_list_shows_its_place_and_reason() {
     // The job says it from memory at once; the event of it is stored behind dispatch's back.
     let mut stored = 0;
     for _ in 0..400 {
-        stored = server.stored(waiting.as_str()).await.len();
+        stored = server.stored_events(waiting.as_str()).await.len();
         if stored > 1 {
             break;
         }

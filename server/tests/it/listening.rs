@@ -2,7 +2,7 @@
 //! to the end.
 
 use crate::{
-    test_server::{DEADLINE, TestServer, config},
+    test_server::{TIMEOUT, TestServer, config},
     tls::{Files, http, refused, text, with_tls},
 };
 use lockstep_server::{ServeConfig, tls::addresses};
@@ -90,10 +90,10 @@ async fn behind_a_proxy_direct_connections_are_refused() {
 async fn answer_to(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(bytes).await.unwrap();
-    let mut answer = Vec::new();
+    let mut response = Vec::new();
     // An end by reset is an end as well.
-    let _ = timeout(DEADLINE, stream.read_to_end(&mut answer)).await.expect("it is ended");
-    answer
+    let _ = timeout(TIMEOUT, stream.read_to_end(&mut response)).await.expect("it is ended");
+    response
 }
 
 #[tokio::test]
@@ -117,8 +117,8 @@ async fn connections_without_tls_are_answered_or_closed() {
     for garbage in
         [&b"\0\0\0\0garbage"[..], b"\x16\x03\x01\xff\xff", b"ssh-2.0", &[0x16; 4000], b"\x16", b"GET / HT"]
     {
-        let answer = answer_to(server.address, garbage).await;
-        assert!(!answer.windows(3).any(|w| w == b"200"), "{garbage:?}: {answer:?}");
+        let response = answer_to(server.address, garbage).await;
+        assert!(!response.windows(3).any(|w| w == b"200"), "{garbage:?}: {response:?}");
     }
     let began = Instant::now();
     answer_to(server.address, b"").await;
@@ -131,7 +131,7 @@ async fn connections_without_tls_are_answered_or_closed() {
 async fn from(source: [u8; 4], to: SocketAddr) -> TcpStream {
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind((source, 0).into()).unwrap();
-    timeout(DEADLINE, socket.connect(to)).await.expect("the kernel takes it in").unwrap()
+    timeout(TIMEOUT, socket.connect(to)).await.expect("the kernel takes it in").unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -158,14 +158,14 @@ async fn a_thousand_half_open_connections_do_not_block_others() {
             let stream = from(source, server.address).await;
             let name = ServerName::try_from("localhost").unwrap();
             let connecting = TlsConnector::from(config.clone()).connect(name, stream);
-            let mut stream = timeout(DEADLINE, connecting).await.expect("in time").unwrap();
+            let mut stream = timeout(TIMEOUT, connecting).await.expect("in time").unwrap();
             stream
                 .write_all(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
                 .await
                 .unwrap();
-            let mut answer = Vec::new();
-            let _ = timeout(DEADLINE, stream.read_to_end(&mut answer)).await.expect("in time");
-            assert!(answer.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&answer));
+            let mut response = Vec::new();
+            let _ = timeout(TIMEOUT, stream.read_to_end(&mut response)).await.expect("in time");
+            assert!(response.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&response));
             longest = longest.max(began.elapsed());
         }
         eprintln!("of one address: {of_one_address}: answered within {longest:?}");
@@ -193,7 +193,7 @@ async fn the_local_agent_s_listener_is_only_on_loopback() {
     let local_listener = Arc::new(std::net::TcpListener::bind("127.0.0.1:0").unwrap());
     let address = local_listener.local_addr().unwrap();
     let server = with_tls(files.issue("server", |_| {}), |c| c.local_listener = Some(local_listener)).await;
-    let answer = server.http.get(format!("http://{address}/healthz")).send().await.unwrap();
-    assert_eq!(answer.status().as_u16(), 200);
+    let response = server.http.get(format!("http://{address}/healthz")).send().await.unwrap();
+    assert_eq!(response.status().as_u16(), 200);
     server.stop().await;
 }

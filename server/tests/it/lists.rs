@@ -51,7 +51,7 @@ pub async fn walked(server: &TestServer, query: &str, limit: usize) -> Vec<Strin
 #[tokio::test]
 async fn jobs_are_listed_in_every_order_with_any_page_size() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let specs = [("b", 0.1, "vision"), ("a", 0.4, ""), ("c", 0.1, "vision"), ("d", 0.2, "x")];
     jobs(&server, &specs).await;
     for limit in 1..=5 {
@@ -101,11 +101,11 @@ async fn jobs_are_listed_in_every_order_with_any_page_size() {
 #[tokio::test]
 async fn a_list_stays_complete_if_jobs_change_between_pages() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut ids = Vec::new();
     for name in ["a", "b", "c"] {
         let id = server.submit(|spec| spec["name"] = json!(name)).await.id.to_string();
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         let last = match name {
             "a" => 1..=3,
             "b" => 1..=9,
@@ -142,7 +142,7 @@ async fn a_list_stays_complete_if_jobs_change_between_pages() {
 #[tokio::test]
 async fn unknown_fields_of_lists_are_refused_by_name() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     jobs(&server, &[("a", 0.1, ""), ("b", 0.1, "")]).await;
     for (path, words) in [
         ("/jobs?sort=nam".to_owned(), "did you mean \"name\"?"),
@@ -177,7 +177,7 @@ async fn unknown_fields_of_lists_are_refused_by_name() {
 #[tokio::test]
 async fn every_list_has_pages_fields_and_a_count() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let ids = jobs(&server, &[("a", 0.1, "vision"), ("b", 0.1, "")]).await;
     for name in ["one", "two"] {
         server.make_token(&json!({"name": name, "scope": "read"})).await;
@@ -239,7 +239,7 @@ async fn every_list_has_pages_fields_and_a_count() {
 #[tokio::test]
 async fn projects_tags_and_notes_come_with_a_job_and_can_be_changed() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     jobs(&server, &[("a", 0.1, "")]).await;
     let labelled = server
         .submit(|spec| {
@@ -312,7 +312,7 @@ async fn projects_tags_and_notes_come_with_a_job_and_can_be_changed() {
 #[tokio::test]
 async fn unchanged_responses_are_not_sent_again() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let ids = jobs(&server, &[("a", 0.1, "")]).await;
     let job = format!("/jobs/{}", ids[0]);
     // Over, nothing but a request changes it.
@@ -337,7 +337,7 @@ async fn unchanged_responses_are_not_sent_again() {
 #[tokio::test]
 async fn a_search_reads_names_tags_and_notes_up_to_200_characters() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     jobs(&server, &[("plain", 0.1, "")]).await;
     let labelled = server.submit(|spec| {
         spec["name"] = json!("labelled");

@@ -28,9 +28,9 @@ async fn walked(server: &TestServer, path: &str) -> (Vec<String>, usize) {
 #[tokio::test]
 async fn a_log_is_read_in_pages_from_either_end() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     for n in 1..=7 {
         // A report each, and so an event each.
@@ -58,7 +58,7 @@ async fn a_log_is_read_in_pages_from_either_end() {
         assert_eq!(walked(&server, &format!("{logs}?limit=1&sort={sort}&{between}")).await.0, expected);
     }
     for (attempt, lines) in [(1, 7), (2, 0)] {
-        let (_, file) = server.text(&format!("/api/v1{logs}?format=text&attempt={attempt}")).await;
+        let (_, file) = server.get_text(&format!("/api/v1{logs}?format=text&attempt={attempt}")).await;
         assert_eq!(file.lines().count(), lines, "{file}");
     }
     // What a log does not have.
@@ -80,9 +80,9 @@ async fn a_log_is_read_in_pages_from_either_end() {
 #[tokio::test]
 async fn a_page_of_a_log_has_the_requested_lines_in_complete_reports() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     // Four reports of three lines.
     for report in 0..4 {
@@ -116,12 +116,12 @@ async fn a_page_of_a_log_has_the_requested_lines_in_complete_reports() {
 #[tokio::test]
 async fn events_are_read_in_pages_by_their_types() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=5)]).await;
     agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
-    let stored = server.stored(&id).await;
+    let stored = server.stored_events(&id).await;
     for limit in [1, 2, 100] {
         let (mut events, mut cursor) = (Vec::new(), String::new());
         loop {
@@ -163,7 +163,7 @@ pub async fn show_pictures(mut agent: Agent) {
 #[tokio::test]
 async fn a_dataset_s_pictures_are_read_in_pages() {
     let server = TestServer::new().await;
-    let agent = tokio::spawn(show_pictures(Agent::with_pictures(&server, 2).await));
+    let agent = tokio::spawn(show_pictures(Agent::join_with_dataset(&server, 2).await));
     let path = "/datasets/pictures/samples?limit=2";
     let mut indices: Vec<Value> = Vec::new();
     let mut cursors = vec![String::new()];

@@ -27,8 +27,8 @@ async fn unresponsive_machines_are_not_waited_for_after_a_server_restart() {
     loses_contact(&mut a, &attempt, 1, vec![2]).await;
     let server = TestServer::open(server.stop().await, long_lease).await;
     let began = tokio::time::Instant::now();
-    let mut a = Agent::greet(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
-    let job = server.until(&id, JobState::Restarting).await;
+    let mut a = Agent::connect(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
+    let job = server.wait_for_state(&id, JobState::Restarting).await;
     assert!(began.elapsed() < LONG_LEASE / 2, "long before its lease ends: {:?}", began.elapsed());
     let reason = job.reason.unwrap();
     assert!(
@@ -40,13 +40,13 @@ async fn unresponsive_machines_are_not_waited_for_after_a_server_restart() {
     let server = TestServer::open(server.stop().await, long_lease).await;
     let back = hello_at("a", 2, Vec::new(), "10.0.0.1");
     drop(a);
-    a = Agent::greet(&server, back).await.unwrap();
-    let mut b = Agent::greet(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
+    a = Agent::connect(&server, back).await.unwrap();
+    let mut b = Agent::connect(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, std::slice::from_ref(&attempt), "it is told to end them");
     let early = tokio::time::timeout(Duration::from_millis(1500), a.next()).await;
     assert!(early.is_err(), "{early:?}");
     b.heartbeat(&[]).await;
-    assert_eq!(a.started().await.attempt.attempt, 2);
+    assert_eq!(a.expect_start().await.attempt.attempt, 2);
     server.stop().await;
 }
 
@@ -56,10 +56,10 @@ async fn a_machine_gets_work_again_after_reporting_the_end_of_old_ranks() {
     let (mut a, mut b) = machines(&server).await;
     let (id, attempt) = started(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    b.vanish();
+    b.disconnect();
     loses_contact(&mut a, &attempt, 1, vec![2]).await;
-    server.until(&id, JobState::Restarting).await;
-    let mut b = Agent::greet(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
+    server.wait_for_state(&id, JobState::Restarting).await;
+    let mut b = Agent::connect(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     let early = tokio::time::timeout(Duration::from_millis(1000), a.next()).await;
     assert!(early.is_err(), "{early:?}");
     let events = vec![AttemptEvent::Ended(Ending::Stopped)];

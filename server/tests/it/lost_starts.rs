@@ -43,7 +43,7 @@ async fn a_start_order_lost_with_its_connection_costs_no_restart() {
         c.heartbeat = Duration::from_millis(100);
     })
     .await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let no_restart = |spec: &mut serde_json::Value| spec["recovery"] = json!({"max_restarts": 0});
     let id = server.submit(no_restart).await.id.to_string();
     // Five attempts in a row may end before a rank of theirs has begun; the sixth is one too many.
@@ -53,7 +53,7 @@ async fn a_start_order_lost_with_its_connection_costs_no_restart() {
     }
     let job = over(&server, &mut agent, &id).await;
     assert_eq!((job.state, job.attempt), (JobState::Failed, 6), "{:?}", job.reason);
-    let stored = server.stored(&id).await;
+    let stored = server.stored_events(&id).await;
     let lost = stored.iter().filter(|event| event["state"] == "lost");
     let said: Vec<_> = lost.map(|event| event["reason"].as_str().unwrap_or_default().to_owned()).collect();
     assert!(
@@ -83,9 +83,9 @@ async fn a_start_order_lost_with_its_server_costs_no_restart() {
         c.heartbeat = Duration::from_millis(100);
     };
     let server = TestServer::with(quick).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
-    assert_eq!(agent.started().await.attempt.attempt, 1);
+    assert_eq!(agent.expect_start().await.attempt.attempt, 1);
     let server = TestServer::open(server.stop().await, quick).await;
     let mut agent = Agent::join(&server, 2).await;
     let start = tokio::time::timeout(Duration::from_secs(60), next_start(&mut agent)).await;

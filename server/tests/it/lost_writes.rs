@@ -1,6 +1,6 @@
 //! A database that lacks what it had is named, and does not start as if nothing were missing.
 
-use crate::test_server::{DEADLINE, TestServer, config};
+use crate::test_server::{TIMEOUT, TestServer, config};
 use lockstep_server::{
     ServeError, serve,
     store::{
@@ -18,7 +18,7 @@ use tempfile::TempDir;
 async fn refused(dir: &TempDir) -> ServeError {
     let ready = |_| panic!("it must not start");
     let served = serve(config(dir), ready, std::future::pending());
-    let error = tokio::time::timeout(DEADLINE, served).await.unwrap().unwrap_err();
+    let error = tokio::time::timeout(TIMEOUT, served).await.unwrap().unwrap_err();
     assert_eq!(error.exit_code(), 2, "{error}");
     error
 }
@@ -45,7 +45,7 @@ fn wal(dir: &TempDir) -> PathBuf {
 
 async fn starts_with_all(dir: TempDir) -> TempDir {
     let server = on_sqlite(dir).await;
-    assert_eq!(server.number("SELECT count(*) FROM datasets").await, 1);
+    assert_eq!(server.query_number("SELECT count(*) FROM datasets").await, 1);
     server.stop().await
 }
 

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, hello, hello_gpus},
-    test_server::{DEADLINE, TestServer, client},
+    test_server::{TIMEOUT, TestServer, client},
 };
 use lockstep_protocol::{
     agent::{FromAgent, GpuSample, MachineSample, MachineWarning},
@@ -53,14 +53,14 @@ async fn sent(server: &TestServer, agent: &mut Agent, sample: &MachineSample, fi
         if fits(&shown["sample"]) {
             return;
         }
-        assert!(since.elapsed() < DEADLINE, "{shown}");
+        assert!(since.elapsed() < TIMEOUT, "{shown}");
     }
 }
 
 #[tokio::test]
 async fn measurements_of_agents_are_shown_and_survive_a_restart() {
     let server = TestServer::new().await;
-    let mut agent = Agent::greet(&server, hello_gpus("a", 2)).await.unwrap();
+    let mut agent = Agent::connect(&server, hello_gpus("a", 2)).await.unwrap();
     let before = machine(&server).await;
     assert_eq!((&before["sample"], before["connected_at"].is_string()), (&Value::Null, true), "{before}");
     sent(&server, &mut agent, &sample(0.25, 2), |s| s["cpu_utilization"] == 0.25).await;
@@ -86,19 +86,19 @@ async fn measurements_of_agents_are_shown_and_survive_a_restart() {
     }
     assert_eq!(server.get("/agents/nobody/metrics").await.0, 404);
     // The minute that was under way is stored, and one of long ago is removed at the start.
-    agent.vanish();
+    agent.disconnect();
     let server = TestServer::open(server.stop().await, |_| {}).await;
     let (_, found) = server.get("/agents/id-a/metrics").await;
     let busy: Vec<f64> = serde_json::from_value(found["machine"]["cpu_utilization"].clone()).unwrap();
     assert!(busy.iter().all(|b| (0.2..0.8).contains(b)) && (1..=2).contains(&busy.len()), "{found}");
     assert_eq!(machine(&server).await["connected_at"], Value::Null);
-    let rows = server.number("SELECT count(*) FROM machine_minutes").await;
+    let rows = server.query_number("SELECT count(*) FROM machine_minutes").await;
     // Of one row: there are two where the minute ended between the samples.
     server.execute("INSERT INTO machine_minutes SELECT agent_id, 5, data FROM machine_minutes LIMIT 1").await;
     let server = TestServer::open(server.stop().await, |_| {}).await;
     let since = Instant::now();
-    while server.number("SELECT count(*) FROM machine_minutes").await != rows {
-        assert!(since.elapsed() < DEADLINE, "it is never removed");
+    while server.query_number("SELECT count(*) FROM machine_minutes").await != rows {
+        assert!(since.elapsed() < TIMEOUT, "it is never removed");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     server.stop().await;
@@ -107,7 +107,7 @@ async fn measurements_of_agents_are_shown_and_survive_a_restart() {
 #[tokio::test]
 async fn impossible_values_of_machines_are_omitted_and_the_agent_stays() {
     let server = TestServer::new().await;
-    let mut agent = Agent::greet(&server, hello_gpus("a", MEASURED_GPUS as u32 + 1)).await.unwrap();
+    let mut agent = Agent::connect(&server, hello_gpus("a", MEASURED_GPUS as u32 + 1)).await.unwrap();
     let mut odd = sample(7.0, MEASURED_GPUS as u32 + 1);
     odd.gpus[0].slot = 5000;
     odd.network_sent_bytes_per_second = Some(u64::MAX);
@@ -126,12 +126,12 @@ async fn impossible_values_of_machines_are_omitted_and_the_agent_stays() {
         if !long.is_empty() {
             break long;
         }
-        assert!(since.elapsed() < DEADLINE, "no finding comes");
+        assert!(since.elapsed() < TIMEOUT, "no finding comes");
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
     assert_eq!((long.len(), long[0]["text"].as_str().unwrap().len()), (FINDINGS, FINDING_CHARS));
     // The test agent's version is 0.
-    let (_, page) = server.text("/machines").await;
+    let (_, page) = server.get_text("/machines").await;
     assert!(page.contains("It runs version 0 and the server"), "{page}");
     server.stop().await;
 }
@@ -143,12 +143,12 @@ async fn viewers_see_machines_and_agents_without_metrics_work() {
     let (_, reader) = server.make_token(&json!({"name": "r", "scope": "read"})).await;
     let others = [(reader, 200), (server.agent_token("a2").await, 403), (String::new(), 401)];
     for (token, expected) in others {
-        let answer = client(&token).get(server.url("/api/v1/agents/id-a/metrics")).send().await.unwrap();
-        assert_eq!(answer.status(), expected);
+        let response = client(&token).get(server.url("/api/v1/agents/id-a/metrics")).send().await.unwrap();
+        assert_eq!(response.status(), expected);
     }
     let (_, found) = server.get("/agents/id-a/metrics").await;
     assert_eq!((&found["at_ms"], &found["gpus"]), (&json!([]), &json!([])));
-    let (_, page) = server.text("/machines").await;
+    let (_, page) = server.get_text("/machines").await;
     assert!(page.contains("online"), "{page}");
     server.stop().await;
 }
@@ -161,16 +161,16 @@ async fn removed(server: &TestServer, id: &str) -> (u16, Value) {
         if !body["detail"].as_str().is_some_and(|detail| detail.contains("is online")) {
             return (status, body);
         }
-        assert!(since.elapsed() < DEADLINE, "{body}");
+        assert!(since.elapsed() < TIMEOUT, "{body}");
     }
 }
 
 #[tokio::test]
 async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
     let server = TestServer::new().await;
-    let mut pictures = Agent::with_pictures(&server, 2).await;
+    let mut pictures = Agent::join_with_dataset(&server, 2).await;
     server.submit(|spec| spec["parallel"]["ranks"] = json!(1)).await;
-    pictures.started().await;
+    pictures.expect_start().await;
     // It waits for both slots.
     let job = server.submit(|spec| spec["parallel"]["ranks"] = json!(2)).await.id;
     let known = async || {
@@ -184,19 +184,19 @@ async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
     if let FromAgent::Hello { only_job, .. } = &mut said {
         *only_job = Some(job.clone());
     }
-    let own = Agent::greet(&server, said.clone()).await.unwrap();
-    own.vanish();
+    let own = Agent::connect(&server, said.clone()).await.unwrap();
+    own.disconnect();
     let since = Instant::now();
     while known().await != [(json!("own"), json!(false))] {
-        assert!(since.elapsed() < DEADLINE, "while its job may have another attempt, it stays");
+        assert!(since.elapsed() < TIMEOUT, "while its job may have another attempt, it stays");
     }
-    let own = Agent::greet(&server, said).await.unwrap();
+    let own = Agent::connect(&server, said).await.unwrap();
     assert_eq!(server.post(&format!("/jobs/{job}/cancel"), &json!({})).await.0, 202);
-    server.until(job.as_str(), lockstep_protocol::JobState::Cancelled).await;
-    own.vanish();
+    server.wait_for_state(job.as_str(), lockstep_protocol::JobState::Cancelled).await;
+    own.disconnect();
     let since = Instant::now();
     while !known().await.is_empty() {
-        assert!(since.elapsed() < DEADLINE, "{:?}", known().await);
+        assert!(since.elapsed() < TIMEOUT, "{:?}", known().await);
     }
     server.stop().await;
 }
@@ -205,20 +205,20 @@ async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
 async fn an_absent_machine_without_jobs_is_removed() {
     let server = TestServer::with(|c| c.lease = Duration::from_secs(4)).await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|_| {}).await.id;
-    agent.started().await;
+    agent.expect_start().await;
     let (status, body) = server.delete("/agents/id-a").await;
     let said = body["detail"].as_str().unwrap();
     assert!(status == 409 && said.contains("\"a\" is online: stop its agent first"), "{body}");
-    agent.vanish();
+    agent.disconnect();
     let (status, body) = removed(&server, "id-a").await;
     let said = body["detail"].as_str().unwrap();
     assert!(status == 409 && said.contains(&format!("may still have ranks of job {id}")), "{body}");
     assert_eq!(server.get("/agents").await.1["agents"].as_array().unwrap().len(), 1);
     // Once its lease has ended, nobody waits for it any more.
-    server.until(id.as_str(), lockstep_protocol::JobState::Restarting).await;
+    server.wait_for_state(id.as_str(), lockstep_protocol::JobState::Restarting).await;
     assert_eq!(server.delete("/agents/id-a").await.0, 204);
     assert_eq!(server.get("/agents").await.1["agents"], json!([]));
     assert_eq!(server.delete("/agents/id-a").await.0, 404);
@@ -231,7 +231,7 @@ async fn an_absent_machine_without_jobs_is_removed() {
         "{entry}"
     );
     // It is welcome again, with the token that it has.
-    let _agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let _agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     assert_eq!(machine(&server).await["online"], true);
     server.stop().await;
 }
@@ -242,13 +242,13 @@ async fn the_page_gives_only_addresses_valid_elsewhere_and_advice() {
     let port = server.address.port();
     for host in ["127.0.0.1", "localhost", "0.0.0.0"] {
         let asked = server.http.get(server.url("/machines")).header("host", format!("{host}:{port}"));
-        let answer = asked.send().await.unwrap();
-        if host == "0.0.0.0" && answer.status() != 200 {
+        let response = asked.send().await.unwrap();
+        if host == "0.0.0.0" && response.status() != 200 {
             // It is none of this server's names.
-            assert_eq!(answer.status(), 421);
+            assert_eq!(response.status(), 421);
             continue;
         }
-        let html = answer.text().await.unwrap();
+        let html = response.text().await.unwrap();
         assert!(html.contains("no other machine reaches it"), "{host}: {html}");
         assert!(
             html.contains(&format!("lockstep serve --listen 0.0.0.0:{port} --tls-own-ca")),
@@ -267,18 +267,18 @@ async fn the_page_gives_only_addresses_valid_elsewhere_and_advice() {
 async fn a_new_machine_with_an_old_name_is_distinguished() {
     // Where agents have no tokens, which keep names apart.
     let server = TestServer::with(|config| config.no_auth = true).await;
-    Agent::greet_with(&server, "", hello("a", 2, Vec::new())).await.unwrap().vanish();
+    Agent::connect_with_token(&server, "", hello("a", 2, Vec::new())).await.unwrap().disconnect();
     let since = Instant::now();
     while machine(&server).await["online"] == true {
-        assert!(since.elapsed() < DEADLINE);
+        assert!(since.elapsed() < TIMEOUT);
     }
-    assert!(!server.text("/machines").await.1.contains(">id id-a<"), "one alone needs no id");
+    assert!(!server.get_text("/machines").await.1.contains(">id id-a<"), "one alone needs no id");
     let mut anew = hello("b", 2, Vec::new());
     if let FromAgent::Hello { name, .. } = &mut anew {
         *name = "a".into();
     }
-    let _agent = Agent::greet_with(&server, "", anew).await.unwrap();
-    let (_, html) = server.text("/machines").await;
+    let _agent = Agent::connect_with_token(&server, "", anew).await.unwrap();
+    let (_, html) = server.get_text("/machines").await;
     for id in ["id-a", "id-b"] {
         assert!(
             html.contains(&format!("<h2>a</h2><span class=\"small\" title=\"{id}\">id {id}</span>")),

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, hello, running},
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, FromAgent, Source, StartAttempt, ToAgent},
@@ -23,7 +23,7 @@ use tokio::{
 const MACHINES: usize = 30;
 const SLOTS: u32 = 8;
 /// The whole queue takes several times as long as any of its steps.
-const PATIENCE: Duration = DEADLINE.saturating_mul(9);
+const PATIENCE: Duration = TIMEOUT.saturating_mul(9);
 
 /// Starts that machines have heard, in the order of their fencing tokens: the attempt, all its ranks, and those that have been given out.
 type Heard = Arc<Mutex<BTreeMap<u64, (AttemptRef, u32, u32)>>>;
@@ -114,7 +114,7 @@ fn ranks() -> impl Iterator<Item = u32> {
 #[tokio::test(flavor = "multi_thread")]
 async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     let server = TestServer::new().await;
-    Agent::with_pictures(&server, 1).await.vanish();
+    Agent::join_with_dataset(&server, 1).await.disconnect();
     until("the agent of the dataset is gone", async || {
         server.get("/agents").await.1["agents"][0]["online"] == false
     })
@@ -124,7 +124,7 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     let (mut tokens, mut machines) = (Vec::new(), Vec::<JoinHandle<Vec<StartAttempt>>>::new());
     for number in 0..MACHINES {
         let token = server.agent_token(&format!("machine-{number:02}")).await;
-        let agent = Agent::greet_with(&server, &token, hello_at(number, Vec::new())).await.unwrap();
+        let agent = Agent::connect_with_token(&server, &token, hello_at(number, Vec::new())).await.unwrap();
         machines.push(tokio::spawn(train(agent, Vec::new(), ending.clone(), heard.clone())));
         tokens.push(token);
     }
@@ -151,23 +151,23 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     let mut coming = Vec::new();
     for ((number, token), held) in tokens.iter().enumerate().zip(&held) {
         let attempts = held.iter().map(|start| start.attempt.clone()).collect();
-        coming.push(Agent::greet_with(&server, token, hello_at(number, attempts)));
+        coming.push(Agent::connect_with_token(&server, token, hello_at(number, attempts)));
     }
     for (agent, held) in futures_util::future::join_all(coming).await.into_iter().zip(held) {
         let agent = agent.unwrap();
         assert_eq!(agent.welcome.1, [], "none of its attempts was given away");
         machines.push(tokio::spawn(train(agent, held, ending.clone(), heard.clone())));
     }
-    assert!(began.elapsed() < DEADLINE, "{:?}", began.elapsed());
+    assert!(began.elapsed() < TIMEOUT, "{:?}", began.elapsed());
     let live = "SELECT count(*) FROM jobs WHERE attempt = 1 AND state IN ('starting', 'running')";
-    assert_eq!(server.number(live).await, 30);
+    assert_eq!(server.query_number(live).await, 30);
 
     may_end.send(true).unwrap();
     until("all jobs are over", async || {
-        server.number("SELECT count(*) FROM jobs WHERE state = 'succeeded'").await == 200
+        server.query_number("SELECT count(*) FROM jobs WHERE state = 'succeeded'").await == 200
     })
     .await;
-    assert_eq!(server.number("SELECT count(*) FROM attempts").await, 200);
+    assert_eq!(server.query_number("SELECT count(*) FROM attempts").await, 200);
     let heard = std::mem::take(&mut *heard.lock().unwrap());
     assert_eq!(heard.len(), 200, "each job was started once");
     for of in [1, 2, 8, 16] {
@@ -185,8 +185,8 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
 #[tokio::test]
 async fn dispatch_reads_waiting_jobs_from_the_database() {
     let server = TestServer::new().await;
-    let agent = Agent::with_pictures(&server, 2).await;
-    agent.vanish();
+    let agent = Agent::join_with_dataset(&server, 2).await;
+    agent.disconnect();
     until("the agent is gone", async || server.get("/agents").await.1["agents"][0]["online"] == false).await;
     let (first, second) = (server.submit(|_| {}).await.id, server.submit(|_| {}).await.id);
     until("dispatch knows both", async || {
@@ -202,7 +202,7 @@ async fn dispatch_reads_waiting_jobs_from_the_database() {
     })
     .await;
     let mut agent = Agent::join(&server, 2).await;
-    assert_eq!(agent.started().await.attempt.job, second);
+    assert_eq!(agent.expect_start().await.attempt.job, second);
     // And one that comes back.
     server
         .execute(&format!("UPDATE jobs SET state = 'queued', last_seq = last_seq + 1 WHERE id = '{first}'"))

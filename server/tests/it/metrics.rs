@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, running},
     postgres,
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Source},
@@ -70,9 +70,9 @@ fn check(answer: &Value, from: u64, to: u64, most: usize) {
 #[tokio::test]
 async fn a_long_run_s_metrics_are_right_at_every_zoom() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let mut response = agent.report(&attempt, Source::Rank(0), 0, vec![running(STEPS, 0)]).await;
     let mut other = 0;
     for first in (1..=STEPS).step_by(1000) {
@@ -121,7 +121,7 @@ async fn a_long_run_s_metrics_are_right_at_every_zoom() {
         if watermark > 50 {
             break extent;
         }
-        assert!(start.elapsed() < DEADLINE, "events become chunks: {watermark}");
+        assert!(start.elapsed() < TIMEOUT, "events become chunks: {watermark}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     };
     assert!(first == 1 && last >= 12_000, "{first} to {last}");
@@ -137,7 +137,7 @@ async fn a_long_run_s_metrics_are_right_at_every_zoom() {
 
 /// The lines of a job's CSV file, sorted: name by name or event by event, they are the same.
 async fn csv(server: &TestServer, id: &str) -> Vec<String> {
-    let (status, text) = server.text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
+    let (status, text) = server.get_text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
     assert_eq!(status, 200);
     let mut lines: Vec<_> = text.lines().map(str::to_owned).collect();
     lines.sort_unstable();
@@ -153,9 +153,9 @@ async fn points_leave_the_events(database: Option<String>) {
         }
     };
     let server = TestServer::with(open(Duration::from_secs(3600))).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(300, 0)]).await;
     for rank in 0..2 {
         let first = u64::from(rank == 0);
@@ -165,7 +165,7 @@ async fn points_leave_the_events(database: Option<String>) {
     let seq = server.job(&id).await.last_seq;
     agent.end(&attempt, Ending::Succeeded { step: 300 }).await;
     let rows = format!("SELECT count(*) FROM events WHERE kind = 'metrics' AND job_id = '{id}'");
-    assert_eq!(server.number(&rows).await, 2, "a row a report");
+    assert_eq!(server.query_number(&rows).await, 2, "a row a report");
     let response = async |server: &TestServer| {
         let mut response = Vec::new();
         for query in ["", "?name=loss&points=20", "?name=accuracy", "?ranks=1&from=10&to=50"] {
@@ -178,14 +178,14 @@ async fn points_leave_the_events(database: Option<String>) {
     };
     let (before, lines) = (response(&server).await, csv(&server, &id).await);
     assert_eq!(lines.len(), 1 + 2 * 300);
-    let events = server.stored(&id).await;
+    let events = server.stored_events(&id).await;
     assert_eq!(events.iter().filter(|e| e["type"] == "metrics").count(), 2);
     let dir = server.stop().await;
 
     let server = TestServer::open(dir, open(Duration::from_millis(200))).await;
     let start = Instant::now();
-    while server.number(&rows).await > 0 {
-        assert!(start.elapsed() < DEADLINE, "points leave the events");
+    while server.query_number(&rows).await > 0 {
+        assert!(start.elapsed() < TIMEOUT, "points leave the events");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(response(&server).await, before);

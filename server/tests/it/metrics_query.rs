@@ -10,11 +10,11 @@ use serde_json::json;
 #[tokio::test]
 async fn one_request_answers_a_metric_of_several_jobs() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut ids = Vec::new();
     for steps in [3, 40] {
         let id = server.submit(|_| {}).await.id.to_string();
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=steps)]).await;
         agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
         ids.push(id);

@@ -30,7 +30,7 @@ fn refused((status, problem): (u16, Value), expected: u16, words: &[&str]) {
 }
 
 async fn scenario(server: TestServer) {
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (job, checkpoint) = a_job(&server, &mut agent, |spec| spec["name"] = json!("trained")).await;
     let folder = server.dir.path().join("jobs").join(&job);
     let state = json!({"versions": {"lockstep": "0.1.0"}}).to_string();
@@ -106,14 +106,14 @@ async fn scenario(server: TestServer) {
     assert_eq!(numbers, [3, 1], "newest first");
 
     // Pages.
-    assert!(server.text("/models").await.1.contains("href=\"/models/shoes\""));
-    let (status, page) = server.text("/models/shoes").await;
+    assert!(server.get_text("/models").await.1.contains("href=\"/models/shoes\""));
+    let (status, page) = server.get_text("/models/shoes").await;
     assert!(status == 200 && page.contains("models:/shoes/3") && page.contains("a first one"), "{page}");
-    assert_eq!(server.text("/models/boots").await.0, 404);
+    assert_eq!(server.get_text("/models/boots").await.0, 404);
 
     // A job that is not over may still remove and replace its checkpoints.
     let live = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let info = CheckpointInfo {
         epoch: 1,
         step: 5,
@@ -182,10 +182,10 @@ async fn a_registered_checkpoint_is_kept_when_newer_ones_replace_others() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
     let mut agent =
-        Agent::greet_with(&server, &token, crate::agent::hello("a", 2, Vec::new())).await.unwrap();
+        Agent::connect_with_token(&server, &token, crate::agent::hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let own =
         Asks { server: &server, http: client(&token), agent_id: "id-a".into(), attempt: attempt.clone() };
     assert_eq!(own.ask("POST", "", vec![]).await.0, 204);

@@ -16,9 +16,9 @@ const DASHBOARD: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../de
 /// Of a server with a job that has trained three steps, and on which a job was asked for that does not exist.
 async fn metrics() -> String {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let times = |rank| {
         let column = MetricColumn { name: "step_ms".into(), steps: vec![1, 2, 3], values: vec![5.0; 3] };
         AttemptEvent::Metrics { rank, columns: vec![column] }
@@ -28,8 +28,8 @@ async fn metrics() -> String {
     agent.report(&attempt, Source::Rank(1), 0, vec![times(1)]).await;
     server.job(&id).await;
     assert_eq!(server.get("/jobs/j00000000000000000000000000").await.0, 404);
-    assert_eq!(server.text("/nowhere").await.0, 404);
-    let (status, text) = server.text("/metrics").await;
+    assert_eq!(server.get_text("/nowhere").await.0, 404);
+    let (status, text) = server.get_text("/metrics").await;
     assert_eq!(status, 200);
     server.stop().await;
     text

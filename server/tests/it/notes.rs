@@ -9,7 +9,7 @@ use serde_json::json;
 #[tokio::test]
 async fn notes_and_tags_of_all_jobs_are_paged() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let mut ids = Vec::new();
     for n in 0..5 {
         let job = server.submit(|spec| {

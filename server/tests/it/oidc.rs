@@ -28,8 +28,8 @@ async fn added_users_sign_in_and_out() {
     let asked = browser.begin(&provider, way).await;
     assert_eq!(asked["scope"], "openid profile email");
     let code = provider.code(&asked);
-    let answer = browser.back(&[("state", &asked["state"]), ("code", &code)]).await;
-    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/jobs?state=running"));
+    let response = browser.back(&[("state", &asked["state"]), ("code", &code)]).await;
+    assert_eq!((response.status().as_u16(), location(&response)), (303, "/jobs?state=running"));
     assert_eq!(browser.cookies.len(), 1, "the session's alone");
     assert!(browser.is_in().await);
     let page = browser.get("/account").await.text().await.unwrap();
@@ -182,9 +182,9 @@ async fn a_state_is_valid_once_and_only_in_its_browser() {
     let theirs = Browser::from(&server, [127, 0, 5, 4]).begin(&provider, "").await;
     for code in [code.clone(), provider.code(&theirs)] {
         let asked = browser.begin(&provider, "").await;
-        let answer = browser.back(&[("state", &asked["state"]), ("code", &code)]).await;
-        assert_eq!(answer.status(), 401);
-        let page = answer.text().await.unwrap();
+        let response = browser.back(&[("state", &asked["state"]), ("code", &code)]).await;
+        assert_eq!(response.status(), 401);
+        let page = response.text().await.unwrap();
         assert!(page.contains("the code was used already") && page.contains("no &#60;b&#62;"), "{page}");
     }
     server.stop().await;
@@ -195,32 +195,32 @@ async fn errors_of_the_provider_are_explained() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
     let mut n = 0;
-    let mut answer = async |more: &[(&str, &str)]| {
+    let mut call_back = async |more: &[(&str, &str)]| {
         n += 1;
         let mut browser = Browser::from(&server, [127, 0, 6, n]);
         let asked = browser.begin(&provider, "").await;
-        let answer = browser.back(&[&[("state", asked["state"].as_str())], more].concat()).await;
+        let response = browser.back(&[&[("state", asked["state"].as_str())], more].concat()).await;
         assert!(browser.cookies.is_empty());
-        (answer.status().as_u16(), answer.text().await.unwrap())
+        (response.status().as_u16(), response.text().await.unwrap())
     };
     let (status, page) =
-        answer(&[("error", "access_denied"), ("error_description", "<script>alert(1)</script>")]).await;
+        call_back(&[("error", "access_denied"), ("error_description", "<script>alert(1)</script>")]).await;
     assert!(
         status == 400 && page.contains("cancelled there") && page.contains("&#60;script&#62;alert"),
         "{page}"
     );
     assert!(!page.contains("<script>alert"));
-    let (status, page) = answer(&[("error", "<b>odd")]).await;
+    let (status, page) = call_back(&[("error", "<b>odd")]).await;
     assert!(status == 400 && page.contains("did not sign you in: &#60;b&#62;odd"), "{page}");
     let long = "a".repeat(300);
-    let (_, page) = answer(&[("error", &long)]).await;
+    let (_, page) = call_back(&[("error", &long)]).await;
     assert!(page.contains(&long[..200]) && !page.contains(&long[..201]));
-    assert!(answer(&[]).await.1.contains("neither a code nor an error"));
-    let (status, page) = answer(&[("code", "x"), ("iss", "https://evil.example")]).await;
+    assert!(call_back(&[]).await.1.contains("neither a code nor an error"));
+    let (status, page) = call_back(&[("code", "x"), ("iss", "https://evil.example")]).await;
     assert!(status == 401 && page.contains("does not come from the provider"), "{page}");
     assert_eq!(provider.ask(|b| b.tokens_asked), 0);
     provider.change(|b| b.refusal = Some(json!({"error": "invalid_client"})));
-    let (status, page) = answer(&[("code", "x")]).await;
+    let (status, page) = call_back(&[("code", "x")]).await;
     assert!(status == 401 && page.contains("client id and secret"), "{page}");
     server.stop().await;
 
@@ -234,8 +234,8 @@ async fn errors_of_the_provider_are_explained() {
     let mut browser = Browser::new(&server);
     let asked = browser.begin(&provider, "").await;
     let (code, iss) = (provider.code(&asked), provider.issuer());
-    let answer = browser.back(&[("state", &asked["state"]), ("code", &code), ("iss", &iss)]).await;
-    assert_eq!(answer.status(), 303);
+    let response = browser.back(&[("state", &asked["state"]), ("code", &code), ("iss", &iss)]).await;
+    assert_eq!(response.status(), 303);
     server.stop().await;
 }
 
@@ -255,9 +255,9 @@ async fn the_way_back_stays_on_this_server() {
         let mut browser = Browser::new(&server);
         let asked = browser.begin(&provider, next).await;
         let code = provider.code(&asked);
-        let answer =
+        let response =
             browser.back(&[("state", &asked["state"]), ("code", &code), ("next", "//evil.example")]).await;
-        assert_eq!((answer.status().as_u16(), location(&answer)), (303, to), "{next}");
+        assert_eq!((response.status().as_u16(), location(&response)), (303, to), "{next}");
     }
     server.stop().await;
 }
@@ -277,9 +277,9 @@ async fn failed_sign_ins_are_limited_and_logged() {
     }
     let asked = provider.ask(|b| b.tokens_asked);
     let mut browser = Browser::from(&server, from);
-    let answer = browser.sign_in(&provider).await;
-    assert_eq!(answer.status(), 429);
-    assert!(answer.headers().contains_key("retry-after"));
+    let response = browser.sign_in(&provider).await;
+    assert_eq!(response.status(), 429);
+    assert!(response.headers().contains_key("retry-after"));
     assert_eq!(provider.ask(|b| b.tokens_asked), asked, "the provider is not asked any more");
     let (_, log) = server.get("/audit").await;
     let refused = log["entries"].as_array().unwrap().iter().filter(|e| {

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 #[tokio::test]
 async fn problems_have_codes() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let ids = jobs(&server, &[("a", 0.1, "")]).await;
     let body = json!({"name": "pictures", "path": "/x"});
     for ((status, problem), expected) in [

@@ -43,9 +43,9 @@ async fn names_and_origins_are_those_of_the_public_url() {
         ("lockstep.example.org.evil.example", None, 421),
     ] {
         let headers: Vec<_> = forwarded.map(|host| ("x-forwarded-host", host)).into_iter().collect();
-        let answer = get(host, &headers).await;
-        assert_eq!(answer.status().as_u16(), status, "{host} {forwarded:?}");
-        assert!(!answer.headers().contains_key("strict-transport-security"), "in clear nothing is strict");
+        let response = get(host, &headers).await;
+        assert_eq!(response.status().as_u16(), status, "{host} {forwarded:?}");
+        assert!(!response.headers().contains_key("strict-transport-security"), "in clear nothing is strict");
     }
     // Strict for the public name under https, and for no other name of the machine.
     let https = ("x-forwarded-proto", "https");
@@ -70,13 +70,13 @@ async fn names_and_origins_are_those_of_the_public_url() {
         assert_eq!(post(origin, proto).await, status, "{origin} {proto}");
     }
     for (origin, fine) in [(PUBLIC, true), ("https://evil.example", false)] {
-        let mut request = server.socket("/stream", &server.token);
+        let mut request = server.socket_request("/stream", &server.token);
         request.headers_mut().insert("origin", origin.parse().unwrap());
         request.headers_mut().insert("host", "lockstep.example.org".parse().unwrap());
         match connect_async(request).await {
             Ok(_) => assert!(fine, "{origin}"),
-            Err(tungstenite::Error::Http(answer)) => {
-                assert!(!fine && answer.status().as_u16() == 403, "{origin} {}", answer.status());
+            Err(tungstenite::Error::Http(response)) => {
+                assert!(!fine && response.status().as_u16() == 403, "{origin} {}", response.status());
             }
             Err(error) => panic!("{origin}: {error}"),
         }
@@ -92,8 +92,8 @@ async fn a_browser_signs_in_through_the_proxy_with_its_own_address() {
     let url = link["url"].as_str().unwrap();
     let path = url.strip_prefix(PUBLIC).unwrap_or_else(|| panic!("{url}"));
     let request = client_without_redirects("").get(server.url(path)).header("x-forwarded-proto", "https");
-    let answer = request.header("x-forwarded-for", "203.0.113.7").send().await.unwrap();
-    let cookie = answer.headers()["set-cookie"].to_str().unwrap();
+    let response = request.header("x-forwarded-for", "203.0.113.7").send().await.unwrap();
+    let cookie = response.headers()["set-cookie"].to_str().unwrap();
     assert!(cookie.contains("; Secure"), "{cookie}");
     let (_, audit) = server.get("/audit").await;
     let entry = &audit["entries"][0];
@@ -123,8 +123,8 @@ async fn forwarded_headers_are_trusted_only_from_the_proxy() {
     let request = request.header("host", "evil.example").header("x-forwarded-proto", "https");
     assert_eq!(request.send().await.unwrap().status().as_u16(), 421);
     let request = server.http.get(server.url("/healthz")).header("x-forwarded-proto", "https");
-    let answer = request.header("host", "lockstep.example.org").send().await.unwrap();
-    assert!(!answer.headers().contains_key("strict-transport-security"));
+    let response = request.header("host", "lockstep.example.org").send().await.unwrap();
+    assert!(!response.headers().contains_key("strict-transport-security"));
     server.stop().await;
 }
 
@@ -143,10 +143,10 @@ async fn many_agents_behind_one_address_reconnect() {
     }
     // Nobody else at this address has a request left but the one of each second, whatever token is made up.
     for by in [&made_up, &admin] {
-        let mut answers = Vec::new();
-        while answers.last() != Some(&429) {
-            answers.push(ask(by).await);
-            assert!(answers.len() < 20, "{answers:?}");
+        let mut responses = Vec::new();
+        while responses.last() != Some(&429) {
+            responses.push(ask(by).await);
+            assert!(responses.len() < 20, "{responses:?}");
         }
     }
     server.stop().await;
@@ -163,11 +163,11 @@ async fn rate_limited_addresses_are_told_when_to_retry() {
     let mut answered = 0;
     // What the client itself sends stands left of what the proxy adds: it buys nothing.
     let refused = loop {
-        let answer = ask(&format!("10.9.{}.{}, 203.0.113.7", answered / 256, answered % 256)).await;
-        if answer.status().as_u16() == 429 {
-            break answer;
+        let response = ask(&format!("10.9.{}.{}, 203.0.113.7", answered / 256, answered % 256)).await;
+        if response.status().as_u16() == 429 {
+            break response;
         }
-        assert_eq!(answer.status().as_u16(), 200);
+        assert_eq!(response.status().as_u16(), 200);
         answered += 1;
         assert!(answered < 1000, "there is a limit");
     };
@@ -201,11 +201,11 @@ async fn rate_limits_of_tokens_apply_at_every_address() {
     let began = Instant::now();
     let mut answered = 0;
     let refused = loop {
-        let answer = ask(&one, "/api/v1/jobs", froms[answered % 3]).await;
-        if answer.status().as_u16() == 429 {
-            break answer;
+        let response = ask(&one, "/api/v1/jobs", froms[answered % 3]).await;
+        if response.status().as_u16() == 429 {
+            break response;
         }
-        assert_eq!(answer.status().as_u16(), 200);
+        assert_eq!(response.status().as_u16(), 200);
         answered += 1;
         assert!(answered < 1000, "there is a limit");
     };
@@ -216,13 +216,13 @@ async fn rate_limits_of_tokens_apply_at_every_address() {
     let text = refused.text().await.unwrap();
     assert!(text.contains("--token-requests-per-second") && !text.contains(&one), "{text}");
     for from in froms {
-        let answer = ask(&two, "/api/v1/jobs", from).await;
-        assert_eq!(answer.status().as_u16(), 200, "another token is not touched ({from:?})");
+        let response = ask(&two, "/api/v1/jobs", from).await;
+        assert_eq!(response.status().as_u16(), 200, "another token is not touched ({from:?})");
     }
     // What an agent sends is limited otherwise: twice what another token may.
     for _ in 0..100 {
-        let answer = ask(&agent, "/api/v1/agent/attempts/nothing/1", None).await;
-        assert_ne!(answer.status().as_u16(), 429);
+        let response = ask(&agent, "/api/v1/agent/attempts/nothing/1", None).await;
+        assert_ne!(response.status().as_u16(), 429);
     }
     server.stop().await;
 }
@@ -234,10 +234,10 @@ async fn the_access_log_has_a_line_per_request() {
     let to = path.clone();
     let server = behind(|c| c.access_log = Some(AccessLogTo::File(to))).await;
     let request = server.http.get(server.url("/api/v1/jobs?limit=7&name=hush"));
-    let answer = request.header("x-forwarded-for", "203.0.113.7").send().await.unwrap();
-    let length = answer.bytes().await.unwrap().len();
+    let response = request.header("x-forwarded-for", "203.0.113.7").send().await.unwrap();
+    let length = response.bytes().await.unwrap().len();
     server.http.get(server.url("/nothing")).header("host", "evil.example").send().await.unwrap();
-    drop(connect_async(server.socket("/stream", &server.token)).await.unwrap());
+    drop(connect_async(server.socket_request("/stream", &server.token)).await.unwrap());
     let began = Instant::now();
     let lines = loop {
         let text = fs::read_to_string(&path).unwrap();
@@ -246,7 +246,7 @@ async fn the_access_log_has_a_line_per_request() {
         if lines.len() >= 3 {
             break lines;
         }
-        assert!(began.elapsed() < crate::test_server::DEADLINE, "{text}");
+        assert!(began.elapsed() < crate::test_server::TIMEOUT, "{text}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     };
     assert!(lines.iter().all(|line| line.len() == 8), "{lines:?}");

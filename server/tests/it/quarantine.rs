@@ -20,10 +20,10 @@ async fn set(server: &TestServer, table: &str, column: &str, value: &str, condit
 #[tokio::test]
 async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     // One that runs, so that the others wait.
     let runs = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     let newer = server.submit(|s| s["priority"] = json!(9)).await;
     let broken = server.submit(|s| s["priority"] = json!(8)).await;
@@ -57,7 +57,7 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     let (status, response) = server.post(&format!("/jobs/{}/retry", archived.id), &Value::Null).await;
     assert!(status == 409 && response["detail"].as_str().unwrap().contains("archived"), "{response}");
     for path in ["/jobs", "/machines", &format!("/jobs/{}", broken.id)] {
-        assert_eq!(server.text(path).await.0, 200, "{path}");
+        assert_eq!(server.get_text(path).await.0, 200, "{path}");
     }
 
     // The page of each says what cannot be read and what to do.
@@ -67,7 +67,7 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
         (archived.id.as_str(), "its state &#34;archived&#34;"),
         (&runs, "/train/optimizer"),
     ] {
-        let (_, page) = server.text(&format!("/jobs/{id}")).await;
+        let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
         let (_, banner) = page.split_once("id=\"banner\"").unwrap();
         let (banner, _) = banner.split_once("</section>").unwrap();
         assert!(!banner.split_once('>').unwrap().0.contains("hidden"), "{banner}");
@@ -90,7 +90,7 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     assert_eq!(response["attempts"][0]["step"], 100, "{response}");
 
     // The slots go past those with more priority, to the one that can be read.
-    let next = agent.started().await.attempt;
+    let next = agent.expect_start().await.attempt;
     assert_eq!(next.job.to_string(), sound);
     for id in [&newer.id, &broken.id] {
         let mut stream = server.stream(id.as_str(), 0).await;
@@ -103,14 +103,14 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     let patch = server.http.patch(server.url(&format!("/api/v1/jobs/{}", newer.id)));
     assert_eq!(server.send(patch.json(&json!({"priority": 3}))).await.0, 200);
     let kept = "SELECT count(*) FROM jobs WHERE spec LIKE '%another age%' AND spec LIKE '%\"priority\":3%'";
-    assert_eq!(server.number(kept).await, 1);
+    assert_eq!(server.query_number(kept).await, 1);
     // Reading overwrites nothing.
-    assert_eq!(server.number("SELECT count(*) FROM jobs WHERE state = 'archived'").await, 1);
+    assert_eq!(server.query_number("SELECT count(*) FROM jobs WHERE state = 'archived'").await, 1);
     let (status, response) = server.post(&format!("/jobs/{}/fork", newer.id), &json!({})).await;
     assert_eq!(status, 409, "{response}");
 
     // After a restart the same; the version that can read them starts them.
-    agent.vanish();
+    agent.disconnect();
     let server = TestServer::open(server.stop().await, |_| {}).await;
     assert_eq!(server.get("/jobs").await.1["jobs"].as_array().unwrap().len(), 5);
     let spec = serde_json::to_string(&newer.spec).unwrap();
@@ -126,9 +126,9 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
 #[tokio::test]
 async fn unreadable_records_are_skipped() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent
         .report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3), line(0, 1, "one")])
         .await;
@@ -167,18 +167,18 @@ async fn unreadable_records_are_skipped() {
     // Jobs are still submitted, and end.
     server.submit(|_| {}).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    agent.started().await;
+    agent.expect_start().await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_record_refused_by_the_database_delays_no_others() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut attempts = Vec::new();
     for _ in 0..2 {
         server.submit(|s| s["parallel"] = json!({"ranks": 1})).await;
-        attempts.push(agent.started().await.attempt);
+        attempts.push(agent.expect_start().await.attempt);
     }
     // Two checkpoints of steps that no database can distinguish, as 64 bits with a sign do not hold them.
     let checkpoint = |step| {
@@ -219,7 +219,8 @@ async fn a_record_refused_by_the_database_delays_no_others() {
     assert_eq!(response["series"][0]["steps"], json!([1, 2, 3, 4, 5, 6]));
     let (_, response) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     assert_eq!(response["checkpoints"].as_array().unwrap().len(), 1);
-    let numbers: Vec<_> = server.stored(&id).await.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
+    let numbers: Vec<_> =
+        server.stored_events(&id).await.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
     assert_eq!(numbers, (1..=numbers.len() as u64).collect::<Vec<_>>());
     for attempt in &attempts {
         agent.end(attempt, Ending::Succeeded { step: 100 }).await;
@@ -231,13 +232,13 @@ async fn a_record_refused_by_the_database_delays_no_others() {
 #[tokio::test]
 async fn a_nan_evaluation_is_no_result_and_other_records_are_read() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let evaluation = Evaluation { epoch: 1, step: 3, samples: 20, accuracy: 0.1, loss: f64::NAN, secs: 0.5 };
     let records = vec![running(100, 0), AttemptEvent::Evaluation(evaluation)];
     agent.report(&attempt, Source::Rank(0), 0, records).await;
-    let frames = server.stored(&id).await;
+    let frames = server.stored_events(&id).await;
     assert!(!frames.iter().any(|f| f["type"] == "evaluation"), "{frames:?}");
     for frame in frames {
         serde_json::from_value::<Frame>(frame.clone()).unwrap_or_else(|error| panic!("{error}: {frame}"));

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::Agent,
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
     agent::{Ending, ToAgent},
@@ -27,7 +27,7 @@ async fn submit(server: &TestServer, name: &str, ranks: u32, change: Value) -> J
 
 /// The queue, once it is so: dispatch looks at it twice a second.
 async fn queue_when(server: &TestServer, what: &str, fits: impl Fn(&Value) -> bool) -> Value {
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let (status, queue) = server.get("/queue").await;
         assert_eq!(status, 200, "{queue}");
@@ -51,13 +51,13 @@ fn are(queue: &Value, expected: &[&str]) -> bool {
 #[tokio::test]
 async fn slots_are_assigned_in_listed_order_and_jobs_have_reasons() {
     let server = TestServer::with(|c| c.fair_share = FairShare::Project).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     assert_eq!(server.get("/queue").await.1, json!({"jobs": [], "reservations": [], "next_cursor": null}));
     let vision = || json!({"project": "vision"});
     let mut running = Vec::new();
     for name in ["first", "second"] {
         submit(&server, name, 1, vision()).await;
-        running.push(agent.started().await.attempt);
+        running.push(agent.expect_start().await.attempt);
     }
     let older = submit(&server, "older", 1, vision()).await;
     submit(&server, "old", 1, vision()).await;
@@ -99,7 +99,7 @@ async fn slots_are_assigned_in_listed_order_and_jobs_have_reasons() {
     // As they are listed.
     for (attempt, expected) in running.iter().zip(&order) {
         agent.end(attempt, Ending::Succeeded { step: 1 }).await;
-        assert_eq!(server.job(agent.started().await.attempt.job.as_str()).await.name, *expected);
+        assert_eq!(server.job(agent.expect_start().await.attempt.job.as_str()).await.name, *expected);
     }
     queue_when(&server, "the others wait on", |queue| are(queue, &order[2..])).await;
     server.stop().await;
@@ -108,7 +108,7 @@ async fn slots_are_assigned_in_listed_order_and_jobs_have_reasons() {
 #[tokio::test]
 async fn the_queue_is_paged_and_refuses_unknown_parameters() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let mut ids = Vec::new();
     for name in ["a", "b", "c", "d", "e"] {
@@ -142,8 +142,8 @@ async fn the_queue_is_paged_and_refuses_unknown_parameters() {
     assert_eq!(server.get("/queue?limit=1000").await.0, 200);
     // The longest owner that is looked for, and one more.
     for (letters, expected) in [(200, 200), (201, 422)] {
-        let (status, answer) = server.get(&format!("/queue?owner={}", "a".repeat(letters))).await;
-        assert_eq!(status, expected, "{answer}");
+        let (status, response) = server.get(&format!("/queue?owner={}", "a".repeat(letters))).await;
+        assert_eq!(status, expected, "{response}");
     }
     for (query, words) in [
         ("limit=0", "1 to 1000"),
@@ -163,9 +163,9 @@ async fn the_queue_is_paged_and_refuses_unknown_parameters() {
 #[tokio::test]
 async fn a_machine_is_reserved_for_a_large_job_and_shown_as_such() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     submit(&server, "running", 1, json!({})).await;
-    let running = agent.started().await.attempt;
+    let running = agent.expect_start().await.attempt;
     let large = submit(&server, "the large", 2, json!({})).await;
     let small = submit(&server, "small", 1, json!({})).await;
     let is_kept = |queue: &Value| {
@@ -187,42 +187,42 @@ async fn a_machine_is_reserved_for_a_large_job_and_shown_as_such() {
     assert_eq!((&slots[0]["job"], &slots[0]["kept_for"]), (&json!(running.job), &Value::Null));
     let kept_for = json!({"job": large.id, "since": kept["since"]});
     assert_eq!((&slots[1]["job"], &slots[1]["kept_for"]), (&Value::Null, &kept_for));
-    let (_, machines) = server.text("/machines").await;
+    let (_, machines) = server.get_text("/machines").await;
     assert!(
         machines.contains(&format!("kept for <a href=\"/jobs/{}\">the large</a>", large.id)),
         "{machines}"
     );
-    let (status, page) = server.text("/queue").await;
+    let (status, page) = server.get_text("/queue").await;
     assert!(status == 200 && page.contains("2 jobs wait · 1 slot kept"), "{page}");
     assert!(page.contains("slot 1, and what else becomes free"), "{page}");
     assert!(page.find("the large</a>") < page.find("small</a>"), "{page}");
     for (query, words) in [("?project=none", "No waiting job matches"), ("?owner=", "2 jobs wait")] {
-        assert!(server.text(&format!("/queue{query}")).await.1.contains(words), "{query}");
+        assert!(server.get_text(&format!("/queue{query}")).await.1.contains(words), "{query}");
     }
     // The same from round to round: nobody has overtaken it.
     let again = server.get("/queue").await.1;
     assert_eq!(again["reservations"], queue["reservations"]);
     agent.end(&running, Ending::Succeeded { step: 1 }).await;
-    let started = agent.started().await;
+    let started = agent.expect_start().await;
     assert_eq!((&started.attempt.job, started.ranks.len()), (&large.id, 2));
     let is_next =
         |queue: &Value| are(queue, &["small"]) && queue["reservations"][0]["job"] == json!(small.id);
     let queue = queue_when(&server, "the other is next", is_next).await;
     assert_eq!((&queue["reservations"][0]["free"], &queue["jobs"][0]["kept_slots"]), (&json!([]), &json!(0)));
     agent.end(&started.attempt, Ending::Succeeded { step: 1 }).await;
-    assert_eq!(agent.started().await.attempt.job, small.id);
+    assert_eq!(agent.expect_start().await.attempt.job, small.id);
     let queue = queue_when(&server, "nothing waits", |queue| are(queue, &[])).await;
     assert_eq!(queue["reservations"], json!([]));
-    assert!(server.text("/queue").await.1.contains("Nothing waits"));
+    assert!(server.get_text("/queue").await.1.contains("Nothing waits"));
     server.stop().await;
 }
 
 #[tokio::test]
 async fn preempted_jobs_keep_slots_while_writing_checkpoints() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let low = submit(&server, "low", 2, json!({"preemptible": true})).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let high = submit(&server, "high", 1, json!({"priority": 5})).await;
     match agent.next().await {
         Some(ToAgent::Stop { patient: true, .. }) => {}
@@ -243,10 +243,10 @@ async fn preempted_jobs_keep_slots_while_writing_checkpoints() {
     let slots = agents["agents"][0]["slots"].as_array().unwrap();
     let of = |n: usize| (slots[n]["job"].clone(), slots[n]["kept_for"]["job"].clone());
     assert_eq!((of(0), of(1)), ((json!(low.id), json!(high.id)), (json!(low.id), Value::Null)));
-    assert!(server.text("/queue").await.1.contains("slot 0 whose job is ending"));
+    assert!(server.get_text("/queue").await.1.contains("slot 0 whose job is ending"));
 
     agent.end(&attempt, Ending::Stopped).await;
-    assert_eq!(agent.started().await.attempt.job, high.id);
+    assert_eq!(agent.expect_start().await.attempt.job, high.id);
     // It waits since it went back to the queue, and not since it was submitted.
     let is_back = |queue: &Value| are(queue, &["low"]) && queue["reservations"][0]["free"] == json!([1]);
     let queue = queue_when(&server, "the other waits again", is_back).await;

@@ -37,11 +37,11 @@ fn checkpoint(step: u64) -> AttemptEvent {
 #[tokio::test]
 async fn attempts_record_why_they_ended_and_where_they_began() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let attempts = format!("/jobs/{id}/attempts");
 
-    let first = agent.started().await.attempt;
+    let first = agent.expect_start().await.attempt;
     let records = vec![running(100, 0), losses(0, 1..=41), checkpoint(40)];
     agent.report(&first, Source::Rank(0), 0, records).await;
     let (_, response) = server.get(&attempts).await;
@@ -50,10 +50,11 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
         (&json!("running"), &Value::Null)
     );
     agent.end(&first, killed(1, 41)).await;
-    let second = agent.started().await.attempt;
+    let second = agent.expect_start().await.attempt;
     let job = server.job(&id).await;
     assert_eq!((job.reason, job.cause), (None, None), "the job itself has moved on");
-    let restarting = server.stored(&id).await.into_iter().find(|e| e["state"] == "restarting").unwrap();
+    let restarting =
+        server.stored_events(&id).await.into_iter().find(|e| e["state"] == "restarting").unwrap();
     assert_eq!(
         restarting["reason"],
         "rank 1 was killed by signal 9 at step 41; attempt 2 starts from step 40"
@@ -68,12 +69,12 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
     agent.next().await;
     agent.end(&second, Ending::Stopped).await;
     assert_eq!(server.post(&format!("/jobs/{id}/resume"), &Value::Null).await.0, 202);
-    let third = agent.started().await.attempt;
+    let third = agent.expect_start().await.attempt;
     assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
     agent.next().await;
     agent.end(&third, Ending::Stopped).await;
     assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
-    let fourth = agent.started().await.attempt;
+    let fourth = agent.expect_start().await.attempt;
     agent.report(&fourth, Source::Rank(0), 0, vec![running(100, 40)]).await;
     agent.end(&fourth, Ending::Succeeded { step: 100 }).await;
 
@@ -100,7 +101,7 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
     let why = &response["attempts"][0]["reason"];
     assert_eq!((&why["rank"], &why["step"], &why["signal"]), (&json!(1), &json!(41), &json!(9)));
     assert_eq!(why["words"], "rank 1 was killed by signal 9 at step 41");
-    let (_, page) = server.text(&format!("/jobs/{id}")).await;
+    let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
     assert!(page.contains("data-code=\"rank_killed\"") && page.contains("rank 1 was killed by signal 9"));
 
     // Also after the server has started again.
@@ -117,9 +118,9 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
 #[tokio::test]
 async fn a_job_that_stops_early_succeeds_and_says_why() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["stop"] = json!({"patience": 2})).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let why = "validation accuracy has not improved on the 91.2 % of epoch 1 in 2 validations";
     let early = AttemptEvent::StoppedEarly { step: 50, why: why.into() };
     let records = vec![running(100, 0), losses(0, 1..=50), checkpoint(50), early];
@@ -134,7 +135,7 @@ async fn a_job_that_stops_early_succeeds_and_says_why() {
         (&attempt["state"], &attempt["reason"]["code"]),
         (&json!("succeeded"), &json!("stopped_early"))
     );
-    let (_, page) = server.text(&format!("/jobs/{id}")).await;
+    let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
     assert!(page.contains("Stopped early:") && page.contains(why), "{page}");
     // A fork with the same patience would stop before its first step.
     checkpoint_folder(&server, &id);
@@ -150,21 +151,21 @@ async fn a_job_that_stops_early_succeeds_and_says_why() {
 #[tokio::test]
 async fn a_change_of_precision_is_reported_while_the_job_runs() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let change =
         AttemptEvent::PrecisionFallback { step: 41, what: "the gradients of 5 steps in a row".into() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=41), change]).await;
     let words = "float16 could not hold the gradients of 5 steps in a row: training continues in bfloat16 after step 41";
     let job = server.job(&id).await;
     assert_eq!((job.state, job.reason.as_deref()), (JobState::Running, Some(words)));
-    let response = server.stored(&id).await.into_iter().rfind(|e| e["type"] == "state").unwrap();
+    let response = server.stored_events(&id).await.into_iter().rfind(|e| e["type"] == "state").unwrap();
     assert_eq!(
         (&response["state"], &response["cause"]["code"]),
         (&json!("running"), &json!("precision_fallback"))
     );
-    let (_, page) = server.text(&format!("/jobs/{id}")).await;
+    let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
     assert!(page.contains(words));
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&id).await.reason, None, "a job that has succeeded has no reason");
@@ -174,20 +175,20 @@ async fn a_change_of_precision_is_reported_while_the_job_runs() {
 #[tokio::test]
 async fn agents_of_other_versions_are_informed_and_their_reasons_understood() {
     let server = TestServer::new().await;
-    Agent::with_pictures(&server, 1).await.vanish();
+    Agent::join_with_dataset(&server, 1).await.disconnect();
     // One that could not read the jobs that it is given.
     let mut earlier = hello("b", 2, Vec::new());
     if let FromAgent::Hello { protocol, .. } = &mut earlier {
         *protocol = OLDEST_PROTOCOL_VERSION - 1;
     }
-    let response = Agent::greet(&server, earlier).await.err().unwrap();
+    let response = Agent::connect(&server, earlier).await.err().unwrap();
     assert!(response.contains("run the same version of lockstep on both"), "{response}");
-    let mut agent = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
     // A code and facts of a version to come.
     let reason =
         json!({"code": "eclipse", "moons": 2, "words": "too dark", "next": {"does": "wait", "nights": 1}});
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let event = json!({"type": "ended", "how": "failed", "reason": reason, "retriable": true});
     let unknown = json!({"type": "weather", "wind": 7});
     agent
@@ -204,7 +205,7 @@ async fn agents_of_other_versions_are_informed_and_their_reasons_understood() {
     if let FromAgent::Hello { protocol, .. } = &mut later {
         *protocol += 1;
     }
-    let response = Agent::greet(&server, later).await.err().unwrap();
+    let response = Agent::connect(&server, later).await.err().unwrap();
     assert!(response.contains("run the same version of lockstep on both"), "{response}");
     server.stop().await;
 }
@@ -212,9 +213,9 @@ async fn agents_of_other_versions_are_informed_and_their_reasons_understood() {
 #[tokio::test]
 async fn a_fork_names_its_parent_even_after_deletion() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     checkpoint_folder(&server, &id);
@@ -224,12 +225,12 @@ async fn a_fork_names_its_parent_even_after_deletion() {
     assert_eq!(fork["parent"], parent);
     assert_eq!((&fork["cause"]["code"], &fork["cause"]["step"]), (&json!("forked"), &json!(50)));
     let forked = fork["id"].as_str().unwrap();
-    agent.started().await;
+    agent.expect_start().await;
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     assert_eq!(server.get(&format!("/jobs/{forked}")).await.1["parent"], parent);
     let (_, response) = server.get(&format!("/jobs/{forked}/attempts")).await;
     assert_eq!(response["attempts"][0]["checkpoint"], format!("{forked}-1-50"));
-    let (_, page) = server.text(&format!("/jobs/{forked}")).await;
+    let (_, page) = server.get_text(&format!("/jobs/{forked}")).await;
     assert!(page.contains(&format!("href=\"/jobs/{id}\"")), "the page links to it");
     server.stop().await;
 }
@@ -237,11 +238,11 @@ async fn a_fork_names_its_parent_even_after_deletion() {
 #[tokio::test]
 async fn idempotency_keys_belong_to_one_path() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut checkpoints = Vec::new();
     for _ in 0..2 {
         let id = server.submit(|_| {}).await.id.to_string();
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
         agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
         checkpoint_folder(&server, &id);
@@ -263,7 +264,7 @@ async fn idempotency_keys_belong_to_one_path() {
 #[tokio::test]
 async fn a_list_has_the_documented_maximum_of_jobs() {
     let server = TestServer::new().await;
-    Agent::with_pictures(&server, 2).await.vanish();
+    Agent::join_with_dataset(&server, 2).await.disconnect();
     let one = server.submit(|_| {}).await;
     // As many more as make 1,001: only their number matters.
     let stored = spec().to_string().replace('\'', "''");

@@ -1,7 +1,7 @@
 //! Requests that cannot be done: each is a problem that says what to change, and nothing is half done.
 
 use crate::{
-    agent::{Agent, info},
+    agent::{Agent, dataset_info},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::dataset::DatasetInfo;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 #[tokio::test]
 async fn all_errors_of_a_specification_are_named_with_pointers() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let cases: Vec<(&str, Value, &str)> = vec![
         ("/train", json!({"epoch": 3}), "epochs"),
         ("/train", json!({"lr": "fast"}), ""),
@@ -58,7 +58,7 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
 #[tokio::test]
 async fn a_repeated_request_creates_one_job() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let send = |body: Value| {
         let request =
             server.http.post(server.url("/api/v1/jobs")).header("idempotency-key", "k1").json(&body);
@@ -115,7 +115,7 @@ async fn malformed_requests_are_problems_too() {
 #[tokio::test]
 async fn an_agent_inspects_a_dataset_before_registration() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     for (new, place) in [
         (json!({"name": "", "path": "/x"}), "/name"),
         (json!({"name": "../up", "path": "/x"}), "/name"),
@@ -129,16 +129,16 @@ async fn an_agent_inspects_a_dataset_before_registration() {
     let broken = json!({"name": "broken", "path": "/broken"});
     let why = "/broken/data_batch_1.bin: truncated after 17 of 10000 pictures";
     let add = server.post("/datasets", &broken);
-    let ((status, body), ()) = tokio::join!(add, agent.answer(Err(why.into())));
+    let ((status, body), ()) = tokio::join!(add, agent.answer_inspection(Err(why.into())));
     assert_eq!((status, body["errors"][0]["detail"].as_str()), (422, Some(why)));
 
     assert_eq!(server.post("/datasets", &json!({"name": "pictures", "path": "/x"})).await.0, 409);
     let more = json!({"name": "more", "path": "/more"});
     let add = server.post("/datasets", &more);
-    let ((status, _), ()) = tokio::join!(add, agent.answer(Ok(info())));
+    let ((status, _), ()) = tokio::join!(add, agent.answer_inspection(Ok(dataset_info())));
     assert_eq!(status, 201);
     let id = server.submit(|s| s["data"]["dataset"] = json!("more")).await.id;
-    agent.started().await;
+    agent.expect_start().await;
     let (status, body) = server.delete("/datasets/more").await;
     assert!(status == 409 && body["detail"].as_str().unwrap().contains(id.as_str()), "{body}");
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
@@ -147,7 +147,7 @@ async fn an_agent_inspects_a_dataset_before_registration() {
     // An agent that goes away while it is asked.
     let third = json!({"name": "third", "path": "/third"});
     let add = server.post("/datasets", &third);
-    let ((status, _), ()) = tokio::join!(add, async { agent.vanish() });
+    let ((status, _), ()) = tokio::join!(add, async { agent.disconnect() });
     assert_eq!(status, 503);
     server.stop().await;
 }
@@ -155,7 +155,7 @@ async fn an_agent_inspects_a_dataset_before_registration() {
 #[tokio::test]
 async fn the_list_is_narrowed_and_paged() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let mut ids = Vec::new();
     for i in 0..5 {
         ids.push(server.submit(|s| s["name"] = json!(format!("Run {i}"))).await.id.to_string());
@@ -182,16 +182,17 @@ async fn the_list_is_narrowed_and_paged() {
 #[tokio::test]
 async fn impossible_inspection_results_are_not_stored() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     for (found, words) in [
-        (DatasetInfo { classes: Vec::new(), ..info() }, "no classes"),
-        (DatasetInfo { channels: 4, ..info() }, "4 channels"),
-        (DatasetInfo { mean: vec![f32::NAN], ..info() }, "mean"),
-        (DatasetInfo { std: vec![f32::INFINITY], ..info() }, "standard deviation"),
-        (DatasetInfo { std: vec![0.0], ..info() }, "standard deviation"),
+        (DatasetInfo { classes: Vec::new(), ..dataset_info() }, "no classes"),
+        (DatasetInfo { channels: 4, ..dataset_info() }, "4 channels"),
+        (DatasetInfo { mean: vec![f32::NAN], ..dataset_info() }, "mean"),
+        (DatasetInfo { std: vec![f32::INFINITY], ..dataset_info() }, "standard deviation"),
+        (DatasetInfo { std: vec![0.0], ..dataset_info() }, "standard deviation"),
     ] {
         let new = json!({"name": "odd", "path": "/some/odd"});
-        let ((status, body), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(found)));
+        let ((status, body), ()) =
+            tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(found)));
         assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/path")), "{body}");
         assert!(body["detail"].as_str().unwrap().contains(words), "{body}");
     }
@@ -202,7 +203,7 @@ async fn impossible_inspection_results_are_not_stored() {
 #[tokio::test]
 async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let of_job = |rest: &str| format!("/jobs/{id}/{rest}");
     for (path, words) in [
@@ -228,7 +229,7 @@ async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
     let (status, body) = server.get(&long).await;
     assert!(status == 400 && body.to_string().len() < 1000, "what was sent is not sent back: {body}");
     // A page's scripts keep what they show in its address.
-    let (status, page) = server.text("/jobs?bogus=1").await;
+    let (status, page) = server.get_text("/jobs?bogus=1").await;
     assert_eq!(status, 200, "{page}");
     server.stop().await;
 }
@@ -236,7 +237,7 @@ async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
 #[tokio::test]
 async fn counts_are_accepted_up_to_their_limits() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     for (path, most) in [
         ("/jobs?limit=".to_owned(), 1000),

@@ -2,7 +2,7 @@
 
 mod mlflow;
 
-use crate::test_server::{DEADLINE, TestServer};
+use crate::test_server::{TIMEOUT, TestServer};
 use lockstep_protocol::job::{Job, JobState};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -15,9 +15,9 @@ impl TestServer {
     /// Logs records that must be stored; answers how many are.
     async fn log(&self, run: &str, first: u64, records: &Value) -> u64 {
         let body = json!({"first": first, "records": records});
-        let (status, answer) = self.post(&format!("/runs/{run}/records"), &body).await;
-        assert_eq!(status, 200, "{answer}");
-        answer["acknowledged"].as_u64().unwrap()
+        let (status, response) = self.post(&format!("/runs/{run}/records"), &body).await;
+        assert_eq!(status, 200, "{response}");
+        response["acknowledged"].as_u64().unwrap()
     }
 
     /// Starts a run.
@@ -28,7 +28,7 @@ impl TestServer {
     }
 
     async fn csv(&self, run: &str, query: &str) -> Vec<String> {
-        let (status, text) = self.text(&format!("/api/v1/jobs/{run}/metrics.csv{query}")).await;
+        let (status, text) = self.get_text(&format!("/api/v1/jobs/{run}/metrics.csv{query}")).await;
         assert_eq!(status, 200, "{text}");
         text.lines().skip(1).map(str::to_owned).collect()
     }
@@ -110,11 +110,11 @@ async fn a_run_can_be_started_ended_and_deleted() {
         let detail = problem["detail"].as_str().unwrap();
         assert!(status == 409 && detail.contains("a run from elsewhere"), "{what}: {problem}");
     }
-    let (_, page) = server.text(&format!("/jobs/{id}")).await;
+    let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
     for words in ["data-external", "run from elsewhere", "net.depth", "<dt>best</dt>"] {
         assert!(page.contains(words), "{words}");
     }
-    let (_, page) = server.text("/jobs").await;
+    let (_, page) = server.get_text("/jobs").await;
     assert!(page.contains("run from elsewhere"));
 
     // It ends, continues and fails.
@@ -139,7 +139,7 @@ async fn a_run_can_be_started_ended_and_deleted() {
     assert_eq!(server.post("/runs/my-run_1/records", &json!({"first": 5, "records": []})).await.0, 404);
     let start = Instant::now();
     while server.post("/runs", &new).await.0 != 201 {
-        assert!(start.elapsed() < DEADLINE, "the run is deleted");
+        assert!(start.elapsed() < TIMEOUT, "the run is deleted");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(server.log("my-run_1", 1, &json!([step(1, json!({"loss": 1}))])).await, 1, "it is a new one");
@@ -215,9 +215,9 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     ]);
     assert_eq!(server.log(&id, 1, &records).await, 4);
     let chart = async |query: &str| {
-        let (status, answer) = server.get(&format!("/jobs/{id}/metrics?name={encoded}{query}")).await;
-        assert_eq!(status, 200, "{answer}");
-        let series = &answer["series"][0];
+        let (status, response) = server.get(&format!("/jobs/{id}/metrics?name={encoded}{query}")).await;
+        assert_eq!(status, 200, "{response}");
+        let series = &response["series"][0];
         (series["steps"].clone(), series["mean"].clone())
     };
     assert_eq!(chart("").await, (json!([0, 1, 2]), json!([1.0, 3.5, 4.0])));
@@ -244,8 +244,8 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     let watermark =
         format!("SELECT COALESCE(max(watermark), 0) FROM metric_compaction WHERE job_id = '{id}'");
     let start = Instant::now();
-    while server.number(&watermark).await == 0 {
-        assert!(start.elapsed() < DEADLINE, "compaction");
+    while server.query_number(&watermark).await == 0 {
+        assert!(start.elapsed() < TIMEOUT, "compaction");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     let again = json!([step(12, json!({name: 100})), step(5, json!({name: -1}))]);
@@ -254,8 +254,8 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     assert_eq!(chart("&from=3&to=13").await, expected);
     assert_eq!(server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await.0, 200);
     let start = Instant::now();
-    while server.number(&rows).await > 0 {
-        assert!(start.elapsed() < DEADLINE, "points leave the events");
+    while server.query_number(&rows).await > 0 {
+        assert!(start.elapsed() < TIMEOUT, "points leave the events");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(chart("&from=3&to=13").await, expected);
@@ -278,7 +278,7 @@ async fn a_silent_run_fails_and_continues_with_its_next_message() {
     let id = server.run(&json!({"name": "quiet"})).await.id.to_string();
     let path = format!("/runs/{id}");
     let is_silent = async || {
-        let job = server.until(&id, JobState::Failed).await;
+        let job = server.wait_for_state(&id, JobState::Failed).await;
         let cause = job.cause.unwrap();
         assert_eq!(cause.code(), "run_silent");
         assert!(cause.words().contains("sent nothing"), "{cause}");
@@ -307,21 +307,21 @@ async fn runs_belong_to_owners_and_private_ones_are_hidden() {
     let (mona, _) = server.client_of("mona", "submit").await;
     let (otto, _) = server.client_of("otto", "submit").await;
     let new = |private: bool, id: &str| Some(json!({"id": id, "name": "r", "private": private}));
-    let (status, secret) = server.as_who(&mona, "POST", "/runs", new(true, "same")).await;
+    let (status, secret) = server.send_as(&mona, "POST", "/runs", new(true, "same")).await;
     assert_eq!(status, 201, "{secret}");
-    let (_, open) = server.as_who(&mona, "POST", "/runs", new(false, "open")).await;
+    let (_, open) = server.send_as(&mona, "POST", "/runs", new(false, "open")).await;
     // Ids are everybody's own.
-    let (status, other) = server.as_who(&otto, "POST", "/runs", new(false, "same")).await;
+    let (status, other) = server.send_as(&otto, "POST", "/runs", new(false, "same")).await;
     assert_eq!(status, 201, "{other}");
     assert_ne!(other["id"], secret["id"]);
     let records = Some(json!({"first": 1, "records": [step(1, json!({"loss": 1}))]}));
     for (run, expected) in [(&secret, 404), (&open, 403), (&other, 200)] {
         let id = run["id"].as_str().unwrap();
         let path = format!("/runs/{id}/records");
-        assert_eq!(server.as_who(&otto, "POST", &path, records.clone()).await.0, expected);
+        assert_eq!(server.send_as(&otto, "POST", &path, records.clone()).await.0, expected);
         let path = format!("/runs/{id}");
-        assert_eq!(server.as_who(&otto, "PATCH", &path, Some(json!({}))).await.0, expected);
-        let resumed = server.as_who(&otto, "POST", "/runs", new(false, id)).await.0;
+        assert_eq!(server.send_as(&otto, "PATCH", &path, Some(json!({}))).await.0, expected);
+        let resumed = server.send_as(&otto, "POST", "/runs", new(false, id)).await.0;
         assert_eq!(resumed, expected, "by the job's own id");
         // As MLflow's clients see it.
         let log = otto.post(server.url("/api/2.0/mlflow/runs/log-metric"));
@@ -334,7 +334,7 @@ async fn runs_belong_to_owners_and_private_ones_are_hidden() {
             assert_eq!(put.status().as_u16(), expected, "{path}");
         }
     }
-    assert_eq!(server.as_who(&mona, "POST", "/runs/same/records", records).await.0, 200);
+    assert_eq!(server.send_as(&mona, "POST", "/runs/same/records", records).await.0, 200);
     server.stop().await;
 }
 
@@ -354,21 +354,21 @@ async fn files_of_a_run_are_kept_until_it_is_deleted() {
     assert_eq!(put("path=a%20picture.png", "old").await.0, 200);
     assert_eq!(put("path=a%20picture.png", "newer").await.0, 200, "replaced");
     let list = async || -> Vec<(String, u64)> {
-        let (status, answer) = server.get(&format!("/runs/{id}/files")).await;
-        assert_eq!(status, 200, "{answer}");
-        let files = answer["files"].as_array().unwrap().iter();
+        let (status, response) = server.get(&format!("/runs/{id}/files")).await;
+        assert_eq!(status, 200, "{response}");
+        let files = response["files"].as_array().unwrap().iter();
         files.map(|f| (f["path"].as_str().unwrap().into(), f["size_bytes"].as_u64().unwrap())).collect()
     };
     let entry = |path: &str, size: u64| (path.to_owned(), size);
     assert_eq!(list().await, [entry("a picture.png", 5), entry("weights/model.safetensors", 10)]);
-    let (_, page) = server.text(&format!("/jobs/{id}")).await;
+    let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
     assert!(page.contains(&format!("/api/v1/runs/{id}/file?path=weights%2Fmodel%2Esafetensors")));
     let url = server.url("/api/v1/runs/has-files/file?path=a%20picture.png");
-    let answer = server.http.get(url).send().await.unwrap();
+    let response = server.http.get(url).send().await.unwrap();
     // Nothing that somebody uploads is a page of this server.
-    assert_eq!(answer.headers()["content-type"], "application/octet-stream");
-    assert_eq!(answer.headers()["content-disposition"], "attachment; filename*=UTF-8''a%20picture%2Epng");
-    assert_eq!(answer.text().await.unwrap(), "newer");
+    assert_eq!(response.headers()["content-type"], "application/octet-stream");
+    assert_eq!(response.headers()["content-disposition"], "attachment; filename*=UTF-8''a%20picture%2Epng");
+    assert_eq!(response.text().await.unwrap(), "newer");
     for (query, expected) in [
         ("path=../a", 400),
         ("path=/a", 400),
@@ -420,7 +420,7 @@ async fn files_of_a_run_are_kept_until_it_is_deleted() {
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     let start = Instant::now();
     while folder.exists() {
-        assert!(start.elapsed() < DEADLINE, "the files are removed with the run");
+        assert!(start.elapsed() < TIMEOUT, "the files are removed with the run");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     server.stop().await;

@@ -12,7 +12,7 @@ use tokio_tungstenite::{connect_async, tungstenite};
 #[tokio::test]
 async fn only_our_own_pages_change_anything_or_open_sockets() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 1).await;
+    let _agent = Agent::join_with_dataset(&server, 1).await;
     let own = format!("http://{}", server.address);
     let refused = ["http://evil.example", "null", "http://127.0.0.1:1", "https://localhost.evil.example", ""];
     let url = server.url("/api/v1/jobs");
@@ -22,11 +22,11 @@ async fn only_our_own_pages_change_anything_or_open_sockets() {
         let request = server.http.delete(server.url("/api/v1/datasets/pictures")).header("origin", origin);
         assert_eq!(server.send(request).await.0, 403, "{origin}");
         for path in ["/stream", "/agent/socket", "/jobs/j00000000000000000000000000/stream"] {
-            let mut request = server.socket(path, &server.token);
+            let mut request = server.socket_request(path, &server.token);
             request.headers_mut().insert("origin", origin.parse().unwrap());
             match connect_async(request).await {
-                Err(tungstenite::Error::Http(answer)) => {
-                    assert_eq!(answer.status().as_u16(), 403, "{origin} {path}")
+                Err(tungstenite::Error::Http(response)) => {
+                    assert_eq!(response.status().as_u16(), 403, "{origin} {path}")
                 }
                 other => panic!("{origin} {path}: {other:?}"),
             }
@@ -39,7 +39,7 @@ async fn only_our_own_pages_change_anything_or_open_sockets() {
     spec["parallel"]["ranks"] = 1.into();
     let request = server.http.post(&url).header("origin", &own).json(&spec);
     assert_eq!(server.send(request).await.0, 201, "our own page");
-    let mut request = server.socket("/stream", &server.token);
+    let mut request = server.socket_request("/stream", &server.token);
     request.headers_mut().insert("origin", own.parse().unwrap());
     assert!(connect_async(request).await.is_ok());
     server.stop().await;
@@ -50,9 +50,9 @@ async fn requests_with_unknown_host_names_are_refused() {
     let server = TestServer::new().await;
     for host in ["evil.example", "evil.example:7070", "127.0.0.1.evil.example", "0.0.0.0"] {
         for path in ["/", "/api/v1/jobs", "/healthz", "/static/app.css"] {
-            let answer = server.http.get(server.url(path)).header("host", host).send().await.unwrap();
-            assert_eq!(answer.status().as_u16(), 421, "{host} {path}");
-            let said = answer.text().await.unwrap();
+            let response = server.http.get(server.url(path)).header("host", host).send().await.unwrap();
+            assert_eq!(response.status().as_u16(), 421, "{host} {path}");
+            let said = response.text().await.unwrap();
             assert!(
                 said.contains("answers only to 127.0.0.1, [::1] and localhost; use one of these"),
                 "{said}"
@@ -60,8 +60,8 @@ async fn requests_with_unknown_host_names_are_refused() {
         }
     }
     for host in ["localhost", "localhost:1", "[::1]:7070"] {
-        let answer = server.http.get(server.url("/healthz")).header("host", host).send().await.unwrap();
-        assert_eq!(answer.status().as_u16(), 200, "{host}");
+        let response = server.http.get(server.url("/healthz")).header("host", host).send().await.unwrap();
+        assert_eq!(response.status().as_u16(), 200, "{host}");
     }
     // The host of an absolute address counts, too, and there is one Host.
     let own = server.url("");
@@ -78,9 +78,9 @@ async fn requests_with_unknown_host_names_are_refused() {
         let mut socket = TcpStream::connect(own).await.unwrap();
         let request = format!("GET {target} HTTP/1.1\r\n{lines}Connection: close\r\n\r\n");
         socket.write_all(request.as_bytes()).await.unwrap();
-        let mut answer = String::new();
-        socket.read_to_string(&mut answer).await.unwrap();
-        assert_eq!(answer.split(' ').nth(1), Some(status), "{target} {hosts:?}: {answer}");
+        let mut response = String::new();
+        socket.read_to_string(&mut response).await.unwrap();
+        assert_eq!(response.split(' ').nth(1), Some(status), "{target} {hosts:?}: {response}");
     }
     server.stop().await;
 }
@@ -88,7 +88,7 @@ async fn requests_with_unknown_host_names_are_refused() {
 #[tokio::test]
 async fn every_response_has_security_headers() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (job, checkpoint) = a_job(&server, &mut agent, |_| {}).await;
     let pages = ["/jobs", "/api/v1/jobs", "/api/v1/nothing", "/nothing", "/static/app.css", "/healthz"];
     let mut paths: Vec<_> = pages.iter().map(|path| (path.to_string(), None)).collect();
@@ -102,10 +102,10 @@ async fn every_response_has_security_headers() {
         paths.push((path, Some(kind)));
     }
     for (path, kind) in &paths {
-        let answer = server.http.get(server.url(path)).send().await.unwrap();
-        let headers = answer.headers();
+        let response = server.http.get(server.url(path)).send().await.unwrap();
+        let headers = response.headers();
         if let Some(kind) = kind {
-            assert_eq!(answer.status(), 200, "{path}");
+            assert_eq!(response.status(), 200, "{path}");
             let is = headers["content-type"].to_str().unwrap();
             assert_eq!(is.split(';').next(), Some(*kind), "{path}");
         }
@@ -130,9 +130,9 @@ async fn the_document_and_the_routes_agree() {
             named.insert(format!("{method} {path}"));
             let url = server.url(&path.replace(['{', '}'], ""));
             let request = server.http.request(method.to_uppercase().parse().unwrap(), url);
-            let answer = request.send().await.unwrap();
-            let status = answer.status().as_u16();
-            let text = answer.text().await.unwrap();
+            let response = request.send().await.unwrap();
+            let status = response.status().as_u16();
+            let text = response.text().await.unwrap();
             assert!(status != 405 && !text.contains("no such call"), "{method} {path}: {status} {text}");
         }
     }
@@ -249,7 +249,7 @@ async fn the_document_and_the_routes_agree() {
     .collect();
     assert_eq!(named, expected);
     for path in ["/healthz", "/readyz", "/metrics"] {
-        assert_eq!(server.text(path).await.0, 200);
+        assert_eq!(server.get_text(path).await.0, 200);
     }
     server.stop().await;
 }

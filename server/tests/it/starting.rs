@@ -1,6 +1,6 @@
 //! A server that cannot start says what to change, with exit status 2, and touches nothing.
 
-use crate::test_server::{DEADLINE, TestServer, config};
+use crate::test_server::{TIMEOUT, TestServer, config};
 use lockstep_server::{ServeConfig, ServeError, serve};
 use sqlx::{Connection, SqliteConnection};
 use std::{
@@ -11,7 +11,7 @@ use std::{
 
 async fn refused(config: ServeConfig) -> ServeError {
     let ready = |_| panic!("it must not start");
-    let error = tokio::time::timeout(DEADLINE, serve(config, ready, std::future::pending()))
+    let error = tokio::time::timeout(TIMEOUT, serve(config, ready, std::future::pending()))
         .await
         .unwrap()
         .unwrap_err();
@@ -180,27 +180,27 @@ async fn permissions_of_data_directories_are_restricted_and_of_others_kept() {
 #[tokio::test]
 async fn readiness_requires_a_writable_store() {
     let server = TestServer::with(|c| c.database = None).await;
-    assert_eq!(server.text("/readyz").await, (200, "ready\n".into()));
+    assert_eq!(server.get_text("/readyz").await, (200, "ready\n".into()));
     let jobs = server.dir.path().join("jobs");
     assert_eq!(fs::read_dir(&jobs).unwrap().count(), 0, "what was written to see is gone");
 
     // These tests may run as root, whom no permission stops: a folder that does not exist stops everybody.
     fs::rename(&jobs, server.dir.path().join("away")).unwrap();
-    let (status, body) = server.text("/readyz").await;
+    let (status, body) = server.get_text("/readyz").await;
     assert!(status == 503 && body.contains("jobs"), "{status} {body}");
     fs::rename(server.dir.path().join("away"), &jobs).unwrap();
-    assert_eq!(server.text("/readyz").await.0, 200);
+    assert_eq!(server.get_text("/readyz").await.0, 200);
 
     // A table that takes no row, as a database does that is full or read-only.
     let url = format!("sqlite://{}", server.dir.path().join("lockstep.db").display());
     let mut db = SqliteConnection::connect(&url).await.unwrap();
     let full = "CREATE TRIGGER full BEFORE INSERT ON draining BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END";
     sqlx::query(full).execute(&mut db).await.unwrap();
-    let (status, body) = server.text("/readyz").await;
+    let (status, body) = server.get_text("/readyz").await;
     assert!(status == 503 && body.contains("is full"), "{status} {body}");
-    assert_eq!(server.text("/healthz").await.0, 200, "it is alive all the same");
+    assert_eq!(server.get_text("/healthz").await.0, 200, "it is alive all the same");
     sqlx::query("DROP TRIGGER full").execute(&mut db).await.unwrap();
-    assert_eq!(server.text("/readyz").await.0, 200);
+    assert_eq!(server.get_text("/readyz").await.0, 200);
     db.close().await.unwrap();
     server.stop().await;
 }

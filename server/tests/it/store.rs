@@ -1,6 +1,6 @@
 //! One scenario of the store, for every database that implements it.
 
-use crate::agent::{hello, info, losses, running};
+use crate::agent::{dataset_info, hello, losses, running};
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Machine, Source},
     dataset::Dataset,
@@ -24,7 +24,14 @@ fn spec(name: &str) -> JobSpec {
 }
 
 fn dataset(added_at: jiff::Timestamp) -> Dataset {
-    Dataset { name: "p".into(), path: "/p".into(), info: info(), added_at, owner: None, private: false }
+    Dataset {
+        name: "p".into(),
+        path: "/p".into(),
+        info: dataset_info(),
+        added_at,
+        owner: None,
+        private: false,
+    }
 }
 
 async fn scenario(store: &dyn Store) {
@@ -102,7 +109,7 @@ async fn scenario(store: &dyn Store) {
     };
     let mut nobody = report(Source::Rank(0), 0, vec![running(10, 0)]);
     nobody.attempt.fencing_token.number += 1;
-    let answers = store
+    let responses = store
         .ingest(&[
             report(Source::Rank(0), 0, vec![running(10, 0), losses(0, 1..=2), checkpoint(2), checkpoint(4)]),
             report(Source::Rank(0), 1, vec![losses(0, 1..=2)]),
@@ -112,13 +119,13 @@ async fn scenario(store: &dyn Store) {
         .await
         .unwrap();
     assert!(
-        matches!(&answers[0], Ingested::Stored { acknowledged, changed: Some(c) } if acknowledged.records == 4 && c.events.len() == 5)
+        matches!(&responses[0], Ingested::Stored { acknowledged, changed: Some(c) } if acknowledged.records == 4 && c.events.len() == 5)
     );
     assert!(
-        matches!(&answers[1], Ingested::Stored { acknowledged, changed: None } if acknowledged.records == 4)
+        matches!(&responses[1], Ingested::Stored { acknowledged, changed: None } if acknowledged.records == 4)
     );
-    assert!(matches!(answers[2], Ingested::Gap { stored: 4 }));
-    assert!(matches!(answers[3], Ingested::Stale));
+    assert!(matches!(responses[2], Ingested::Gap { stored: 4 }));
+    assert!(matches!(responses[3], Ingested::Stale));
     let acknowledged = store.acknowledged(&attempt, "a").await.unwrap();
     assert_eq!((acknowledged.len(), acknowledged[0].records), (1, 4));
 
@@ -413,9 +420,9 @@ async fn more_than_a_statement_takes(store: &dyn Store) {
     let end = AttemptEvent::Ended(Ending::Succeeded { step: 2 });
     let ends = (1..JOBS).filter(|n| n % 2 == 0).map(|n| report(n, Source::Agent, vec![end.clone()]));
     reports.extend(ends);
-    let answers = store.ingest(&reports).await.unwrap();
+    let responses = store.ingest(&reports).await.unwrap();
     let stale: Vec<_> =
-        answers.iter().enumerate().filter(|(_, answer)| matches!(answer, Ingested::Stale)).collect();
+        responses.iter().enumerate().filter(|(_, response)| matches!(response, Ingested::Stale)).collect();
     assert_eq!((stale.len(), stale[0].0), (1, 6), "{stale:?}");
     for (n, attempt) in attempts.iter().enumerate() {
         let job = store.job(&attempt.job).await.unwrap().unwrap().job;

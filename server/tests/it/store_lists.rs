@@ -1,6 +1,6 @@
 //! The list of jobs in every database: each order page by page, for each reader, with counts and projects.
 
-use crate::agent::info;
+use crate::agent::dataset_info;
 use lockstep_protocol::{
     dataset::Dataset,
     job::{JobId, JobState},
@@ -49,8 +49,14 @@ const JOBS: [(&str, &str, f32, Option<&str>, bool); 4] = [
 
 async fn fill(store: &dyn Store) {
     let added_at = "2026-01-02T03:04:05.678Z".parse().unwrap();
-    let dataset =
-        Dataset { name: "p".into(), path: "/p".into(), info: info(), added_at, owner: None, private: false };
+    let dataset = Dataset {
+        name: "p".into(),
+        path: "/p".into(),
+        info: dataset_info(),
+        added_at,
+        owner: None,
+        private: false,
+    };
     store.add_dataset(&dataset).await.unwrap();
     for (n, (name, project, lr, owner, private)) in JOBS.into_iter().enumerate() {
         let mut spec = JobSpec { name: name.into(), project: project.into(), private, ..JobSpec::default() };

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, line, losses, running},
-    test_server::{DEADLINE, Stream, TestServer, socket},
+    test_server::{Stream, TIMEOUT, TestServer, socket_request},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, FromAgent, Source, ToAgent},
@@ -38,7 +38,7 @@ async fn read(path: String, (address, token): (SocketAddr, String), since: u64, 
     let mut events = Vec::new();
     let mut last = since;
     loop {
-        let mut stream = Stream::open(socket(address, &format!("{path}?since={last}"), &token)).await;
+        let mut stream = Stream::open(socket_request(address, &format!("{path}?since={last}"), &token)).await;
         let hello = stream.next().await.unwrap();
         assert_eq!(hello["type"], "hello");
         let stay = 1 + numbers.below(80);
@@ -61,9 +61,9 @@ async fn read(path: String, (address, token): (SocketAddr, String), since: u64, 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn readers_receive_all_stored_events_whenever_they_connect() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(2000, 0)]).await;
 
     let path = format!("/jobs/{id}/stream");
@@ -110,7 +110,7 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
     }
     agent.end(&attempt, Ending::Succeeded { step: 1300 }).await;
 
-    let stored = server.stored(&id).await;
+    let stored = server.stored_events(&id).await;
     let seqs: Vec<u64> = stored.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
     assert_eq!(seqs, (1..=stored.len() as u64).collect::<Vec<_>>(), "numbered from 1 without a gap");
     // A line and of each rank two metrics a burst; nobody's points are lost.
@@ -122,7 +122,7 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
         assert_eq!(steps.collect::<Vec<_>>(), all);
     }
     for (since, reader) in readers {
-        let read = tokio::time::timeout(DEADLINE, reader).await.unwrap().unwrap();
+        let read = tokio::time::timeout(TIMEOUT, reader).await.unwrap().unwrap();
         assert_eq!(read.len(), stored.len() - since as usize);
         assert!(read == stored[since as usize..], "since {since}: the same events, word for word");
     }
@@ -132,9 +132,9 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
     let server = TestServer::with(|c| c.stream_patience = Duration::from_millis(300)).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let mut slow = server.stream(&id, 0).await;
     slow.until(|f| f["type"] == "live").await;
 
@@ -145,8 +145,8 @@ async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
         agent.report(&attempt, Source::Rank(0), report * 200, lines).await;
     }
     // Only the server's clock shows that it has waited; the number of open streams shows that it did.
-    let deadline = tokio::time::Instant::now() + DEADLINE;
-    while !server.text("/metrics").await.1.contains("lockstep_stream_clients 0") {
+    let deadline = tokio::time::Instant::now() + TIMEOUT;
+    while !server.get_text("/metrics").await.1.contains("lockstep_stream_clients 0") {
         assert!(tokio::time::Instant::now() < deadline, "the slow reader is closed");
         tokio::task::yield_now().await;
     }
@@ -178,9 +178,9 @@ async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
 #[tokio::test]
 async fn a_number_above_the_last_event_counts_as_the_last() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     let seen = server.job(&id).await.last_seq;
 
@@ -212,12 +212,12 @@ async fn a_number_above_the_last_event_counts_as_the_last() {
 #[tokio::test]
 async fn a_stream_ends_with_its_job_unless_it_is_kept_open() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), losses(0, 1..=10)]).await;
     let kept = format!("/jobs/{id}/stream?since=0&keep_open=true");
-    let mut kept = Stream::open(server.socket(&kept, &server.token)).await;
+    let mut kept = Stream::open(server.socket_request(&kept, &server.token)).await;
     let mut there = server.stream(&id, 0).await;
     there.until(|f| f["type"] == "live").await;
     agent.end(&attempt, Ending::Succeeded { step: 10 }).await;
@@ -239,9 +239,9 @@ async fn a_stream_ends_with_its_job_unless_it_is_kept_open() {
 #[tokio::test]
 async fn a_request_for_a_job_waits_for_its_end() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
     let (status, job) = server.get(&format!("/jobs/{id}?wait=1")).await;
     assert_eq!((status, &job["state"]), (200, &json!("running")), "{job}");
@@ -261,11 +261,11 @@ async fn a_request_for_a_job_waits_for_its_end() {
 #[tokio::test]
 async fn the_list_s_stream_has_every_change_and_deletion() {
     let server = TestServer::new().await;
-    let mut list = Stream::open(server.socket("/stream", &server.token)).await;
+    let mut list = Stream::open(server.socket_request("/stream", &server.token)).await;
     assert_eq!(list.next().await.unwrap()["type"], "live");
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     list.until(|f| f["type"] == "job" && f["job"]["state"] == "starting").await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 10 }).await;
@@ -279,26 +279,26 @@ async fn the_list_s_stream_has_every_change_and_deletion() {
 #[tokio::test]
 async fn acknowledged_events_and_running_jobs_survive_a_restart() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=10)]).await;
-    let before = server.stored(&id).await;
+    let before = server.stored_events(&id).await;
     let dir = server.stop().await;
-    agent.vanish();
+    agent.disconnect();
 
     let server = TestServer::open(dir, |_| {}).await;
-    assert_eq!(server.stored(&id).await, before);
+    assert_eq!(server.stored_events(&id).await, before);
     assert_eq!(server.job(&id).await.state, JobState::Running, "its agent has a lease to come back");
     let back = crate::agent::hello("a", 2, vec![attempt.clone()]);
-    let mut agent = Agent::greet(&server, back).await.unwrap();
+    let mut agent = Agent::connect(&server, back).await.unwrap();
     let (acknowledged, revoked) = agent.welcome.clone();
     assert_eq!((acknowledged[0].records, acknowledged[0].source, revoked.len()), (2, Source::Rank(0), 0));
     // It sends what it is not sure of once more, and continues.
     let again = vec![losses(0, 1..=10), losses(0, 11..=20)];
     assert_eq!(agent.report(&attempt, Source::Rank(0), 1, again).await, 3);
     agent.end(&attempt, Ending::Succeeded { step: 20 }).await;
-    let after = server.stored(&id).await;
+    let after = server.stored_events(&id).await;
     assert_eq!(after[..before.len()], before[..]);
     assert_eq!(after.len(), before.len() + 2, "the new column and the end, nothing twice");
     server.stop().await;

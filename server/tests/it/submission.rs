@@ -2,7 +2,7 @@
 //! it runs.
 
 use crate::{
-    agent::{Agent, info},
+    agent::{Agent, dataset_info},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
@@ -14,19 +14,20 @@ use serde_json::{Value, json};
 
 async fn register(server: &TestServer, agent: &mut Agent, name: &str, info: DatasetInfo) {
     let new = json!({"name": name, "path": format!("/some/{name}")});
-    let ((status, body), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info)));
+    let ((status, body), ()) =
+        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(info)));
     assert_eq!(status, 201, "{body}");
 }
 
 fn with_splits(names: &[&str]) -> DatasetInfo {
     let split = |name: &&str| SplitInfo { name: (*name).into(), samples: 100, per_class: vec![50, 50] };
-    DatasetInfo { splits: names.iter().map(split).collect(), channels: 3, ..info() }
+    DatasetInfo { splits: names.iter().map(split).collect(), channels: 3, ..dataset_info() }
 }
 
 #[tokio::test]
 async fn pictures_per_step_are_shown_with_defaults() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 4).await;
+    let _agent = Agent::join_with_dataset(&server, 4).await;
     for (train, ranks, batch) in [
         (
             json!({}),
@@ -60,7 +61,7 @@ async fn pictures_per_step_are_shown_with_defaults() {
 #[tokio::test]
 async fn jobs_use_the_available_validation_split_by_default() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let given = |validation: Option<Value>, recipe: Option<&str>| {
         let mut spec = spec();
         if let Some(validation) = validation {
@@ -132,11 +133,11 @@ async fn jobs_use_the_available_validation_split_by_default() {
 #[tokio::test]
 async fn fatal_broken_files_are_reported_at_submission() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let broken = |n: usize| DatasetInfo {
         broken: (0..n).map(|i| BrokenFile { file: format!("{i}.jpg"), detail: "is empty".into() }).collect(),
         broken_count: n as u64,
-        ..info()
+        ..dataset_info()
     };
     register(&server, &mut agent, "one", broken(1)).await;
     register(&server, &mut agent, "five", broken(5)).await;
@@ -179,7 +180,7 @@ async fn fatal_broken_files_are_reported_at_submission() {
     }
     let (_, jobs) = server.get("/jobs").await;
     assert!(jobs["jobs"].as_array().unwrap().iter().all(|job| job.get("warnings").is_none()), "{jobs}");
-    let (_, page) = server.text("/jobs/new").await;
+    let (_, page) = server.get_text("/jobs/new").await;
     assert!(
         page.contains("2 classes, 5 broken files") && page.contains("2 classes, 1 broken file<"),
         "{page}"
@@ -201,7 +202,7 @@ async fn weigh(agent: &mut Agent, answer: AgentReply) -> FitWeights {
 #[tokio::test]
 async fn weights_that_do_not_fit_are_refused_at_submission() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let with = |pretrained: &str| {
         let mut spec = spec();
         spec["model"]["pretrained"] = json!(pretrained);
@@ -250,11 +251,11 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
             "{response}"
         );
         if server.get("/jobs").await.1["jobs"].as_array().unwrap().len() == 1 {
-            agent.started().await;
+            agent.expect_start().await;
         }
     }
     // Nobody online: nobody can know, and the answer says so.
-    agent.vanish();
+    agent.disconnect();
     let server = TestServer::open(server.stop().await, |_| {}).await;
     for (path, accepted) in [("/jobs/validate", 200), ("/jobs", 201)] {
         let (status, response) = server.post(path, &with("/w.safetensors")).await;
@@ -274,9 +275,9 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
 #[tokio::test]
 async fn a_dataset_of_one_class_is_refused_wherever_it_is_named() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     // An agent refuses to register it; one of another version may have.
-    register(&server, &mut agent, "one", DatasetInfo { classes: vec!["cat".into()], ..info() }).await;
+    register(&server, &mut agent, "one", DatasetInfo { classes: vec!["cat".into()], ..dataset_info() }).await;
     let mut spec = spec();
     spec["data"] = json!({"dataset": "one"});
     for path in ["/jobs/validate", "/jobs"] {

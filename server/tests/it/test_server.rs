@@ -19,7 +19,7 @@ use tokio_tungstenite::{
 };
 
 /// Nothing here takes longer unless it hangs.
-pub const DEADLINE: Duration = Duration::from_secs(20);
+pub const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub struct TestServer {
     pub dir: TempDir,
@@ -34,7 +34,7 @@ pub struct TestServer {
 }
 
 /// The request that opens a websocket, as whoever has the token.
-pub fn socket(address: SocketAddr, path: &str, token: &str) -> Request {
+pub fn socket_request(address: SocketAddr, path: &str, token: &str) -> Request {
     let mut request = format!("ws://{address}/api/v1{path}").into_client_request().unwrap();
     if !token.is_empty() {
         request.headers_mut().insert("authorization", format!("Bearer {token}").parse().unwrap());
@@ -44,16 +44,16 @@ pub fn socket(address: SocketAddr, path: &str, token: &str) -> Request {
 
 /// A client that shows a token.
 pub fn client(token: &str) -> reqwest::Client {
-    builder(token).build().unwrap()
+    client_builder(token).build().unwrap()
 }
 
 /// As [`client`], for looking at redirects.
 pub fn client_without_redirects(token: &str) -> reqwest::Client {
-    builder(token).redirect(reqwest::redirect::Policy::none()).build().unwrap()
+    client_builder(token).redirect(reqwest::redirect::Policy::none()).build().unwrap()
 }
 
 /// The builder of [`client`], for tests that set more than a token. It trusts no CA certificates: reading the system's takes longer than a request.
-pub fn builder(token: &str) -> reqwest::ClientBuilder {
+pub fn client_builder(token: &str) -> reqwest::ClientBuilder {
     let mut headers = reqwest::header::HeaderMap::new();
     if !token.is_empty() {
         headers.insert("authorization", format!("Bearer {token}").parse().unwrap());
@@ -107,7 +107,7 @@ impl TestServer {
                 let _ = stopped.await;
             },
         ));
-        let Ok(address) = timeout(DEADLINE, address).await.unwrap() else {
+        let Ok(address) = timeout(TIMEOUT, address).await.unwrap() else {
             panic!("the server does not start: {:?}", task.await);
         };
         let token = std::fs::read_to_string(dir.path().join("token")).map(|text| text.trim().to_owned());
@@ -116,8 +116,8 @@ impl TestServer {
     }
 
     /// The request that opens a websocket, as whoever has the token.
-    pub fn socket(&self, path: &str, token: &str) -> Request {
-        socket(self.address, path, token)
+    pub fn socket_request(&self, path: &str, token: &str) -> Request {
+        socket_request(self.address, path, token)
     }
 
     /// Makes a token; its id and secret.
@@ -135,10 +135,10 @@ impl TestServer {
     /// Stops in order; the directory stays.
     pub async fn stop(self) -> TempDir {
         let _ = self.stop.send(());
-        timeout(DEADLINE, self.task).await.expect("stops in time").unwrap().unwrap();
+        timeout(TIMEOUT, self.task).await.expect("stops in time").unwrap().unwrap();
         // A process that another test has just forked holds all that is open here, until it has become its own program.
         if let Ok(lock) = std::fs::File::open(self.dir.path().join("lockstep.db.lock")) {
-            let deadline = Instant::now() + DEADLINE;
+            let deadline = Instant::now() + TIMEOUT;
             while lock.try_lock().is_err() {
                 assert!(Instant::now() < deadline, "nobody has its lock any more");
                 tokio::time::sleep(Duration::from_millis(5)).await;
@@ -164,19 +164,19 @@ impl TestServer {
     }
 
     pub async fn send(&self, request: reqwest::RequestBuilder) -> (u16, Value) {
-        let answer = timeout(DEADLINE, request.send()).await.unwrap().unwrap();
-        let status = answer.status().as_u16();
-        let kind = answer.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
-        let text = answer.text().await.unwrap();
+        let response = timeout(TIMEOUT, request.send()).await.unwrap().unwrap();
+        let status = response.status().as_u16();
+        let kind = response.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
+        let text = response.text().await.unwrap();
         if status >= 400 {
             assert_eq!(kind.as_deref(), Some("application/problem+json"), "{status} {text}");
         }
         (status, serde_json::from_str(&text).unwrap_or(Value::Null))
     }
 
-    pub async fn text(&self, path: &str) -> (u16, String) {
-        let answer = self.http.get(self.url(path)).send().await.unwrap();
-        (answer.status().as_u16(), answer.text().await.unwrap())
+    pub async fn get_text(&self, path: &str) -> (u16, String) {
+        let response = self.http.get(self.url(path)).send().await.unwrap();
+        (response.status().as_u16(), response.text().await.unwrap())
     }
 
     /// Submits a job that the server takes.
@@ -195,7 +195,7 @@ impl TestServer {
     }
 
     /// Waits for a state, through the job's own stream.
-    pub async fn until(&self, id: &str, state: JobState) -> Job {
+    pub async fn wait_for_state(&self, id: &str, state: JobState) -> Job {
         let mut stream = self.stream(id, 0).await;
         let wanted = json!(state);
         stream.until(|frame| frame["type"] == "state" && frame["state"] == wanted).await;
@@ -203,7 +203,7 @@ impl TestServer {
     }
 
     pub async fn stream(&self, id: &str, since: u64) -> Stream {
-        Stream::open(self.socket(&format!("/jobs/{id}/stream?since={since}"), &self.token)).await
+        Stream::open(self.socket_request(&format!("/jobs/{id}/stream?since={since}"), &self.token)).await
     }
 
     /// Writes into the database behind the server's back, as another version of it would; the number of rows.
@@ -218,7 +218,7 @@ impl TestServer {
     }
 
     /// The one number that a query answers.
-    pub async fn number(&self, query: &str) -> i64 {
+    pub async fn query_number(&self, query: &str) -> i64 {
         if self.database.starts_with("postgres") {
             let mut db = sqlx::PgConnection::connect(&self.database).await.unwrap();
             sqlx::query_scalar(AssertSqlSafe(query)).fetch_one(&mut db).await.unwrap()
@@ -248,7 +248,7 @@ impl TestServer {
     }
 
     /// What the database holds of a job's events, as frames.
-    pub async fn stored(&self, id: &str) -> Vec<Value> {
+    pub async fn stored_events(&self, id: &str) -> Vec<Value> {
         let mut stream = self.stream(id, 0).await;
         let mut events = stream.until(|frame| frame["type"] == "live").await;
         events.retain(|frame| frame.get("at").is_some());
@@ -272,7 +272,7 @@ pub struct Stream(
 
 impl Stream {
     pub async fn open(request: Request) -> Self {
-        Self(timeout(DEADLINE, connect_async(request)).await.unwrap().unwrap().0)
+        Self(timeout(TIMEOUT, connect_async(request)).await.unwrap().unwrap().0)
     }
 
     /// The next frame but those that are no part of the record (`progress`); `Err` with code and reason when the server closes.
@@ -288,7 +288,7 @@ impl Stream {
     /// The next frame of any kind.
     pub async fn frame(&mut self) -> Result<Value, (u16, String)> {
         loop {
-            match timeout(DEADLINE, self.0.next()).await.expect("the stream continues") {
+            match timeout(TIMEOUT, self.0.next()).await.expect("the stream continues") {
                 Some(Ok(Message::Text(text))) => return Ok(serde_json::from_str(&text).unwrap()),
                 Some(Ok(Message::Close(Some(frame)))) => {
                     return Err((frame.code.into(), frame.reason.to_string()));
@@ -310,7 +310,7 @@ impl Stream {
             if last {
                 return frames;
             }
-            assert!(start.elapsed() < DEADLINE, "no such frame among {}", frames.len());
+            assert!(start.elapsed() < TIMEOUT, "no such frame among {}", frames.len());
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Certificates of the server: from files that are renewed, of its own, and those that it refuses.
 
-use crate::test_server::{DEADLINE, TestServer, builder, config};
+use crate::test_server::{TIMEOUT, TestServer, client_builder, config};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_server::{
     ServeConfig, ServeError, TlsConfig, serve,
@@ -80,7 +80,7 @@ fn trusting(pem: &[u8]) -> Arc<ClientConfig> {
 }
 
 pub fn http(config: &Arc<ClientConfig>, token: &str) -> reqwest::Client {
-    builder(token).tls_backend_preconfigured((**config).clone()).timeout(DEADLINE).build().unwrap()
+    client_builder(token).tls_backend_preconfigured((**config).clone()).timeout(TIMEOUT).build().unwrap()
 }
 
 /// What the server shows a new connection.
@@ -95,15 +95,15 @@ async fn served(address: SocketAddr, config: &Arc<ClientConfig>) -> Facts {
 
 pub async fn text(client: &reqwest::Client, server: &TestServer, path: &str) -> (u16, String) {
     let url = format!("https://localhost:{}{path}", server.address.port());
-    let answer = client.get(url).send().await.unwrap();
-    (answer.status().as_u16(), answer.text().await.unwrap())
+    let response = client.get(url).send().await.unwrap();
+    (response.status().as_u16(), response.text().await.unwrap())
 }
 
 /// Asks until the answer is as wanted.
 async fn until(what: &str, mut done: impl AsyncFnMut() -> bool) {
     let start = Instant::now();
     while !done().await {
-        assert!(start.elapsed() < DEADLINE, "not in time: {what}");
+        assert!(start.elapsed() < TIMEOUT, "not in time: {what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -124,7 +124,7 @@ async fn renewed_certificates_are_used_without_closing_connections() {
     let (config, port) = (files.client(), server.address.port());
     let client = http(&config, &server.token);
     assert_eq!(text(&client, &server, "/readyz").await, (200, "ready\n".into()));
-    let mut request = server.socket("/stream", &server.token);
+    let mut request = server.socket_request("/stream", &server.token);
     *request.uri_mut() = format!("wss://localhost:{port}/api/v1/stream").parse().unwrap();
     let connector = Some(Connector::Rustls(config.clone()));
     let (mut socket, _) = connect_async_tls_with_config(request, None, false, connector).await.unwrap();
@@ -157,7 +157,7 @@ async fn renewed_certificates_are_used_without_closing_connections() {
             }
         }
     };
-    assert_eq!(timeout(DEADLINE, pong).await.unwrap(), "still");
+    assert_eq!(timeout(TIMEOUT, pong).await.unwrap(), "still");
     server.stop().await;
 }
 
@@ -215,13 +215,16 @@ async fn a_plain_request_is_answered_after_16_kib() {
     let head = "GET / HTTP/1.1\r\nx: ";
     let rest = "x".repeat((16 << 10) - head.len() - 1);
     socket.write_all(format!("{head}{rest}").as_bytes()).await.unwrap();
-    let mut answer = Vec::new();
-    let early = timeout(Duration::from_millis(200), socket.read_buf(&mut answer)).await;
+    let mut response = Vec::new();
+    let early = timeout(Duration::from_millis(200), socket.read_buf(&mut response)).await;
     assert!(early.is_err(), "the end of its head may still come");
     socket.write_all(b"x").await.unwrap();
-    timeout(DEADLINE, socket.read_to_end(&mut answer)).await.expect("an answer").unwrap();
-    let answer = String::from_utf8_lossy(&answer);
-    assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("write https:// instead"), "{answer}");
+    timeout(TIMEOUT, socket.read_to_end(&mut response)).await.expect("an answer").unwrap();
+    let response = String::from_utf8_lossy(&response);
+    assert!(
+        response.starts_with("HTTP/1.1 400") && response.contains("write https:// instead"),
+        "{response}"
+    );
     server.stop().await;
 }
 
@@ -262,7 +265,7 @@ fn an_authority_is_created_once_and_issues_certificates() {
 
 pub async fn refused(config: ServeConfig) -> String {
     let ready = |_| panic!("it must not start");
-    let started = timeout(DEADLINE, serve(config, ready, std::future::pending())).await.unwrap();
+    let started = timeout(TIMEOUT, serve(config, ready, std::future::pending())).await.unwrap();
     let error = started.unwrap_err();
     assert_eq!(error.exit_code(), 2, "{error}");
     error.to_string()

@@ -21,9 +21,9 @@ fn write(checkpoints: &Path, step: u64, is_whole: bool) {
 #[tokio::test]
 async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let first = agent.started().await.attempt;
+    let first = agent.expect_start().await.attempt;
     let known = [checkpoint(20), checkpoint(30)];
     agent.report(&first, Source::Rank(0), 0, [running(100, 0)].into_iter().chain(known).collect()).await;
     let checkpoints = server.dir.path().join("jobs").join(&id).join("checkpoints");
@@ -37,7 +37,7 @@ async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
         all.map(|one| one["step"].as_u64().unwrap()).collect::<Vec<_>>()
     };
     agent.end(&first, failed()).await;
-    let second = agent.started().await;
+    let second = agent.expect_start().await;
     assert_eq!(
         second.resume.as_deref(),
         Some("1-20"),
@@ -47,7 +47,7 @@ async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 20), checkpoint(30)]).await;
     write(&checkpoints, 60, true);
     agent.end(&second.attempt, failed()).await;
-    assert_eq!(agent.started().await.resume.as_deref(), Some("1-60"));
+    assert_eq!(agent.expect_start().await.resume.as_deref(), Some("1-60"));
     assert_eq!(listed().await, [60, 20]);
     server.stop().await;
 }
@@ -56,9 +56,9 @@ async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
 #[tokio::test]
 async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let first = agent.started().await.attempt;
+    let first = agent.expect_start().await.attempt;
     agent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3), checkpoint(20)]).await;
     let checkpoints = server.dir.path().join("jobs").join(&id).join("checkpoints");
     for (step, is_whole) in [(40, true), (60, true), (80, false)] {
@@ -67,7 +67,7 @@ async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
     fs::write(checkpoints.join("1-9x"), "no checkpoint").unwrap();
     let failed = || Ending::Failed { reason: "it was to".into(), retriable: true };
     agent.end(&first, failed()).await;
-    let second = agent.started().await;
+    let second = agent.expect_start().await;
     assert_eq!(second.resume.as_deref(), Some("1-60"));
     let said = async |words: &str| {
         let (_, log) = server.get(&format!("/jobs/{id}/logs?limit=1000")).await;
@@ -85,7 +85,7 @@ async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
         fs::remove_dir_all(checkpoints.join(format!("1-{step}"))).unwrap();
     }
     agent.end(&second.attempt, failed()).await;
-    assert_eq!(agent.started().await.resume, None);
+    assert_eq!(agent.expect_start().await.resume, None);
     assert!(said(words).await);
     server.stop().await;
 }

@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, hello, running},
     gangs::{again, hello_at, lost_contact, machines, started, stopped},
-    test_server::{DEADLINE, TestServer, client},
+    test_server::{TIMEOUT, TestServer, client},
 };
 use lockstep_protocol::agent::{
     AttemptEvent, AttemptRef, CheckpointInfo, Ending, FencingToken, FromAgent, Source, ToAgent,
@@ -57,12 +57,12 @@ impl Asks<'_> {
             let request = self.http.request(method.parse().unwrap(), &url).body(body.clone());
             let request = request.header("x-lockstep-agent", &self.agent_id);
             let request = request.header("x-lockstep-fencing-token", String::from(*fencing_token));
-            let (status, answer) = self.server.send(request).await;
+            let (status, response) = self.server.send(request).await;
             // A process that another test has forked may still hold a lock of this server, until it becomes another program.
             let is_locked =
-                answer["detail"].as_str().is_some_and(|why| why.contains("another request works on"));
-            if !(status == 503 && is_locked && since.elapsed() < DEADLINE) {
-                return (status, answer);
+                response["detail"].as_str().is_some_and(|why| why.contains("another request works on"));
+            if !(status == 503 && is_locked && since.elapsed() < TIMEOUT) {
+                return (status, response);
             }
         }
     }
@@ -101,8 +101,8 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
         let removed = AttemptEvent::CheckpointRemoved { epoch: 1, step: 10 };
         b.send(report(Source::Rank(2), vec![checkpoint(20), removed])).await;
         b.send(report(Source::Agent, vec![AttemptEvent::Ended(lost_contact(2))])).await;
-        let answer = b.next().await;
-        assert!(answer.is_none(), "it is to send both again: {answer:?}");
+        let response = b.next().await;
+        assert!(response.is_none(), "it is to send both again: {response:?}");
         rename("elsewhere", "own_disks").await;
         if leaves {
             // The job waits for what the other machine has still to say.
@@ -115,15 +115,15 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
             let says = |event: &Value| {
                 event["state"] == "queued" && event["reason"].as_str().is_some_and(|why| why.contains(words))
             };
-            while !server.stored(&id).await.iter().any(says) {
-                assert!(since.elapsed() < 2 * DEADLINE, "{:?}", server.job(&id).await.reason);
+            while !server.stored_events(&id).await.iter().any(says) {
+                assert!(since.elapsed() < 2 * TIMEOUT, "{:?}", server.job(&id).await.reason);
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
             server.stop().await;
             continue;
         }
         let back = hello_at("b", 2, vec![attempt.clone()], "10.0.0.2");
-        let mut b = Agent::greet(&server, back).await.unwrap();
+        let mut b = Agent::connect(&server, back).await.unwrap();
         assert_eq!(b.welcome.1, []);
         assert_eq!(b.report(&attempt, Source::Rank(2), 0, vec![checkpoint(20)]).await, 1);
         b.end(&attempt, lost_contact(2)).await;
@@ -138,12 +138,12 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
 async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let other = server.agent_token("b").await;
-    let _other = Agent::greet_with(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
+    let _other = Agent::connect_with_token(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
     assert_eq!(
         fs::read_to_string(server.dir.path().join("jobs").join(&id).join("mark")).ok(),
         start.files.mark
@@ -227,10 +227,10 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
 async fn another_machine_continues_from_uploaded_checkpoints() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     assert_eq!((start.files.dataset, start.resume), (None, None));
     let own = Asks {
         server: &server,
@@ -265,14 +265,14 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
     // The agent leaves for good: of step 30 nothing came.
     agent.end(&start.attempt, Ending::Failed { reason: "it died".to_owned().into(), retriable: true }).await;
-    let again = agent.started().await;
+    let again = agent.expect_start().await;
     assert_eq!(again.resume.as_deref(), Some("1-30"), "on the machine that has it");
-    let mut next = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
+    let mut next = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
     agent.send(FromAgent::Leaving { reason: "it is switched off".into() }).await;
     agent.end(&again.attempt, Ending::Stopped).await;
     // As long as it is there, its newest checkpoint may still come.
-    agent.vanish();
-    let start = next.started().await;
+    agent.disconnect();
+    let start = next.expect_start().await;
     assert_eq!(start.resume.as_deref(), Some("1-20"), "on one that has not");
     assert_eq!(start.files.dataset, Some(json!({"files": 4, "bytes": 100, "machine": "a"})));
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
@@ -288,11 +288,13 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
 async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
     let server = TestServer::new().await;
     let tokens = [server.agent_token("a").await, server.agent_token("b").await];
-    let mut a =
-        Agent::greet_with(&server, &tokens[0], hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
+    let mut a = Agent::connect_with_token(&server, &tokens[0], hello_at("a", 2, Vec::new(), "10.0.0.1"))
+        .await
+        .unwrap();
     a.register(&server).await;
-    let mut b =
-        Agent::greet_with(&server, &tokens[1], hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    let mut b = Agent::connect_with_token(&server, &tokens[1], hello_at("b", 2, Vec::new(), "10.0.0.2"))
+        .await
+        .unwrap();
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
     let attempt = again(&mut a, &mut b).await;
     let asks = |n: usize| Asks {
@@ -330,8 +332,8 @@ async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
     };
     assert_eq!(uploads_from().await, "a");
     // That one goes away, too.
-    a.vanish();
-    let until = tokio::time::Instant::now() + DEADLINE;
+    a.disconnect();
+    let until = tokio::time::Instant::now() + TIMEOUT;
     while uploads_from().await != "b" {
         assert!(tokio::time::Instant::now() < until);
     }
@@ -348,7 +350,7 @@ async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
 async fn after_a_failed_upload_the_job_gets_its_freed_slots() {
     let server = TestServer::with(|c| c.checkpoint_wait = Duration::from_millis(300)).await;
     let token = server.agent_token("stuck").await;
-    let mut stuck = Agent::greet_with(&server, &token, hello("stuck", 1, Vec::new())).await.unwrap();
+    let mut stuck = Agent::connect_with_token(&server, &token, hello("stuck", 1, Vec::new())).await.unwrap();
     stuck.register(&server).await;
     let with = |priority: i32| {
         move |s: &mut Value| {
@@ -358,14 +360,14 @@ async fn after_a_failed_upload_the_job_gets_its_freed_slots() {
         }
     };
     let high = server.submit(with(5)).await;
-    let first = stuck.started().await.attempt;
+    let first = stuck.expect_start().await.attempt;
     let own =
         Asks { server: &server, http: client(&token), agent_id: "id-stuck".into(), attempt: first.clone() };
     assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
     stuck.report(&first, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    let mut agent = Agent::greet(&server, hello("a", 1, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect(&server, hello("a", 1, Vec::new())).await.unwrap();
     server.submit(with(0)).await;
-    let low = agent.started().await.attempt;
+    let low = agent.expect_start().await.attempt;
     // The machine that has the checkpoint stays online, uploads nothing and takes no work.
     assert_eq!(server.post("/agents/id-stuck/drain", &json!({})).await.0, 204);
     stuck.end(&first, Ending::Failed { reason: "it died".to_owned().into(), retriable: true }).await;
@@ -374,7 +376,7 @@ async fn after_a_failed_upload_the_job_gets_its_freed_slots() {
         other => panic!("{other:?}"),
     }
     agent.end(&low, Ending::Stopped).await;
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     assert_eq!((start.attempt.job, start.attempt.attempt), (high.id, 2));
     assert_eq!(start.resume, None, "nothing has come");
     server.stop().await;

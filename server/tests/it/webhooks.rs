@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, running},
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use axum::{
     Router,
@@ -61,14 +61,16 @@ struct Receiver {
     is_failing: Arc<AtomicBool>,
 }
 
-async fn answer(State(answers): State<Answers>, uri: Uri, headers: HeaderMap, body: Bytes) -> Response {
+async fn respond(State(responses): State<Answers>, uri: Uri, headers: HeaderMap, body: Bytes) -> Response {
     let path = uri.path().to_owned();
-    let _ = answers.to.send(Message { path: path.clone(), headers, body });
+    let _ = responses.to.send(Message { path: path.clone(), headers, body });
     match path.as_str() {
         "/gone" => StatusCode::GONE.into_response(),
         "/moved" => (StatusCode::TEMPORARY_REDIRECT, [(header::LOCATION, "/elsewhere")]).into_response(),
         "/slow" => std::future::pending().await,
-        _ if answers.is_failing.load(Ordering::Relaxed) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+        _ if responses.is_failing.load(Ordering::Relaxed) => {
+            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+        }
         _ => StatusCode::NO_CONTENT.into_response(),
     }
 }
@@ -80,7 +82,7 @@ impl Receiver {
         let is_failing = Arc::new(AtomicBool::new(false));
         let address = listener.local_addr().unwrap();
         let router =
-            Router::new().fallback(answer).with_state(Answers { to, is_failing: is_failing.clone() });
+            Router::new().fallback(respond).with_state(Answers { to, is_failing: is_failing.clone() });
         tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
         Self { address, messages, is_failing }
     }
@@ -90,7 +92,7 @@ impl Receiver {
     }
 
     async fn next(&mut self) -> Message {
-        timeout(DEADLINE, self.messages.recv()).await.expect("a message").unwrap()
+        timeout(TIMEOUT, self.messages.recv()).await.expect("a message").unwrap()
     }
 
     /// Nothing more has come.
@@ -121,7 +123,7 @@ impl MailServer {
 
     /// The next e-mail, which must have all these words.
     async fn next(&mut self, words: &[&str]) {
-        let mail = timeout(DEADLINE, self.mails.recv()).await.expect("an e-mail").unwrap();
+        let mail = timeout(TIMEOUT, self.mails.recv()).await.expect("an e-mail").unwrap();
         for part in words {
             assert!(mail.contains(part), "{part} is not in:\n{mail}");
         }
@@ -182,7 +184,7 @@ impl TestServer {
             if wanted(deliveries) {
                 return deliveries.clone();
             }
-            assert!(since.elapsed() < DEADLINE, "{page}");
+            assert!(since.elapsed() < TIMEOUT, "{page}");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
@@ -218,7 +220,7 @@ fn attempts(delivery: &Value) -> &Vec<Value> {
 /// A server with a dataset, and no machine.
 async fn server_without_machines() -> TestServer {
     let server = TestServer::with(private).await;
-    Agent::with_pictures(&server, 2).await.vanish();
+    Agent::join_with_dataset(&server, 2).await.disconnect();
     server
 }
 
@@ -230,7 +232,7 @@ async fn each_state_change_is_sent_once_and_signed() {
     })
     .await;
     let mut receiver = Receiver::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let events = json!([
         "job.started",
         "job.preempted",
@@ -245,14 +247,14 @@ async fn each_state_change_is_sent_once_and_signed() {
 
     // A private job is nobody's business.
     let hidden = server.submit(|spec| spec["private"] = json!(true)).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     // Succeeded, and cancelled while it runs: that it is being cancelled is no start.
     let mut jobs = Vec::new();
     for is_cancelled in [false, true] {
         let id = server.submit(|spec| spec["name"] = json!("shoes")).await.id.to_string();
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
         if is_cancelled {
             assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
@@ -331,7 +333,7 @@ async fn messages_are_dropped_after_the_last_attempt_or_with_their_job() {
         config.webhook_retries = vec![Duration::from_millis(20), Duration::from_millis(20)];
     })
     .await;
-    Agent::with_pictures(&server, 2).await.vanish();
+    Agent::join_with_dataset(&server, 2).await.disconnect();
     let (id, _) = server.add_webhook(&json!({"url": receiver.url("/")})).await;
     server.cancelled_job("given up").await;
     let given_up = server.deliveries(&id, |all| all.len() == 1 && all[0]["next_at"].is_null()).await;
@@ -348,7 +350,7 @@ async fn messages_are_dropped_after_the_last_attempt_or_with_their_job() {
     assert_eq!(server.delete(&format!("/jobs/{job}")).await.0, 204);
     assert_eq!(server.deliveries(&id, |_| true).await.len(), 1);
     assert_eq!(server.delete(&format!("/webhooks/{id}")).await.0, 204);
-    assert_eq!(server.number("SELECT count(*) FROM webhook_deliveries").await, 0);
+    assert_eq!(server.query_number("SELECT count(*) FROM webhook_deliveries").await, 0);
     server.stop().await;
 }
 
@@ -468,7 +470,7 @@ async fn jobs_and_alerts_are_told_by_e_mail() {
         config.public_url = Some("http://lockstep.example:7070".parse().unwrap());
     })
     .await;
-    Agent::with_pictures(&server, 2).await.vanish();
+    Agent::join_with_dataset(&server, 2).await.disconnect();
     for (url, form) in [
         ("mailto:ada@example.org", "slack"),
         ("https://hooks.example/a", "email"),
@@ -548,7 +550,7 @@ async fn old_messages_go_and_the_newest_hundred_stay() {
     // A week and a minute ago.
     let old = now - (7 * 24 * 3600 + 60) * 1000;
     server.execute(&format!("UPDATE webhook_deliveries SET created_at = {old} WHERE id LIKE 'm1%'")).await;
-    let left = server.number("SELECT count(*) FROM webhook_deliveries WHERE id NOT LIKE 'm1%'").await;
+    let left = server.query_number("SELECT count(*) FROM webhook_deliveries WHERE id NOT LIKE 'm1%'").await;
     let server = TestServer::open(server.stop().await, private).await;
     server.deliveries(&id, |all| all.len() as i64 == left).await;
     server.stop().await;
@@ -612,8 +614,8 @@ async fn the_page_adds_tests_and_removes_webhooks() {
     let post = async |body: String| {
         let form = server.http.post(server.url("/webhooks"));
         let form = form.header("content-type", "application/x-www-form-urlencoded").body(body);
-        let answer = form.send().await.unwrap();
-        (answer.status().as_u16(), answer.text().await.unwrap())
+        let response = form.send().await.unwrap();
+        (response.status().as_u16(), response.text().await.unwrap())
     };
     let url = receiver.url("/hook").replace(':', "%3A");
     let add = format!("action=add&url={url}&form=slack&project=&event=job.failed&event=job.started");

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::Agent,
-    test_server::{DEADLINE, TestServer, client, client_without_redirects},
+    test_server::{TIMEOUT, TestServer, client, client_without_redirects},
 };
 use serde_json::{Value, json};
 use std::time::Instant;
@@ -19,11 +19,11 @@ async fn all_changing_requests_are_in_the_audit_log() {
     let (id, reader) = server.make_token(&json!({"name": "reader", "scope": "read"})).await;
     let reader = client(&reader);
     let request = server.http.post(server.url("/api/v1/jobs?x=1")).header("x-request-id", "mine-1.a_b");
-    let answer = request.json(&json!({})).send().await.unwrap();
-    assert_eq!(answer.headers()["x-request-id"], "mine-1.a_b");
+    let response = request.json(&json!({})).send().await.unwrap();
+    assert_eq!(response.headers()["x-request-id"], "mine-1.a_b");
     let forged = server.http.delete(server.url("/api/v1/datasets/none")).header("x-request-id", "a b");
-    let answer = forged.send().await.unwrap();
-    let named = answer.headers()["x-request-id"].to_str().unwrap().to_owned();
+    let response = forged.send().await.unwrap();
+    let named = response.headers()["x-request-id"].to_str().unwrap().to_owned();
     assert_eq!(named.len(), 36, "{named}");
     assert_eq!(reader.get(server.url("/api/v1/jobs")).send().await.unwrap().status(), 200);
     // Not done: neither is written down, so that strangers cannot push out what was.
@@ -62,7 +62,7 @@ async fn all_changing_requests_are_in_the_audit_log() {
         let (_, found) = server.get(&format!("/audit?{query}")).await;
         assert_eq!(found["entries"].as_array().unwrap().len(), expected, "{query}");
     }
-    let (status, page) = server.text("/audit").await;
+    let (status, page) = server.get_text("/audit").await;
     assert!(status == 200 && page.contains("DELETE /api/v1/tokens/{id}") && page.contains("this machine"));
     server.stop().await;
 }
@@ -70,13 +70,13 @@ async fn all_changing_requests_are_in_the_audit_log() {
 #[tokio::test]
 async fn created_objects_are_named_in_the_audit_log() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let job = server.submit(|s| s["name"] = json!("a job")).await.id.to_string();
     let form = client_without_redirects(&server.token).post(server.url("/jobs/new"));
     let form = form.header("content-type", "application/x-www-form-urlencoded");
-    let answer = form.body("name=x&data.dataset=pictures&model.arch=resnet20").send().await.unwrap();
-    assert_eq!(answer.status(), 303, "{}", answer.text().await.unwrap());
-    let page = answer.headers()["location"].to_str().unwrap();
+    let response = form.body("name=x&data.dataset=pictures&model.arch=resnet20").send().await.unwrap();
+    assert_eq!(response.status(), 303, "{}", response.text().await.unwrap());
+    let page = response.headers()["location"].to_str().unwrap();
     let found: Vec<_> = entries(&server).await.into_iter().map(|e| e["object"].clone()).collect();
     let by_form = page.strip_prefix("/jobs/").unwrap();
     let expected = [format!("/jobs/new: {by_form}"), format!("/api/v1/jobs: {job}")];
@@ -94,8 +94,8 @@ async fn audit_details_are_truncated_after_300_characters() {
         format!("{start}{}", "y".repeat(chars - start.len()))
     };
     for (chars, kept) in [(300, 300), (301, 300), (5000, 300)] {
-        let answer = server.http.delete(server.url(&address(chars))).send().await.unwrap();
-        assert_eq!(answer.status(), 404, "{chars}");
+        let response = server.http.delete(server.url(&address(chars))).send().await.unwrap();
+        assert_eq!(response.status(), 404, "{chars}");
         assert_eq!(entries(&server).await[0]["object"], address(kept), "{chars}");
     }
     // The form of the page People names whom it is about; letters count, not their bytes.
@@ -146,7 +146,7 @@ async fn the_log_is_read_page_by_page_and_has_an_end() {
             assert!(found.len() >= 20, "no more than must go");
             break;
         }
-        assert!(since.elapsed() < DEADLINE, "{} entries stay", found.len());
+        assert!(since.elapsed() < TIMEOUT, "{} entries stay", found.len());
     }
     server.execute("UPDATE audit SET at = 0").await;
     let server = TestServer::open(server.stop().await, |_| {}).await;
@@ -154,7 +154,7 @@ async fn the_log_is_read_page_by_page_and_has_an_end() {
     // The first entry after a start purges.
     assert_eq!(server.delete("/datasets/none").await.0, 404);
     while entries(&server).await.len() != 1 {
-        assert!(since.elapsed() < DEADLINE, "what is older than a year stays");
+        assert!(since.elapsed() < TIMEOUT, "what is older than a year stays");
     }
     server.stop().await;
 }

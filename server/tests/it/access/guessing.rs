@@ -1,7 +1,7 @@
 //! Ten thousand wrong passwords, measured.
 
 use super::people::PASSWORD;
-use crate::test_server::{TestServer, builder};
+use crate::test_server::{TestServer, client_builder};
 use reqwest::Client;
 use std::{
     collections::BTreeMap,
@@ -17,7 +17,7 @@ use std::{
 const AT_ONCE: u32 = 64;
 
 fn from(address: [u8; 4]) -> Client {
-    let client = builder("").local_address(IpAddr::from(address));
+    let client = client_builder("").local_address(IpAddr::from(address));
     client.redirect(reqwest::redirect::Policy::none()).build().unwrap()
 }
 
@@ -34,15 +34,15 @@ async fn guess(url: &str, count: u32, addresses: u32, name: fn(u32) -> String) -
     let workers = (0..AT_ONCE).map(|_| {
         let (clients, next, url) = (clients.clone(), next.clone(), url.to_owned());
         tokio::spawn(async move {
-            let mut answers = BTreeMap::<u16, u32>::new();
+            let mut responses = BTreeMap::<u16, u32>::new();
             loop {
                 let n = next.fetch_add(1, Ordering::Relaxed);
                 if n >= count {
-                    return answers;
+                    return responses;
                 }
                 let client = &clients[(n % addresses) as usize];
                 let status = sign_in(client, &url, &name(n), &format!("wrong password {n}")).await;
-                *answers.entry(status).or_default() += 1;
+                *responses.entry(status).or_default() += 1;
             }
         })
     });
@@ -95,10 +95,10 @@ async fn ten_thousand_wrong_passwords_do_not_lock_others_out() {
             meanwhile("carol", (0..250).map(|n| [127, 8, addresses as u8, n + 1]).collect()),
         ];
         let since = Instant::now();
-        let answers = guess(&url, count, addresses, name).await;
+        let responses = guess(&url, count, addresses, name).await;
         let took = since.elapsed();
         over.store(true, Ordering::Relaxed);
-        eprintln!("{what}: {count} guesses in {:.1} s, answers {answers:?}", took.as_secs_f64());
+        eprintln!("{what}: {count} guesses in {:.1} s, answers {responses:?}", took.as_secs_f64());
         for other in others {
             let (person, times, refused) = other.await.unwrap();
             let (median, longest) = (times[times.len() / 2], times[times.len() - 1]);
@@ -110,12 +110,12 @@ async fn ten_thousand_wrong_passwords_do_not_lock_others_out() {
             );
             assert!(refused.is_empty() || person == "carol", "{person}: {refused:?}");
         }
-        assert_eq!(answers.values().sum::<u32>(), count);
-        assert!(answers.keys().all(|status| [401, 429, 503].contains(status)), "{answers:?}");
+        assert_eq!(responses.values().sum::<u32>(), count);
+        assert!(responses.keys().all(|status| [401, 429, 503].contains(status)), "{responses:?}");
         if count == 8000 {
             // Thirty a minute for a name, from wherever.
             let minutes = took.as_secs() as u32 / 60 + 1;
-            assert!(answers[&401] <= 30 * minutes, "{answers:?}");
+            assert!(responses[&401] <= 30 * minutes, "{responses:?}");
         }
     }
     server.stop().await;

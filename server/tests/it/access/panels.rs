@@ -2,7 +2,7 @@
 
 use crate::{
     agent::Agent,
-    test_server::{DEADLINE, TestServer, spec},
+    test_server::{TIMEOUT, TestServer, spec},
 };
 use lockstep_protocol::limits::{PANEL_METRICS, PANEL_TITLE_CHARS, PANELS};
 use serde_json::{Value, json};
@@ -18,7 +18,7 @@ fn panels(titles: &[&str]) -> Value {
 
 /// An agent with slots, on which nothing starts.
 async fn idle_agent(server: &TestServer) -> Agent {
-    let agent = Agent::with_pictures(server, 2).await;
+    let agent = Agent::join_with_dataset(server, 2).await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     agent
 }
@@ -66,7 +66,7 @@ async fn a_job_has_its_own_panels_or_its_projects() {
     assert_eq!(server.put("/projects/default/panels", &panels(&["p", "q"])).await.0, 200);
     assert_eq!(shown(&server, &two).await, says("project", &["p", "q"]));
     assert_eq!(shown(&server, &one).await, says("job", &["both", "b"]), "its own stay");
-    let page = server.text(&format!("/jobs/{two}")).await.1;
+    let page = server.get_text(&format!("/jobs/{two}")).await.1;
     assert!(page.contains(r#""panels":{"from":"project","panels":[{"title":"p""#), "{page}");
     // None of its own is another thing than own ones, none.
     assert_eq!(server.put(&format!("/jobs/{two}/panels"), &panels(&[])).await.0, 200);
@@ -91,8 +91,8 @@ async fn a_job_has_its_own_panels_or_its_projects() {
     }
     let rows = "SELECT (SELECT count(*) FROM job_panels) + (SELECT count(*) FROM project_panels)";
     let since = Instant::now();
-    while server.number(rows).await > 0 {
-        assert!(since.elapsed() < DEADLINE, "they stay");
+    while server.query_number(rows).await > 0 {
+        assert!(since.elapsed() < TIMEOUT, "they stay");
     }
     server.stop().await;
 }
@@ -149,7 +149,7 @@ async fn panels_are_changed_by_those_who_may_change_the_job_or_project() {
     let (vera, _) = server.client_of("vera", "read").await;
     let mut hers = spec();
     hers["project"] = "hers".into();
-    let (_, job) = server.as_who(&mona, "POST", "/jobs", Some(hers.clone())).await;
+    let (_, job) = server.send_as(&mona, "POST", "/jobs", Some(hers.clone())).await;
     let own = format!("/jobs/{}/panels", job["id"].as_str().unwrap());
     let put = Some(panels(&["a"]));
     for (who, method, expected) in [
@@ -162,23 +162,23 @@ async fn panels_are_changed_by_those_who_may_change_the_job_or_project() {
         (&mona, "DELETE", 204),
     ] {
         let body = (method == "PUT").then(|| put.clone()).flatten();
-        assert_eq!(server.as_who(who, method, &own, body).await.0, expected, "{method}");
+        assert_eq!(server.send_as(who, method, &own, body).await.0, expected, "{method}");
     }
     let project = "/projects/hers/panels";
-    assert_eq!(server.as_who(&vera, "PUT", project, put.clone()).await.0, 403);
-    assert_eq!(server.as_who(&otto, "PUT", project, put.clone()).await.0, 200, "a member");
-    assert_eq!(server.as_who(&vera, "GET", project, None).await.0, 200);
+    assert_eq!(server.send_as(&vera, "PUT", project, put.clone()).await.0, 403);
+    assert_eq!(server.send_as(&otto, "PUT", project, put.clone()).await.0, 200, "a member");
+    assert_eq!(server.send_as(&vera, "GET", project, None).await.0, 200);
 
     // A project of private jobs is one that others do not know of.
     hers["project"] = "secret".into();
     hers["private"] = true.into();
-    let (status, made) = server.as_who(&mona, "POST", "/jobs", Some(hers)).await;
+    let (status, made) = server.send_as(&mona, "POST", "/jobs", Some(hers)).await;
     assert_eq!(status, 201, "{made}");
     let secret = "/projects/secret/panels";
-    assert_eq!(server.as_who(&mona, "PUT", secret, put.clone()).await.0, 200);
+    assert_eq!(server.send_as(&mona, "PUT", secret, put.clone()).await.0, 200);
     for (method, body) in [("PUT", put), ("GET", None)] {
-        let (status, problem) = server.as_who(&otto, method, secret, body.clone()).await;
-        let (_, nothing) = server.as_who(&otto, method, "/projects/nothing/panels", body).await;
+        let (status, problem) = server.send_as(&otto, method, secret, body.clone()).await;
+        let (_, nothing) = server.send_as(&otto, method, "/projects/nothing/panels", body).await;
         assert_eq!((status, &problem["detail"]), (404, &nothing["detail"]));
     }
     assert_eq!(server.get("/projects/no%20name/panels").await.0, 404);

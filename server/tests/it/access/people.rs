@@ -1,7 +1,7 @@
 //! People: the first one, signing in by password, what ends with a change, and the limits.
 
 use super::sessions::{Browser, location};
-use crate::test_server::{Stream, TestServer, builder, client, socket};
+use crate::test_server::{Stream, TestServer, client, client_builder, socket_request};
 use lockstep_protocol::limits::{PASSWORD_CHARS, PEOPLE, PERSON_NAME_CHARS};
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -29,22 +29,23 @@ impl TestServer {
     /// A browser in which a person is signed in.
     pub(super) async fn signed_in(&self, name: &str) -> Browser<'_> {
         let mut browser = Browser::new(self);
-        let answer = browser.sign_in(name, PASSWORD).await;
-        assert_eq!(answer.status(), 303, "{name}");
-        browser.take_cookie(&answer);
+        let response = browser.sign_in(name, PASSWORD).await;
+        assert_eq!(response.status(), 303, "{name}");
+        browser.take_cookie(&response);
         browser
     }
 }
 
 /// Tries a password from an address of this machine; status, body and how long it took.
 async fn try_from(server: &TestServer, from: [u8; 4], name: &str, password: &str) -> (u16, String, Duration) {
-    let client = builder("").local_address(IpAddr::from(from)).redirect(reqwest::redirect::Policy::none());
+    let client =
+        client_builder("").local_address(IpAddr::from(from)).redirect(reqwest::redirect::Policy::none());
     let body = format!("name={name}&password={password}");
     let request = client.build().unwrap().post(server.url("/login")).body(body);
     let request = request.header("content-type", "application/x-www-form-urlencoded");
     let since = Instant::now();
-    let answer = request.send().await.unwrap();
-    (answer.status().as_u16(), answer.text().await.unwrap(), since.elapsed())
+    let response = request.send().await.unwrap();
+    (response.status().as_u16(), response.text().await.unwrap(), since.elapsed())
 }
 
 #[tokio::test]
@@ -57,9 +58,9 @@ async fn only_an_admin_s_token_creates_the_first_admin() {
     assert!(before.contains("name=\"token\"") && !before.contains("name=\"password\""), "as without people");
     let fields = format!("setup=true&name=ada&password={PASSWORD}");
     assert_eq!(browser.post("/login", &fields).await.status(), 403, "a stranger");
-    let answer = browser.get(&path).await;
-    assert_eq!(location(&answer), "/jobs");
-    browser.take_cookie(&answer);
+    let response = browser.get(&path).await;
+    assert_eq!(location(&response), "/jobs");
+    browser.take_cookie(&response);
     let form = browser.get("/login").await.text().await.unwrap();
     assert!(form.contains("Create the first admin") && form.contains("name=\"setup\""), "{form}");
     for wrong in ["setup=true&name=Ada&password=correct+horse", "setup=true&name=ada&password=short"] {
@@ -67,13 +68,13 @@ async fn only_an_admin_s_token_creates_the_first_admin() {
     }
     let (_, reader) = server.make_token(&json!({"name": "r", "scope": "submit"})).await;
     let mut other = Browser::new(&server);
-    let answer = other.post("/login", &format!("token={reader}")).await;
-    other.take_cookie(&answer);
+    let response = other.post("/login", &format!("token={reader}")).await;
+    other.take_cookie(&response);
     assert_eq!(other.post("/login", &fields).await.status(), 403, "no admin");
 
-    let answer = browser.post("/login", &fields).await;
-    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/people"));
-    browser.take_cookie(&answer);
+    let response = browser.post("/login", &fields).await;
+    assert_eq!((response.status().as_u16(), location(&response)), (303, "/people"));
+    browser.take_cookie(&response);
     let page = browser.get("/people").await.text().await.unwrap();
     assert!(page.contains("ada") && page.contains("Account") && page.contains("href=\"/audit\""), "{page}");
     let (_, people) = server.get("/people").await;
@@ -81,9 +82,9 @@ async fn only_an_admin_s_token_creates_the_first_admin() {
     assert!(!people.to_string().contains("argon2"));
     assert_eq!(browser.post("/login", "setup=true&name=bob&password=correct+horse").await.status(), 403);
     let kept = format!("SELECT count(*) FROM people WHERE hash LIKE '%{PASSWORD}%'");
-    assert_eq!(server.number(&kept).await, 0);
+    assert_eq!(server.query_number(&kept).await, 0);
     let hashed = "SELECT count(*) FROM people WHERE hash LIKE '$argon2id$v=19$m=19456,t=2,p=1$%'";
-    assert_eq!(server.number(hashed).await, 1);
+    assert_eq!(server.query_number(hashed).await, 1);
     let form = Browser::new(&server).get("/login").await.text().await.unwrap();
     assert!(form.contains("name=\"password\"") && form.contains("name=\"token\""), "both ways");
     server.stop().await;
@@ -190,14 +191,14 @@ async fn changing_a_user_ends_sessions_and_websockets() {
     .enumerate()
     {
         if n == 1 {
-            let answer = Browser::new(&server).sign_in("ada", PASSWORD).await;
-            assert_eq!(answer.status(), 401, "the old password");
+            let response = Browser::new(&server).sign_in("ada", PASSWORD).await;
+            assert_eq!(response.status(), 401, "the old password");
             assert_eq!(server.change_person("ada", change).await.0, 200);
             continue;
         }
         let browser = server.signed_in("ada").await;
         let cookie = browser.cookie.clone();
-        let mut request = socket(server.address, "/stream", "");
+        let mut request = socket_request(server.address, "/stream", "");
         request.headers_mut().insert("cookie", cookie.parse().unwrap());
         let mut list = Stream::open(request).await;
         assert_eq!(list.next().await.unwrap()["type"], "live");
@@ -210,7 +211,7 @@ async fn changing_a_user_ends_sessions_and_websockets() {
         let (code, _) = list.next().await.unwrap_err();
         assert!(code == 4401 && since.elapsed() < Duration::from_secs(5), "{change}: {code}");
         assert_eq!(location(&browser.get("/jobs").await), "/login?next=/jobs", "{change}");
-        assert_eq!(server.number("SELECT count(*) FROM sessions").await, 0, "{change}");
+        assert_eq!(server.query_number("SELECT count(*) FROM sessions").await, 0, "{change}");
         drop(browser);
         // Nor does a restart bring them back.
         let port = server.address.port();
@@ -255,7 +256,7 @@ async fn users_and_passwords_have_limits() {
         server.post("/people", &json!({"name": "d", "role": "root", "password": PASSWORD})).await.0,
         400
     );
-    let there = server.number("SELECT count(*) FROM people").await as usize;
+    let there = server.query_number("SELECT count(*) FROM people").await as usize;
     for n in there..PEOPLE - 1 {
         let row =
             format!("INSERT INTO people (name, hash, role, created_at) VALUES ('x{n}', 'x', 'viewer', 0)");
@@ -278,17 +279,18 @@ async fn users_change_only_their_own_passwords() {
     let other = server.signed_in("ada").await;
     let mut browser = server.signed_in("ada").await;
     assert!(browser.get("/account").await.text().await.unwrap().contains("own-password"));
-    let answer =
+    let response =
         browser.post("/account", "action=password&current=wrong+password&new=another+password").await;
-    assert_eq!(answer.status(), 422);
-    assert!(answer.text().await.unwrap().contains("is not your current password"));
+    assert_eq!(response.status(), 422);
+    assert!(response.text().await.unwrap().contains("is not your current password"));
     assert_eq!(
         browser.post("/account", "action=password&current=correct+horse&new=short").await.status(),
         422
     );
-    let answer = browser.post("/account", "action=password&current=correct+horse&new=another+password").await;
-    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/account?done=true"));
-    browser.take_cookie(&answer);
+    let response =
+        browser.post("/account", "action=password&current=correct+horse&new=another+password").await;
+    assert_eq!((response.status().as_u16(), location(&response)), (303, "/account?done=true"));
+    browser.take_cookie(&response);
     assert_eq!(browser.get("/jobs").await.status(), 200, "this browser stays");
     assert_eq!(other.get("/jobs").await.status(), 303, "others are signed out");
     assert_eq!(Browser::new(&server).sign_in("ada", PASSWORD).await.status(), 401);
@@ -301,8 +303,8 @@ async fn users_change_only_their_own_passwords() {
         let request = browser.client.request(Method::POST, server.url("/api/v1/password")).json(body);
         request.header("cookie", &browser.cookie).send()
     };
-    let answer = request(&json!({"current": "x", "new": PASSWORD})).await.unwrap();
-    assert_eq!(answer.status(), 422);
+    let response = request(&json!({"current": "x", "new": PASSWORD})).await.unwrap();
+    assert_eq!(response.status(), 422);
     assert_eq!(request(&passwords).await.unwrap().status(), 204);
     assert_eq!(request(&passwords).await.unwrap().status(), 401, "its own session is over, too");
     assert_eq!(server.signed_in("ada").await.get("/jobs").await.status(), 200);

@@ -5,7 +5,7 @@ use super::{
     routes::{METHODS, every_path},
 };
 use crate::{
-    agent::{Agent, info},
+    agent::{Agent, dataset_info},
     document::a_job,
     test_server::TestServer,
 };
@@ -23,7 +23,7 @@ const REQUESTS: [(&str, fn(RequestBuilder) -> RequestBuilder); 5] = [
 ];
 
 /// Everything of an answer but what differs from request to request.
-async fn answer(
+async fn comparable_response(
     server: &TestServer,
     who: &Client,
     method: &Method,
@@ -32,15 +32,15 @@ async fn answer(
 ) -> (u16, String) {
     let (query, change) = REQUESTS[number];
     let request = who.request(method.clone(), server.url(&format!("{path}{query}")));
-    let answer = change(request).send().await.unwrap();
-    let status = answer.status().as_u16();
+    let response = change(request).send().await.unwrap();
+    let status = response.status().as_u16();
     let mut headers: Vec<_> =
-        answer.headers().iter().map(|(name, value)| format!("{name}: {value:?}\n")).collect();
+        response.headers().iter().map(|(name, value)| format!("{name}: {value:?}\n")).collect();
     // A page has the time in it, of one digit more or less.
     let different = ["x-request-id", "date", "content-length"];
     headers.retain(|header| !different.iter().any(|name| header.starts_with(name)));
     headers.sort();
-    let body = answer.text().await.unwrap();
+    let body = response.text().await.unwrap();
     let time = body.split("data-now=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap_or("none");
     (status, headers.concat() + &body.replace(time, ""))
 }
@@ -48,12 +48,13 @@ async fn answer(
 #[tokio::test]
 async fn private_ids_are_answered_like_unknown_ones() {
     let mut server = TestServer::with(|config| config.dataset_roots = vec!["/".into()]).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let people = people(&server).await;
     let admin = std::mem::replace(&mut server.http, people.mona.clone());
     let (job, checkpoint) = a_job(&server, &mut agent, |spec| spec["private"] = json!(true)).await;
     let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
-    let ((status, _), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
+    let ((status, _), ()) =
+        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
     assert_eq!(status, 201);
     let (status, version) = server.post("/models", &json!({"name": "secret-model", "job": job})).await;
     assert_eq!(status, 201, "{version}");
@@ -85,8 +86,8 @@ async fn private_ids_are_answered_like_unknown_ones() {
         };
         for method in &METHODS {
             for number in 0..REQUESTS.len() {
-                let private = answer(&server, &people.otto, method, &of(private), number).await;
-                let nothing = answer(&server, &people.otto, method, &of(nothing), number).await;
+                let private = comparable_response(&server, &people.otto, method, &of(private), number).await;
+                let nothing = comparable_response(&server, &people.otto, method, &of(nothing), number).await;
                 assert_eq!(private, nothing, "{method} {path} {number}");
                 assert_eq!(private.0, 404, "{method} {path} {number}: {}", private.1);
                 asked += 1;
@@ -101,7 +102,7 @@ async fn private_ids_are_answered_like_unknown_ones() {
         "/datasets/secret-pictures".into(),
         "/models/secret-model/versions/1".into(),
     ] {
-        assert_eq!(server.as_who(&people.mona, "GET", &path, None).await.0, 200, "{path}");
+        assert_eq!(server.send_as(&people.mona, "GET", &path, None).await.0, 200, "{path}");
     }
     server.stop().await;
 }

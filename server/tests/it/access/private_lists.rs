@@ -2,7 +2,7 @@
 
 use super::{People, people};
 use crate::{
-    agent::{Agent, info},
+    agent::{Agent, dataset_info},
     document::a_job,
     test_server::{Stream, TestServer, spec},
 };
@@ -65,7 +65,7 @@ async fn pages(server: &TestServer, who: &Client, path: &str, key: &str) -> (Vec
     loop {
         let sign = if path.contains('?') { '&' } else { '?' };
         let (status, page) =
-            server.as_who(who, "GET", &format!("{path}{sign}limit=1&count=true{cursor}"), None).await;
+            server.send_as(who, "GET", &format!("{path}{sign}limit=1&count=true{cursor}"), None).await;
         assert_eq!(status, 200, "{path}: {page}");
         all.extend(page[key].as_array().unwrap().iter().cloned());
         match page["next_cursor"].as_str() {
@@ -78,12 +78,12 @@ async fn pages(server: &TestServer, who: &Client, path: &str, key: &str) -> (Vec
 #[tokio::test]
 async fn lists_hide_private_jobs_of_others() {
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let People { vera, mona, otto, ada } = people(&server).await;
     let Made { open, secret } = made(&mut server, &mut agent, &mona, &otto).await;
     let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
-    let registered = server.as_who(&mona, "POST", "/datasets", Some(new));
-    let ((status, dataset), ()) = tokio::join!(registered, agent.answer(Ok(info())));
+    let registered = server.send_as(&mona, "POST", "/datasets", Some(new));
+    let ((status, dataset), ()) = tokio::join!(registered, agent.answer_inspection(Ok(dataset_info())));
     assert_eq!(status, 201, "{dataset}");
 
     for (who, client, sees) in
@@ -152,7 +152,7 @@ async fn lists_hide_private_jobs_of_others() {
         assert_eq!(!pages(&server, client, path, "jobs").await.0.is_empty(), sees, "{who}");
         let newest: jiff::Timestamp =
             projects.last().unwrap()["newest_at"].as_str().unwrap().parse().unwrap();
-        let (_, job) = server.as_who(client, "GET", &format!("/jobs/{open}"), None).await;
+        let (_, job) = server.send_as(client, "GET", &format!("/jobs/{open}"), None).await;
         let its: jiff::Timestamp = job["created_at"].as_str().unwrap().parse().unwrap();
         assert_eq!(newest > its, sees, "{who}: a private job's time is not told");
         // Datasets.
@@ -164,11 +164,11 @@ async fn lists_hide_private_jobs_of_others() {
         for rest in ["", "/events", "/events?type=metrics", "/checkpoints", "/history", "/metrics?name=loss"]
         {
             let path = |id: &str| format!("/jobs/{id}{rest}");
-            let (status, answer) = server.as_who(client, "GET", &path(&secret), None).await;
-            assert_eq!(status, if sees { 200 } else { 404 }, "{who}: {rest}: {answer}");
+            let (status, response) = server.send_as(client, "GET", &path(&secret), None).await;
+            assert_eq!(status, if sees { 200 } else { 404 }, "{who}: {rest}: {response}");
             if !sees {
-                let missing = server.as_who(client, "GET", &path(none), None).await;
-                assert_eq!((status, answer), missing, "{who}: {rest}");
+                let missing = server.send_as(client, "GET", &path(none), None).await;
+                assert_eq!((status, response), missing, "{who}: {rest}");
             }
             // An entity tag says no more.
             let url = server.url(&format!("/api/v1{}", path(&secret)));
@@ -178,16 +178,16 @@ async fn lists_hide_private_jobs_of_others() {
         }
         let query = |ids: &str| format!("/metrics/query?jobs={ids}&name=loss");
         for ids in [secret.clone(), format!("{open},{secret}")] {
-            let (status, answer) = server.as_who(client, "GET", &query(&ids), None).await;
-            assert_eq!(status, if sees { 200 } else { 404 }, "{who}: {answer}");
+            let (status, response) = server.send_as(client, "GET", &query(&ids), None).await;
+            assert_eq!(status, if sees { 200 } else { 404 }, "{who}: {response}");
             if !sees {
                 let ids = ids.replace(&secret, none);
-                let (_, missing) = server.as_who(client, "GET", &query(&ids), None).await;
-                let said = answer["detail"].as_str().unwrap().replace(&secret, none);
+                let (_, missing) = server.send_as(client, "GET", &query(&ids), None).await;
+                let said = response["detail"].as_str().unwrap().replace(&secret, none);
                 assert_eq!(said, missing["detail"].as_str().unwrap(), "{who}");
             }
         }
-        let (status, _) = server.as_who(client, "GET", &query(&open), None).await;
+        let (status, _) = server.send_as(client, "GET", &query(&open), None).await;
         assert_eq!(status, 200, "{who}");
         // On the page, too.
         for page in ["/jobs", "/jobs?project=secret-project", "/jobs?state=failed,running&tag=secret-tag"] {
@@ -199,15 +199,15 @@ async fn lists_hide_private_jobs_of_others() {
     // A cursor is a place, and no key: what its maker saw is not seen behind it.
     for sort in ["-created", "name", "loss", "spec.train.lr"] {
         let (_, page) =
-            server.as_who(&mona, "GET", &format!("/jobs?sort={sort}&limit=1&fields=name"), None).await;
+            server.send_as(&mona, "GET", &format!("/jobs?sort={sort}&limit=1&fields=name"), None).await;
         let mut cursor = page["next_cursor"].as_str().map(str::to_owned);
         assert!(cursor.is_some(), "{page}");
         while let Some(next) = cursor {
             let path = format!("/jobs?sort={sort}&limit=1&count=true&cursor={next}");
-            let (status, his) = server.as_who(&otto, "GET", &path, None).await;
+            let (status, his) = server.send_as(&otto, "GET", &path, None).await;
             assert_eq!((status, &his["total"]), (200, &json!(1)), "{his}");
             assert!(!his.to_string().contains("secret"), "{his}");
-            let (_, hers) = server.as_who(&mona, "GET", &path, None).await;
+            let (_, hers) = server.send_as(&mona, "GET", &path, None).await;
             cursor = hers["next_cursor"].as_str().map(str::to_owned);
         }
     }
@@ -225,7 +225,7 @@ async fn lists_hide_private_jobs_of_others() {
 #[tokio::test]
 async fn changes_of_a_job_are_streamed_to_its_readers() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     for (name, role) in [("mona", "member"), ("otto", "member")] {
         server.add_person(name, role).await;
@@ -236,25 +236,26 @@ async fn changes_of_a_job_are_streamed_to_its_readers() {
         let mut spec = spec();
         spec["private"] = json!(private);
         spec["notes"] = json!("first notes");
-        let (status, job) = server.as_who(who, "POST", "/jobs", Some(spec)).await;
+        let (status, job) = server.send_as(who, "POST", "/jobs", Some(spec)).await;
         assert_eq!((status, &job["notes"]), (201, &json!("first notes")), "{job}");
         job["id"].as_str().unwrap().to_owned()
     };
     let (secret, open) = (submitted(&mona, true).await, submitted(&otto, false).await);
     let mut lists = Vec::new();
     for token in [&mona_s, &otto_s] {
-        let mut list = Stream::open(server.socket("/stream", token)).await;
+        let mut list = Stream::open(server.socket_request("/stream", token)).await;
         assert_eq!(list.next().await.unwrap()["type"], "live");
         lists.push(list);
     }
-    let mut job = Stream::open(server.socket(&format!("/jobs/{secret}/stream"), &mona_s)).await;
+    let mut job = Stream::open(server.socket_request(&format!("/jobs/{secret}/stream"), &mona_s)).await;
     let hello = job.until(|frame| frame["type"] == "live").await.swap_remove(0);
     assert_eq!((hello["type"].as_str(), hello["job"].get("notes")), (Some("hello"), None), "{hello}");
 
     let labels = |words: &str| json!({"tags": [words], "project": words, "priority": 7, "notes": words});
     let change = async |who: &Client, id: &str, words: &str| {
-        let (status, answer) = server.as_who(who, "PATCH", &format!("/jobs/{id}"), Some(labels(words))).await;
-        assert_eq!(status, 200, "{answer}");
+        let (status, response) =
+            server.send_as(who, "PATCH", &format!("/jobs/{id}"), Some(labels(words))).await;
+        assert_eq!(status, 200, "{response}");
     };
     change(&mona, &secret, "hidden").await;
     let frame = job.until(|frame| frame["type"] == "changed").await.pop().unwrap();
@@ -262,9 +263,9 @@ async fn changes_of_a_job_are_streamed_to_its_readers() {
     assert_eq!(frame, expected);
     // A change of notes sends the frame, without the notes.
     let (status, _) =
-        server.as_who(&mona, "PATCH", &format!("/jobs/{secret}"), Some(json!({"notes": "more"}))).await;
+        server.send_as(&mona, "PATCH", &format!("/jobs/{secret}"), Some(json!({"notes": "more"}))).await;
     assert_eq!((status, job.next().await.unwrap()), (200, expected));
-    let (_, stored) = server.as_who(&mona, "GET", &format!("/jobs/{secret}"), None).await;
+    let (_, stored) = server.send_as(&mona, "GET", &format!("/jobs/{secret}"), None).await;
     assert_eq!((&stored["notes"], &stored["spec"]["priority"]), (&json!("more"), &json!(7)));
 
     // Until the other job's change has come, nothing of hers has come to him.
@@ -284,15 +285,15 @@ async fn changes_of_a_job_are_streamed_to_its_readers() {
     }
 
     // Nor is its end.
-    assert_eq!(server.as_who(&mona, "POST", &format!("/jobs/{secret}/cancel"), None).await.0, 202);
-    assert_eq!(server.as_who(&mona, "DELETE", &format!("/jobs/{secret}"), None).await.0, 204);
+    assert_eq!(server.send_as(&mona, "POST", &format!("/jobs/{secret}/cancel"), None).await.0, 202);
+    assert_eq!(server.send_as(&mona, "DELETE", &format!("/jobs/{secret}"), None).await.0, 204);
     lists[0].until(|frame| frame["type"] == "job_deleted" && frame["id"] == secret.as_str()).await;
     change(&otto, &open, "later").await;
     let frames = lists[1].until(|frame| frame["job"]["project"] == "later").await;
     assert!(frames.iter().all(|frame| frame["type"] != "job_deleted"), "{frames:?}");
-    let (_, list) = server.as_who(&otto, "GET", "/jobs", None).await;
+    let (_, list) = server.send_as(&otto, "GET", "/jobs", None).await;
     assert!(list["jobs"][0].get("notes").is_none() && list["jobs"][0]["tags"] == json!(["later"]), "{list}");
-    let (_, list) = server.as_who(&otto, "GET", "/jobs?fields=id,notes", None).await;
+    let (_, list) = server.send_as(&otto, "GET", "/jobs?fields=id,notes", None).await;
     assert_eq!(list["jobs"], json!([{"id": open, "notes": "later"}]));
     server.stop().await;
 }

@@ -20,7 +20,7 @@ async fn forked(server: &mut TestServer, agent: &mut Agent, mona: &Client) -> (S
     .await;
     server.http = admin;
     let open = json!({"set": {"private": false}});
-    let (status, fork) = server.as_who(mona, "POST", &format!("/jobs/{secret}/fork"), Some(open)).await;
+    let (status, fork) = server.send_as(mona, "POST", &format!("/jobs/{secret}/fork"), Some(open)).await;
     assert!(status == 201 && fork["spec"]["private"] != true, "{fork}");
     assert_eq!(fork["cause"]["words"], "forked from a private job at step 5");
     (secret, fork["id"].as_str().unwrap().to_owned())
@@ -48,16 +48,16 @@ async fn all_of(server: &TestServer, who: &Client, token: &str, id: &str) -> Vec
         "/annotations",
     ];
     for path in own.into_iter().chain(lists.map(str::to_owned)) {
-        let answer = who.get(server.url(&format!("/api/v1{path}"))).send().await.unwrap();
-        assert_eq!(answer.status(), 200, "{path}");
-        read.push((path, answer.text().await.unwrap()));
+        let response = who.get(server.url(&format!("/api/v1{path}"))).send().await.unwrap();
+        assert_eq!(response.status(), 200, "{path}");
+        read.push((path, response.text().await.unwrap()));
     }
     for path in [format!("/jobs/{id}"), "/".to_owned(), "/queue".to_owned()] {
         let page = who.get(server.url(&path)).send().await.unwrap();
         assert_eq!(page.status(), 200, "{path}");
         read.push((format!("the page {path}"), page.text().await.unwrap()));
     }
-    let mut stream = Stream::open(server.socket(&format!("/jobs/{id}/stream?since=0"), token)).await;
+    let mut stream = Stream::open(server.socket_request(&format!("/jobs/{id}/stream?since=0"), token)).await;
     let frames = stream.until(|frame| frame["type"] == "live").await;
     read.push(("the stream".to_owned(), Value::from(frames).to_string()));
     read
@@ -66,13 +66,13 @@ async fn all_of(server: &TestServer, who: &Client, token: &str, id: &str) -> Vec
 #[tokio::test]
 async fn a_public_fork_names_a_private_parent_only_to_its_readers() {
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let People { mona, otto, ada, .. } = people(&server).await;
     let (_, otto_s) = server.client_of("otto", "submit").await;
-    let mut list = Stream::open(server.socket("/stream", &otto_s)).await;
+    let mut list = Stream::open(server.socket_request("/stream", &otto_s)).await;
     list.until(|frame| frame["type"] == "live").await;
     let (secret, fork) = forked(&mut server, &mut agent, &mona).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 5), losses(0, 6..=9)]).await;
 
     // Others: nothing of it anywhere, neither as it is read nor as it happens.
@@ -83,21 +83,21 @@ async fn a_public_fork_names_a_private_parent_only_to_its_readers() {
     let happened =
         list.until(|frame| frame["job"]["id"] == *fork && frame["job"]["state"] == "running").await;
     assert!(!Value::from(happened).to_string().contains(&secret));
-    let (_, history) = server.as_who(&otto, "GET", &format!("/jobs/{fork}/history"), None).await;
+    let (_, history) = server.send_as(&otto, "GET", &format!("/jobs/{fork}/history"), None).await;
     let begin = (&history["parent"], &history["entries"][0]["what"], &history["entries"][0]["checkpoint"]);
     assert_eq!(begin, (&Value::Null, &json!("forked"), &json!(format!("{fork}-1-5"))), "{history}");
 
     // Those who see it are told, and it names its fork to them.
     for (name, who) in [("mona", &mona), ("ada", &ada)] {
-        let (_, job) = server.as_who(who, "GET", &format!("/jobs/{fork}"), None).await;
+        let (_, job) = server.send_as(who, "GET", &format!("/jobs/{fork}"), None).await;
         let parent = json!({"job": secret, "checkpoint": format!("{secret}-1-5")});
         assert_eq!(job["parent"], parent, "{name}");
-        let (_, history) = server.as_who(who, "GET", &format!("/jobs/{fork}/history"), None).await;
+        let (_, history) = server.send_as(who, "GET", &format!("/jobs/{fork}/history"), None).await;
         assert_eq!(
             (&history["parent"]["job"], &history["parent"]["name"]),
             (&json!(secret), &json!("secret run"))
         );
-        let (_, history) = server.as_who(who, "GET", &format!("/jobs/{secret}/history"), None).await;
+        let (_, history) = server.send_as(who, "GET", &format!("/jobs/{secret}/history"), None).await;
         let forks = (&history["forks"][0]["job"], &history["forks"][0]["checkpoint"]);
         assert_eq!(forks, (&json!(fork), &json!(format!("{secret}-1-5"))), "{history}");
         let page = who.get(server.url(&format!("/jobs/{fork}"))).send().await.unwrap().text().await.unwrap();
@@ -105,7 +105,7 @@ async fn a_public_fork_names_a_private_parent_only_to_its_readers() {
     }
 
     // When it is gone, as well.
-    assert_eq!(server.as_who(&mona, "DELETE", &format!("/jobs/{secret}"), None).await.0, 204);
+    assert_eq!(server.send_as(&mona, "DELETE", &format!("/jobs/{secret}"), None).await.0, 204);
     for (what, text) in all_of(&server, &otto, &otto_s, &fork).await {
         assert!(!text.contains(&secret), "{what}: {text}");
     }
@@ -115,7 +115,7 @@ async fn a_public_fork_names_a_private_parent_only_to_its_readers() {
 #[tokio::test]
 async fn forks_name_public_parents_and_own_private_ones() {
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let People { mona, otto, .. } = people(&server).await;
     server.http = mona.clone();
     for private in [false, true] {
@@ -124,7 +124,7 @@ async fn forks_name_public_parents_and_own_private_ones() {
         assert_eq!((status, &fork["parent"]["checkpoint"]), (201, &json!(checkpoint)), "{fork}");
         assert_eq!(fork["cause"]["job"], json!(id));
         let fork = fork["id"].as_str().unwrap();
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         let ended = lockstep_protocol::agent::Ending::Succeeded { step: 100 };
         agent.end(&attempt, ended).await;
         let (_, history) = server.get(&format!("/jobs/{fork}/history")).await;

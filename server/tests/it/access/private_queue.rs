@@ -3,7 +3,7 @@
 use super::{People, people};
 use crate::{
     agent::Agent,
-    test_server::{DEADLINE, TestServer, spec},
+    test_server::{TIMEOUT, TestServer, spec},
 };
 use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
 use reqwest::Client;
@@ -14,7 +14,7 @@ use tokio::time::Instant;
 #[tokio::test]
 async fn private_jobs_are_in_others_queues_without_names() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let People { vera, mona, otto, ada } = people(&server).await;
     let submit = async |who: &Client, name: &str, ranks: u32, private: bool| {
         let mut spec = spec();
@@ -22,17 +22,17 @@ async fn private_jobs_are_in_others_queues_without_names() {
         spec["parallel"]["ranks"] = json!(ranks);
         spec["private"] = json!(private);
         spec["project"] = json!(if private { "secret-project" } else { "shared" });
-        let (status, job) = server.as_who(who, "POST", "/jobs", Some(spec)).await;
+        let (status, job) = server.send_as(who, "POST", "/jobs", Some(spec)).await;
         assert_eq!(status, 201, "{job}");
         job["id"].as_str().unwrap().to_owned()
     };
     submit(&otto, "running", 1, false).await;
-    agent.started().await;
+    agent.expect_start().await;
     let secret = submit(&mona, "secret run", 2, true).await;
     let open = submit(&otto, "open", 1, false).await;
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
-        let (_, queue) = server.as_who(&ada, "GET", "/queue", None).await;
+        let (_, queue) = server.send_as(&ada, "GET", "/queue", None).await;
         let is_kept = queue["reservations"][0]["free"] == json!([1]);
         if is_kept && queue["jobs"][1]["id"] == open.as_str() && !queue["jobs"][1]["reason"].is_null() {
             break;
@@ -45,10 +45,10 @@ async fn private_jobs_are_in_others_queues_without_names() {
         [("vera", &vera, false), ("otto", &otto, false), ("mona", &mona, true), ("ada", &ada, true)]
     {
         let get = async |path: &str| {
-            let (status, answer) = server.as_who(client, "GET", path, None).await;
-            assert_eq!(status, 200, "{who}: {path}: {answer}");
-            assert_eq!(sees, answer.to_string().contains(&secret), "{who}: {path}: {answer}");
-            answer
+            let (status, response) = server.send_as(client, "GET", path, None).await;
+            assert_eq!(status, 200, "{who}: {path}: {response}");
+            assert_eq!(sees, response.to_string().contains(&secret), "{who}: {path}: {response}");
+            response
         };
         let queue = get("/queue?count=true").await;
         assert_eq!((&queue["total"], &queue["jobs"][1]["name"]), (&json!(2), &json!("open")), "{who}");
@@ -78,15 +78,15 @@ async fn private_jobs_are_in_others_queues_without_names() {
             let found = if sees { json!(1) } else { json!(0) };
             assert_eq!(queue["total"], found, "{who}: {query}: {queue}");
         }
-        let (_, his) = server.as_who(client, "GET", "/queue?owner=otto&fields=place", None).await;
+        let (_, his) = server.send_as(client, "GET", "/queue?owner=otto&fields=place", None).await;
         assert_eq!(his["jobs"], json!([{"place": 2}]), "{who}: places are those of the whole queue");
         // A cursor says no more, and leads on.
-        let (_, first) = server.as_who(client, "GET", "/queue?limit=1", None).await;
+        let (_, first) = server.send_as(client, "GET", "/queue?limit=1", None).await;
         let cursor = first["next_cursor"].as_str().unwrap();
         let text = String::from_utf8(BASE64_URL_SAFE_NO_PAD.decode(cursor).unwrap()).unwrap();
         assert_eq!(sees, text.contains(&secret), "{who}: {text}");
         let (_, second) =
-            server.as_who(client, "GET", &format!("/queue?limit=1&cursor={cursor}"), None).await;
+            server.send_as(client, "GET", &format!("/queue?limit=1&cursor={cursor}"), None).await;
         assert_eq!(
             (&second["jobs"][0]["name"], &second["next_cursor"]),
             (&json!("open"), &Value::Null),

@@ -3,9 +3,9 @@
 
 use super::routes::{METHODS, Outcome, ask, every_path, sufficient};
 use crate::{
-    agent::{Agent, info},
+    agent::{Agent, dataset_info},
     document::a_job,
-    test_server::{TestServer, builder, client, client_without_redirects, spec},
+    test_server::{TestServer, client, client_builder, client_without_redirects, spec},
 };
 use reqwest::{Client, Method, header::HeaderMap};
 use serde_json::json;
@@ -46,7 +46,7 @@ impl By {
         }
         let cookie = server.signed_in(name).await.cookie.parse().unwrap();
         let headers = HeaderMap::from_iter([(reqwest::header::COOKIE, cookie)]);
-        let client = builder("").default_headers(headers).redirect(reqwest::redirect::Policy::none());
+        let client = client_builder("").default_headers(headers).redirect(reqwest::redirect::Policy::none());
         client.build().unwrap()
     }
 }
@@ -63,7 +63,7 @@ async fn every_route_in_the_browsers_of_a_viewer_a_member_and_another_member() {
 
 async fn walk(by: By) {
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
         server.add_person(name, role).await;
     }
@@ -77,7 +77,8 @@ async fn walk(by: By) {
     for (private, dataset) in [(true, "hidden"), (false, "open")] {
         let (job, checkpoint) = a_job(&server, &mut agent, |spec| spec["private"] = private.into()).await;
         let new = json!({"name": dataset, "path": format!("/{dataset}"), "private": private});
-        let ((status, made), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
+        let ((status, made), ()) =
+            tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
         assert_eq!(status, 201, "{made}");
         // A model of the same name.
         assert_eq!(server.post("/models", &json!({"name": dataset, "job": job})).await.0, 201);
@@ -85,7 +86,7 @@ async fn walk(by: By) {
         assert_eq!(server.send(alias.json(&json!({"version": 1}))).await.0, 200);
         objects.push((private, job, checkpoint, dataset));
     }
-    agent.vanish();
+    agent.disconnect();
     let mut sweeps = Vec::new();
     for (private, ..) in &objects {
         let mut swept = spec();

@@ -1,6 +1,6 @@
 //! Every route and method with every kind of token: nothing is open that is not listed here, and no scope suffices that should not.
 
-use crate::test_server::{DEADLINE, TestServer, client_without_redirects};
+use crate::test_server::{TIMEOUT, TestServer, client_without_redirects};
 use lockstep_server::{openapi, page_paths};
 use reqwest::{Client, Method};
 use serde_json::json;
@@ -75,8 +75,8 @@ pub(super) enum Outcome {
 pub(super) async fn ask(server: &TestServer, client: &Client, method: &Method, path: &str) -> Outcome {
     let nothing =
         path.replace("{id}", "j00000000000000000000000000").replace(['{', '}', '*'], "").replace("//", "/");
-    let answer = client.request(method.clone(), server.url(&nothing)).send().await.unwrap();
-    let (status, headers) = (answer.status().as_u16(), answer.headers().clone());
+    let response = client.request(method.clone(), server.url(&nothing)).send().await.unwrap();
+    let (status, headers) = (response.status().as_u16(), response.headers().clone());
     let to = headers.get("location").map_or("", |to| to.to_str().unwrap());
     if status == 401 {
         assert_eq!(headers["www-authenticate"], "Bearer", "{method} {path}");
@@ -98,9 +98,9 @@ async fn open_routes_report_their_methods() {
         let client = client_without_redirects(token);
         for path in ["/healthz", "/readyz"] {
             for method in [Method::TRACE, Method::POST, Method::DELETE] {
-                let answer = client.request(method.clone(), server.url(path)).send().await.unwrap();
-                assert_eq!(answer.status().as_u16(), 405, "{method} {path}");
-                assert_eq!(answer.headers()["allow"], "GET,HEAD", "{method} {path}");
+                let response = client.request(method.clone(), server.url(path)).send().await.unwrap();
+                assert_eq!(response.status().as_u16(), 405, "{method} {path}");
+                assert_eq!(response.headers()["allow"], "GET,HEAD", "{method} {path}");
             }
         }
     }
@@ -123,7 +123,7 @@ async fn every_route_refuses_missing_tokens_and_insufficient_scopes() {
     while ask(&server, &client_without_redirects(&expired), &Method::GET, "/api/v1/jobs").await
         != Outcome::SignIn
     {
-        assert!(since.elapsed() < DEADLINE, "it never expires");
+        assert!(since.elapsed() < TIMEOUT, "it never expires");
     }
     let scoped: Vec<_> =
         tokens.iter().map(|(scope, token)| (*scope, client_without_redirects(token))).collect();
@@ -194,8 +194,8 @@ async fn pages_of_other_origins_are_refused_on_every_route_that_changes_somethin
             .into_iter()
             .take(all)
             {
-                let answer = request.send().await.unwrap();
-                let (status, text) = (answer.status().as_u16(), answer.text().await.unwrap());
+                let response = request.send().await.unwrap();
+                let (status, text) = (response.status().as_u16(), response.text().await.unwrap());
                 assert!(status == 403 && text.contains(WORDS), "{method} {path}: {status} {text}");
                 refused += 1;
             }
@@ -215,7 +215,7 @@ async fn without_authentication_everything_is_open_to_this_machine() {
     let server = TestServer::with(|c| c.no_auth = true).await;
     assert!(!server.dir.path().join("token").exists(), "no token is made");
     for path in ["/jobs", "/api/v1/jobs", "/api/v1/tokens", "/audit", "/metrics"] {
-        assert_eq!(server.text(path).await.0, 200, "{path}");
+        assert_eq!(server.get_text(path).await.0, 200, "{path}");
     }
     // A program that has a token for other servers need not forget it.
     let client = client_without_redirects("whatever");
@@ -229,14 +229,14 @@ async fn without_authentication_everything_is_open_to_this_machine() {
 async fn pages_redirect_to_sign_in_and_headers_must_be_bearer_tokens() {
     let server = TestServer::new().await;
     let nobody = client_without_redirects("");
-    let answer = nobody.get(server.url("/jobs?state=running&name=a%20b")).send().await.unwrap();
-    assert_eq!(answer.status(), 303);
-    assert_eq!(answer.headers()["location"], "/login?next=/jobs%3Fstate%3Drunning%26name%3Da%2520b");
-    let answer = nobody.post(server.url("/jobs/new")).send().await.unwrap();
-    assert_eq!(answer.headers()["location"], "/login", "what was posted is not repeated");
+    let response = nobody.get(server.url("/jobs?state=running&name=a%20b")).send().await.unwrap();
+    assert_eq!(response.status(), 303);
+    assert_eq!(response.headers()["location"], "/login?next=/jobs%3Fstate%3Drunning%26name%3Da%2520b");
+    let response = nobody.post(server.url("/jobs/new")).send().await.unwrap();
+    assert_eq!(response.headers()["location"], "/login", "what was posted is not repeated");
     for header in ["Basic YTpi", "Bearer", "lockstep_x", "Bearer ä"] {
-        let answer = nobody.get(server.url("/api/v1/jobs")).header("authorization", header);
-        assert_eq!(answer.send().await.unwrap().status(), 401, "{header}");
+        let response = nobody.get(server.url("/api/v1/jobs")).header("authorization", header);
+        assert_eq!(response.send().await.unwrap().status(), 401, "{header}");
     }
     let lower = nobody
         .get(server.url("/api/v1/jobs"))

@@ -1,7 +1,7 @@
 //! Browsers: links, the form, cookies, and signing out.
 
 use crate::{
-    test_server::{Stream, TestServer, builder, client_without_redirects, socket},
+    test_server::{Stream, TestServer, client_builder, client_without_redirects, socket_request},
     tls::{Files, http, with_tls},
 };
 use reqwest::{Client, Response};
@@ -37,16 +37,16 @@ impl<'a> Browser<'a> {
     }
 
     /// Takes the cookie that an answer sets; its attributes.
-    pub(super) fn take_cookie(&mut self, answer: &Response) -> String {
-        let cookie = answer.headers()["set-cookie"].to_str().unwrap();
+    pub(super) fn take_cookie(&mut self, response: &Response) -> String {
+        let cookie = response.headers()["set-cookie"].to_str().unwrap();
         let (cookie, attributes) = cookie.split_once(';').unwrap();
         self.cookie = format!("other=1; {cookie}");
         attributes.to_owned()
     }
 }
 
-pub(super) fn location(answer: &Response) -> &str {
-    answer.headers()["location"].to_str().unwrap()
+pub(super) fn location(response: &Response) -> &str {
+    response.headers()["location"].to_str().unwrap()
 }
 
 #[tokio::test]
@@ -60,9 +60,9 @@ async fn a_link_signs_in_once_and_the_session_outlives_the_server() {
     // Some programs look at a link before a person opens it.
     let looked = reqwest::Client::new().head(url).send().await.unwrap();
     assert!(looked.status().is_success() && looked.headers().get("set-cookie").is_none(), "{looked:?}");
-    let answer = browser.get(&format!("{path}&next=/machines")).await;
-    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/machines"));
-    let attributes = browser.take_cookie(&answer);
+    let response = browser.get(&format!("{path}&next=/machines")).await;
+    assert_eq!((response.status().as_u16(), location(&response)), (303, "/machines"));
+    let attributes = browser.take_cookie(&response);
     assert!(attributes.contains("HttpOnly") && attributes.contains("SameSite=Lax"), "{attributes}");
     assert!(!attributes.contains("Secure"), "not over plain HTTP: browsers would drop it");
     assert_eq!(browser.get("/jobs").await.status(), 200);
@@ -74,7 +74,7 @@ async fn a_link_signs_in_once_and_the_session_outlives_the_server() {
     assert!(page.contains("was used") && page.contains("lockstep login-link"), "{page}");
 
     let value = browser.cookie.rsplit('=').next().unwrap().to_owned();
-    let kept = server.number(&format!("SELECT count(*) FROM sessions WHERE hash = '{value}'")).await;
+    let kept = server.query_number(&format!("SELECT count(*) FROM sessions WHERE hash = '{value}'")).await;
     assert_eq!(kept, 0, "only its hash is stored");
     let port = server.address.port();
     let cookie = browser.cookie.clone();
@@ -85,7 +85,7 @@ async fn a_link_signs_in_once_and_the_session_outlives_the_server() {
     assert!(page.contains("Sign out") && page.contains("href=\"/audit\""), "{page}");
 
     // A websocket of a page has the cookie and no header; signing out closes it.
-    let mut request = socket(server.address, "/stream", "");
+    let mut request = socket_request(server.address, "/stream", "");
     request.headers_mut().insert("cookie", browser.cookie.parse().unwrap());
     let mut list = Stream::open(request).await;
     assert_eq!(list.next().await.unwrap()["type"], "live");
@@ -96,9 +96,9 @@ async fn a_link_signs_in_once_and_the_session_outlives_the_server() {
         .header("origin", "http://evil.example");
     assert_eq!(other_page.send().await.unwrap().status(), 403, "nobody else's page signs out");
     let since = Instant::now();
-    let answer = browser.post("/logout", "").await;
-    assert_eq!(location(&answer), "/login");
-    assert!(answer.headers()["set-cookie"].to_str().unwrap().contains("Max-Age=0"));
+    let response = browser.post("/logout", "").await;
+    assert_eq!(location(&response), "/login");
+    assert!(response.headers()["set-cookie"].to_str().unwrap().contains("Max-Age=0"));
     let (code, _) = list.next().await.unwrap_err();
     assert!(code == 4401 && since.elapsed() < Duration::from_secs(5), "{code}");
     assert_eq!(location(&browser.get("/jobs").await), "/login?next=/jobs", "the cookie is worth nothing now");
@@ -114,10 +114,10 @@ async fn over_tls_links_and_cookies_are_https_only() {
     let link: Value = made.json(&json!({})).send().await.unwrap().json().await.unwrap();
     let link = link["url"].as_str().unwrap();
     assert!(link.starts_with(&format!("{base}/login?code=")), "{link}");
-    let client = builder("").redirect(reqwest::redirect::Policy::none());
+    let client = client_builder("").redirect(reqwest::redirect::Policy::none());
     let client = client.tls_backend_preconfigured((*files.client()).clone()).build().unwrap();
-    let answer = client.get(link).send().await.unwrap();
-    let cookie = answer.headers()["set-cookie"].to_str().unwrap();
+    let response = client.get(link).send().await.unwrap();
+    let cookie = response.headers()["set-cookie"].to_str().unwrap();
     assert!(cookie.contains("; Secure") && cookie.contains("HttpOnly"), "{cookie}");
     server.stop().await;
 }
@@ -130,9 +130,9 @@ async fn a_pasted_token_signs_in_and_guessing_is_limited() {
     let mut browser = Browser::new(&server);
     let form = browser.get("/login?next=/jobs%3Fstate%3Drunning").await.text().await.unwrap();
     assert!(form.contains("value=\"/jobs?state=running\"") && form.contains("type=\"password\""), "{form}");
-    let answer = browser.post("/login", &format!("token={secret}&next=/jobs%3Fstate%3Drunning")).await;
-    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/jobs?state=running"));
-    browser.take_cookie(&answer);
+    let response = browser.post("/login", &format!("token={secret}&next=/jobs%3Fstate%3Drunning")).await;
+    assert_eq!((response.status().as_u16(), location(&response)), (303, "/jobs?state=running"));
+    browser.take_cookie(&response);
     let page = browser.get("/jobs").await.text().await.unwrap();
     assert!(page.contains("Sign out") && !page.contains("href=\"/audit\""), "the log is for admins");
     assert_eq!(browser.get("/audit").await.status(), 403);
@@ -141,22 +141,22 @@ async fn a_pasted_token_signs_in_and_guessing_is_limited() {
 
     // Each of these is answered as a failed sign-in, up to ten a minute.
     for (n, wrong) in ["", "hunter2", agent.as_str()].into_iter().cycle().take(10).enumerate() {
-        let answer = Browser::new(&server).post("/login", &format!("token={wrong}")).await;
-        assert_eq!(answer.status(), 401, "{n}");
+        let response = Browser::new(&server).post("/login", &format!("token={wrong}")).await;
+        assert_eq!(response.status(), 401, "{n}");
     }
     for path in ["/login", "/login?code=guessed"] {
-        let answer = match path {
+        let response = match path {
             "/login" => Browser::new(&server).post(path, "token=hunter2").await,
             _ => Browser::new(&server).get(path).await,
         };
-        assert_eq!(answer.status(), 429, "{path}");
-        let wait: u64 = answer.headers()["retry-after"].to_str().unwrap().parse().unwrap();
+        assert_eq!(response.status(), 429, "{path}");
+        let wait: u64 = response.headers()["retry-after"].to_str().unwrap().parse().unwrap();
         assert!((1..=61).contains(&wait), "{wait}");
-        assert!(answer.text().await.unwrap().contains("try again in"));
+        assert!(response.text().await.unwrap().contains("try again in"));
     }
     // Nobody is kept out by that who has a token.
-    let answer = Browser::new(&server).post("/login", &format!("token={secret}")).await;
-    assert_eq!(answer.status(), 303);
+    let response = Browser::new(&server).post("/login", &format!("token={secret}")).await;
+    assert_eq!(response.status(), 303);
     let (_, log) = server.get("/audit?limit=1000").await;
     let signing_in = |status: u64| {
         let entries = log["entries"].as_array().unwrap();

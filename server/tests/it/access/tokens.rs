@@ -1,6 +1,6 @@
 //! Tokens: made, listed, revoked, and the server's own in its file.
 
-use crate::test_server::{DEADLINE, Stream, TestServer, client, config};
+use crate::test_server::{Stream, TIMEOUT, TestServer, client, config};
 use lockstep_protocol::limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS};
 use lockstep_server::serve;
 use serde_json::{Value, json};
@@ -26,14 +26,14 @@ async fn a_token_is_shown_once_and_its_secret_never_stored() {
     let (_, list) = server.get("/tokens").await;
     let listed = list["tokens"].as_array().unwrap().iter().find(|t| t["id"] == made["id"]).unwrap();
     assert!(listed["last_used_at"].is_string(), "{listed}");
-    assert_eq!(server.number("SELECT count(*) FROM tokens WHERE last_used_at IS NOT NULL").await, 0);
+    assert_eq!(server.query_number("SELECT count(*) FROM tokens WHERE last_used_at IS NOT NULL").await, 0);
     let hashed =
         format!("SELECT count(*) FROM tokens WHERE hash LIKE '%{secret}%' OR name LIKE '%{secret}%'");
-    assert_eq!(server.number(&hashed).await, 0);
+    assert_eq!(server.query_number(&hashed).await, 0);
     // What was used is stored once a minute, and in the end.
     let dir = server.stop().await;
     let server = TestServer::open(dir, |_| {}).await;
-    assert_eq!(server.number("SELECT count(*) FROM tokens WHERE last_used_at IS NOT NULL").await, 2);
+    assert_eq!(server.query_number("SELECT count(*) FROM tokens WHERE last_used_at IS NOT NULL").await, 2);
     assert_eq!(server.send(client(secret).get(server.url("/api/v1/jobs"))).await.0, 200, "after a restart");
 
     let path = format!("/tokens/{}", made["id"].as_str().unwrap());
@@ -66,11 +66,11 @@ async fn tokens_have_limits() {
         (json!({"name": "t", "scope": "agent", "agent": "a".repeat(101)}), 422),
         (json!({"name": "t", "scope": "read", "admin": true}), 400),
     ] {
-        let (found, answer) = server.post("/tokens", &body).await;
-        assert_eq!(found, status, "{body}: {answer}");
+        let (found, response) = server.post("/tokens", &body).await;
+        assert_eq!(found, status, "{body}: {response}");
     }
     // As many as there may be, less one: those before, and what an earlier server made.
-    let valid = server.number("SELECT count(*) FROM tokens WHERE revoked_at IS NULL").await;
+    let valid = server.query_number("SELECT count(*) FROM tokens WHERE revoked_at IS NULL").await;
     let rows = (valid..TOKENS as i64 - 1).map(|n| format!("('x{n}', 'x', 'x{n}', 'read', 0)"));
     let rows = rows.collect::<Vec<_>>().join(", ");
     server.execute(&format!("INSERT INTO tokens (id, name, hash, scope, created_at) VALUES {rows}")).await;
@@ -90,7 +90,7 @@ async fn users_have_up_to_fifty_tokens() {
     server.add_person("mona", "member").await;
     let (mona, _) = server.client_of("mona", "submit").await;
     let make = async || {
-        server.as_who(&mona, "POST", "/tokens", Some(json!({"name": "one more", "scope": "read"}))).await
+        server.send_as(&mona, "POST", "/tokens", Some(json!({"name": "one more", "scope": "read"}))).await
     };
     let mut last = Value::Null;
     for n in 2..=50 {
@@ -104,7 +104,7 @@ async fn users_have_up_to_fifty_tokens() {
     // Those of others do not count, and neither do revoked ones.
     server.make_token(&json!({"name": "another's", "scope": "read"})).await;
     let path = format!("/tokens/{}", last.as_str().unwrap());
-    assert_eq!(server.as_who(&mona, "DELETE", &path, None).await.0, 204);
+    assert_eq!(server.send_as(&mona, "DELETE", &path, None).await.0, 204);
     assert_eq!(make().await.0, 201);
     server.stop().await;
 }
@@ -115,7 +115,7 @@ async fn connections_of_revoked_or_expired_tokens_are_closed_in_five_seconds() {
     for expires in [None, Some(5)] {
         let body = json!({"name": "t", "scope": "read", "expires_in_secs": expires});
         let (id, secret) = server.make_token(&body).await;
-        let mut list = Stream::open(server.socket("/stream", &secret)).await;
+        let mut list = Stream::open(server.socket_request("/stream", &secret)).await;
         assert_eq!(list.next().await.unwrap()["type"], "live");
         let since = Instant::now();
         if expires.is_none() {
@@ -170,7 +170,7 @@ async fn the_server_s_own_token_is_private_and_recreated() {
     fs::rename(&path, dir.path().join("jobs/elsewhere")).unwrap();
     symlink(dir.path().join("jobs/elsewhere"), &path).unwrap();
     let starting = serve(config(&dir), |_| panic!("it must not start"), std::future::pending());
-    let error = tokio::time::timeout(DEADLINE, starting).await.unwrap().unwrap_err();
+    let error = tokio::time::timeout(TIMEOUT, starting).await.unwrap().unwrap_err();
     assert!(error.to_string().contains("symbolic link"), "{error}");
     assert_eq!(error.exit_code(), 2);
 }

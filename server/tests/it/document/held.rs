@@ -24,11 +24,11 @@ impl Held<'_> {
     ) -> (u16, Value) {
         let verb = Method::from_bytes(method.to_uppercase().as_bytes()).unwrap();
         let request = change(self.server.http.request(verb, self.server.url(place)));
-        let answer = request.send().await.unwrap();
-        let status = answer.status().as_u16();
-        let kind = answer.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
-        let retry_after = answer.headers().get("retry-after").map(|v| v.to_str().unwrap().to_owned());
-        let bytes = answer.bytes().await.unwrap();
+        let response = request.send().await.unwrap();
+        let status = response.status().as_u16();
+        let kind = response.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
+        let retry_after = response.headers().get("retry-after").map(|v| v.to_str().unwrap().to_owned());
+        let bytes = response.bytes().await.unwrap();
         let call = format!("{method} {template}");
         self.given.insert((call.clone(), status));
         let documented = &self.document["paths"][template][method]["responses"][status.to_string()];

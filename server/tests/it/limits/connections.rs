@@ -1,7 +1,7 @@
 //! Connections that say nothing, too much, or something else than the protocol.
 
 use super::*;
-use crate::test_server::socket;
+use crate::test_server::socket_request;
 use lockstep_server::tls::addresses;
 use std::net::SocketAddr;
 
@@ -10,7 +10,7 @@ async fn closed_with(
     socket: &mut (impl StreamExt<Item = Result<Message, tokio_tungstenite::tungstenite::Error>> + Unpin),
 ) -> (u16, String) {
     loop {
-        match timeout(DEADLINE, socket.next()).await.expect("it is closed") {
+        match timeout(TIMEOUT, socket.next()).await.expect("it is closed") {
             Some(Ok(Message::Close(Some(frame)))) => return (frame.code.into(), frame.reason.to_string()),
             Some(Ok(_)) => {}
             other => panic!("no close frame: {other:?}"),
@@ -62,7 +62,7 @@ async fn an_agent_with_a_wrong_protocol_is_told_so() {
         (after_hello(vec![said.clone()]), 1002, "Hello twice"),
     ];
     for (messages, code, words) in cases {
-        let (mut socket, _) = connect_async(server.socket("/agent/socket", &token)).await.unwrap();
+        let (mut socket, _) = connect_async(server.socket_request("/agent/socket", &token)).await.unwrap();
         for message in messages {
             // One that is too long may be refused before all of it is sent.
             let _ = socket.send(message).await;
@@ -70,7 +70,7 @@ async fn an_agent_with_a_wrong_protocol_is_told_so() {
         if code == 1009 {
             // What is left unread makes the system drop the close frame now and then.
             loop {
-                match timeout(DEADLINE, socket.next()).await.expect("it is closed") {
+                match timeout(TIMEOUT, socket.next()).await.expect("it is closed") {
                     Some(Ok(Message::Close(Some(frame)))) => break assert_eq!(u16::from(frame.code), code),
                     // The Welcome.
                     Some(Ok(Message::Binary(_))) => {}
@@ -83,7 +83,7 @@ async fn an_agent_with_a_wrong_protocol_is_told_so() {
         let (found, reason) = closed_with(&mut socket).await;
         assert!(found == code && reason.contains(words), "{found} {reason}, not {code} {words}");
     }
-    assert_eq!(server.text("/healthz").await.0, 200);
+    assert_eq!(server.get_text("/healthz").await.0, 200);
     server.stop().await;
 }
 
@@ -91,14 +91,14 @@ async fn an_agent_with_a_wrong_protocol_is_told_so() {
 async fn heartbeats_have_up_to_4096_attempts_of_which_64_are_answered() {
     let server = TestServer::new().await;
     let token = server.agent_token("many").await;
-    let (mut socket, _) = connect_async(server.socket("/agent/socket", &token)).await.unwrap();
+    let (mut socket, _) = connect_async(server.socket_request("/agent/socket", &token)).await.unwrap();
     let message = |message: FromAgent| Message::Binary(wire::encode(&message).unwrap().into());
     socket.send(message(hello("many", 1, Vec::new()))).await.unwrap();
-    let mut attempts: Vec<_> = (0..4096).map(|_| stranger()).collect();
+    let mut attempts: Vec<_> = (0..4096).map(|_| unknown_attempt()).collect();
     socket.send(message(FromAgent::Heartbeat { attempts: attempts.clone(), no_work: None })).await.unwrap();
     let mut stops = 0;
     loop {
-        match timeout(DEADLINE, socket.next()).await.expect("an answer") {
+        match timeout(TIMEOUT, socket.next()).await.expect("an answer") {
             Some(Ok(Message::Binary(bytes))) => match wire::decode(&bytes).unwrap() {
                 ToAgent::Stop { .. } => stops += 1,
                 ToAgent::HeartbeatAck => break,
@@ -108,7 +108,7 @@ async fn heartbeats_have_up_to_4096_attempts_of_which_64_are_answered() {
         }
     }
     assert_eq!(stops, 64, "the next heartbeat names the others again");
-    attempts.push(stranger());
+    attempts.push(unknown_attempt());
     socket.send(message(FromAgent::Heartbeat { attempts, no_work: None })).await.unwrap();
     let (code, reason) = closed_with(&mut socket).await;
     assert!(code == 1002 && reason.contains("more than 4096 attempts"), "{code} {reason}");
@@ -118,12 +118,12 @@ async fn heartbeats_have_up_to_4096_attempts_of_which_64_are_answered() {
 #[tokio::test]
 async fn readers_that_send_too_much_get_a_close_code() {
     let server = TestServer::new().await;
-    let mut stream = Stream::open(server.socket("/stream", &server.token)).await;
+    let mut stream = Stream::open(server.socket_request("/stream", &server.token)).await;
     assert_eq!(stream.next().await.unwrap()["type"], "live");
     stream.0.send(Message::text("x".repeat(4096))).await.unwrap();
     stream.0.send(Message::Ping(bytes_of("still there"))).await.unwrap();
-    match timeout(DEADLINE, stream.0.next()).await.unwrap() {
-        Some(Ok(Message::Pong(answer))) => assert_eq!(&answer[..], b"still there"),
+    match timeout(TIMEOUT, stream.0.next()).await.unwrap() {
+        Some(Ok(Message::Pong(response))) => assert_eq!(&response[..], b"still there"),
         other => panic!("{other:?}"),
     }
     stream.0.send(Message::text("x".repeat(4097))).await.unwrap();
@@ -154,7 +154,7 @@ async fn silent_connections_are_closed_in_time() {
     ] {
         let mut socket = TcpStream::connect(server.address).await.unwrap();
         socket.write_all(said.as_bytes()).await.unwrap();
-        sockets.push(tokio::spawn(ends_within(socket, DEADLINE)));
+        sockets.push(tokio::spawn(ends_within(socket, TIMEOUT)));
     }
     for socket in sockets {
         assert!(socket.await.unwrap(), "it is not kept for ever");
@@ -185,17 +185,17 @@ async fn idle_connections_make_room_for_others() {
     // One more, and the oldest goes.
     for _ in 0..3 {
         let fresh = reqwest::Client::new();
-        let answer = timeout(DEADLINE, fresh.get(server.url("/healthz")).send()).await.expect("at once");
-        assert_eq!(answer.unwrap().status().as_u16(), 200);
+        let response = timeout(TIMEOUT, fresh.get(server.url("/healthz")).send()).await.expect("at once");
+        assert_eq!(response.unwrap().status().as_u16(), 200);
     }
-    assert!(ends_within(first, DEADLINE).await);
+    assert!(ends_within(first, TIMEOUT).await);
     // Ten times as many, and there still is an answer.
     for _ in 0..80 {
         idle.push(TcpStream::connect(server.address).await.unwrap());
     }
     let fresh = reqwest::Client::new();
-    let answer = timeout(DEADLINE, fresh.get(server.url("/healthz")).send()).await.expect("at once");
-    assert_eq!(answer.unwrap().status().as_u16(), 200);
+    let response = timeout(TIMEOUT, fresh.get(server.url("/healthz")).send()).await.expect("at once");
+    assert_eq!(response.unwrap().status().as_u16(), 200);
     drop(idle);
     server.stop().await;
 }
@@ -220,15 +220,15 @@ async fn one_address_has_a_quarter_of_the_connections() {
     let mut byte = [0];
     assert!(timeout(Duration::from_millis(300), first.read(&mut byte)).await.is_err(), "all have room");
     idle.push(TcpStream::connect(at).await.unwrap());
-    assert!(ends_within(first, DEADLINE).await, "the oldest makes room for one more");
+    assert!(ends_within(first, TIMEOUT).await, "the oldest makes room for one more");
     // Streams that are in use make none.
     let mut streams = Vec::new();
     for _ in 0..16 {
-        let mut stream = Stream::open(socket(at, "/stream", &server.token)).await;
+        let mut stream = Stream::open(socket_request(at, "/stream", &server.token)).await;
         assert_eq!(stream.next().await.unwrap()["type"], "live");
         streams.push(stream);
     }
-    let more = timeout(DEADLINE, connect_async(socket(at, "/stream", &server.token))).await;
+    let more = timeout(TIMEOUT, connect_async(socket_request(at, "/stream", &server.token))).await;
     assert!(more.expect("it is refused at once").is_err());
     let here = format!("http://127.0.0.1:{}/healthz", at.port());
     assert_eq!(server.http.get(here).send().await.unwrap().status(), 200, "others are served");
@@ -240,7 +240,7 @@ async fn one_address_has_a_quarter_of_the_connections() {
 async fn a_stalled_body_is_answered_in_time() {
     let patience = Duration::from_secs(1);
     let server = TestServer::with(|c| c.body_patience = patience).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (_, checkpoint) = with_checkpoint(&server, &mut agent).await;
     for (path, kind) in [
         ("/api/v1/jobs".to_owned(), "application/json"),
@@ -260,11 +260,11 @@ async fn a_stalled_body_is_answered_in_time() {
             tokio::time::sleep(patience / 2).await;
             socket.write_all(part.as_bytes()).await.unwrap();
         }
-        let mut answer = Vec::new();
-        timeout(DEADLINE, socket.read_to_end(&mut answer)).await.expect("it ends").unwrap();
-        let answer = String::from_utf8_lossy(&answer);
-        assert!(answer.starts_with("HTTP/1.1 408"), "{path}: {answer}");
-        assert!(answer.contains("application/problem+json") && answer.contains("no byte of the body"));
+        let mut response = Vec::new();
+        timeout(TIMEOUT, socket.read_to_end(&mut response)).await.expect("it ends").unwrap();
+        let response = String::from_utf8_lossy(&response);
+        assert!(response.starts_with("HTTP/1.1 408"), "{path}: {response}");
+        assert!(response.contains("application/problem+json") && response.contains("no byte of the body"));
         assert!(began.elapsed() >= patience * 2, "not before its time");
     }
     server.stop().await;

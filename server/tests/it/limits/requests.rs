@@ -10,7 +10,7 @@ use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
 #[tokio::test]
 async fn an_idempotency_key_has_up_to_255_characters() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let submit = async |chars: usize| {
         let request =
             server.http.post(server.url("/api/v1/jobs")).header("idempotency-key", "k".repeat(chars));
@@ -34,7 +34,7 @@ async fn names_and_paths_of_datasets_have_maximum_lengths() {
     let new = |name: usize, path: usize| json!({"name": "n".repeat(name), "path": format!("/{}", "p".repeat(path - 1))});
     let longest = new(100, 4096);
     let add = server.post("/datasets", &longest);
-    let ((status, body), ()) = tokio::join!(add, agent.answer(Ok(info())));
+    let ((status, body), ()) = tokio::join!(add, agent.answer_inspection(Ok(dataset_info())));
     assert_eq!(status, 201, "{body}");
     let (status, body) = server.post("/datasets", &new(101, 4097)).await;
     assert_eq!(status, 422, "{body}");
@@ -50,7 +50,7 @@ async fn names_and_paths_of_datasets_have_maximum_lengths() {
 #[tokio::test]
 async fn a_cursor_has_up_to_4096_characters() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     for _ in 0..2 {
         server.submit(|_| {}).await;
     }
@@ -75,10 +75,10 @@ async fn a_piece_of_a_checkpoint_has_up_to_8_mib() {
     const MOST: usize = 8 << 20;
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     server.submit(|_| {}).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     let own = Asks { server: &server, http: client(&token), agent_id: "id-a".into(), attempt };
     assert_eq!(own.ask("POST", "", vec![]).await.0, 204);

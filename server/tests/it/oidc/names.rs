@@ -150,9 +150,9 @@ async fn groups_decide_about_the_role_at_every_sign_in() {
         provider.change(|b| b.claims = json!({"groups": groups}));
         let mut browser = Browser::new(&server);
         assert_eq!(browser.begin(&provider, "").await["scope"], "openid profile email groups");
-        let answer = browser.sign_in(&provider).await;
-        assert_eq!(answer.status().as_u16(), status, "{groups}");
-        (browser, answer.text().await.unwrap())
+        let response = browser.sign_in(&provider).await;
+        assert_eq!(response.status().as_u16(), status, "{groups}");
+        (browser, response.text().await.unwrap())
     };
     let page = sign_in(json!(["others"]), 403).await.1;
     assert!(page.contains("No person has this account yet"), "{page}");

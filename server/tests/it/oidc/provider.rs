@@ -268,8 +268,8 @@ pub struct Browser<'a> {
 /// What a browser was sent to the provider with.
 pub type Asked = BTreeMap<String, String>;
 
-pub fn location(answer: &Response) -> &str {
-    answer.headers()["location"].to_str().unwrap()
+pub fn location(response: &Response) -> &str {
+    response.headers()["location"].to_str().unwrap()
 }
 
 impl<'a> Browser<'a> {
@@ -279,7 +279,7 @@ impl<'a> Browser<'a> {
 
     /// At an address of this machine of its own: attempts are counted by address.
     pub fn from(server: &'a TestServer, address: [u8; 4]) -> Self {
-        let client = crate::test_server::builder("").redirect(reqwest::redirect::Policy::none());
+        let client = crate::test_server::client_builder("").redirect(reqwest::redirect::Policy::none());
         let client = client.local_address(IpAddr::from(address)).build().unwrap();
         Self { server, client, cookies: BTreeMap::new() }
     }
@@ -287,8 +287,8 @@ impl<'a> Browser<'a> {
     pub async fn get(&mut self, path: &str) -> Response {
         let cookies: Vec<_> = self.cookies.iter().map(|(name, value)| format!("{name}={value}")).collect();
         let request = self.client.get(self.server.url(path)).header("cookie", cookies.join("; "));
-        let answer = request.send().await.unwrap();
-        for cookie in answer.headers().get_all("set-cookie") {
+        let response = request.send().await.unwrap();
+        for cookie in response.headers().get_all("set-cookie") {
             let (pair, rest) = cookie.to_str().unwrap().split_once(';').unwrap();
             let (name, value) = pair.split_once('=').unwrap();
             assert!(rest.contains("HttpOnly; SameSite=Lax"), "{rest}");
@@ -297,15 +297,15 @@ impl<'a> Browser<'a> {
                 false => self.cookies.insert(name.into(), value.into()),
             };
         }
-        answer
+        response
     }
 
     /// Off to the provider.
     pub async fn begin(&mut self, provider: &Provider, next: &str) -> Asked {
-        let answer = self.get(&format!("/login/oidc?{next}")).await;
-        let status = answer.status().as_u16();
-        let to = answer.headers().get("location").map(|to| to.to_str().unwrap().to_owned());
-        assert_eq!(status, 303, "{}", answer.text().await.unwrap());
+        let response = self.get(&format!("/login/oidc?{next}")).await;
+        let status = response.status().as_u16();
+        let to = response.headers().get("location").map(|to| to.to_str().unwrap().to_owned());
+        assert_eq!(status, 303, "{}", response.text().await.unwrap());
         let to: Url = to.unwrap().parse().unwrap();
         assert!(to.as_str().starts_with(&format!("{}/authorize?tenant=1&", provider.issuer())), "{to}");
         let asked: Asked = to.query_pairs().into_owned().collect();
@@ -330,8 +330,8 @@ impl<'a> Browser<'a> {
 
     /// All of it, where it is refused; the page.
     pub async fn refused(&mut self, provider: &Provider, status: u16) -> String {
-        let answer = self.sign_in(provider).await;
-        let (got, page) = (answer.status().as_u16(), answer.text().await.unwrap());
+        let response = self.sign_in(provider).await;
+        let (got, page) = (response.status().as_u16(), response.text().await.unwrap());
         assert_eq!(got, status, "{page}");
         assert!(
             self.cookies.is_empty(),

@@ -1,7 +1,7 @@
 //! A provider that is down, changes its keys, or answers with what it should not.
 
 use super::provider::{Browser, Provider, Signer};
-use crate::test_server::{DEADLINE, TestServer};
+use crate::test_server::{TIMEOUT, TestServer};
 use axum::{
     Router,
     body::Body,
@@ -49,9 +49,9 @@ async fn a_server_starts_while_the_provider_is_down_and_finds_it_when_it_is_up()
     .await;
     let mut browser = Browser::new(&server);
     for n in 0..20 {
-        let answer = browser.get("/login/oidc").await;
-        assert_eq!(answer.status(), 503, "{n}: not an attempt that failed");
-        let page = answer.text().await.unwrap();
+        let response = browser.get("/login/oidc").await;
+        assert_eq!(response.status(), 503, "{n}: not an attempt that failed");
+        let page = response.text().await.unwrap();
         assert!(
             page.contains("127.0.0.1 cannot be reached at the moment") && page.contains("name=\"token\""),
             "{page}"
@@ -60,7 +60,7 @@ async fn a_server_starts_while_the_provider_is_down_and_finds_it_when_it_is_up()
     let provider = Provider::at(TcpListener::bind(address).await.unwrap()).await;
     let since = Instant::now();
     while browser.get("/login/oidc").await.status() != 303 {
-        assert!(since.elapsed() < DEADLINE, "it is not asked again");
+        assert!(since.elapsed() < TIMEOUT, "it is not asked again");
     }
     assert_eq!(browser.sign_in(&provider).await.status(), 303);
     server.stop().await;

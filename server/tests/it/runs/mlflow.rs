@@ -23,22 +23,22 @@ async fn call(
         }
         _ => client.post(url).json(fields),
     };
-    let answer = request.send().await.unwrap();
-    (answer.status().as_u16(), answer.json().await.unwrap())
+    let response = request.send().await.unwrap();
+    (response.status().as_u16(), response.json().await.unwrap())
 }
 
 #[tokio::test]
 async fn responses_to_mlflow_s_calls_match_mlflow() {
     let server = TestServer::new().await;
     let post = async |name: &str, fields: Value| {
-        let (status, answer) = call(&server, &server.http, "POST", name, &fields).await;
-        assert_eq!(status, 200, "{name}: {answer}");
-        answer
+        let (status, response) = call(&server, &server.http, "POST", name, &fields).await;
+        assert_eq!(status, 200, "{name}: {response}");
+        response
     };
     let get = async |name: &str, fields: Value| {
-        let (status, answer) = call(&server, &server.http, "GET", name, &fields).await;
-        assert_eq!(status, 200, "{name}: {answer}");
-        answer
+        let (status, response) = call(&server, &server.http, "GET", name, &fields).await;
+        assert_eq!(status, 200, "{name}: {response}");
+        response
     };
     // An experiment is a project, and the first one is always there.
     let default = json!({"experiment_id": "0", "name": "Default", "lifecycle_stage": "active",

@@ -17,11 +17,11 @@ use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, connect_async, tungsten
 
 pub struct Agent {
     socket: WebSocketStream<MaybeTlsStream<tokio::net::TcpStream>>,
-    /// The answer to Hello.
+    /// From the server's `Welcome`: acknowledged records and revoked attempts.
     pub welcome: (Vec<Acknowledged>, Vec<AttemptRef>),
-    /// Answers to heartbeats are passed over, and counted.
+    /// Number of heartbeats that the server has acknowledged.
     pub heartbeats: usize,
-    /// The last order to stop: the server may say the same one twice, and an agent ignores the second.
+    /// The last `Stop`. The server may repeat a `Stop`, and agents ignore the repetition.
     stopped: Option<ToAgent>,
 }
 
@@ -59,10 +59,10 @@ pub fn hello(name: &str, slots: u32, attempts: Vec<AttemptRef>) -> FromAgent {
     }
 }
 
-/// As [`hello`], from a machine with so many GPUs.
+/// Same as [`hello`], from a machine with GPUs.
 pub fn hello_gpus(name: &str, gpus: u32) -> FromAgent {
-    let mut said = hello(name, 0, Vec::new());
-    if let FromAgent::Hello { slots, .. } = &mut said {
+    let mut hello = hello(name, 0, Vec::new());
+    if let FromAgent::Hello { slots, .. } = &mut hello {
         *slots = (0..gpus)
             .map(|index| Slot {
                 index,
@@ -73,17 +73,17 @@ pub fn hello_gpus(name: &str, gpus: u32) -> FromAgent {
             })
             .collect();
     }
-    said
+    hello
 }
 
-/// A new token for the agent that says this.
+/// Creates a token for the agent that sends this `Hello`.
 async fn make_token_for(server: &TestServer, hello: &FromAgent) -> String {
     let FromAgent::Hello { agent_id, name, .. } = hello else { return server.agent_token("a").await };
     let (_, known) = server.get("/agents").await;
     let is_known = known["agents"].as_array().unwrap().iter().any(|agent| agent["id"] == **agent_id);
-    // A name or id that no agent can have is refused for that, not for its token.
-    let is_plain = |text: &str| !text.trim().is_empty() && text.len() <= 100 && text.is_ascii();
-    match (is_known, is_plain(name) && is_plain(agent_id)) {
+    // The server refuses an invalid name or id before it compares the token's agent.
+    let is_valid = |text: &str| !text.trim().is_empty() && text.len() <= 100 && text.is_ascii();
+    match (is_known, is_valid(name) && is_valid(agent_id)) {
         (true, true) => server.agent_token(agent_id).await,
         (false, true) => server.agent_token(name).await,
         (_, false) => server.agent_token("a").await,
@@ -91,13 +91,13 @@ async fn make_token_for(server: &TestServer, hello: &FromAgent) -> String {
 }
 
 impl Agent {
-    /// Connects and says `hello`; the answer is the first message.
+    /// Connects and sends `hello`. Returns the reason if the server refuses the agent.
     pub async fn connect(server: &TestServer, hello: FromAgent) -> Result<Self, String> {
         let token = make_token_for(server, &hello).await;
         Self::connect_with_token(server, &token, hello).await
     }
 
-    /// As [`Agent::greet`], with this token.
+    /// Same as [`Agent::connect`], with this token.
     pub async fn connect_with_token(
         server: &TestServer,
         token: &str,
@@ -117,6 +117,7 @@ impl Agent {
         }
     }
 
+    /// Connects as the agent `a`.
     pub async fn join(server: &TestServer, slots: u32) -> Self {
         Self::connect(server, hello("a", slots, Vec::new())).await.unwrap()
     }
@@ -136,12 +137,12 @@ impl Agent {
         assert_eq!(status, 201, "{body}");
     }
 
-    /// Answers the next question.
+    /// Answers the next request, which must be to inspect a dataset.
     pub async fn answer_inspection(&mut self, info: Result<DatasetInfo, String>) {
         let Some(ToAgent::Request { id, request: AgentRequest::InspectDataset { path, .. } }) =
             self.next().await
         else {
-            panic!("no question")
+            panic!("the agent gets no request to inspect a dataset")
         };
         let reply = info.map(|info| AgentReply::Dataset { path, info });
         self.send(FromAgent::Reply { id, reply }).await;
@@ -152,10 +153,10 @@ impl Agent {
         self.socket.send(Message::Binary(bytes.into())).await.unwrap();
     }
 
-    /// The next message but heartbeats' answers and repeated orders to stop; none when the server has closed.
+    /// Returns the next message except acknowledged heartbeats and repeated `Stop`s; `None` if the server has closed the connection.
     pub async fn next(&mut self) -> Option<ToAgent> {
         loop {
-            match timeout(TIMEOUT, self.socket.next()).await.expect("the server says something") {
+            match timeout(TIMEOUT, self.socket.next()).await.expect("a message of the server") {
                 Some(Ok(Message::Binary(bytes))) => match rmp_serde::from_slice(&bytes).unwrap() {
                     ToAgent::HeartbeatAck => self.heartbeats += 1,
                     stop @ ToAgent::Stop { .. } if self.stopped.as_ref() == Some(&stop) => {}
@@ -172,6 +173,7 @@ impl Agent {
         }
     }
 
+    /// Waits for the next message, which must be `Start`.
     pub async fn expect_start(&mut self) -> StartAttempt {
         match self.next().await {
             Some(ToAgent::Start(start)) => *start,
@@ -179,7 +181,7 @@ impl Agent {
         }
     }
 
-    /// Reports and waits until it is stored; the number acknowledged.
+    /// Sends a report and waits until the server has stored it. Returns the number of acknowledged records.
     pub async fn report(
         &mut self,
         attempt: &AttemptRef,
@@ -198,7 +200,7 @@ impl Agent {
         assert_eq!(self.report(attempt, Source::Agent, 0, vec![AttemptEvent::Ended(ending)]).await, 1);
     }
 
-    /// Goes without a word.
+    /// Drops the connection without a close frame.
     pub fn disconnect(self) {}
 
     pub async fn heartbeat(&mut self, attempts: &[AttemptRef]) {
@@ -206,6 +208,7 @@ impl Agent {
     }
 }
 
+/// A dataset of two classes with 1000 training pictures and 200 test pictures.
 pub fn dataset_info() -> DatasetInfo {
     let split = |name: &str, samples: u64| SplitInfo {
         name: name.into(),
@@ -245,6 +248,7 @@ pub fn line(rank: u32, number: u64, text: &str) -> AttemptEvent {
     AttemptEvent::Log { rank, lines: vec![LogLine { number, at, text: text.into() }] }
 }
 
+/// An attempt that the server does not know.
 pub fn unknown_attempt() -> AttemptRef {
     AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() }
 }

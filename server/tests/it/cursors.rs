@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, dataset_info, line, losses, running},
-    log_pages::show_pictures,
+    log_pages::answer_samples,
     test_server::TestServer,
 };
 use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo, Ending, Source};
@@ -118,7 +118,7 @@ async fn a_cursor_of_another_dataset_s_pictures_is_refused() {
         assert_eq!(added.0, 201, "{}", added.1);
     };
     register(&mut agent, "others").await;
-    let answering = tokio::spawn(show_pictures(agent));
+    let answering = tokio::spawn(answer_samples(agent));
     let own = cursor(&server, "/datasets/pictures/samples").await;
     let (_, page) = server.get(&format!("/datasets/pictures/samples?cursor={own}")).await;
     assert_eq!(page["samples"][0]["index"], json!(1), "{page}");
@@ -129,7 +129,7 @@ async fn a_cursor_of_another_dataset_s_pictures_is_refused() {
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
     let mut agent = Agent::join(&server, 2).await;
     agent.register(&server).await;
-    let answering = tokio::spawn(show_pictures(agent));
+    let answering = tokio::spawn(answer_samples(agent));
     refused(&server, "/datasets/pictures/samples", &own, "of the samples of another dataset").await;
     assert_eq!(server.get("/datasets/pictures/samples").await.0, 200);
     answering.abort();

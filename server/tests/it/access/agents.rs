@@ -1,4 +1,4 @@
-//! An agent is who its token says.
+//! The identity of an agent follows from its token.
 
 use crate::{
     agent::{Agent, hello, losses, running},
@@ -13,22 +13,23 @@ use tokio_tungstenite::{
     tungstenite::{self, Message},
 };
 
-/// As somebody who has read another agent's id in the list of machines.
+/// A `Hello` with a chosen id. Ids of other agents are visible in the list of machines.
 fn hello_as(id: &str, name: &str) -> FromAgent {
-    let mut said = hello(name, 2, Vec::new());
-    if let FromAgent::Hello { agent_id, .. } = &mut said {
+    let mut hello = hello(name, 2, Vec::new());
+    if let FromAgent::Hello { agent_id, .. } = &mut hello {
         *agent_id = id.into();
     }
-    said
+    hello
 }
 
-async fn refused(server: &TestServer, token: &str, said: FromAgent) -> String {
-    Agent::connect_with_token(server, token, said).await.err().expect("refused")
+/// Connects, and returns the reason for which the server refuses the agent.
+async fn refusal(server: &TestServer, token: &str, hello: FromAgent) -> String {
+    Agent::connect_with_token(server, token, hello).await.err().expect("refused")
 }
 
-/// What comes before anybody is known is short: 16 MB of nothing would take half a gigabyte while it is decoded.
+/// The limit protects the server from unknown clients: decoding 16 MB of nulls would need half a gigabyte.
 #[tokio::test]
-async fn the_first_message_of_a_connection_has_a_length() {
+async fn the_first_message_of_a_connection_has_at_most_2_mib() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
     for (bytes, wanted) in [(2 << 20, "cannot be read"), ((2 << 20) + 1, "longer than the 2 MiB")] {
@@ -58,28 +59,29 @@ async fn a_token_belongs_to_one_agent_and_needs_the_agent_scope() {
         }
     }
     let a = server.agent_token("a").await;
-    // Bound to the first new agent of that name, and to no other from then on.
-    let said = refused(&server, &a, hello_as("id-b", "b")).await;
-    assert!(said.contains("another agent") && said.contains("--agent id-b"), "{said}");
-    let first = Agent::connect_with_token(&server, &a, hello_as("id-a", "a")).await.expect("its name");
-    assert!(refused(&server, &a, hello_as("id-c", "a")).await.contains("another agent"));
+    // The token belongs to the first new agent of this name.
+    let reason = refusal(&server, &a, hello_as("id-b", "b")).await;
+    assert!(reason.contains("another agent") && reason.contains("--agent id-b"), "{reason}");
+    let first = Agent::connect_with_token(&server, &a, hello_as("id-a", "a")).await.expect("the name fits");
+    assert!(refusal(&server, &a, hello_as("id-c", "a")).await.contains("another agent"));
     first.disconnect();
-    // The same agent may take another name, and connect again.
-    let renamed = Agent::connect_with_token(&server, &a, hello_as("id-a", "renamed")).await.expect("its id");
-    let again = Agent::connect_with_token(&server, &a, hello_as("id-a", "a")).await.expect("its id");
+    // The same agent may change its name and connect again.
+    let renamed =
+        Agent::connect_with_token(&server, &a, hello_as("id-a", "renamed")).await.expect("the id fits");
+    let again = Agent::connect_with_token(&server, &a, hello_as("id-a", "a")).await.expect("the id fits");
     drop((renamed, again));
 
-    // A token for a new agent does not become a known one's, whatever that is called.
+    // A token for a new agent is not valid for a known agent, even if the known agent sends the new name.
     let fresh = server.agent_token("fresh").await;
-    assert!(refused(&server, &fresh, hello_as("id-a", "fresh")).await.contains("another agent"));
+    assert!(refusal(&server, &fresh, hello_as("id-a", "fresh")).await.contains("another agent"));
     let by_name = server.agent_token("a").await;
-    assert!(refused(&server, &by_name, hello_as("id-d", "a")).await.contains("another agent"));
+    assert!(refusal(&server, &by_name, hello_as("id-d", "a")).await.contains("another agent"));
     let known = Agent::connect_with_token(&server, &by_name, hello_as("id-a", "a")).await;
-    assert!(known.is_ok(), "by its name an admin makes a known agent another token");
+    assert!(known.is_ok(), "an admin's new token for a known name is valid for the known agent");
     assert!(Agent::connect_with_token(&server, &fresh, hello_as("id-fresh", "fresh")).await.is_ok());
-    // A machine that is away keeps its name.
-    let said = refused(&server, &a, hello_as("id-a", "fresh")).await;
-    assert!(said.contains("the name of another machine") && said.contains("--name"), "{said}");
+    // Another agent cannot take the name of a machine that is offline.
+    let reason = refusal(&server, &a, hello_as("id-a", "fresh")).await;
+    assert!(reason.contains("the name of another machine") && reason.contains("--name"), "{reason}");
     server.stop().await;
 }
 
@@ -108,7 +110,7 @@ async fn reports_are_accepted_only_from_the_attempt_s_agent() {
     let attempt = agent.expect_start().await.attempt;
     assert_eq!(agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await, 1);
 
-    // Another agent, well known to the server, that has learned everything but has not been given the attempt.
+    // Another known agent, which has all data of the attempt but was not assigned to it.
     let mut other = Agent::connect(&server, hello("other", 2, Vec::new())).await.unwrap();
     let forged = |attempt, first| FromAgent::Report {
         attempt,
@@ -119,9 +121,9 @@ async fn reports_are_accepted_only_from_the_attempt_s_agent() {
     other.send(forged(attempt.clone(), 1)).await;
     assert!(
         matches!(other.next().await, Some(ToAgent::Stop { .. })),
-        "it is told that it has no such attempt"
+        "the server tells the other agent to stop the attempt"
     );
-    // The right agent that guesses the attempt's fencing token.
+    // The assigned agent with a wrong fencing token.
     let mut guessed = attempt.clone();
     guessed.fencing_token.secret ^= 1;
     agent.send(forged(guessed, 1)).await;
@@ -133,19 +135,19 @@ async fn reports_are_accepted_only_from_the_attempt_s_agent() {
     server.stop().await;
 }
 
-/// As a machine that was cloned with its agent's folder does it.
+/// This happens if a machine is cloned together with its agent's folder.
 #[tokio::test]
-async fn a_second_process_with_an_agent_s_identity_is_refused_while_the_first_is_alive() {
+async fn a_second_process_with_an_agent_s_id_is_refused_while_the_first_is_online() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    let of = |name: &str| {
-        let mut said = hello("a", 2, Vec::new());
-        if let FromAgent::Hello { process, .. } = &mut said {
+    let hello_from = |name: &str| {
+        let mut hello = hello("a", 2, Vec::new());
+        if let FromAgent::Hello { process, .. } = &mut hello {
             *process = name.into();
         }
-        said
+        hello
     };
-    let connect = async |process| Agent::connect_with_token(&server, &token, of(process)).await;
+    let connect = async |process| Agent::connect_with_token(&server, &token, hello_from(process)).await;
     let mut first = connect("one").await.unwrap();
     for _ in 0..3 {
         let why = connect("two").await.err().expect("refused");
@@ -157,9 +159,9 @@ async fn a_second_process_with_an_agent_s_identity_is_refused_while_the_first_is
         shown["agents"][0]["online"] == true && warning.contains("identity tries to connect from 127.0.0.1"),
         "{shown}"
     );
-    // The same process is back before the server knows that its earlier connection is over.
+    // The same process connects again before the server notices the end of the earlier connection.
     let again = connect("one").await.unwrap();
-    assert!(first.next().await.is_none(), "its first connection ends");
+    assert!(first.next().await.is_none(), "the first connection ends");
     again.disconnect();
     let since = Instant::now();
     while let Err(why) = connect("two").await {
@@ -167,12 +169,12 @@ async fn a_second_process_with_an_agent_s_identity_is_refused_while_the_first_is
     }
     server.stop().await;
 
-    // A machine that lost its power is back, and its connection is still there.
+    // After a power failure the machine has a new process, while the earlier connection still seems open.
     let server = TestServer::with(|config| config.lease = Duration::from_secs(4)).await;
     let token = server.agent_token("a").await;
-    let _first = Agent::connect_with_token(&server, &token, of("one")).await.unwrap();
+    let _first = Agent::connect_with_token(&server, &token, hello_from("one")).await.unwrap();
     let since = Instant::now();
-    while let Err(why) = Agent::connect_with_token(&server, &token, of("two")).await {
+    while let Err(why) = Agent::connect_with_token(&server, &token, hello_from("two")).await {
         assert!(since.elapsed() < Duration::from_secs(3), "{why}");
     }
     server.stop().await;

@@ -1,4 +1,4 @@
-//! Whose jobs, datasets and tokens are: what members may change, and what nobody else sees.
+//! Owners of jobs, datasets and tokens: the objects that members may change, and private objects.
 
 use crate::{
     agent::{Agent, dataset_info},
@@ -10,17 +10,18 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 impl TestServer {
-    /// A client with a token of a person's own.
+    /// A client with a new token of a person, and the token's secret.
     pub async fn client_of(&self, name: &str, scope: &str) -> (Client, String) {
         let browser = self.signed_in(name).await;
-        let made = browser.client.post(self.url("/api/v1/tokens")).header("cookie", &browser.cookie);
-        let made = made.json(&json!({"name": format!("{name}'s"), "scope": scope}));
-        let (status, made) = self.send(made).await;
-        assert_eq!(status, 201, "{made}");
-        let secret = made["secret"].as_str().unwrap().to_owned();
+        let request = browser.client.post(self.url("/api/v1/tokens")).header("cookie", &browser.cookie);
+        let request = request.json(&json!({"name": format!("{name}'s"), "scope": scope}));
+        let (status, token) = self.send(request).await;
+        assert_eq!(status, 201, "{token}");
+        let secret = token["secret"].as_str().unwrap().to_owned();
         (client(&secret), secret)
     }
 
+    /// Sends a request with this client.
     pub async fn send_as(&self, who: &Client, method: &str, path: &str, body: Option<Value>) -> (u16, Value) {
         let request = who.request(method.parse().unwrap(), self.url(&format!("/api/v1{path}")));
         self.send(match body {
@@ -31,14 +32,14 @@ impl TestServer {
     }
 }
 
-fn private(name: &str) -> Value {
+fn private_spec(name: &str) -> Value {
     let mut spec = spec();
     spec["name"] = name.into();
     spec["private"] = true.into();
     spec
 }
 
-fn named(name: &str) -> Value {
+fn named_spec(name: &str) -> Value {
     let mut spec = spec();
     spec["name"] = name.into();
     spec
@@ -47,18 +48,22 @@ fn named(name: &str) -> Value {
 #[tokio::test]
 async fn members_change_only_their_own_jobs_and_admins_all() {
     let server = TestServer::new().await;
-    // Nothing starts.
+    // The agent is drained, so that no job starts.
     let _agent = Agent::join_with_dataset(&server, 2).await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let (_, before) = server.make_token(&json!({"name": "ci", "scope": "submit"})).await;
     let ci = client(&before);
-    let (_, old) = server.post("/jobs", &named("old")).await;
+    let (_, old) = server.post("/jobs", &named_spec("old")).await;
     assert_eq!(old["owner"], "this machine", "{old}");
     let old = format!("/jobs/{}", old["id"].as_str().unwrap());
-    let (_, older) = server.post("/jobs", &named("older")).await;
+    let (_, older) = server.post("/jobs", &named_spec("older")).await;
     let older = format!("/jobs/{}", older["id"].as_str().unwrap());
     let note = || Some(json!({"notes": "n"}));
-    assert_eq!(server.send_as(&ci, "PATCH", &old, note()).await.0, 200, "without people, whoever may submit");
+    assert_eq!(
+        server.send_as(&ci, "PATCH", &old, note()).await.0,
+        200,
+        "without people, any token that may submit"
+    );
 
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member"), ("ada", "admin")] {
         server.add_person(name, role).await;
@@ -69,7 +74,7 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
     let (otto, _) = server.client_of("otto", "submit").await;
     let (vera, _) = server.client_of("vera", "read").await;
     let (ada, _) = server.client_of("ada", "admin").await;
-    let (status, made) = server.send_as(&mona, "POST", "/jobs", Some(named("hers"))).await;
+    let (status, made) = server.send_as(&mona, "POST", "/jobs", Some(named_spec("hers"))).await;
     assert!(status == 201 && made["owner"] == "mona", "{made}");
     let id = made["id"].as_str().unwrap().to_owned();
     let hers = format!("/jobs/{id}");
@@ -89,7 +94,7 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
     }
     assert_eq!(server.send_as(&otto, "PATCH", &hers, note()).await.0, 403);
     assert_eq!(server.send_as(&otto, "DELETE", &hers, None).await.0, 403);
-    assert_eq!(server.send_as(&otto, "GET", &hers, None).await.0, 200, "it is not private");
+    assert_eq!(server.send_as(&otto, "GET", &hers, None).await.0, 200, "the job is not private");
     let page = otto.get(server.url(&format!("/jobs/{id}"))).send().await.unwrap().text().await.unwrap();
     assert!(page.contains("href=\"/jobs?owner=mona\"") && page.contains("data-others"), "{page}");
     let page = mona.get(server.url(&format!("/jobs/{id}"))).send().await.unwrap().text().await.unwrap();
@@ -98,23 +103,27 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
     assert_eq!(server.send_as(&ada, "POST", &format!("{hers}/cancel"), None).await.0, 202);
     assert_eq!(server.send_as(&mona, "DELETE", &hers, None).await.0, 204);
     for who in [&mona, &otto, &ada] {
-        assert_eq!(server.send_as(who, "DELETE", &hers, None).await.0, 404, "it is gone for everybody");
+        assert_eq!(
+            server.send_as(who, "DELETE", &hers, None).await.0,
+            404,
+            "the job does not exist any more"
+        );
     }
 
-    // Of earlier versions, whose jobs have no owner.
+    // Jobs of earlier versions have no owner.
     server.execute("UPDATE jobs SET owner = NULL").await;
     let (status, problem) = server.send_as(&mona, "POST", &format!("{older}/cancel"), None).await;
     assert!(status == 403 && problem["detail"].as_str().unwrap().contains("only admins"), "{problem}");
 
-    server.send_as(&mona, "POST", "/jobs", Some(named("one"))).await;
-    server.send_as(&otto, "POST", "/jobs", Some(named("two"))).await;
+    server.send_as(&mona, "POST", "/jobs", Some(named_spec("one"))).await;
+    server.send_as(&otto, "POST", "/jobs", Some(named_spec("two"))).await;
     let (_, list) = server.get("/jobs?owner=mona").await;
     let names: Vec<_> = list["jobs"].as_array().unwrap().iter().map(|job| job["name"].clone()).collect();
     assert_eq!(names, ["one"]);
     assert_eq!(server.get(&format!("/jobs?owner={}", "a".repeat(200))).await.0, 200);
     assert_eq!(server.get(&format!("/jobs?owner={}", "a".repeat(201))).await.0, 422);
 
-    // The same key of two people makes two jobs.
+    // Two people may use the same idempotency key for different jobs.
     let keyed = async |who: &Client| {
         let request = who.post(server.url("/api/v1/jobs")).header("idempotency-key", "k").json(&spec());
         server.send(request).await
@@ -123,7 +132,7 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
         (keyed(&mona).await, keyed(&mona).await, keyed(&otto).await);
     assert_eq!((first, again, other), (201, 200, 201));
     assert!(one["id"] == same["id"] && one["id"] != two["id"]);
-    // Datasets are changed by those who registered them.
+    // A member cannot delete a dataset that another caller has registered.
     let (status, problem) = server.send_as(&otto, "DELETE", "/datasets/pictures", None).await;
     assert!(status == 403 && problem["detail"].as_str().unwrap().contains("dataset"), "{problem}");
     server.stop().await;
@@ -131,7 +140,7 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
 
 #[tokio::test]
 async fn private_jobs_are_visible_only_to_owners_and_admins() {
-    // The agent says nothing while its job runs.
+    // A long lease, because the agent sends no heartbeats while its job runs.
     let mut server = TestServer::with(|c| {
         c.lease = Duration::from_secs(600);
         c.dataset_roots = vec!["/".into()];
@@ -158,8 +167,8 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
     assert_eq!(server.send_as(&mona, "PATCH", &format!("/jobs/{job}"), note).await.0, 200);
     server.http = admin;
 
-    // A second private job holds both slots, so that the machines have something to hide.
-    let (_, holding) = server.send_as(&mona, "POST", "/jobs", Some(private("secret holder"))).await;
+    // A second private job uses both slots, so that the page Machines has a private job to hide.
+    let (_, holding) = server.send_as(&mona, "POST", "/jobs", Some(private_spec("secret holder"))).await;
     let holding = holding["id"].as_str().unwrap().to_owned();
     agent.expect_start().await;
     let pages = [
@@ -175,15 +184,18 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
     for path in pages {
         for (who, sees) in [(&vera, false), (&otto, false), (&mona, true), (&server.http, true)] {
             let text = who.get(server.url(path)).send().await.unwrap().text().await.unwrap();
-            let there = ["secret", holding.as_str(), job.as_str()].iter().any(|word| text.contains(word));
-            assert_eq!(there, sees, "{path}: {text}");
+            let is_shown = ["secret", holding.as_str(), job.as_str()].iter().any(|word| text.contains(word));
+            assert_eq!(is_shown, sees, "{path}: {text}");
         }
     }
     let (_, agents) = server.send_as(&otto, "GET", "/agents", None).await;
     let slot = &agents["agents"][0]["slots"][0];
-    assert!(slot["job"].is_null() && slot["rank"].is_number(), "taken, and not by whom: {slot}");
+    assert!(
+        slot["job"].is_null() && slot["rank"].is_number(),
+        "the slot shows that it is used, but not by which job: {slot}"
+    );
 
-    // Nor is it used by others.
+    // Others cannot use a private dataset.
     let mut uses = spec();
     uses["data"]["dataset"] = "secret-pictures".into();
     let (status, problem) = server.send_as(&otto, "POST", "/jobs", Some(uses.clone())).await;
@@ -194,7 +206,7 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
     let (status, problem) = server.send_as(&mona, "POST", "/jobs", Some(uses.clone())).await;
     assert!(
         status == 422 && problem["errors"][0]["pointer"] == "/private",
-        "it would show pictures: {problem}"
+        "the job's page would show the pictures: {problem}"
     );
     uses["private"] = true.into();
     assert_eq!(server.send_as(&mona, "POST", "/jobs", Some(uses)).await.0, 201);
@@ -208,7 +220,7 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
     assert_eq!(from.status(), 404);
     let (_, problem) = server.send_as(&otto, "GET", "/jobs/j00000000000000000000000000", None).await;
     let (_, hidden) = server.send_as(&otto, "GET", &format!("/jobs/{job}"), None).await;
-    assert_eq!(problem, hidden, "as of a job that there is not");
+    assert_eq!(problem, hidden, "the same as for a missing job");
 
     // The live list.
     let mut lists = Vec::new();
@@ -217,25 +229,25 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
         assert_eq!(list.next().await.unwrap()["type"], "live");
         lists.push(list);
     }
-    server.send_as(&mona, "POST", "/jobs", Some(private("secret again"))).await;
+    server.send_as(&mona, "POST", "/jobs", Some(private_spec("secret again"))).await;
     let since = Instant::now();
-    let (_, open) = server.send_as(&mona, "POST", "/jobs", Some(named("open"))).await;
+    let (_, open) = server.send_as(&mona, "POST", "/jobs", Some(named_spec("open"))).await;
     assert_eq!(open["spec"].get("private"), None);
     for (list, sees) in lists.iter_mut().zip([true, false]) {
         let frames = list.until(|frame| frame["job"]["name"] == "open").await;
-        let mut there = frames.iter().any(|frame| frame.to_string().contains("secret"));
-        // Two changes may come in any order.
-        while sees && !there {
-            there = list.next().await.unwrap().to_string().contains("secret");
+        let mut is_shown = frames.iter().any(|frame| frame.to_string().contains("secret"));
+        // The two changes may arrive in any order.
+        while sees && !is_shown {
+            is_shown = list.next().await.unwrap().to_string().contains("secret");
             assert!(since.elapsed() < TIMEOUT);
         }
-        assert_eq!(there, sees, "{frames:?}");
+        assert_eq!(is_shown, sees, "{frames:?}");
     }
     server.stop().await;
 }
 
 #[tokio::test]
-async fn users_create_tokens_within_their_role() {
+async fn people_create_tokens_within_their_role() {
     let server = TestServer::new().await;
     for (name, role) in [("mona", "member"), ("otto", "member"), ("ada", "admin")] {
         server.add_person(name, role).await;
@@ -266,10 +278,11 @@ async fn users_create_tokens_within_their_role() {
     assert_eq!(owners, ["mona"; 4], "{list}");
     let (otto, _) = server.client_of("otto", "submit").await;
     let path = format!("/tokens/{}", for_an_hour["id"].as_str().unwrap());
-    assert_eq!(server.send_as(&otto, "DELETE", &path, None).await.0, 404, "nobody else's");
+    assert_eq!(server.send_as(&otto, "DELETE", &path, None).await.0, 404, "a token of another person");
     assert_eq!(server.send_as(&otto, "DELETE", "/tokens/local", None).await.0, 404);
     assert_eq!(server.send_as(&hour, "DELETE", &path, None).await.0, 204);
-    // One that only looks makes none, and revokes itself and none that allows more. What was made with one ends with it.
+    // A token of the scope read cannot create tokens. A token can revoke itself and other tokens with at most the same rights. Tokens that
+    // were created with a token are revoked together with it.
     let (_, looks) = make(json!({"name": "looks", "scope": "read"})).await;
     let (_, works) = make(json!({"name": "works", "scope": "submit"})).await;
     let (reader, worker) = [&looks, &works].map(|made| client(made["secret"].as_str().unwrap())).into();
@@ -287,19 +300,27 @@ async fn users_create_tokens_within_their_role() {
         server.send_as(&child, "POST", "/tokens", Some(json!({"name": "next", "scope": "read"}))).await;
     let grandchild = client(grandchild["secret"].as_str().unwrap());
     assert_eq!(server.send_as(&grandchild, "GET", "/jobs", None).await.0, 200);
-    assert_eq!(server.send_as(&worker, "DELETE", &id_of(&looks), None).await.0, 204, "it allows more");
+    assert_eq!(
+        server.send_as(&worker, "DELETE", &id_of(&looks), None).await.0,
+        204,
+        "the token with more rights"
+    );
     assert_eq!(server.delete(&id_of(&works)).await.0, 204);
     for ended in [&reader, &worker, &child, &grandchild] {
         assert_eq!(server.send_as(ended, "GET", "/jobs", None).await.0, 401);
     }
-    let taken = json!({"name": "mona", "scope": "submit"});
-    let (status, problem) = server.post("/tokens", &taken).await;
+    let name_of_person = json!({"name": "mona", "scope": "submit"});
+    let (status, problem) = server.post("/tokens", &name_of_person).await;
     assert!(status == 409 && problem["detail"].as_str().unwrap().contains("person"), "{problem}");
     let (_, ci) = server.make_token(&json!({"name": "ci", "scope": "submit"})).await;
     let ci = client(&ci);
-    assert_eq!(server.send_as(&ci, "GET", "/tokens", None).await.0, 403, "a program's makes none");
+    assert_eq!(
+        server.send_as(&ci, "GET", "/tokens", None).await.0,
+        403,
+        "a program's token cannot manage tokens"
+    );
 
-    // On the page: made, shown once, revoked.
+    // The page creates a token, shows it once, and revokes it.
     let response = mona.post("/account", "action=token&name=cli&scope=submit&days=30").await;
     assert_eq!(response.status(), 200);
     let page = response.text().await.unwrap();
@@ -320,13 +341,17 @@ async fn users_create_tokens_within_their_role() {
     assert_eq!(mona.post("/account", &format!("action=revoke&id={id}")).await.status(), 303);
     assert_eq!(server.send_as(&client(&secret), "GET", "/jobs", None).await.0, 401);
 
-    // With the role, the token; with the person, too, and what it has open.
+    // A change of the person's role changes the rights of tokens and closes websockets; so does disabling the person.
     let (ada, secret) = server.client_of("ada", "admin").await;
     assert_eq!(server.send_as(&ada, "GET", "/people", None).await.0, 200);
     let mut list = Stream::open(server.socket_request("/stream", &secret)).await;
     assert_eq!(list.next().await.unwrap()["type"], "live");
     assert_eq!(server.change_person("ada", &json!({"role": "viewer"})).await.0, 200);
-    assert_eq!(list.next().await.unwrap_err().0, 4401, "it is opened again with what it may do now");
+    assert_eq!(
+        list.next().await.unwrap_err().0,
+        4401,
+        "the websocket is closed, so that the client opens it with the new rights"
+    );
     assert_eq!(server.send_as(&ada, "GET", "/people", None).await.0, 403);
     assert_eq!(server.send_as(&ada, "GET", "/jobs", None).await.0, 200);
     let mut list = Stream::open(server.socket_request("/stream", &secret)).await;
@@ -342,8 +367,12 @@ async fn users_create_tokens_within_their_role() {
     assert_eq!(server.change_person("ada", &json!({"disabled": false, "role": "admin"})).await.0, 200);
     assert_eq!(server.send_as(&ada, "GET", "/people", None).await.0, 200);
     assert_eq!(server.change_person("ada", &json!({"password": "another password"})).await.0, 200);
-    assert_eq!(server.send_as(&ada, "GET", "/people", None).await.0, 200, "a token is no password");
-    // Removed and added again: nothing of the first one's is the second's.
+    assert_eq!(
+        server.send_as(&ada, "GET", "/people", None).await.0,
+        200,
+        "a new password does not end tokens"
+    );
+    // A new person of the same name does not get the tokens of the removed person.
     assert_eq!(server.delete("/people/ada").await.0, 204);
     server.add_person("ada", "admin").await;
     assert_eq!(server.send_as(&ada, "GET", "/people", None).await.0, 401);

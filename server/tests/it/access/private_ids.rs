@@ -1,7 +1,7 @@
-//! What is private to somebody is answered as what does not exist, whatever else is wrong with a request.
+//! Private objects get the same response as missing objects, also for otherwise invalid requests.
 
 use super::{
-    people,
+    add_people,
     routes::{METHODS, every_path},
 };
 use crate::{
@@ -13,7 +13,7 @@ use lockstep_protocol::JobId;
 use reqwest::{Client, Method, RequestBuilder};
 use serde_json::json;
 
-/// Requests of which each has something that a handler would complain about, or nothing.
+/// Queries and changes of requests. Handlers would refuse all but the first.
 const REQUESTS: [(&str, fn(RequestBuilder) -> RequestBuilder); 5] = [
     ("", |request| request),
     ("?limit=none&points=-1&since=x&format=x&cursor=x&augmented=x", |request| request),
@@ -22,7 +22,7 @@ const REQUESTS: [(&str, fn(RequestBuilder) -> RequestBuilder); 5] = [
     ("", |request| request.header("upgrade", "websocket").header("connection", "upgrade")),
 ];
 
-/// Everything of an answer but what differs from request to request.
+/// Sends a request, and returns the response without parts that differ between requests.
 async fn comparable_response(
     server: &TestServer,
     who: &Client,
@@ -36,9 +36,9 @@ async fn comparable_response(
     let status = response.status().as_u16();
     let mut headers: Vec<_> =
         response.headers().iter().map(|(name, value)| format!("{name}: {value:?}\n")).collect();
-    // A page has the time in it, of one digit more or less.
-    let different = ["x-request-id", "date", "content-length"];
-    headers.retain(|header| !different.iter().any(|name| header.starts_with(name)));
+    // A page contains the time, whose number of digits varies.
+    let variable = ["x-request-id", "date", "content-length"];
+    headers.retain(|header| !variable.iter().any(|name| header.starts_with(name)));
     headers.sort();
     let body = response.text().await.unwrap();
     let time = body.split("data-now=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap_or("none");
@@ -46,10 +46,10 @@ async fn comparable_response(
 }
 
 #[tokio::test]
-async fn private_ids_are_answered_like_unknown_ones() {
+async fn private_ids_get_the_same_response_as_unknown_ids() {
     let mut server = TestServer::with(|config| config.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let people = people(&server).await;
+    let people = add_people(&server).await;
     let admin = std::mem::replace(&mut server.http, people.mona.clone());
     let (job, checkpoint) = a_job(&server, &mut agent, |spec| spec["private"] = json!(true)).await;
     let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
@@ -62,7 +62,7 @@ async fn private_ids_are_answered_like_unknown_ones() {
     let missing = JobId::generate().to_string();
     let missing_checkpoint = format!("{missing}-1-5");
 
-    let mut asked = 0;
+    let mut compared = 0;
     for path in every_path() {
         let (private, nothing) = match path.as_str() {
             path if ["/api/v1/jobs/{id}", "/api/v1/runs/{id}", "/jobs/{id}"]
@@ -80,22 +80,24 @@ async fn private_ids_are_answered_like_unknown_ones() {
             }
             _ => continue,
         };
-        let of = |id: &str| {
+        let with_id = |id: &str| {
             let path = path.replace("{id}", id).replace("{name}", id).replace("{file}", "model.safetensors");
             path.replace("{version}", "1").replace("{alias}", "champion")
         };
         for method in &METHODS {
             for number in 0..REQUESTS.len() {
-                let private = comparable_response(&server, &people.otto, method, &of(private), number).await;
-                let nothing = comparable_response(&server, &people.otto, method, &of(nothing), number).await;
+                let private =
+                    comparable_response(&server, &people.otto, method, &with_id(private), number).await;
+                let nothing =
+                    comparable_response(&server, &people.otto, method, &with_id(nothing), number).await;
                 assert_eq!(private, nothing, "{method} {path} {number}");
                 assert_eq!(private.0, 404, "{method} {path} {number}: {}", private.1);
-                asked += 1;
+                compared += 1;
             }
         }
     }
-    assert!(asked > 800, "{asked}");
-    // They are there for whoever sees them.
+    assert!(compared > 800, "{compared}");
+    // The owner can read the objects.
     for path in [
         format!("/jobs/{job}"),
         format!("/checkpoints/{checkpoint}"),

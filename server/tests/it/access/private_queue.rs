@@ -1,6 +1,6 @@
-//! A private job in the queue of others: it has a place, and nothing else of it is shown.
+//! The queue shows only the place of a private job to other people.
 
-use super::{People, people};
+use super::{People, add_people};
 use crate::{
     agent::Agent,
     test_server::{TIMEOUT, TestServer, spec},
@@ -12,10 +12,10 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 #[tokio::test]
-async fn private_jobs_are_in_others_queues_without_names() {
+async fn the_queue_shows_only_places_of_private_jobs_to_others() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let People { vera, mona, otto, ada } = people(&server).await;
+    let People { vera, mona, otto, ada } = add_people(&server).await;
     let submit = async |who: &Client, name: &str, ranks: u32, private: bool| {
         let mut spec = spec();
         spec["name"] = json!(name);
@@ -52,7 +52,7 @@ async fn private_jobs_are_in_others_queues_without_names() {
         };
         let queue = get("/queue?count=true").await;
         assert_eq!((&queue["total"], &queue["jobs"][1]["name"]), (&json!(2), &json!("open")), "{who}");
-        // The words are the same for all, also for those who see it.
+        // The reason is the same for everybody, including people who may see the private job.
         assert_eq!(
             queue["jobs"][1]["reason"]["words"],
             "waits for 1 slot: 1 of 2 on \"a\" free, kept for another job",
@@ -72,15 +72,15 @@ async fn private_jobs_are_in_others_queues_without_names() {
             assert_eq!((&kept["job"], &kept["name"]), (&Value::Null, &Value::Null), "{who}");
             assert!(!queue.to_string().contains("mona") && !queue.to_string().contains("secret"), "{queue}");
         }
-        // No filter tells whose it is.
+        // Filters by owner or project do not find the private job.
         for query in ["owner=mona", "project=secret-project"] {
             let queue = get(&format!("/queue?count=true&{query}")).await;
             let found = if sees { json!(1) } else { json!(0) };
             assert_eq!(queue["total"], found, "{who}: {query}: {queue}");
         }
         let (_, his) = server.send_as(client, "GET", "/queue?owner=otto&fields=place", None).await;
-        assert_eq!(his["jobs"], json!([{"place": 2}]), "{who}: places are those of the whole queue");
-        // A cursor says no more, and leads on.
+        assert_eq!(his["jobs"], json!([{"place": 2}]), "{who}: places count private jobs, too");
+        // A cursor does not contain the private id, and is valid for the next page.
         let (_, first) = server.send_as(client, "GET", "/queue?limit=1", None).await;
         let cursor = first["next_cursor"].as_str().unwrap();
         let text = String::from_utf8(BASE64_URL_SAFE_NO_PAD.decode(cursor).unwrap()).unwrap();
@@ -92,16 +92,16 @@ async fn private_jobs_are_in_others_queues_without_names() {
             (&json!("open"), &Value::Null),
             "{who}"
         );
-        // Its slot on the machine, and the pages.
+        // The slot that is reserved for the private job, and the pages.
         let agents = get("/agents").await;
         let kept_for = &agents["agents"][0]["slots"][1]["kept_for"];
         assert!(kept_for["since"].is_string() && kept_for["job"].is_string() == sees, "{who}: {kept_for}");
-        for (page, words) in
+        for (page, text) in
             [("/queue", "A private job of somebody else"), ("/machines", "kept for a private job")]
         {
             let html = client.get(server.url(page)).send().await.unwrap().text().await.unwrap();
             assert_eq!(
-                (html.contains(words), html.contains("secret run")),
+                (html.contains(text), html.contains("secret run")),
                 (!sees, sees),
                 "{who}: {page}: {html}"
             );

@@ -1,4 +1,4 @@
-//! A dataset's name is taken away: not while jobs need it, and what is left of it then.
+//! Datasets: removal, repeated inspection, names.
 
 use crate::{
     agent::{Agent, dataset_info, running},
@@ -19,7 +19,7 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
-    let refused = async |all: &[(&str, &str, &str)], others: &[&str]| {
+    let assert_refused = async |all: &[(&str, &str, &str)], others: &[&str]| {
         let (status, body) = server.delete("/datasets/pictures").await;
         let detail = body["detail"].as_str().unwrap_or_default();
         assert_eq!(status, 409, "{body}");
@@ -28,21 +28,21 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
         }
         assert!(!others.iter().any(|id| detail.contains(id)), "{detail}");
     };
-    refused(&[(&first, "first", "running"), (&second, "second", "queued")], &[]).await;
+    assert_refused(&[(&first, "first", "running"), (&second, "second", "queued")], &[]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     let attempt = agent.expect_start().await.attempt;
-    refused(&[(&second, "second", "starting")], &[&first]).await;
-    assert_eq!(server.get("/datasets/pictures").await.0, 200, "it is still there");
-    // A database may read a name up to its NUL.
+    assert_refused(&[(&second, "second", "starting")], &[&first]).await;
+    assert_eq!(server.get("/datasets/pictures").await.0, 200, "the dataset still exists");
+    // A NUL in a name is refused, because a database may cut the name at the NUL.
     for path in ["/datasets/pictures%00", "/datasets/%00", "/jobs?q=%00"] {
         let (status, body) = server.get(path).await;
         assert!(status == 400 && body["detail"].as_str().unwrap().contains("%00"), "{path}: {body}");
     }
     assert_eq!(server.delete("/datasets/pictures%00").await.0, 400);
-    assert_eq!(server.get("/datasets/pictures").await.0, 200, "it is still there");
+    assert_eq!(server.get("/datasets/pictures").await.0, 200, "the dataset still exists");
     let (status, body) = server.post("/datasets", &json!({ "name": "inspect", "path": "/" })).await;
     assert!(status == 422 && body["errors"][0]["pointer"] == "/name", "{body}");
-    agent.end(&attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
+    agent.end(&attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
     server.wait_for_state(&second, JobState::Failed).await;
 
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
@@ -50,7 +50,7 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     assert_eq!(server.get("/datasets/pictures").await.0, 404);
     assert_eq!(server.query_number("SELECT count(*) FROM datasets").await, 0);
 
-    // What trained on it keeps its name, and says why it cannot be run again.
+    // Jobs keep the name of their dataset. A retry is refused with a reason.
     for id in [&first, &second] {
         assert_eq!(server.job(id).await.spec.data.dataset, "pictures");
     }
@@ -58,8 +58,8 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/dataset")), "{body}");
     let detail = body["errors"][0]["detail"].as_str().unwrap();
     assert!(detail.contains("\"pictures\" is no longer registered"), "{detail}");
-    assert_eq!(server.job(&second).await.state, JobState::Failed, "it was not queued");
-    // A state that forbids it is said first.
+    assert_eq!(server.job(&second).await.state, JobState::Failed, "the job is not queued");
+    // The check of the state comes before the check of the dataset.
     assert_eq!(server.post(&format!("/jobs/{first}/retry"), &Value::Null).await.0, 409);
     let (status, body) = server.post("/jobs", &spec()).await;
     assert!(status == 422 && body["detail"].as_str().unwrap().contains("no dataset is registered"), "{body}");
@@ -67,7 +67,7 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
 }
 
 #[tokio::test]
-async fn a_dataset_is_counted_again_while_a_job_trains_on_it() {
+async fn a_dataset_can_be_inspected_again_while_a_job_trains_on_it() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     server.submit(|_| {}).await;
@@ -102,7 +102,7 @@ async fn submitting_a_job_and_removing_its_dataset_concurrently_fails_for_one() 
         let spec = spec();
         let submit = server.post("/jobs", &spec);
         let remove = async {
-            // The later it comes, the further the submission is.
+            // Each round removes the dataset at a later point of the submission.
             for _ in 0..round {
                 tokio::task::yield_now().await;
             }
@@ -115,7 +115,7 @@ async fn submitting_a_job_and_removing_its_dataset_concurrently_fails_for_one() 
                 let id = job["id"].as_str().unwrap();
                 assert!(response["detail"].as_str().unwrap().contains(id), "{response}");
                 let started = agent.expect_start().await.attempt;
-                agent.end(&started, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
+                agent.end(&started, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
             }
             (422, 204) => {
                 removed += 1;
@@ -136,7 +136,7 @@ async fn submitting_a_job_and_removing_its_dataset_concurrently_fails_for_one() 
 async fn an_invalid_name_is_refused_with_the_rules() {
     let server = TestServer::new().await;
     let _agent = Agent::join_with_dataset(&server, 1).await;
-    for (name, said) in [
+    for (name, message) in [
         (String::new(), "this one is empty".to_owned()),
         ("my pictures".into(), "this one has ' '".into()),
         ("blumen-\u{e4}".into(), "this one has '\u{e4}'".into()),
@@ -147,8 +147,8 @@ async fn an_invalid_name_is_refused_with_the_rules() {
             server.post("/datasets", &json!({"name": name, "path": "/some/where"})).await;
         let detail = response["errors"][0]["detail"].as_str().unwrap();
         assert_eq!((status, &response["errors"][0]["pointer"]), (422, &json!("/name")), "{response}");
-        for words in ["1 to 100 characters", "a letter (a to z, A to Z), a digit, '-', '_' or '.'", &said] {
-            assert!(detail.contains(words), "{words:?} in {detail:?}");
+        for part in ["1 to 100 characters", "a letter (a to z, A to Z), a digit, '-', '_' or '.'", &message] {
+            assert!(detail.contains(part), "{part:?} in {detail:?}");
         }
     }
     server.stop().await;
@@ -159,13 +159,13 @@ async fn a_refusal_names_ten_jobs_and_counts_the_others() {
     let server = TestServer::new().await;
     Agent::join_with_dataset(&server, 2).await.disconnect();
     let mut ids = Vec::new();
-    for (jobs, words) in [(1, "a job trains"), (10, "10 jobs train"), (11, "11 jobs train")] {
+    for (jobs, start) in [(1, "a job trains"), (10, "10 jobs train"), (11, "11 jobs train")] {
         while ids.len() < jobs {
             ids.push(server.submit(|_| {}).await.id.to_string());
         }
         let (status, body) = server.delete("/datasets/pictures").await;
         let detail = body["detail"].as_str().unwrap();
-        assert!(status == 409 && detail.starts_with(words), "{body}");
+        assert!(status == 409 && detail.starts_with(start), "{body}");
         assert_eq!(ids.iter().filter(|id| detail.contains(*id)).count(), jobs.min(10), "{detail}");
         assert_eq!(detail.contains("and 1 more"), jobs == 11, "{detail}");
     }

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, losses, running},
-    gangs::{again, hello_at, killed, loses_contact, machines, stopped},
+    gangs::{connect_machines, expect_stop, hello_at, next_attempt, rank_killed, report_lost_contact},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
@@ -38,7 +38,7 @@ async fn quiet(agent: &mut Agent, limit: Duration) {
 }
 
 /// Four ranks that two machines have started.
-async fn started(
+async fn start_gang(
     server: &TestServer,
     a: &mut Agent,
     b: &mut Agent,
@@ -49,16 +49,16 @@ async fn started(
         change(s);
     };
     let id = server.submit(four).await.id.to_string();
-    let attempt = again(a, b).await;
+    let attempt = next_attempt(a, b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     (id, attempt)
 }
 
 /// Four ranks on two machines train; the second machine is lost for good.
 async fn lost(server: &TestServer, a: &mut Agent, mut b: Agent, recovery: Value) -> (String, AttemptRef) {
-    let (id, attempt) = started(server, a, &mut b, |s| s["recovery"] = recovery).await;
+    let (id, attempt) = start_gang(server, a, &mut b, |s| s["recovery"] = recovery).await;
     b.disconnect();
-    loses_contact(a, &attempt, 1, vec![2]).await;
+    report_lost_contact(a, &attempt, 1, vec![2]).await;
     server.wait_for_state(&id, JobState::Restarting).await;
     (id, attempt)
 }
@@ -66,7 +66,7 @@ async fn lost(server: &TestServer, a: &mut Agent, mut b: Agent, recovery: Value)
 #[tokio::test]
 async fn a_job_that_lost_a_machine_continues_with_fewer_ranks_and_with_all_after_the_next_attempt() {
     let server = server().await;
-    let (mut a, b) = machines(&server).await;
+    let (mut a, b) = connect_machines(&server).await;
     let recovery = json!({"min_ranks": 1, "wait_seconds": 1});
     let began = tokio::time::Instant::now();
     let (id, _) = lost(&server, &mut a, b, recovery).await;
@@ -97,8 +97,8 @@ async fn a_job_that_lost_a_machine_continues_with_fewer_ranks_and_with_all_after
     let mut b = Agent::connect(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
     quiet(&mut b, QUIET).await;
     assert_eq!(server.job(&id).await.state, JobState::Running);
-    a.end(&start.attempt, killed(1)).await;
-    let attempt = again(&mut a, &mut b).await;
+    a.end(&start.attempt, rank_killed(1)).await;
+    let attempt = next_attempt(&mut a, &mut b).await;
     assert_eq!(attempt.attempt, 3);
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 5)]).await;
     let job = server.job(&id).await;
@@ -115,13 +115,13 @@ async fn a_job_without_min_ranks_or_with_too_few_slots_for_it_waits() {
         (json!({"min_ranks": 3, "wait_seconds": 0}), "after 0 s it starts on fewer ranks, at least 3"),
     ] {
         let server = server().await;
-        let (mut a, mut b) = machines(&server).await;
-        let (id, attempt) = started(&server, &mut a, &mut b, |s| {
+        let (mut a, mut b) = connect_machines(&server).await;
+        let (id, attempt) = start_gang(&server, &mut a, &mut b, |s| {
             (s["recovery"], s["train"]["batch_size"]) = (recovery.clone(), json!(12));
         })
         .await;
         b.disconnect();
-        loses_contact(&mut a, &attempt, 1, vec![2]).await;
+        report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
         server.wait_for_state(&id, JobState::Restarting).await;
         quiet(&mut a, QUIET).await;
         let (_, queue) = server.get("/queue").await;
@@ -134,11 +134,11 @@ async fn a_job_without_min_ranks_or_with_too_few_slots_for_it_waits() {
 #[tokio::test]
 async fn a_machine_that_shuts_down_counts_as_lost_and_a_pause_does_not() {
     let server = server().await;
-    let (mut a, mut b) = machines(&server).await;
+    let (mut a, mut b) = connect_machines(&server).await;
     let recovery = json!({"min_ranks": 2, "wait_seconds": 1});
-    let (id, attempt) = started(&server, &mut a, &mut b, |s| s["recovery"] = recovery.clone()).await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b, |s| s["recovery"] = recovery.clone()).await;
     b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
-    assert!(stopped(&mut a).await, "with a checkpoint");
+    assert!(expect_stop(&mut a).await, "with a checkpoint");
     b.end(&attempt, Ending::Stopped).await;
     a.end(&attempt, Ending::Stopped).await;
     b.disconnect();
@@ -148,7 +148,7 @@ async fn a_machine_that_shuts_down_counts_as_lost_and_a_pause_does_not() {
     assert!(server.job(&id).await.reason.unwrap().contains("agent \"b\" was shut down"));
 
     server.post(&format!("/jobs/{id}/pause"), &json!({})).await;
-    assert!(stopped(&mut a).await);
+    assert!(expect_stop(&mut a).await);
     a.end(&start.attempt, Ending::Stopped).await;
     server.wait_for_state(&id, JobState::Paused).await;
     server.post(&format!("/jobs/{id}/resume"), &json!({})).await;

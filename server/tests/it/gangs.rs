@@ -24,7 +24,7 @@ pub fn hello_at(name: &str, slots: u32, attempts: Vec<AttemptRef>, address: &str
 }
 
 /// The dataset of the tests, and no agent.
-pub async fn pictures(server: &TestServer) {
+pub async fn register_dataset(server: &TestServer) {
     Agent::join_with_dataset(server, 2).await.disconnect();
     let deadline = tokio::time::Instant::now() + crate::test_server::TIMEOUT;
     while server.get("/agents").await.1["agents"][0]["online"] == true {
@@ -33,25 +33,25 @@ pub async fn pictures(server: &TestServer) {
 }
 
 /// Two machines of two slots that reach each other.
-pub async fn machines(server: &TestServer) -> (Agent, Agent) {
-    pictures(server).await;
+pub async fn connect_machines(server: &TestServer) -> (Agent, Agent) {
+    register_dataset(server).await;
     let a = Agent::connect(server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
     let b = Agent::connect(server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
     (a, b)
 }
 
-async fn ready(agent: &mut Agent, start: &StartAttempt, port: Option<u16>) {
+async fn send_ready(agent: &mut Agent, start: &StartAttempt, port: Option<u16>) {
     agent.send(FromAgent::Ready { attempt: start.attempt.clone(), port }).await;
 }
 
-async fn launched(agent: &mut Agent) -> u16 {
+async fn expect_launch(agent: &mut Agent) -> u16 {
     match agent.next().await {
         Some(ToAgent::Launch { master_port, .. }) => master_port,
         other => panic!("{other:?}"),
     }
 }
 
-pub async fn stopped(agent: &mut Agent) -> bool {
+pub async fn expect_stop(agent: &mut Agent) -> bool {
     match agent.next().await {
         Some(ToAgent::Stop { patient, .. }) => patient,
         other => panic!("{other:?}"),
@@ -59,21 +59,21 @@ pub async fn stopped(agent: &mut Agent) -> bool {
 }
 
 /// A job of four ranks that both have started.
-pub async fn started(server: &TestServer, a: &mut Agent, b: &mut Agent) -> (String, AttemptRef) {
+pub async fn start_gang(server: &TestServer, a: &mut Agent, b: &mut Agent) -> (String, AttemptRef) {
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
-    let attempt = again(a, b).await;
+    let attempt = next_attempt(a, b).await;
     (id, attempt)
 }
 
-pub async fn again(a: &mut Agent, b: &mut Agent) -> AttemptRef {
+pub async fn next_attempt(a: &mut Agent, b: &mut Agent) -> AttemptRef {
     let (first, second) = (a.expect_start().await, b.expect_start().await);
-    ready(b, &second, None).await;
-    ready(a, &first, Some(4321)).await;
-    assert_eq!((launched(a).await, launched(b).await), (4321, 4321));
+    send_ready(b, &second, None).await;
+    send_ready(a, &first, Some(4321)).await;
+    assert_eq!((expect_launch(a).await, expect_launch(b).await), (4321, 4321));
     first.attempt
 }
 
-pub fn killed(rank: u32) -> Ending {
+pub fn rank_killed(rank: u32) -> Ending {
     Ending::Failed { reason: ReasonKind::RankKilled { rank, step: 3, signal: 9 }.into(), retriable: true }
 }
 
@@ -85,15 +85,15 @@ pub fn lost_contact(rank: u32) -> Ending {
 pub const LONG_LEASE: Duration = Duration::from_secs(30);
 
 /// Two machines whose leases are long and whose heartbeats are short.
-async fn of_long_lease() -> (TestServer, Agent, Agent) {
+async fn with_long_lease() -> (TestServer, Agent, Agent) {
     let config = (LONG_LEASE, Duration::from_millis(100));
     let server = TestServer::with(|c| (c.lease, c.heartbeat) = config).await;
-    let (a, b) = machines(&server).await;
+    let (a, b) = connect_machines(&server).await;
     (server, a, b)
 }
 
 /// Rank 0, which has reported `first` records, has lost others, of which the machines of some do not answer.
-pub async fn loses_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, unreachable: Vec<u32>) {
+pub async fn report_lost_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, unreachable: Vec<u32>) {
     let reason = "lost the connection".to_owned();
     let (code, retriable, secondary) = (FailureCode::Other, true, true);
     let failed =
@@ -117,7 +117,7 @@ pub async fn loses_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, 
 #[tokio::test]
 async fn machines_learn_rank_0_s_address_and_start_once_all_are_ready() {
     let server = TestServer::new().await;
-    let (mut a, mut b) = machines(&server).await;
+    let (mut a, mut b) = connect_machines(&server).await;
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
     let (first, second) = (a.expect_start().await, b.expect_start().await);
     assert_eq!((&first.ranks, &second.ranks), (&vec![(0, 0), (1, 1)], &vec![(2, 0), (3, 1)]));
@@ -131,16 +131,16 @@ async fn machines_learn_rank_0_s_address_and_start_once_all_are_ready() {
     let network = second.network.as_ref().unwrap();
     assert_eq!((network.address.as_str(), network.interface.as_deref()), ("10.0.0.2", Some("if-b")));
     // What the second machine says of the port is not rank 0's word.
-    ready(&mut b, &second, Some(1)).await;
-    ready(&mut a, &first, Some(4321)).await;
-    assert_eq!((launched(&mut a).await, launched(&mut b).await), (4321, 4321));
+    send_ready(&mut b, &second, Some(1)).await;
+    send_ready(&mut a, &first, Some(4321)).await;
+    assert_eq!((expect_launch(&mut a).await, expect_launch(&mut b).await), (4321, 4321));
     // One that missed it is told again on its next connection.
     b.disconnect();
     let mut b =
         Agent::connect(&server, hello_at("b", 2, vec![second.attempt.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, []);
-    ready(&mut b, &second, None).await;
-    assert_eq!((launched(&mut a).await, launched(&mut b).await), (4321, 4321));
+    send_ready(&mut b, &second, None).await;
+    assert_eq!((expect_launch(&mut a).await, expect_launch(&mut b).await), (4321, 4321));
 
     a.report(&first.attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     b.report(&first.attempt, Source::Rank(2), 0, vec![losses(2, 1..=3)]).await;
@@ -162,26 +162,26 @@ async fn machines_learn_rank_0_s_address_and_start_once_all_are_ready() {
 #[tokio::test]
 async fn the_first_cause_explains_the_end_and_the_next_attempt_waits_for_all() {
     let server = TestServer::new().await;
-    let (mut a, mut b) = machines(&server).await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (mut a, mut b) = connect_machines(&server).await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     // The ranks of the first machine notice first, and know least.
     a.end(&attempt, lost_contact(0)).await;
-    assert!(!stopped(&mut b).await, "a machine that does not know is told to end its ranks");
+    assert!(!expect_stop(&mut b).await, "a machine that does not know is told to end its ranks");
     assert_eq!(server.job(&id).await.state, JobState::Running, "a rank may still hold memory there");
-    b.end(&attempt, killed(2)).await;
-    let next = again(&mut a, &mut b).await;
+    b.end(&attempt, rank_killed(2)).await;
+    let next = next_attempt(&mut a, &mut b).await;
     let states = server.stored_events(&id).await;
     let restart = states.iter().find(|e| e["state"] == "restarting").unwrap();
     assert_eq!(restart["reason"], "rank 2 was killed by signal 9 at step 3; attempt 2 starts from the start");
 
     // A server that is started again knows who has ended, and tells the other one.
-    a.end(&next, killed(1)).await;
+    a.end(&next, rank_killed(1)).await;
     let dir = server.stop().await;
     let server = TestServer::open(dir, |_| {}).await;
     let mut b = Agent::connect(&server, hello_at("b", 2, vec![next.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, [], "its ranks may still say what they have to");
-    assert!(!stopped(&mut b).await);
+    assert!(!expect_stop(&mut b).await);
     b.report(&next, Source::Rank(2), 0, vec![losses(2, 1..=3)]).await;
     b.end(&next, Ending::Stopped).await;
     let job = server.wait_for_state(&id, JobState::Restarting).await;
@@ -192,14 +192,14 @@ async fn the_first_cause_explains_the_end_and_the_next_attempt_waits_for_all() {
 #[tokio::test]
 async fn a_failed_check_on_one_machine_prevents_ranks_on_all() {
     let server = TestServer::new().await;
-    let (mut a, mut b) = machines(&server).await;
+    let (mut a, mut b) = connect_machines(&server).await;
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
     let (first, second) = (a.expect_start().await, b.expect_start().await);
-    ready(&mut a, &first, Some(4321)).await;
+    send_ready(&mut a, &first, Some(4321)).await;
     let detail = "/some/pictures is not there".into();
     let reason = ReasonKind::DatasetUnusable { rank: None, step: None, detail }.into();
     b.end(&second.attempt, Ending::Failed { reason, retriable: false }).await;
-    assert!(!stopped(&mut a).await);
+    assert!(!expect_stop(&mut a).await);
     a.end(&first.attempt, Ending::Stopped).await;
     let job = server.job(&id).await;
     let reason = job.reason.as_deref();
@@ -217,11 +217,11 @@ async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
         c.heartbeat = Duration::from_millis(100);
     })
     .await;
-    let (mut a, mut b) = machines(&server).await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (mut a, mut b) = connect_machines(&server).await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
-    assert!(stopped(&mut a).await, "with a checkpoint");
+    assert!(expect_stop(&mut a).await, "with a checkpoint");
     b.end(&attempt, Ending::Stopped).await;
     a.end(&attempt, Ending::Stopped).await;
     b.disconnect();
@@ -229,7 +229,7 @@ async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
     assert!(job.reason.unwrap().contains("agent \"b\" was shut down (the agent was stopped)"));
 
     let mut b = Agent::connect(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
-    let attempt = again(&mut a, &mut b).await;
+    let attempt = next_attempt(&mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     b.disconnect();
     // The first machine is there and beats; its ranks have nobody to talk to.
@@ -237,7 +237,7 @@ async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
     loop {
         tokio::select! {
             _ = beats.tick() => a.heartbeat(std::slice::from_ref(&attempt)).await,
-            patient = stopped(&mut a) => {
+            patient = expect_stop(&mut a) => {
                 assert!(!patient);
                 break;
             }
@@ -249,7 +249,7 @@ async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
     // It comes back with ranks that nobody waits for.
     let mut b = Agent::connect(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, std::slice::from_ref(&attempt));
-    let late = vec![AttemptEvent::Ended(killed(2))];
+    let late = vec![AttemptEvent::Ended(rank_killed(2))];
     b.send(FromAgent::Report { attempt: attempt.clone(), source: Source::Agent, first: 0, events: late })
         .await;
     let mut messages = vec![b.next().await.unwrap(), b.next().await.unwrap()];
@@ -261,12 +261,12 @@ async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
 
 #[tokio::test]
 async fn silent_machines_of_failed_attempts_are_not_waited_for_or_given_work() {
-    let (server, mut a, mut b) = of_long_lease().await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (server, mut a, mut b) = with_long_lease().await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     // Its cable is out: the connection is there, and nothing comes. The ranks of the other machine have lost its own.
     let began = tokio::time::Instant::now();
-    loses_contact(&mut a, &attempt, 1, vec![2]).await;
+    report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
     let job = server.wait_for_state(&id, JobState::Restarting).await;
     assert!(began.elapsed() < LONG_LEASE / 2, "long before its lease ends: {:?}", began.elapsed());
     let reason = job.reason.unwrap();
@@ -294,25 +294,25 @@ async fn silent_machines_of_failed_attempts_are_not_waited_for_or_given_work() {
 
 #[tokio::test]
 async fn slow_machines_are_waited_for_and_disconnected_ones_are_not() {
-    let (server, mut a, mut b) = of_long_lease().await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (server, mut a, mut b) = with_long_lease().await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     // A rank of the first machine has lost another one, and no rank says that the second machine does not answer.
-    loses_contact(&mut a, &attempt, 1, Vec::new()).await;
-    assert!(!stopped(&mut b).await);
+    report_lost_contact(&mut a, &attempt, 1, Vec::new()).await;
+    assert!(!expect_stop(&mut b).await);
     // Silent for many heartbeats.
     let early = tokio::time::timeout(Duration::from_millis(2500), a.next()).await;
     assert!(early.is_err(), "{early:?}");
     assert_eq!(server.job(&id).await.state, JobState::Running);
     assert_eq!(b.report(&attempt, Source::Rank(2), 0, vec![line(2, 1, "kept")]).await, 1, "its word counts");
     b.end(&attempt, lost_contact(2)).await;
-    let attempt = again(&mut a, &mut b).await;
+    let attempt = next_attempt(&mut a, &mut b).await;
     assert_eq!(attempt.attempt, 2);
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
     let began = tokio::time::Instant::now();
     b.disconnect();
-    loses_contact(&mut a, &attempt, 1, Vec::new()).await;
+    report_lost_contact(&mut a, &attempt, 1, Vec::new()).await;
     let is_reported = |frame: &Value| {
         let reason = frame["reason"].as_str().unwrap_or_default();
         frame["type"] == "state" && reason.starts_with("agent \"b\" was silent for ")
@@ -325,7 +325,7 @@ async fn slow_machines_are_waited_for_and_disconnected_ones_are_not() {
 #[tokio::test]
 async fn machines_that_cannot_reach_each_other_share_no_job_with_a_reason() {
     let server = TestServer::new().await;
-    pictures(&server).await;
+    register_dataset(&server).await;
     let mut four = spec();
     four["parallel"]["ranks"] = json!(4);
     let id = server.submit(|s| *s = four.clone()).await.id.to_string();
@@ -348,8 +348,8 @@ async fn machines_that_cannot_reach_each_other_share_no_job_with_a_reason() {
 #[tokio::test]
 async fn an_agent_cannot_report_ranks_of_another_machine() {
     let server = TestServer::new().await;
-    let (mut a, mut b) = machines(&server).await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (mut a, mut b) = connect_machines(&server).await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     let (source, first, events) = (Source::Rank(0), 0, vec![running(100, 0), losses(0, 2..=2)]);
     b.send(FromAgent::Report { attempt: attempt.clone(), source, first, events }).await;
     while let Some(said) = b.next().await {

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, losses, running},
-    gangs::{killed, machines, started},
+    gangs::{connect_machines, rank_killed, start_gang},
     test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
@@ -29,8 +29,8 @@ fn seats(data: &Value) -> Vec<&str> {
 #[tokio::test]
 async fn ranks_are_shown_with_their_machines_after_the_attempt() {
     let server = TestServer::new().await;
-    let (mut a, mut b) = machines(&server).await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (mut a, mut b) = connect_machines(&server).await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     assert_eq!(seats(&page(&server, &id).await.1), ["a", "a", "b", "b"]);
     b.end(&attempt, Ending::Succeeded { step: 100 }).await;
@@ -48,7 +48,7 @@ async fn a_restarting_job_shows_its_place_and_reason() {
     let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     server.submit(|s| s["priority"] = json!(5)).await;
-    agent.end(&attempt, killed(1)).await;
+    agent.end(&attempt, rank_killed(1)).await;
     assert_ne!(agent.expect_start().await.attempt.job.as_str(), id, "the other one is first");
     let since = Instant::now();
     let html = loop {

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::Agent,
-    gangs::{hello_at, pictures},
+    gangs::{hello_at, register_dataset},
     test_server::TestServer,
 };
 use lockstep_protocol::agent::FromAgent;
@@ -11,7 +11,7 @@ use serde_json::json;
 #[tokio::test]
 async fn a_job_over_several_machines_gets_the_fastest_links() {
     let server = TestServer::new().await;
-    pictures(&server).await;
+    register_dataset(&server).await;
     let linked = |name: &str, address: &str, mbits: Option<u32>| {
         let mut said = hello_at(name, 2, Vec::new(), address);
         if let FromAgent::Hello { machine, .. } = &mut said {
@@ -43,7 +43,7 @@ async fn a_job_over_several_machines_gets_the_fastest_links() {
 #[tokio::test]
 async fn a_job_on_one_machine_gets_slots_connected_by_nvlink() {
     let server = TestServer::new().await;
-    pictures(&server).await;
+    register_dataset(&server).await;
     let mut full = Agent::connect(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
     let mut joined = hello_at("b", 4, Vec::new(), "10.0.0.2");
     if let FromAgent::Hello { machine, .. } = &mut joined {

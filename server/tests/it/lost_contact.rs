@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, running},
-    gangs::{LONG_LEASE, hello_at, loses_contact, machines, started},
+    gangs::{LONG_LEASE, connect_machines, hello_at, report_lost_contact, start_gang},
     test_server::TestServer,
 };
 use lockstep_protocol::{
@@ -19,12 +19,12 @@ fn long_lease(config: &mut ServeConfig) {
 #[tokio::test]
 async fn unresponsive_machines_are_not_waited_for_after_a_server_restart() {
     let server = TestServer::with(long_lease).await;
-    let (mut a, mut b) = machines(&server).await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (mut a, mut b) = connect_machines(&server).await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     // Its word, so that it is not given up before the server ends.
     b.heartbeat(std::slice::from_ref(&attempt)).await;
-    loses_contact(&mut a, &attempt, 1, vec![2]).await;
+    report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
     let server = TestServer::open(server.stop().await, long_lease).await;
     let began = tokio::time::Instant::now();
     let mut a = Agent::connect(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
@@ -53,11 +53,11 @@ async fn unresponsive_machines_are_not_waited_for_after_a_server_restart() {
 #[tokio::test]
 async fn a_machine_gets_work_again_after_reporting_the_end_of_old_ranks() {
     let server = TestServer::with(long_lease).await;
-    let (mut a, mut b) = machines(&server).await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (mut a, mut b) = connect_machines(&server).await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     b.disconnect();
-    loses_contact(&mut a, &attempt, 1, vec![2]).await;
+    report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
     server.wait_for_state(&id, JobState::Restarting).await;
     let mut b = Agent::connect(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     let early = tokio::time::timeout(Duration::from_millis(1000), a.next()).await;

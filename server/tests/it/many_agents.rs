@@ -96,7 +96,7 @@ async fn train(
     }
 }
 
-async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
+async fn wait_until(what: &str, is_so: impl AsyncFn() -> bool) {
     let began = Instant::now();
     while !is_so().await {
         assert!(began.elapsed() < PATIENCE, "{what}");
@@ -115,7 +115,7 @@ fn ranks() -> impl Iterator<Item = u32> {
 async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     let server = TestServer::new().await;
     Agent::join_with_dataset(&server, 1).await.disconnect();
-    until("the agent of the dataset is gone", async || {
+    wait_until("the agent of the dataset is gone", async || {
         server.get("/agents").await.1["agents"][0]["online"] == false
     })
     .await;
@@ -136,7 +136,7 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
         submitted.push((job.await.id, ranks));
     }
     let given = |heard: &Heard| heard.lock().unwrap().values().map(|(_, _, given)| given).sum::<u32>();
-    until("all slots are given away", async || given(&heard) == MACHINES as u32 * SLOTS).await;
+    wait_until("all slots are given away", async || given(&heard) == MACHINES as u32 * SLOTS).await;
     let started: HashSet<JobId> = heard.lock().unwrap().values().map(|(at, ..)| at.job.clone()).collect();
     assert_eq!(started, submitted[..30].iter().map(|(id, _)| id.clone()).collect());
 
@@ -163,7 +163,7 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     assert_eq!(server.query_number(live).await, 30);
 
     may_end.send(true).unwrap();
-    until("all jobs are over", async || {
+    wait_until("all jobs are over", async || {
         server.query_number("SELECT count(*) FROM jobs WHERE state = 'succeeded'").await == 200
     })
     .await;
@@ -187,9 +187,10 @@ async fn dispatch_reads_waiting_jobs_from_the_database() {
     let server = TestServer::new().await;
     let agent = Agent::join_with_dataset(&server, 2).await;
     agent.disconnect();
-    until("the agent is gone", async || server.get("/agents").await.1["agents"][0]["online"] == false).await;
+    wait_until("the agent is gone", async || server.get("/agents").await.1["agents"][0]["online"] == false)
+        .await;
     let (first, second) = (server.submit(|_| {}).await.id, server.submit(|_| {}).await.id);
-    until("dispatch knows both", async || {
+    wait_until("dispatch knows both", async || {
         server.get(&format!("/jobs/{second}")).await.1["queue"]["place"] == 2
     })
     .await;
@@ -197,7 +198,7 @@ async fn dispatch_reads_waiting_jobs_from_the_database() {
     server
         .execute(&format!("UPDATE jobs SET state = 'paused', last_seq = last_seq + 1 WHERE id = '{first}'"))
         .await;
-    until("the other one is first", async || {
+    wait_until("the other one is first", async || {
         server.get(&format!("/jobs/{second}")).await.1["queue"]["place"] == 1
     })
     .await;
@@ -207,6 +208,7 @@ async fn dispatch_reads_waiting_jobs_from_the_database() {
     server
         .execute(&format!("UPDATE jobs SET state = 'queued', last_seq = last_seq + 1 WHERE id = '{first}'"))
         .await;
-    until("it waits", async || server.get(&format!("/jobs/{first}")).await.1["queue"]["place"] == 1).await;
+    wait_until("it waits", async || server.get(&format!("/jobs/{first}")).await.1["queue"]["place"] == 1)
+        .await;
     server.stop().await;
 }

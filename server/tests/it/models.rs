@@ -5,7 +5,7 @@ use crate::{
     document::a_job,
     postgres,
     test_server::{TestServer, client, spec},
-    uploads::{Asks, checkpoint, manifest},
+    uploads::{AttemptApi, checkpoint, manifest},
 };
 use lockstep_protocol::agent::{
     AgentReply, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent,
@@ -148,7 +148,7 @@ async fn scenario(server: TestServer) {
     let mut document = spec();
     document["model"]["pretrained"] = json!("models:/shoes@champion");
     let fits = async {
-        let Some(ToAgent::Request { id, .. }) = agent.next().await else { panic!("no question") };
+        let Some(ToAgent::Request { id, .. }) = agent.next().await else { panic!("no such request") };
         agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Weights { mistake: None }) }).await;
     };
     let ((status, begun), ()) = tokio::join!(server.post("/jobs", &document), fits);
@@ -186,9 +186,13 @@ async fn a_registered_checkpoint_is_kept_when_newer_ones_replace_others() {
     agent.register(&server).await;
     let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
     let attempt = agent.expect_start().await.attempt;
-    let own =
-        Asks { server: &server, http: client(&token), agent_id: "id-a".into(), attempt: attempt.clone() };
-    assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
+    let own = AttemptApi {
+        server: &server,
+        http: client(&token),
+        agent_id: "id-a".into(),
+        attempt: attempt.clone(),
+    };
+    assert_eq!(own.request("POST", "", vec![]).await.0, 204);
     let mut events = vec![running(100, 0)];
     events.extend([10, 20, 30, 40].map(checkpoint));
     agent.report(&attempt, Source::Rank(0), 0, events).await;

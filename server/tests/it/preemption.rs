@@ -329,7 +329,7 @@ async fn no_job_is_preempted_for_a_job_that_cannot_start() {
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let response = async {
         let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(_) }) = agent.next().await else {
-            panic!("no question")
+            panic!("no such request")
         };
         agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Weights { mistake: None }) }).await;
     };

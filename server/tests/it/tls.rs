@@ -100,7 +100,7 @@ pub async fn text(client: &reqwest::Client, server: &TestServer, path: &str) -> 
 }
 
 /// Asks until the answer is as wanted.
-async fn until(what: &str, mut done: impl AsyncFnMut() -> bool) {
+async fn wait_until(what: &str, mut done: impl AsyncFnMut() -> bool) {
     let start = Instant::now();
     while !done().await {
         assert!(start.elapsed() < TIMEOUT, "not in time: {what}");
@@ -133,20 +133,23 @@ async fn renewed_certificates_are_used_without_closing_connections() {
     files.issue("next", |p| p.not_after = day);
     files.replace("server", "next");
     let renewed = "2093-07-01T00:00:00Z".parse().unwrap();
-    until("the new certificate", async || served(server.address, &config).await.not_after == renewed).await;
+    wait_until("the new certificate", async || served(server.address, &config).await.not_after == renewed)
+        .await;
 
     // A certificate whose key is another's, then no certificate at all: the last good one stays, and `/readyz` reports it.
     files.issue("other", |_| {});
     fs::rename(files.path("other.crt"), files.path("server.crt")).unwrap();
     let reported = async |part: &str| text(&client, &server, "/readyz").await.1.contains(part);
-    until("it is told", async || reported("not served").await && reported("server.key").await).await;
+    wait_until("it is told", async || reported("not served").await && reported("server.key").await).await;
     fs::write(files.path("server.crt"), "broken").unwrap();
-    until("it is told", async || reported("has no certificate").await).await;
+    wait_until("it is told", async || reported("has no certificate").await).await;
     assert_eq!(served(server.address, &config).await.not_after, renewed);
     files.issue("soon", |p| p.not_after = time::OffsetDateTime::now_utc() + time::Duration::days(80));
     files.replace("server", "soon");
-    until("80 days are few", async || reported("expires in 79 days").await && !reported("not served").await)
-        .await;
+    wait_until("80 days are few", async || {
+        reported("expires in 79 days").await && !reported("not served").await
+    })
+    .await;
 
     // What was connected before all this still is.
     socket.send(Message::Ping("still".into())).await.unwrap();
@@ -190,7 +193,7 @@ async fn a_server_creates_its_authority_and_renews_its_certificate() {
         fs::write(folder.join("new"), format!("{}{}", issued.chain, issued.key)).unwrap();
         fs::set_permissions(folder.join("new"), fs::Permissions::from_mode(0o600)).unwrap();
         fs::rename(folder.join("new"), folder.join("server.pem")).unwrap();
-        until("a certificate that lasts", async || {
+        wait_until("a certificate that lasts", async || {
             let left = served(server.address, &config).await.days_left(jiff::Timestamp::now());
             if renewed { left > 300 } else { left == 120 }
         })

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, hello, running},
-    gangs::{again, hello_at, lost_contact, machines, started, stopped},
+    gangs::{connect_machines, expect_stop, hello_at, lost_contact, next_attempt, start_gang},
     test_server::{TIMEOUT, TestServer, client},
 };
 use lockstep_protocol::agent::{
@@ -41,15 +41,15 @@ pub(crate) fn checkpoint(step: u64) -> AttemptEvent {
 }
 
 /// Who asks.
-pub(crate) struct Asks<'a> {
+pub(crate) struct AttemptApi<'a> {
     pub(crate) server: &'a TestServer,
     pub(crate) http: reqwest::Client,
     pub(crate) agent_id: String,
     pub(crate) attempt: AttemptRef,
 }
 
-impl Asks<'_> {
-    pub(crate) async fn ask(&self, method: &str, path: &str, body: Vec<u8>) -> (u16, Value) {
+impl AttemptApi<'_> {
+    pub(crate) async fn request(&self, method: &str, path: &str, body: Vec<u8>) -> (u16, Value) {
         let AttemptRef { job, attempt, fencing_token } = &self.attempt;
         let url = self.server.url(&format!("/api/v1/agent/attempts/{job}/{attempt}{path}"));
         let since = Instant::now();
@@ -68,12 +68,12 @@ impl Asks<'_> {
     }
 
     pub(crate) async fn upload(&self, name: &str, manifest: Vec<u8>) -> (u16, Value) {
-        assert_eq!(self.ask("PUT", &format!("/uploads/{name}/MANIFEST.json"), manifest).await.0, 204);
+        assert_eq!(self.request("PUT", &format!("/uploads/{name}/MANIFEST.json"), manifest).await.0, 204);
         for (file, bytes) in FILES {
-            let sent = self.ask("PUT", &format!("/uploads/{name}/{file}?offset=0"), bytes.to_vec()).await;
+            let sent = self.request("PUT", &format!("/uploads/{name}/{file}?offset=0"), bytes.to_vec()).await;
             assert_eq!(sent.0, 204, "{}", sent.1);
         }
-        self.ask("POST", &format!("/uploads/{name}"), Vec::new()).await
+        self.request("POST", &format!("/uploads/{name}"), Vec::new()).await
     }
 }
 
@@ -81,15 +81,15 @@ impl Asks<'_> {
 async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
     for (leaves, returns) in [(false, true), (true, true), (true, false)] {
         let server = TestServer::new().await;
-        let (mut a, mut b) = machines(&server).await;
-        let (id, attempt) = started(&server, &mut a, &mut b).await;
+        let (mut a, mut b) = connect_machines(&server).await;
+        let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
         let http = client(&server.agent_token("b").await);
-        let of_b = Asks { server: &server, http, agent_id: "id-b".into(), attempt: attempt.clone() };
-        assert_eq!(of_b.ask("POST", "", vec![]).await.0, 204);
+        let of_b = AttemptApi { server: &server, http, agent_id: "id-b".into(), attempt: attempt.clone() };
+        assert_eq!(of_b.request("POST", "", vec![]).await.0, 204);
         a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
         if leaves {
             b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
-            assert!(stopped(&mut a).await, "with a checkpoint");
+            assert!(expect_stop(&mut a).await, "with a checkpoint");
         }
         // The server cannot read what it keeps of the job's checkpoints.
         let rename = async |from: &str, to: &str| {
@@ -148,18 +148,18 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
         fs::read_to_string(server.dir.path().join("jobs").join(&id).join("mark")).ok(),
         start.files.mark
     );
-    let asks = |token: &str, agent_id: &str, attempt: AttemptRef| Asks {
+    let api = |token: &str, agent_id: &str, attempt: AttemptRef| AttemptApi {
         server: &server,
         http: client(token),
         agent_id: agent_id.into(),
         attempt,
     };
-    let own = asks(&token, "id-a", start.attempt.clone());
+    let own = api(&token, "id-a", start.attempt.clone());
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     // Before it says that it has a disk of its own.
-    assert_eq!(own.ask("GET", "/uploads/1-10", vec![]).await.0, 403);
-    assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
-    let (status, state) = own.ask("GET", "/uploads/1-10", vec![]).await;
+    assert_eq!(own.request("GET", "/uploads/1-10", vec![]).await.0, 403);
+    assert_eq!(own.request("POST", "", vec![]).await.0, 204);
+    let (status, state) = own.request("GET", "/uploads/1-10", vec![]).await;
     assert_eq!((status, &state["stored"], &state["received"]), (200, &Value::Null, &json!({})));
     // Another agent, by its own name or by this one's; an attempt that it does not have; a token that was guessed.
     let guessed = AttemptRef {
@@ -168,11 +168,11 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
     };
     let next = AttemptRef { attempt: 2, ..start.attempt.clone() };
     for wrong in [
-        asks(&other, "id-b", start.attempt.clone()),
-        asks(&other, "id-a", start.attempt.clone()),
-        asks(&token, "id-b", start.attempt.clone()),
-        asks(&token, "id-a", guessed),
-        asks(&token, "id-a", next),
+        api(&other, "id-b", start.attempt.clone()),
+        api(&other, "id-a", start.attempt.clone()),
+        api(&token, "id-b", start.attempt.clone()),
+        api(&token, "id-a", guessed),
+        api(&token, "id-a", next),
     ] {
         for (method, path) in [
             ("POST", ""),
@@ -184,19 +184,19 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
             ("POST", "/dataset/files"),
             ("GET", "/checkpoints/x/MANIFEST.json"),
         ] {
-            let (status, problem) = wrong.ask(method, path, manifest(1, 10)).await;
+            let (status, problem) = wrong.request(method, path, manifest(1, 10)).await;
             assert_eq!(status, 403, "{method} {path} {}: {problem}", wrong.agent_id);
         }
     }
     // Nobody with another kind of token.
     assert_eq!(
-        asks(&server.token, "id-a", start.attempt.clone()).ask("GET", "/uploads/1-10", vec![]).await.0,
+        api(&server.token, "id-a", start.attempt.clone()).request("GET", "/uploads/1-10", vec![]).await.0,
         403
     );
     // A checkpoint that was not reported, and a name that is none.
-    assert_eq!(own.ask("PUT", "/uploads/1-20/MANIFEST.json", manifest(1, 20)).await.0, 404);
-    assert_eq!(own.ask("PUT", "/uploads/..%2f1-10/MANIFEST.json", manifest(1, 10)).await.0, 404);
-    assert_eq!(own.ask("PUT", "/uploads/1-10/token", b"x".to_vec()).await.0, 422);
+    assert_eq!(own.request("PUT", "/uploads/1-20/MANIFEST.json", manifest(1, 20)).await.0, 404);
+    assert_eq!(own.request("PUT", "/uploads/..%2f1-10/MANIFEST.json", manifest(1, 10)).await.0, 404);
+    assert_eq!(own.request("PUT", "/uploads/1-10/token", b"x".to_vec()).await.0, 422);
 
     // Not to be had before all has come.
     let checkpoint_id = format!("{id}-1-10");
@@ -206,20 +206,20 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
     assert_eq!(own.upload("1-10", manifest(1, 10)).await.0, 204);
     let (status, shown) = server.get(&format!("/checkpoints/{checkpoint_id}")).await;
     assert_eq!((status, shown.get("uploading_from")), (200, None), "{shown}");
-    let (_, state) = own.ask("GET", "/uploads/1-10", vec![]).await;
+    let (_, state) = own.request("GET", "/uploads/1-10", vec![]).await;
     assert_eq!(state["stored"], sum(&manifest(1, 10)));
     // The agent that has the attempt reads it, nobody else.
     let file = format!("/checkpoints/{checkpoint_id}/state.json");
-    assert_eq!(own.ask("GET", &file, vec![]).await, (200, json!({})));
-    assert_eq!(asks(&other, "id-b", start.attempt.clone()).ask("GET", &file, vec![]).await.0, 403);
+    assert_eq!(own.request("GET", &file, vec![]).await, (200, json!({})));
+    assert_eq!(api(&other, "id-b", start.attempt.clone()).request("GET", &file, vec![]).await.0, 403);
 
     // The last one comes after the end of the attempt; then the agent may clear up.
     let last = vec![checkpoint(20)];
     agent.report(&start.attempt, Source::Rank(0), 2, last).await;
     agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
-    assert_eq!(own.ask("GET", "", vec![]).await, (200, json!({"keep": false})));
-    assert_eq!(own.ask("GET", &file, vec![]).await.0, 403, "its attempt is over");
+    assert_eq!(own.request("GET", "", vec![]).await, (200, json!({"keep": false})));
+    assert_eq!(own.request("GET", &file, vec![]).await.0, 403, "its attempt is over");
     server.stop().await;
 }
 
@@ -232,25 +232,25 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     let id = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
     assert_eq!((start.files.dataset, start.resume), (None, None));
-    let own = Asks {
+    let own = AttemptApi {
         server: &server,
         http: client(&token),
         agent_id: "id-a".into(),
         attempt: start.attempt.clone(),
     };
-    assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
+    assert_eq!(own.request("POST", "", vec![]).await.0, 204);
     let note = json!({"files": 4, "bytes": 100});
-    assert_eq!(own.ask("POST", "/dataset", note.to_string().into()).await.0, 204);
-    assert_eq!(own.ask("POST", "/dataset", note.to_string().into()).await.0, 204, "the same again");
-    let (status, problem) = own.ask("POST", "/dataset", b"{\"files\": 5}".to_vec()).await;
+    assert_eq!(own.request("POST", "/dataset", note.to_string().into()).await.0, 204);
+    assert_eq!(own.request("POST", "/dataset", note.to_string().into()).await.0, 204, "the same again");
+    let (status, problem) = own.request("POST", "/dataset", b"{\"files\": 5}".to_vec()).await;
     assert_eq!(status, 409);
     assert_eq!(problem["detail"], "a has 4 files of 0 MB, or other content", "whose the kept one is");
-    assert_eq!(own.ask("POST", "/dataset", b"{".to_vec()).await.0, 400);
+    assert_eq!(own.request("POST", "/dataset", b"{".to_vec()).await.0, 400);
     let mut long = note.to_string().into_bytes();
     long.resize(64 << 10, b' ');
-    assert_eq!(own.ask("POST", "/dataset", long.clone()).await.0, 204);
+    assert_eq!(own.request("POST", "/dataset", long.clone()).await.0, 204);
     long.push(b' ');
-    assert_eq!(own.ask("POST", "/dataset", long).await.0, 413);
+    assert_eq!(own.request("POST", "/dataset", long).await.0, 413);
 
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20), checkpoint(30)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
@@ -279,8 +279,8 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
     assert_eq!(steps, [20], "{listed}");
     // The first machine is back, and its attempt is over: of what it has nothing is wanted any more.
-    assert_eq!(own.ask("GET", "/uploads/1-30", vec![]).await.0, 404);
-    assert_eq!(own.ask("GET", "", vec![]).await, (200, json!({"keep": false})));
+    assert_eq!(own.request("GET", "/uploads/1-30", vec![]).await.0, 404);
+    assert_eq!(own.request("GET", "", vec![]).await, (200, json!({"keep": false})));
     server.stop().await;
 }
 
@@ -296,36 +296,40 @@ async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
         .await
         .unwrap();
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
-    let attempt = again(&mut a, &mut b).await;
-    let asks = |n: usize| Asks {
+    let attempt = next_attempt(&mut a, &mut b).await;
+    let api = |n: usize| AttemptApi {
         server: &server,
         http: client(&tokens[n]),
         agent_id: ["id-a", "id-b"][n].into(),
         attempt: attempt.clone(),
     };
-    let (of_a, of_b) = (asks(0), asks(1));
+    let (of_a, of_b) = (api(0), api(1));
     assert_eq!(
-        of_b.ask("GET", "/uploads/1-17", vec![]).await.0,
+        of_b.request("GET", "/uploads/1-17", vec![]).await.0,
         403,
         "before it says that its disk is its own"
     );
     for of in [&of_a, &of_b] {
-        assert_eq!(of.ask("POST", "", vec![]).await.0, 204);
+        assert_eq!(of.request("POST", "", vec![]).await.0, 204);
     }
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     assert_eq!(
-        of_b.ask("GET", "/uploads/1-10", vec![]).await.0,
+        of_b.request("GET", "/uploads/1-10", vec![]).await.0,
         404,
         "its report that it has it, too, may come"
     );
-    assert_eq!(of_b.ask("GET", "/uploads/1-17", vec![]).await.0, 404, "its report may come");
+    assert_eq!(of_b.request("GET", "/uploads/1-17", vec![]).await.0, 404, "its report may come");
     // A rank is lost. The second machine tells first what it has kept.
     b.report(&attempt, Source::Rank(2), 0, vec![checkpoint(17)]).await;
-    assert_eq!(of_b.ask("GET", "/uploads/1-17", vec![]).await.0, 200);
-    assert_eq!(of_a.ask("GET", "/uploads/1-17", vec![]).await.0, 404, "it asks before its report has come");
+    assert_eq!(of_b.request("GET", "/uploads/1-17", vec![]).await.0, 200);
+    assert_eq!(
+        of_a.request("GET", "/uploads/1-17", vec![]).await.0,
+        404,
+        "it asks before its report has come"
+    );
     a.report(&attempt, Source::Rank(0), 2, vec![checkpoint(17)]).await;
-    assert_eq!(of_a.ask("GET", "/uploads/1-17", vec![]).await.0, 200);
-    assert_eq!(of_b.ask("GET", "/uploads/1-17", vec![]).await.0, 503, "one at a time");
+    assert_eq!(of_a.request("GET", "/uploads/1-17", vec![]).await.0, 200);
+    assert_eq!(of_b.request("GET", "/uploads/1-17", vec![]).await.0, 503, "one at a time");
     let uploads_from = async || {
         let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
         listed["checkpoints"][0]["uploading_from"].clone()
@@ -340,9 +344,9 @@ async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
     assert_eq!(of_b.upload("1-17", manifest(1, 17)).await.0, 204);
     assert_eq!(uploads_from().await, Value::Null);
     // A checkpoint that it has not reported is refused after its end.
-    assert_eq!(of_b.ask("GET", "/uploads/1-10", vec![]).await.0, 404);
+    assert_eq!(of_b.request("GET", "/uploads/1-10", vec![]).await.0, 404);
     b.end(&attempt, Ending::Secondary { reason: "lost it".into() }).await;
-    assert_eq!(of_b.ask("GET", "/uploads/1-10", vec![]).await.0, 403, "it is rank 0's");
+    assert_eq!(of_b.request("GET", "/uploads/1-10", vec![]).await.0, 403, "it is rank 0's");
     server.stop().await;
 }
 
@@ -361,9 +365,13 @@ async fn after_a_failed_upload_the_job_gets_its_freed_slots() {
     };
     let high = server.submit(with(5)).await;
     let first = stuck.expect_start().await.attempt;
-    let own =
-        Asks { server: &server, http: client(&token), agent_id: "id-stuck".into(), attempt: first.clone() };
-    assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
+    let own = AttemptApi {
+        server: &server,
+        http: client(&token),
+        agent_id: "id-stuck".into(),
+        attempt: first.clone(),
+    };
+    assert_eq!(own.request("POST", "", vec![]).await.0, 204);
     stuck.report(&first, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     let mut agent = Agent::connect(&server, hello("a", 1, Vec::new())).await.unwrap();
     server.submit(with(0)).await;

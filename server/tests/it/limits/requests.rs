@@ -3,7 +3,7 @@
 use super::*;
 use crate::{
     test_server::client,
-    uploads::{Asks, checkpoint, manifest},
+    uploads::{AttemptApi, checkpoint, manifest},
 };
 use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
 
@@ -80,11 +80,12 @@ async fn a_piece_of_a_checkpoint_has_up_to_8_mib() {
     server.submit(|_| {}).await;
     let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    let own = Asks { server: &server, http: client(&token), agent_id: "id-a".into(), attempt };
-    assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
+    let own = AttemptApi { server: &server, http: client(&token), agent_id: "id-a".into(), attempt };
+    assert_eq!(own.request("POST", "", vec![]).await.0, 204);
     let mut about: Value = serde_json::from_slice(&manifest(1, 10)).unwrap();
     about["files"]["model.safetensors"]["size_bytes"] = json!(2 * MOST);
-    let put = async |file: &str, body: Vec<u8>| own.ask("PUT", &format!("/uploads/1-10/{file}"), body).await;
+    let put =
+        async |file: &str, body: Vec<u8>| own.request("PUT", &format!("/uploads/1-10/{file}"), body).await;
     assert_eq!(put("MANIFEST.json", about.to_string().into()).await.0, 204);
     let (status, problem) = put("model.safetensors?offset=0", vec![7; MOST + 1]).await;
     assert_eq!(status, 413, "{problem}");

@@ -1,4 +1,4 @@
-//! Attempts over several agents, as their messages make them: starts, ends and their causes.
+//! Attempts on several agents: starts, ends, and causes of ends.
 
 use crate::{
     agent::{Agent, hello, line, losses, running},
@@ -12,18 +12,18 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// As [`hello`], from a machine at this address.
+/// Same as [`hello`], from a machine at this address.
 pub fn hello_at(name: &str, slots: u32, attempts: Vec<AttemptRef>, address: &str) -> FromAgent {
-    let mut said = hello(name, slots, attempts);
-    if let FromAgent::Hello { machine, .. } = &mut said {
+    let mut hello = hello(name, slots, attempts);
+    if let FromAgent::Hello { machine, .. } = &mut hello {
         machine.address = Some(address.into());
         machine.interface = Some(format!("if-{name}"));
         machine.network_id = Some(format!("network of {name}"));
     }
-    said
+    hello
 }
 
-/// The dataset of the tests, and no agent.
+/// Registers the dataset of the tests. Afterwards no agent is online.
 pub async fn register_dataset(server: &TestServer) {
     Agent::join_with_dataset(server, 2).await.disconnect();
     let deadline = tokio::time::Instant::now() + crate::test_server::TIMEOUT;
@@ -32,7 +32,7 @@ pub async fn register_dataset(server: &TestServer) {
     }
 }
 
-/// Two machines of two slots that reach each other.
+/// Connects two machines of two slots that can reach each other.
 pub async fn connect_machines(server: &TestServer) -> (Agent, Agent) {
     register_dataset(server).await;
     let a = Agent::connect(server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
@@ -51,6 +51,7 @@ async fn expect_launch(agent: &mut Agent) -> u16 {
     }
 }
 
+/// Waits for `Stop`, and returns whether the ranks should write a checkpoint first.
 pub async fn expect_stop(agent: &mut Agent) -> bool {
     match agent.next().await {
         Some(ToAgent::Stop { patient, .. }) => patient,
@@ -58,13 +59,14 @@ pub async fn expect_stop(agent: &mut Agent) -> bool {
     }
 }
 
-/// A job of four ranks that both have started.
+/// Starts a job of four ranks on both machines.
 pub async fn start_gang(server: &TestServer, a: &mut Agent, b: &mut Agent) -> (String, AttemptRef) {
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
     let attempt = next_attempt(a, b).await;
     (id, attempt)
 }
 
+/// Starts the next attempt on both machines.
 pub async fn next_attempt(a: &mut Agent, b: &mut Agent) -> AttemptRef {
     let (first, second) = (a.expect_start().await, b.expect_start().await);
     send_ready(b, &second, None).await;
@@ -84,7 +86,7 @@ pub fn lost_contact(rank: u32) -> Ending {
 
 pub const LONG_LEASE: Duration = Duration::from_secs(30);
 
-/// Two machines whose leases are long and whose heartbeats are short.
+/// A server with long leases and frequent heartbeats, and two machines.
 async fn with_long_lease() -> (TestServer, Agent, Agent) {
     let config = (LONG_LEASE, Duration::from_millis(100));
     let server = TestServer::with(|c| (c.lease, c.heartbeat) = config).await;
@@ -92,7 +94,7 @@ async fn with_long_lease() -> (TestServer, Agent, Agent) {
     (server, a, b)
 }
 
-/// Rank 0, which has reported `first` records, has lost others, of which the machines of some do not answer.
+/// Reports that rank 0, which has reported `first` records, has lost other ranks. The machines of the ranks `unreachable` do not respond.
 pub async fn report_lost_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, unreachable: Vec<u32>) {
     let reason = "lost the connection".to_owned();
     let (code, retriable, secondary) = (FailureCode::Other, true, true);
@@ -107,7 +109,7 @@ pub async fn report_lost_contact(agent: &mut Agent, attempt: &AttemptRef, first:
     while stored < 2 {
         match agent.next().await {
             Some(ToAgent::Ack(_)) => stored += 1,
-            // The other machine was given up in between.
+            // The server may stop the attempt in between.
             Some(ToAgent::Stop { .. }) => {}
             other => panic!("{other:?}"),
         }
@@ -130,11 +132,11 @@ async fn machines_learn_rank_0_s_address_and_start_once_all_are_ready() {
     }
     let network = second.network.as_ref().unwrap();
     assert_eq!((network.address.as_str(), network.interface.as_deref()), ("10.0.0.2", Some("if-b")));
-    // What the second machine says of the port is not rank 0's word.
+    // Only the port of rank 0's machine counts.
     send_ready(&mut b, &second, Some(1)).await;
     send_ready(&mut a, &first, Some(4321)).await;
     assert_eq!((expect_launch(&mut a).await, expect_launch(&mut b).await), (4321, 4321));
-    // One that missed it is told again on its next connection.
+    // An agent that missed Launch gets it again after it reconnects.
     b.disconnect();
     let mut b =
         Agent::connect(&server, hello_at("b", 2, vec![second.attempt.clone()], "10.0.0.2")).await.unwrap();
@@ -144,7 +146,7 @@ async fn machines_learn_rank_0_s_address_and_start_once_all_are_ready() {
 
     a.report(&first.attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     b.report(&first.attempt, Source::Rank(2), 0, vec![losses(2, 1..=3)]).await;
-    // Each agent has records of its own in addition to those of its ranks.
+    // Each agent reports own records in addition to the records of its ranks.
     b.end(&first.attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&id).await.state, JobState::Running, "rank 0 still writes its checkpoint");
     let (_, machines) = server.get("/agents").await;
@@ -165,22 +167,22 @@ async fn the_first_cause_explains_the_end_and_the_next_attempt_waits_for_all() {
     let (mut a, mut b) = connect_machines(&server).await;
     let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
-    // The ranks of the first machine notice first, and know least.
+    // The first machine reports first, but only that it has lost other ranks.
     a.end(&attempt, lost_contact(0)).await;
-    assert!(!expect_stop(&mut b).await, "a machine that does not know is told to end its ranks");
-    assert_eq!(server.job(&id).await.state, JobState::Running, "a rank may still hold memory there");
+    assert!(!expect_stop(&mut b).await, "the other machine is told to end its ranks at once");
+    assert_eq!(server.job(&id).await.state, JobState::Running, "the other machine's ranks may still run");
     b.end(&attempt, rank_killed(2)).await;
     let next = next_attempt(&mut a, &mut b).await;
     let states = server.stored_events(&id).await;
     let restart = states.iter().find(|e| e["state"] == "restarting").unwrap();
     assert_eq!(restart["reason"], "rank 2 was killed by signal 9 at step 3; attempt 2 starts from the start");
 
-    // A server that is started again knows who has ended, and tells the other one.
+    // A restarted server knows which machine has ended, and tells the other machine.
     a.end(&next, rank_killed(1)).await;
     let dir = server.stop().await;
     let server = TestServer::open(dir, |_| {}).await;
     let mut b = Agent::connect(&server, hello_at("b", 2, vec![next.clone()], "10.0.0.2")).await.unwrap();
-    assert_eq!(b.welcome.1, [], "its ranks may still say what they have to");
+    assert_eq!(b.welcome.1, [], "the records of its ranks are still accepted");
     assert!(!expect_stop(&mut b).await);
     b.report(&next, Source::Rank(2), 0, vec![losses(2, 1..=3)]).await;
     b.end(&next, Ending::Stopped).await;
@@ -211,7 +213,7 @@ async fn a_failed_check_on_one_machine_prevents_ranks_on_all() {
 }
 
 #[tokio::test]
-async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
+async fn a_leaving_machine_causes_a_checkpoint_and_a_silent_machine_is_named() {
     let server = TestServer::with(|c| {
         c.lease = Duration::from_secs(4);
         c.heartbeat = Duration::from_millis(100);
@@ -232,11 +234,11 @@ async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
     let attempt = next_attempt(&mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     b.disconnect();
-    // The first machine is there and beats; its ranks have nobody to talk to.
-    let mut beats = tokio::time::interval(Duration::from_millis(100));
+    // The first machine still sends heartbeats; its ranks have lost the other ranks.
+    let mut heartbeats = tokio::time::interval(Duration::from_millis(100));
     loop {
         tokio::select! {
-            _ = beats.tick() => a.heartbeat(std::slice::from_ref(&attempt)).await,
+            _ = heartbeats.tick() => a.heartbeat(std::slice::from_ref(&attempt)).await,
             patient = expect_stop(&mut a) => {
                 assert!(!patient);
                 break;
@@ -246,7 +248,7 @@ async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
     a.end(&attempt, lost_contact(0)).await;
     let job = server.wait_for_state(&id, JobState::Restarting).await;
     assert!(job.reason.unwrap().starts_with("agent \"b\" was silent for 4 s"));
-    // It comes back with ranks that nobody waits for.
+    // The second machine returns with ranks of the ended attempt.
     let mut b = Agent::connect(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, std::slice::from_ref(&attempt));
     let late = vec![AttemptEvent::Ended(rank_killed(2))];
@@ -260,24 +262,28 @@ async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
 }
 
 #[tokio::test]
-async fn silent_machines_of_failed_attempts_are_not_waited_for_or_given_work() {
+async fn a_silent_machine_neither_delays_the_end_nor_gets_work() {
     let (server, mut a, mut b) = with_long_lease().await;
     let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    // Its cable is out: the connection is there, and nothing comes. The ranks of the other machine have lost its own.
-    let began = tokio::time::Instant::now();
+    // The second machine's cable is unplugged: the connection is open, but no message arrives. The other machine has lost its ranks.
+    let start = tokio::time::Instant::now();
     report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
     let job = server.wait_for_state(&id, JobState::Restarting).await;
-    assert!(began.elapsed() < LONG_LEASE / 2, "long before its lease ends: {:?}", began.elapsed());
+    assert!(
+        start.elapsed() < LONG_LEASE / 2,
+        "the attempt ends long before the lease: {:?}",
+        start.elapsed()
+    );
     let reason = job.reason.unwrap();
     assert!(reason.starts_with("agent \"b\" was silent for "), "{reason}");
     assert!(reason.contains("the ranks of other machines have lost those on it"), "{reason}");
-    // Several rounds of dispatch: the machine looks free, and its ranks may still be there.
+    // Waits several rounds of dispatch. The machine seems free, but its ranks may still run.
     let early = tokio::time::timeout(Duration::from_millis(1500), a.next()).await;
     assert!(early.is_err(), "{early:?}");
     b.heartbeat(std::slice::from_ref(&attempt)).await;
     let early = tokio::time::timeout(Duration::from_millis(1500), a.next()).await;
-    assert!(early.is_err(), "it still has ranks of the attempt: {early:?}");
+    assert!(early.is_err(), "the machine still has ranks of the attempt: {early:?}");
     b.heartbeat(&[]).await;
     let first = a.expect_start().await;
     assert_eq!(first.attempt.attempt, 2);
@@ -293,24 +299,28 @@ async fn silent_machines_of_failed_attempts_are_not_waited_for_or_given_work() {
 }
 
 #[tokio::test]
-async fn slow_machines_are_waited_for_and_disconnected_ones_are_not() {
+async fn the_end_waits_for_slow_machines_but_not_for_disconnected_machines() {
     let (server, mut a, mut b) = with_long_lease().await;
     let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    // A rank of the first machine has lost another one, and no rank says that the second machine does not answer.
+    // A rank of the first machine has lost another rank, but no rank reports that the second machine is unreachable.
     report_lost_contact(&mut a, &attempt, 1, Vec::new()).await;
     assert!(!expect_stop(&mut b).await);
-    // Silent for many heartbeats.
+    // The second machine is silent for many heartbeats.
     let early = tokio::time::timeout(Duration::from_millis(2500), a.next()).await;
     assert!(early.is_err(), "{early:?}");
     assert_eq!(server.job(&id).await.state, JobState::Running);
-    assert_eq!(b.report(&attempt, Source::Rank(2), 0, vec![line(2, 1, "kept")]).await, 1, "its word counts");
+    assert_eq!(
+        b.report(&attempt, Source::Rank(2), 0, vec![line(2, 1, "kept")]).await,
+        1,
+        "its report is stored"
+    );
     b.end(&attempt, lost_contact(2)).await;
     let attempt = next_attempt(&mut a, &mut b).await;
     assert_eq!(attempt.attempt, 2);
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
-    let began = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     b.disconnect();
     report_lost_contact(&mut a, &attempt, 1, Vec::new()).await;
     let is_reported = |frame: &Value| {
@@ -318,7 +328,11 @@ async fn slow_machines_are_waited_for_and_disconnected_ones_are_not() {
         frame["type"] == "state" && reason.starts_with("agent \"b\" was silent for ")
     };
     server.stream(&id, 0).await.until(is_reported).await;
-    assert!(began.elapsed() < LONG_LEASE / 2, "long before its lease ends: {:?}", began.elapsed());
+    assert!(
+        start.elapsed() < LONG_LEASE / 2,
+        "the attempt ends long before the lease: {:?}",
+        start.elapsed()
+    );
     server.stop().await;
 }
 
@@ -352,10 +366,10 @@ async fn an_agent_cannot_report_ranks_of_another_machine() {
     let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     let (source, first, events) = (Source::Rank(0), 0, vec![running(100, 0), losses(0, 2..=2)]);
     b.send(FromAgent::Report { attempt: attempt.clone(), source, first, events }).await;
-    while let Some(said) = b.next().await {
-        assert!(!matches!(said, ToAgent::Ack(_)), "{said:?}");
+    while let Some(message) = b.next().await {
+        assert!(!matches!(message, ToAgent::Ack(_)), "{message:?}");
     }
-    // What rank 0's own agent says counts.
+    // The report of rank 0's agent is stored.
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=1)]).await;
     let (_, found) = server.get(&format!("/jobs/{id}/metrics?name=loss&points=10")).await;
     assert_eq!(found["series"][0]["steps"], json!([1]), "{found}");

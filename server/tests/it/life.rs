@@ -1,4 +1,4 @@
-//! A job's way from the form to its end.
+//! Jobs from submission to deletion; pages and the form.
 
 use crate::{
     agent::{Agent, line, losses, running},
@@ -24,7 +24,7 @@ fn checkpoint(step: u64, best: bool) -> AttemptEvent {
 }
 
 #[tokio::test]
-async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
+async fn a_job_succeeds_and_its_data_can_be_read_and_deleted() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let job = server.submit(|_| {}).await;
@@ -76,7 +76,7 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
     assert_eq!(done.best.unwrap().value, 0.84);
     assert!(done.finished_at.is_some() && done.eta_secs.is_none());
 
-    // Metrics: every point, once; coarse when asked for; as CSV.
+    // Metrics: every point once, with lower resolution, and as CSV.
     let (_, exact) = server.get(&format!("/jobs/{id}/metrics?name=loss&ranks=0")).await;
     assert_eq!(exact["exact"], true);
     let steps: Vec<u64> = serde_json::from_value(exact["series"][0]["steps"].clone()).unwrap();
@@ -86,7 +86,7 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
     assert_eq!(coarse["series"][0]["steps"].as_array().unwrap().len(), 10);
     assert_eq!(coarse["as_of_seq"], done.last_seq);
     let (_, csv) = server.get_text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
-    assert_eq!(csv.lines().count(), 1 + 100 + 50, "a heading and every point");
+    assert_eq!(csv.lines().count(), 1 + 100 + 50, "a header and every point");
     assert!(csv.contains("\n1,1,loss,50,0.02\n"), "{csv}");
 
     // Logs.
@@ -127,11 +127,11 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
         assert_eq!(status, 404, "{path}");
     }
 
-    // Deleting takes the folder with it.
+    // Deleting the job deletes its folder.
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
-    let asked = Instant::now();
+    let start = Instant::now();
     while folder.exists() {
-        assert!(asked.elapsed() < TIMEOUT, "{} is still there", folder.display());
+        assert!(start.elapsed() < TIMEOUT, "{} still exists", folder.display());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(server.get(&format!("/jobs/{id}")).await.0, 404);
@@ -139,7 +139,7 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
 }
 
 #[tokio::test]
-async fn cancel_ends_queued_jobs_immediately_and_running_ones_after_their_ranks() {
+async fn cancel_ends_queued_jobs_at_once_and_running_jobs_after_their_ranks() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let running_job = server.submit(|_| {}).await.id.to_string();
@@ -154,7 +154,7 @@ async fn cancel_ends_queued_jobs_immediately_and_running_ones_after_their_ranks(
     assert_eq!((status, &body["state"]), (409, &json!("running")), "a running job is not deleted");
 
     let (status, body) = server.post(&format!("/jobs/{running_job}/cancel"), &Value::Null).await;
-    assert_eq!((status, &body["state"]), (202, &json!("running")), "its ranks are still there");
+    assert_eq!((status, &body["state"]), (202, &json!("running")), "its ranks still run");
     assert!(body["reason"].as_str().unwrap().contains("cancel"));
     assert!(matches!(agent.next().await, Some(ToAgent::Stop { attempt, .. }) if attempt == start.attempt));
     agent.end(&start.attempt, Ending::Stopped).await;
@@ -163,7 +163,7 @@ async fn cancel_ends_queued_jobs_immediately_and_running_ones_after_their_ranks(
     let (status, body) = server.post(&format!("/jobs/{running_job}/cancel"), &Value::Null).await;
     assert_eq!((status, &body["state"]), (409, &json!("cancelled")));
 
-    // Retried, it continues as its next attempt.
+    // A retry starts the next attempt.
     let (status, _) = server.post(&format!("/jobs/{running_job}/retry"), &Value::Null).await;
     assert_eq!(status, 202);
     let again = agent.expect_start().await;
@@ -192,13 +192,13 @@ async fn pages_show_stored_values() {
         assert!(!html.contains("<b>bold</b>"), "{path} escapes names");
     }
     assert!(server.get_text(&format!("/jobs/{id}")).await.1.contains("&#60;b&#62;bold"));
-    assert!(server.get_text("/machines").await.1.contains(&id), "a slot links to the job that holds it");
+    assert!(server.get_text("/machines").await.1.contains(&id), "a slot links to its job");
     assert_eq!(server.get_text("/jobs/j00").await.0, 404);
     let (status, script) = server.get_text("/static/stream.js").await;
     assert!(status == 200 && script.contains("WebSocket"));
     assert_eq!(server.get_text("/static/../Cargo.toml").await.0, 404);
 
-    // The form without scripts: mistakes are shown next to the fields, with what was typed.
+    // The form without scripts: mistakes are shown next to the fields, and the input stays.
     let client = client_without_redirects(&server.token);
     let form = |lr: &str, dataset: &str| {
         let body =
@@ -209,7 +209,7 @@ async fn pages_show_stored_values() {
     let response = form("fast", "pictures").await.unwrap();
     assert_eq!(response.status().as_u16(), 422);
     let html = response.text().await.unwrap();
-    assert!(html.contains("from a form") && html.contains("value=\"fast\""), "input is kept");
+    assert!(html.contains("from a form") && html.contains("value=\"fast\""), "the input stays");
     let response = form("0.1", "pictures").await.unwrap();
     assert_eq!(response.status().as_u16(), 303);
     let place = response.headers()["location"].to_str().unwrap().to_owned();

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, running},
-    document::a_job,
+    document::create_failed_job,
     postgres,
     test_server::{TestServer, client, spec},
     uploads::{AttemptApi, checkpoint, manifest},
@@ -31,7 +31,8 @@ fn refused((status, problem): (u16, Value), expected: u16, words: &[&str]) {
 
 async fn scenario(server: TestServer) {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let (job, checkpoint) = a_job(&server, &mut agent, |spec| spec["name"] = json!("trained")).await;
+    let (job, checkpoint) =
+        create_failed_job(&server, &mut agent, |spec| spec["name"] = json!("trained")).await;
     let folder = server.dir.path().join("jobs").join(&job);
     let state = json!({"versions": {"lockstep": "0.1.0"}}).to_string();
     std::fs::write(folder.join("checkpoints/1-5/state.json"), state).unwrap();

@@ -1,6 +1,6 @@
 //! What a page of somebody else's may not do, and that the document of the API is complete.
 
-use crate::{agent::Agent, document::a_job, test_server::TestServer};
+use crate::{agent::Agent, document::create_failed_job, test_server::TestServer};
 use lockstep_server::openapi;
 use std::collections::BTreeSet;
 use tokio::{
@@ -89,7 +89,7 @@ async fn requests_with_unknown_host_names_are_refused() {
 async fn every_response_has_security_headers() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let (job, checkpoint) = a_job(&server, &mut agent, |_| {}).await;
+    let (job, checkpoint) = create_failed_job(&server, &mut agent, |_| {}).await;
     let pages = ["/jobs", "/api/v1/jobs", "/api/v1/nothing", "/nothing", "/static/app.css", "/healthz"];
     let mut paths: Vec<_> = pages.iter().map(|path| (path.to_string(), None)).collect();
     // What jobs have written is somebody's text, and a browser must not take it for a page.

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, dataset_info},
-    document::a_job,
+    document::create_failed_job,
     test_server::{Stream, TIMEOUT, TestServer, client, spec},
 };
 use reqwest::Client;
@@ -154,7 +154,7 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
     let (otto, otto_s) = server.client_of("otto", "submit").await;
     let (vera, _) = server.client_of("vera", "read").await;
     let admin = std::mem::replace(&mut server.http, mona.clone());
-    let (job, checkpoint) = a_job(&server, &mut agent, |spec| {
+    let (job, checkpoint) = create_failed_job(&server, &mut agent, |spec| {
         spec["name"] = "secret run".into();
         spec["private"] = true.into();
     })

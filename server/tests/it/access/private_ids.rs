@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     agent::{Agent, dataset_info},
-    document::a_job,
+    document::create_failed_job,
     test_server::TestServer,
 };
 use lockstep_protocol::JobId;
@@ -51,7 +51,8 @@ async fn private_ids_get_the_same_response_as_unknown_ids() {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let people = add_people(&server).await;
     let admin = std::mem::replace(&mut server.http, people.mona.clone());
-    let (job, checkpoint) = a_job(&server, &mut agent, |spec| spec["private"] = json!(true)).await;
+    let (job, checkpoint) =
+        create_failed_job(&server, &mut agent, |spec| spec["private"] = json!(true)).await;
     let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
     let ((status, _), ()) =
         tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));

@@ -3,7 +3,7 @@
 use super::{People, add_people};
 use crate::{
     agent::{Agent, dataset_info},
-    document::a_job,
+    document::create_failed_job,
     test_server::{Stream, TestServer, spec},
 };
 use reqwest::Client;
@@ -35,13 +35,13 @@ struct Jobs {
 
 async fn create_jobs(server: &mut TestServer, agent: &mut Agent, mona: &Client, otto: &Client) -> Jobs {
     let admin = std::mem::replace(&mut server.http, otto.clone());
-    let (open, _) = a_job(server, agent, |spec| {
+    let (open, _) = create_failed_job(server, agent, |spec| {
         spec["name"] = json!("open");
         spec["project"] = json!("shared");
     })
     .await;
     server.http = mona.clone();
-    let (secret, _) = a_job(server, agent, |spec| {
+    let (secret, _) = create_failed_job(server, agent, |spec| {
         spec["name"] = json!("secret run");
         spec["private"] = json!(true);
         spec["project"] = json!("secret-project");
@@ -50,7 +50,7 @@ async fn create_jobs(server: &mut TestServer, agent: &mut Agent, mona: &Client, 
         spec["train"]["lr"] = json!(0.05);
     })
     .await;
-    a_job(server, agent, |spec| {
+    create_failed_job(server, agent, |spec| {
         spec["name"] = json!("secret too");
         spec["private"] = json!(true);
         spec["project"] = json!("shared");

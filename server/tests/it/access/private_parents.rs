@@ -3,7 +3,7 @@
 use super::{People, add_people};
 use crate::{
     agent::{Agent, losses, running},
-    document::a_job,
+    document::create_failed_job,
     test_server::{Stream, TestServer, spec},
 };
 use lockstep_protocol::agent::Source;
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 /// Creates a private job of Mona and a public fork of it. Returns both ids.
 async fn create_public_fork(server: &mut TestServer, agent: &mut Agent, mona: &Client) -> (String, String) {
     let admin = std::mem::replace(&mut server.http, mona.clone());
-    let (secret, _) = a_job(server, agent, |spec| {
+    let (secret, _) = create_failed_job(server, agent, |spec| {
         spec["name"] = json!("secret run");
         spec["private"] = json!(true);
     })
@@ -118,7 +118,8 @@ async fn forks_show_public_parents_and_own_private_parents() {
     let People { mona, otto, .. } = add_people(&server).await;
     server.http = mona.clone();
     for private in [false, true] {
-        let (id, checkpoint) = a_job(&server, &mut agent, |spec| spec["private"] = json!(private)).await;
+        let (id, checkpoint) =
+            create_failed_job(&server, &mut agent, |spec| spec["private"] = json!(private)).await;
         let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &json!({})).await;
         assert_eq!((status, &fork["parent"]["checkpoint"]), (201, &json!(checkpoint)), "{fork}");
         assert_eq!(fork["cause"]["job"], json!(id));
@@ -130,7 +131,7 @@ async fn forks_show_public_parents_and_own_private_parents() {
         assert_eq!(history["entries"][0]["checkpoint"], json!(checkpoint), "{history}");
     }
     // A public job does not show its private forks to others.
-    let (id, _) = a_job(&server, &mut agent, |_| {}).await;
+    let (id, _) = create_failed_job(&server, &mut agent, |_| {}).await;
     let private = json!({"set": {"private": true}});
     let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &private).await;
     assert_eq!(status, 201, "{fork}");

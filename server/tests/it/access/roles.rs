@@ -4,7 +4,7 @@
 use super::routes::{METHODS, Outcome, every_path, send_request, sufficient};
 use crate::{
     agent::{Agent, dataset_info},
-    document::a_job,
+    document::create_failed_job,
     test_server::{TestServer, client, client_builder, client_without_redirects, spec},
 };
 use reqwest::{Client, Method, header::HeaderMap};
@@ -76,7 +76,8 @@ async fn try_all_routes(by: By) {
     server.http = client(&mona);
     let mut objects = Vec::new();
     for (private, dataset) in [(true, "hidden"), (false, "open")] {
-        let (job, checkpoint) = a_job(&server, &mut agent, |spec| spec["private"] = private.into()).await;
+        let (job, checkpoint) =
+            create_failed_job(&server, &mut agent, |spec| spec["private"] = private.into()).await;
         let new = json!({"name": dataset, "path": format!("/{dataset}"), "private": private});
         let ((status, registered), ()) =
             tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, dataset_info},
-    lists::jobs,
+    lists::submit_jobs,
     test_server::TestServer,
 };
 use lockstep_protocol::{
@@ -173,7 +173,7 @@ async fn groups_are_listed_in_every_order_with_any_page_size() {
     let _agent = Agent::join_with_dataset(&server, 2).await;
     let specs =
         [("b", 0.1, "vision"), ("a", 0.4, ""), ("c", 0.2, "vision"), ("d", 10.0, "x"), ("e", 2.0, "x")];
-    let ids = jobs(&server, &specs).await;
+    let ids = submit_jobs(&server, &specs).await;
     for (id, best) in ids.iter().zip(["0.5", "0.9", "0.7", "", "0.2"]) {
         if !best.is_empty() {
             let sql = format!("UPDATE jobs SET best = '{{\"value\":{best},\"epoch\":1}}' WHERE id = '{id}'");

@@ -1,4 +1,4 @@
-//! Links between slots and machines, and which of them a job gets.
+//! Links between slots and machines. Jobs get the fastest links.
 
 use crate::{
     agent::Agent,
@@ -13,13 +13,13 @@ async fn a_job_over_several_machines_gets_the_fastest_links() {
     let server = TestServer::new().await;
     register_dataset(&server).await;
     let linked = |name: &str, address: &str, mbits: Option<u32>| {
-        let mut said = hello_at(name, 2, Vec::new(), address);
-        if let FromAgent::Hello { machine, .. } = &mut said {
+        let mut hello = hello_at(name, 2, Vec::new(), address);
+        if let FromAgent::Hello { machine, .. } = &mut hello {
             machine.interface_mbits = mbits;
-            // A slot named twice, and one that is not there.
+            // The groups have a repeated slot and a missing slot.
             machine.nvlink_groups = if name == "b" { vec![vec![0, 1, 1, 7], vec![0]] } else { Vec::new() };
         }
-        said
+        hello
     };
     let _slow = Agent::connect(&server, linked("a", "10.0.0.1", Some(1000))).await.unwrap();
     let mut fast = Agent::connect(&server, linked("b", "10.0.0.2", Some(100_000))).await.unwrap();
@@ -51,8 +51,12 @@ async fn a_job_on_one_machine_gets_slots_connected_by_nvlink() {
     }
     let mut joined = Agent::connect(&server, joined).await.unwrap();
     server.submit(|s| s["parallel"]["ranks"] = json!(2)).await;
-    assert_eq!(joined.expect_start().await.ranks, [(0, 1), (1, 3)], "before the machine that it would fill");
-    // Its slots that are left are joined no better than those of the other.
+    assert_eq!(
+        joined.expect_start().await.ranks,
+        [(0, 1), (1, 3)],
+        "NVLink counts more than filling a machine"
+    );
+    // The remaining slots of this machine have no NVLink, so filling the other machine is better.
     server.submit(|s| s["parallel"]["ranks"] = json!(2)).await;
     assert_eq!(full.expect_start().await.ranks, [(0, 0), (1, 1)]);
     server.submit(|s| s["parallel"]["ranks"] = json!(2)).await;

@@ -1,4 +1,4 @@
-//! A server that is started again while the machines of an attempt have lost each other goes on as the one before it would have.
+//! A restart of the server while the machines of an attempt have lost contact to each other.
 
 use crate::{
     agent::{Agent, running},
@@ -22,27 +22,31 @@ async fn unresponsive_machines_are_not_waited_for_after_a_server_restart() {
     let (mut a, mut b) = connect_machines(&server).await;
     let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    // Its word, so that it is not given up before the server ends.
+    // A heartbeat, so that the server does not end the attempt before its restart.
     b.heartbeat(std::slice::from_ref(&attempt)).await;
     report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
     let server = TestServer::open(server.stop().await, long_lease).await;
-    let began = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     let mut a = Agent::connect(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
     let job = server.wait_for_state(&id, JobState::Restarting).await;
-    assert!(began.elapsed() < LONG_LEASE / 2, "long before its lease ends: {:?}", began.elapsed());
+    assert!(
+        start.elapsed() < LONG_LEASE / 2,
+        "the attempt ends long before the lease: {:?}",
+        start.elapsed()
+    );
     let reason = job.reason.unwrap();
     assert!(
         reason.contains("agent \"b\" was silent") && reason.contains("have lost those on it"),
         "{reason}"
     );
 
-    // It is back, with ranks that still hold the memory of its slots: none of the next attempt starts there.
+    // The lost machine returns. Its old ranks still use memory, so no rank of the next attempt starts there.
     let server = TestServer::open(server.stop().await, long_lease).await;
     let back = hello_at("a", 2, Vec::new(), "10.0.0.1");
     drop(a);
     a = Agent::connect(&server, back).await.unwrap();
     let mut b = Agent::connect(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
-    assert_eq!(b.welcome.1, std::slice::from_ref(&attempt), "it is told to end them");
+    assert_eq!(b.welcome.1, std::slice::from_ref(&attempt), "the server revokes the old attempt");
     let early = tokio::time::timeout(Duration::from_millis(1500), a.next()).await;
     assert!(early.is_err(), "{early:?}");
     b.heartbeat(&[]).await;

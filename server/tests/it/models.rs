@@ -1,4 +1,4 @@
-//! Registered models: versions never change, aliases move, and what versions name is kept.
+//! Registered models: versions never change, aliases move, and checkpoints of versions are kept.
 
 use crate::{
     agent::{Agent, running},
@@ -14,22 +14,22 @@ use reqwest::Method;
 use serde_json::{Value, json};
 
 impl TestServer {
-    async fn change(&self, method: Method, path: &str, body: Value) -> (u16, Value) {
+    async fn request(&self, method: Method, path: &str, body: Value) -> (u16, Value) {
         let request = self.http.request(method, self.url(&format!("/api/v1{path}")));
         self.send(if body.is_null() { request } else { request.json(&body) }).await
     }
 }
 
-/// Asserts a refusal and words of it.
-fn refused((status, problem): (u16, Value), expected: u16, words: &[&str]) {
+/// Asserts that a request was refused with this status, and that the error contains `parts`.
+fn assert_refused((status, problem): (u16, Value), expected: u16, parts: &[&str]) {
     let text = problem.to_string();
     assert!(
-        status == expected && words.iter().all(|word| text.contains(word)),
-        "{words:?}: {status} {problem}"
+        status == expected && parts.iter().all(|part| text.contains(part)),
+        "{parts:?}: {status} {problem}"
     );
 }
 
-async fn scenario(server: TestServer) {
+async fn test_models(server: TestServer) {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (job, checkpoint) =
         create_failed_job(&server, &mut agent, |spec| spec["name"] = json!("trained")).await;
@@ -39,7 +39,7 @@ async fn scenario(server: TestServer) {
     let fingerprint = json!({"files": 4, "bytes": 100, "sha256": "ab"});
     std::fs::write(folder.join("dataset.json"), fingerprint.to_string()).unwrap();
 
-    // The first version makes the model.
+    // The first version creates the model.
     assert_eq!(server.get("/models").await.1["models"], json!([]));
     let first = json!({"name": "shoes", "job": job, "description": "a first one"});
     let (status, version) = server.post("/models", &first).await;
@@ -70,22 +70,22 @@ async fn scenario(server: TestServer) {
         (json!({"name": "shoes", "job": job, "checkpoint": checkpoint}), "either checkpoint or job"),
         (json!({"name": "shoes", "job": job, "description": "x".repeat(20_001)}), "/description"),
     ] {
-        refused(server.post("/models", &body).await, 422, &[pointer]);
+        assert_refused(server.post("/models", &body).await, 422, &[pointer]);
     }
     for (key, value) in [("checkpoint", format!("{job}-1-6")), ("job", "x".into())] {
-        refused(server.post("/models", &json!({"name": "shoes", key: value})).await, 404, &[key]);
+        assert_refused(server.post("/models", &json!({"name": "shoes", key: value})).await, 404, &[key]);
     }
 
-    // Aliases move; a version without one can be removed, and its number is not given again.
+    // An alias can move to another version. A version without an alias can be removed, and its number is not used again.
     let champion = "/models/shoes/aliases/champion";
     let put = async |alias: &str, version: u32| {
         server
-            .change(Method::PUT, &format!("/models/shoes/aliases/{alias}"), json!({"version": version}))
+            .request(Method::PUT, &format!("/models/shoes/aliases/{alias}"), json!({"version": version}))
             .await
     };
-    refused(put("7", 1).await, 422, &["/alias", "number"]);
-    refused(put("champion", 9).await, 404, &["no version 9"]);
-    refused(server.get(champion).await, 404, &["no alias"]);
+    assert_refused(put("7", 1).await, 422, &["/alias", "number"]);
+    assert_refused(put("champion", 9).await, 404, &["no version 9"]);
+    assert_refused(server.get(champion).await, 404, &["no alias"]);
     for version in [1, 2] {
         let (status, put) = put("champion", version).await;
         assert_eq!((status, &put["version"], &put["aliases"]), (200, &json!(version), &json!(["champion"])));
@@ -95,7 +95,7 @@ async fn scenario(server: TestServer) {
     let (_, list) = server.get("/models?count=true&fields=name,aliases,version_count").await;
     let expected = json!([{"name": "shoes", "aliases": {"champion": 2}, "version_count": 2}]);
     assert_eq!((&list["models"], &list["total"]), (&expected, &json!(1)));
-    refused(server.delete("/models/shoes/versions/2").await, 409, &["champion"]);
+    assert_refused(server.delete("/models/shoes/versions/2").await, 409, &["champion"]);
     assert_eq!(server.delete(champion).await.0, 204);
     assert_eq!(server.delete(champion).await.0, 404);
     assert_eq!(server.delete("/models/shoes/versions/2").await.0, 204);
@@ -112,7 +112,7 @@ async fn scenario(server: TestServer) {
     assert!(status == 200 && page.contains("models:/shoes/3") && page.contains("a first one"), "{page}");
     assert_eq!(server.get_text("/models/boots").await.0, 404);
 
-    // A job that is not over may still remove and replace its checkpoints.
+    // An active job may still remove and replace its checkpoints, so they cannot be registered.
     let live = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.expect_start().await.attempt;
     let info = CheckpointInfo {
@@ -126,13 +126,13 @@ async fn scenario(server: TestServer) {
     };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), AttemptEvent::Checkpoint(info)]).await;
     std::fs::create_dir_all(server.dir.path().join(format!("jobs/{live}/checkpoints/1-5"))).unwrap();
-    refused(
+    assert_refused(
         server.post("/models", &json!({"name": "shoes", "job": live})).await,
         409,
         &["after the job's end"],
     );
 
-    // A job begins with the checkpoint that the alias is at, and keeps it.
+    // A job stores the checkpoint of the alias at submission.
     assert_eq!(put("champion", 1).await.0, 200);
     for (given, words) in [
         ("models:/shoes@nobody", "no version is called models:/shoes@nobody"),
@@ -148,18 +148,22 @@ async fn scenario(server: TestServer) {
     }
     let mut document = spec();
     document["model"]["pretrained"] = json!("models:/shoes@champion");
-    let fits = async {
+    let answer_weights = async {
         let Some(ToAgent::Request { id, .. }) = agent.next().await else { panic!("no such request") };
         agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Weights { mistake: None }) }).await;
     };
-    let ((status, begun), ()) = tokio::join!(server.post("/jobs", &document), fits);
-    assert_eq!((status, &begun["spec"]["model"]["pretrained"]), (201, &json!(checkpoint)), "{begun}");
+    let ((status, submitted), ()) = tokio::join!(server.post("/jobs", &document), answer_weights);
+    assert_eq!((status, &submitted["spec"]["model"]["pretrained"]), (201, &json!(checkpoint)), "{submitted}");
     assert_eq!(server.delete(champion).await.0, 204);
 
-    // What is registered neither goes nor changes.
-    let named = ["models:/shoes/1", "models:/shoes/3"];
-    refused(server.delete(&format!("/jobs/{job}")).await, 409, &named);
-    refused(server.change(Method::POST, &format!("/jobs/{job}/retry"), Value::Null).await, 409, &named);
+    // A job with registered checkpoints can be neither deleted nor retried.
+    let versions = ["models:/shoes/1", "models:/shoes/3"];
+    assert_refused(server.delete(&format!("/jobs/{job}")).await, 409, &versions);
+    assert_refused(
+        server.request(Method::POST, &format!("/jobs/{job}/retry"), Value::Null).await,
+        409,
+        &versions,
+    );
     for version in [1, 3] {
         assert_eq!(server.delete(&format!("/models/shoes/versions/{version}")).await.0, 204);
     }
@@ -170,12 +174,12 @@ async fn scenario(server: TestServer) {
 
 #[tokio::test]
 async fn versions_stay_and_aliases_move() {
-    scenario(TestServer::new().await).await;
+    test_models(TestServer::new().await).await;
 }
 
 #[tokio::test]
 async fn versions_stay_and_aliases_move_in_postgres() {
-    scenario(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
+    test_models(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
 }
 
 #[tokio::test]
@@ -198,11 +202,11 @@ async fn a_registered_checkpoint_is_kept_when_newer_ones_replace_others() {
     events.extend([10, 20, 30, 40].map(checkpoint));
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    // Its last checkpoints come after the job's end.
+    // The checkpoints are uploaded after the job's end.
     let register = async |step: u64| {
         server.post("/models", &json!({"name": "shoes", "checkpoint": format!("{id}-1-{step}")})).await
     };
-    refused(register(10).await, 409, &["still being uploaded from a"]);
+    assert_refused(register(10).await, 409, &["still being uploaded from a"]);
     for step in [10, 20, 30, 40] {
         assert_eq!(own.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
         if step == 10 {
@@ -211,7 +215,7 @@ async fn a_registered_checkpoint_is_kept_when_newer_ones_replace_others() {
     }
     let (_, list) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let steps: Vec<_> = list["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
-    assert_eq!(steps, [40, 30, 10], "the newest two, and the registered one");
+    assert_eq!(steps, [40, 30, 10], "the newest two checkpoints and the registered checkpoint");
     assert_eq!(server.get(&format!("/checkpoints/{id}-1-10/state.json")).await.0, 200);
     server.stop().await;
 }

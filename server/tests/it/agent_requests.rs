@@ -37,7 +37,7 @@ async fn answer_only_has_files(agent: &mut Agent, has_files: bool) {
 }
 
 /// Answers `InspectProgress`, and fails at any other request.
-async fn answer_answer_only_progress(agent: &mut Agent, inspected: Option<(u64, u64)>) {
+async fn answer_only_progress(agent: &mut Agent, inspected: Option<(u64, u64)>) {
     loop {
         let (id, request) = next_request(agent, true).await;
         assert!(matches!(request, AgentRequest::InspectProgress { .. }), "{request:?}");

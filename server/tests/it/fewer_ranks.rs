@@ -82,15 +82,15 @@ async fn a_job_that_lost_a_machine_runs_one_attempt_with_fewer_ranks() {
     assert_eq!((start.spec.parallel.ranks, start.spec.train.accumulate), (2, 1));
     assert_eq!((start.spec.micro_batch_size(), start.spec.global_batch_size()), (20, 40));
     assert!(start.network.is_none(), "all ranks are on one machine");
-    let words = "trains with 2 of 4 ranks, because for 1 s there were not enough free slots for all; the last attempt: agent \"b\" was silent";
+    let expected = "trains with 2 of 4 ranks, because for 1 s there were not enough free slots for all; the last attempt: agent \"b\" was silent";
     let job = server.job(&id).await;
     assert_eq!((job.state, job.ranks, job.ranks_now()), (JobState::Starting, 4, 2));
-    assert!(job.reason.unwrap().starts_with(words));
+    assert!(job.reason.unwrap().starts_with(expected));
     a.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 3), losses(0, 4..=5)]).await;
     let job = server.job(&id).await;
     assert_eq!((job.state, job.ranks_now(), job.step), (JobState::Running, 2, 5));
     let reason = job.reason.unwrap();
-    assert!(reason.starts_with(words) && !reason.contains("starts from"), "{reason}");
+    assert!(reason.starts_with(expected) && !reason.contains("starts from"), "{reason}");
     let (_, history) = server.get(&format!("/jobs/{id}/history")).await;
     let starts = history["entries"].as_array().unwrap().iter().filter(|entry| entry["what"] == "started");
     let starts: Vec<_> = starts.map(|entry| entry["reason"].clone()).collect();

@@ -83,7 +83,7 @@ async fn depth_and_length_of_a_fork_s_keys_are_limited() {
 async fn senders_of_too_large_bodies_receive_the_reason() {
     let server = TestServer::new().await;
     // The body is larger than the buffers of a connection, so the client is still sending when the server refuses it.
-    for (path, kind, words) in [
+    for (path, kind, fragment) in [
         ("/jobs", "application/json", "the body is larger than 1 MiB"),
         ("/jobs", "application/toml", "the body is larger than 1 MiB"),
         ("/datasets", "application/json", "the body is larger than 1 MiB"),
@@ -93,7 +93,7 @@ async fn senders_of_too_large_bodies_receive_the_reason() {
             sent.header("content-type", kind).send().await.expect("a response instead of a broken pipe");
         assert_eq!(response.status(), 413, "{path}");
         let problem: Value = serde_json::from_slice(&response.bytes().await.unwrap()).unwrap();
-        assert_eq!(problem["detail"], words);
+        assert_eq!(problem["detail"], fragment);
     }
     server.stop().await;
 }
@@ -284,9 +284,12 @@ async fn a_damaged_checkpoint_is_reported_and_pipes_do_not_block() {
         rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
         path
     };
-    let assert_refused = async |path: String, words: &str| {
+    let assert_refused = async |path: String, fragment: &str| {
         let (status, body) = server.get(&path).await;
-        assert!(status == 422 && body["detail"].as_str().unwrap().contains(words), "{path} {status} {body}");
+        assert!(
+            status == 422 && body["detail"].as_str().unwrap().contains(fragment),
+            "{path} {status} {body}"
+        );
     };
     let path_of = |name: &str| format!("/checkpoints/{checkpoint}{name}");
     let manifest = pipe("MANIFEST.json");
@@ -318,7 +321,7 @@ async fn a_damaged_checkpoint_is_reported_and_pipes_do_not_block() {
     std::fs::write(&manifest, json!({ "files": files }).to_string()).unwrap();
     let jobs = || std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count();
     let before = jobs();
-    for (content, words) in [
+    for (content, fragment) in [
         (None, "state.json is missing"),
         (Some("worl"), "has 4 bytes and was written with 5"),
         (Some("worlt"), "are not those"),
@@ -327,7 +330,7 @@ async fn a_damaged_checkpoint_is_reported_and_pipes_do_not_block() {
             std::fs::write(folder.join("state.json"), content).unwrap();
         }
         let (status, body) = server.post(&format!("/jobs/{id}/fork"), &json!({})).await;
-        assert!(status == 422 && body["detail"].as_str().unwrap().contains(words), "{status} {body}");
+        assert!(status == 422 && body["detail"].as_str().unwrap().contains(fragment), "{status} {body}");
     }
     assert_eq!(jobs(), before);
     std::fs::write(folder.join("state.json"), "world").unwrap();

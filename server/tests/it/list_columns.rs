@@ -87,22 +87,22 @@ async fn a_waiting_job_in_a_list_shows_its_place_and_reason() {
     submit("two", 1).await;
     agent.expect_start().await;
     let waiting = submit("both", 2).await;
-    let find_reason = async |words: &str| {
+    let find_reason = async |message: &str| {
         let (_, job) = server.get(&format!("/jobs/{waiting}")).await;
         let (_, list) = server.get("/jobs?state=queued&fields=reason,queue").await;
         let reason = job["reason"].as_str().unwrap_or_default();
         let same =
             list["jobs"][0]["reason"] == job["reason"] && job["queue"]["reason"]["words"] == job["reason"];
-        (reason.contains(words) && job["queue"]["place"] == 1 && same).then_some(job["last_seq"].clone())
+        (reason.contains(message) && job["queue"]["place"] == 1 && same).then_some(job["last_seq"].clone())
     };
-    let wait_for_reason = async |words: &str| {
+    let wait_for_reason = async |message: &str| {
         for _ in 0..400 {
-            if let Some(seq) = find_reason(words).await {
+            if let Some(seq) = find_reason(message).await {
                 return seq;
             }
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         }
-        panic!("the reason never contains {words}: {:#}", server.get(&format!("/jobs/{waiting}")).await.1)
+        panic!("the reason never contains {message}: {:#}", server.get(&format!("/jobs/{waiting}")).await.1)
     };
     wait_for_reason("0 of 2").await;
     // The reason is shown from memory at once. Its event is stored later.

@@ -144,7 +144,7 @@ async fn unknown_fields_of_lists_are_refused_by_name() {
     let server = TestServer::new().await;
     let _agent = Agent::join_with_dataset(&server, 2).await;
     submit_jobs(&server, &[("a", 0.1, ""), ("b", 0.1, "")]).await;
-    for (path, words) in [
+    for (path, message) in [
         ("/jobs?sort=nam".to_owned(), "did you mean \"name\"?"),
         ("/jobs?sort=spec.tags".into(), "tag:NAME"),
         ("/jobs?sort=tag:".into(), "tag"),
@@ -169,7 +169,7 @@ async fn unknown_fields_of_lists_are_refused_by_name() {
         let (status, problem) = server.get(&path).await;
         assert_eq!((status, &problem["code"]), (400, &json!("bad_request")), "{path}");
         assert_eq!(problem["type"], "urn:lockstep:problem:bad_request");
-        assert!(problem["detail"].as_str().unwrap().contains(words), "{path}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(message), "{path}: {problem}");
     }
     server.stop().await;
 }

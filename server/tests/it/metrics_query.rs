@@ -32,7 +32,7 @@ async fn one_request_returns_a_metric_of_several_jobs() {
     }
     let many = |count: usize| vec!["j00000000000000000000000000"; count].join(",");
     let distinct = |count: usize| (0..count).map(|n| format!("j{n:026}")).collect::<Vec<_>>().join(",");
-    for (path, expected, words) in [
+    for (path, expected, message) in [
         (query("name=losss"), 400, "no metric is called"),
         (query("name=loss&points=10001"), 400, "1 to 10000"),
         ("/metrics/query?jobs=&name=loss".to_owned(), 400, "1 to 50"),
@@ -44,7 +44,7 @@ async fn one_request_returns_a_metric_of_several_jobs() {
     ] {
         let (status, problem) = server.get(&path).await;
         assert_eq!(status, expected, "{path}: {problem}");
-        assert!(problem["detail"].as_str().unwrap().contains(words), "{path}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(message), "{path}: {problem}");
     }
     server.stop().await;
 }

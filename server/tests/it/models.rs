@@ -134,7 +134,7 @@ async fn test_models(server: TestServer) {
 
     // A job stores the checkpoint of the alias at submission.
     assert_eq!(put("champion", 1).await.0, 200);
-    for (given, words) in [
+    for (given, message) in [
         ("models:/shoes@nobody", "no version is called models:/shoes@nobody"),
         ("models:/shoes/2", "no version is called models:/shoes/2"),
         ("models:/shoes", "such as models:/shoes/3"),
@@ -144,7 +144,7 @@ async fn test_models(server: TestServer) {
         let (status, problem) = server.post("/jobs", &document).await;
         let errors = problem["errors"].as_array().unwrap();
         assert_eq!((status, errors.len(), &errors[0]["pointer"]), (422, 1, &json!("/model/pretrained")));
-        assert!(errors[0]["detail"].as_str().unwrap().contains(words), "{problem}");
+        assert!(errors[0]["detail"].as_str().unwrap().contains(message), "{problem}");
     }
     let mut document = spec();
     document["model"]["pretrained"] = json!("models:/shoes@champion");

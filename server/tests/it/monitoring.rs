@@ -82,9 +82,9 @@ async fn metrics_cover_jobs_machines_requests_and_lag() {
     // Every metric of the dashboard exists, and every metric is on the dashboard.
     let dashboard: Value = serde_json::from_str(DASHBOARD).expect("JSON");
     let queries = queries(&dashboard);
-    let words =
+    let names =
         queries.iter().flat_map(|query| query.split(|c: char| !c.is_ascii_alphanumeric() && c != '_'));
-    let queried: BTreeSet<_> = words.filter(|word| word.starts_with("lockstep_")).collect();
+    let queried: BTreeSet<_> = names.filter(|word| word.starts_with("lockstep_")).collect();
     for name in &queried {
         let is_sample = |line: &str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with([' ', '{']));
         assert!(text.lines().any(is_sample), "{name}\n{text}");

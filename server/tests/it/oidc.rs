@@ -135,11 +135,11 @@ async fn invalid_id_tokens_are_refused() {
             (b.header, b.claims, b.corrupt) = (json!({"kid": "first"}), json!({}), |token| token);
         });
     };
-    for (n, (words, change)) in cases.into_iter().enumerate() {
+    for (n, (fragment, change)) in cases.into_iter().enumerate() {
         reset();
         provider.change(change);
         let page = Browser::from(&server, [127, 0, 8, n as u8 + 1]).sign_in_error(&provider, 401).await;
-        assert!(page.contains(words), "{n}: {words}: {page}");
+        assert!(page.contains(fragment), "{n}: {fragment}: {page}");
     }
     assert_eq!(server.get("/people").await.1["people"], json!([]));
     // Times within the tolerance for clocks are valid. This sign-in also shows that the server has refused the others for their token.

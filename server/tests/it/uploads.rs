@@ -1,4 +1,4 @@
-//! The routes by which an agent with a disk of its own uploads checkpoints and fetches them: who may, and what is taken.
+//! The routes by which an agent with its own disk uploads and downloads checkpoints: rights and checks.
 
 use crate::{
     agent::{Agent, hello, running},
@@ -23,8 +23,8 @@ pub(crate) fn sum(bytes: &[u8]) -> String {
 }
 
 pub(crate) fn manifest(epoch: u32, step: u64) -> Vec<u8> {
-    let about = |bytes: &[u8]| json!({"size_bytes": bytes.len(), "sha256": sum(bytes)});
-    let files: Value = FILES.iter().map(|(name, bytes)| ((*name).to_owned(), about(bytes))).collect();
+    let entry = |bytes: &[u8]| json!({"size_bytes": bytes.len(), "sha256": sum(bytes)});
+    let files: Value = FILES.iter().map(|(name, bytes)| ((*name).to_owned(), entry(bytes))).collect();
     serde_json::to_vec(&json!({"version": 1, "epoch": epoch, "step": step, "files": files})).unwrap()
 }
 
@@ -40,7 +40,7 @@ pub(crate) fn checkpoint(step: u64) -> AttemptEvent {
     })
 }
 
-/// Who asks.
+/// Client of the routes for an attempt.
 pub(crate) struct AttemptApi<'a> {
     pub(crate) server: &'a TestServer,
     pub(crate) http: reqwest::Client,
@@ -58,7 +58,7 @@ impl AttemptApi<'_> {
             let request = request.header("x-lockstep-agent", &self.agent_id);
             let request = request.header("x-lockstep-fencing-token", String::from(*fencing_token));
             let (status, response) = self.server.send(request).await;
-            // A process that another test has forked may still hold a lock of this server, until it becomes another program.
+            // A child process that another test has just forked may still hold a lock of this server.
             let is_locked =
                 response["detail"].as_str().is_some_and(|why| why.contains("another request works on"));
             if !(status == 503 && is_locked && since.elapsed() < TIMEOUT) {
@@ -70,8 +70,9 @@ impl AttemptApi<'_> {
     pub(crate) async fn upload(&self, name: &str, manifest: Vec<u8>) -> (u16, Value) {
         assert_eq!(self.request("PUT", &format!("/uploads/{name}/MANIFEST.json"), manifest).await.0, 204);
         for (file, bytes) in FILES {
-            let sent = self.request("PUT", &format!("/uploads/{name}/{file}?offset=0"), bytes.to_vec()).await;
-            assert_eq!(sent.0, 204, "{}", sent.1);
+            let response =
+                self.request("PUT", &format!("/uploads/{name}/{file}?offset=0"), bytes.to_vec()).await;
+            assert_eq!(response.0, 204, "{}", response.1);
         }
         self.request("POST", &format!("/uploads/{name}"), Vec::new()).await
     }
@@ -91,7 +92,7 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
             b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
             assert!(expect_stop(&mut a).await, "with a checkpoint");
         }
-        // The server cannot read what it keeps of the job's checkpoints.
+        // Renames a column, so that the server cannot read its records of checkpoints.
         let rename = async |from: &str, to: &str| {
             server.execute(&format!("ALTER TABLE attempts RENAME COLUMN {from} TO {to}")).await
         };
@@ -102,20 +103,23 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
         b.send(report(Source::Rank(2), vec![checkpoint(20), removed])).await;
         b.send(report(Source::Agent, vec![AttemptEvent::Ended(lost_contact(2))])).await;
         let response = b.next().await;
-        assert!(response.is_none(), "it is to send both again: {response:?}");
+        assert!(
+            response.is_none(),
+            "the server closes the connection, so that the agent repeats both: {response:?}"
+        );
         rename("elsewhere", "own_disks").await;
         if leaves {
-            // The job waits for what the other machine has still to say.
+            // The job waits for the reports of the other machine.
             a.end(&attempt, Ending::Stopped).await;
         }
         if !returns {
-            // Long before its lease ends.
-            let words = "agent \"b\" was shut down (the agent was stopped)";
+            // The attempt ends before the lease of the other machine expires.
+            let reason = "agent \"b\" was shut down (the agent was stopped)";
             let since = Instant::now();
-            let says = |event: &Value| {
-                event["state"] == "queued" && event["reason"].as_str().is_some_and(|why| why.contains(words))
+            let is_reported = |event: &Value| {
+                event["state"] == "queued" && event["reason"].as_str().is_some_and(|why| why.contains(reason))
             };
-            while !server.stored_events(&id).await.iter().any(says) {
+            while !server.stored_events(&id).await.iter().any(is_reported) {
                 assert!(since.elapsed() < 2 * TIMEOUT, "{:?}", server.job(&id).await.reason);
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
@@ -135,7 +139,7 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
 }
 
 #[tokio::test]
-async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
+async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
     let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
@@ -156,12 +160,12 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
     };
     let own = api(&token, "id-a", start.attempt.clone());
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    // Before it says that it has a disk of its own.
+    // The agent has not reported its own disk yet.
     assert_eq!(own.request("GET", "/uploads/1-10", vec![]).await.0, 403);
     assert_eq!(own.request("POST", "", vec![]).await.0, 204);
     let (status, state) = own.request("GET", "/uploads/1-10", vec![]).await;
     assert_eq!((status, &state["stored"], &state["received"]), (200, &Value::Null, &json!({})));
-    // Another agent, by its own name or by this one's; an attempt that it does not have; a token that was guessed.
+    // Refused: another agent with its own id or this agent's id, this token with another id, a wrong fencing token, another attempt.
     let guessed = AttemptRef {
         fencing_token: FencingToken { secret: 1, ..start.attempt.fencing_token },
         ..start.attempt.clone()
@@ -188,17 +192,17 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
             assert_eq!(status, 403, "{method} {path} {}: {problem}", wrong.agent_id);
         }
     }
-    // Nobody with another kind of token.
+    // An admin's token is refused.
     assert_eq!(
         api(&server.token, "id-a", start.attempt.clone()).request("GET", "/uploads/1-10", vec![]).await.0,
         403
     );
-    // A checkpoint that was not reported, and a name that is none.
+    // An unreported checkpoint, and invalid names.
     assert_eq!(own.request("PUT", "/uploads/1-20/MANIFEST.json", manifest(1, 20)).await.0, 404);
     assert_eq!(own.request("PUT", "/uploads/..%2f1-10/MANIFEST.json", manifest(1, 10)).await.0, 404);
     assert_eq!(own.request("PUT", "/uploads/1-10/token", b"x".to_vec()).await.0, 422);
 
-    // Not to be had before all has come.
+    // The checkpoint is not available before its upload is complete.
     let checkpoint_id = format!("{id}-1-10");
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     assert_eq!(listed["checkpoints"][0]["uploading_from"], "a", "{listed}");
@@ -208,18 +212,18 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
     assert_eq!((status, shown.get("uploading_from")), (200, None), "{shown}");
     let (_, state) = own.request("GET", "/uploads/1-10", vec![]).await;
     assert_eq!(state["stored"], sum(&manifest(1, 10)));
-    // The agent that has the attempt reads it, nobody else.
+    // The agent of the attempt can read the files, and no other agent.
     let file = format!("/checkpoints/{checkpoint_id}/state.json");
     assert_eq!(own.request("GET", &file, vec![]).await, (200, json!({})));
     assert_eq!(api(&other, "id-b", start.attempt.clone()).request("GET", &file, vec![]).await.0, 403);
 
-    // The last one comes after the end of the attempt; then the agent may clear up.
+    // The last checkpoint is uploaded after the end of the attempt. Then the agent may delete its files.
     let last = vec![checkpoint(20)];
     agent.report(&start.attempt, Source::Rank(0), 2, last).await;
     agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
     assert_eq!(own.request("GET", "", vec![]).await, (200, json!({"keep": false})));
-    assert_eq!(own.request("GET", &file, vec![]).await.0, 403, "its attempt is over");
+    assert_eq!(own.request("GET", &file, vec![]).await.0, 403, "the attempt has ended");
     server.stop().await;
 }
 
@@ -241,10 +245,17 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     assert_eq!(own.request("POST", "", vec![]).await.0, 204);
     let note = json!({"files": 4, "bytes": 100});
     assert_eq!(own.request("POST", "/dataset", note.to_string().into()).await.0, 204);
-    assert_eq!(own.request("POST", "/dataset", note.to_string().into()).await.0, 204, "the same again");
+    assert_eq!(
+        own.request("POST", "/dataset", note.to_string().into()).await.0,
+        204,
+        "the same fingerprint again"
+    );
     let (status, problem) = own.request("POST", "/dataset", b"{\"files\": 5}".to_vec()).await;
     assert_eq!(status, 409);
-    assert_eq!(problem["detail"], "a has 4 files of 0 MB, or other content", "whose the kept one is");
+    assert_eq!(
+        problem["detail"], "a has 4 files of 0 MB, or other content",
+        "the error names the agent of the stored fingerprint"
+    );
     assert_eq!(own.request("POST", "/dataset", b"{".to_vec()).await.0, 400);
     let mut long = note.to_string().into_bytes();
     long.resize(64 << 10, b' ');
@@ -254,7 +265,7 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
 
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20), checkpoint(30)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-    // A damaged one is refused and said; sent anew it is taken.
+    // A damaged upload is refused and logged. A second upload is accepted.
     let mut damaged: Value = serde_json::from_slice(&manifest(1, 20)).unwrap();
     damaged["files"]["state.json"]["sha256"] = sum(b"[]").into();
     let (status, problem) = own.upload("1-20", serde_json::to_vec(&damaged).unwrap()).await;
@@ -263,22 +274,24 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     let (_, logs) = server.get(&format!("/jobs/{id}/logs")).await;
     assert!(logs.to_string().contains("was damaged during the upload to the server"), "{logs}");
     assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
-    // The agent leaves for good: of step 30 nothing came.
-    agent.end(&start.attempt, Ending::Failed { reason: "it died".to_owned().into(), retriable: true }).await;
-    let again = agent.expect_start().await;
-    assert_eq!(again.resume.as_deref(), Some("1-30"), "on the machine that has it");
+    // The agent leaves before it has uploaded step 30.
+    agent
+        .end(&start.attempt, Ending::Failed { reason: "by the test".to_owned().into(), retriable: true })
+        .await;
+    let restart = agent.expect_start().await;
+    assert_eq!(restart.resume.as_deref(), Some("1-30"), "the machine that has the checkpoint");
     let mut next = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
-    agent.send(FromAgent::Leaving { reason: "it is switched off".into() }).await;
-    agent.end(&again.attempt, Ending::Stopped).await;
-    // As long as it is there, its newest checkpoint may still come.
+    agent.send(FromAgent::Leaving { reason: "the machine is switched off".into() }).await;
+    agent.end(&restart.attempt, Ending::Stopped).await;
+    // While the agent is connected, the job waits for the upload of its newest checkpoint.
     agent.disconnect();
     let start = next.expect_start().await;
-    assert_eq!(start.resume.as_deref(), Some("1-20"), "on one that has not");
+    assert_eq!(start.resume.as_deref(), Some("1-20"), "a machine without the checkpoint");
     assert_eq!(start.files.dataset, Some(json!({"files": 4, "bytes": 100, "machine": "a"})));
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
     assert_eq!(steps, [20], "{listed}");
-    // The first machine is back, and its attempt is over: of what it has nothing is wanted any more.
+    // The attempt of the first machine has ended. The server needs no more of its files.
     assert_eq!(own.request("GET", "/uploads/1-30", vec![]).await.0, 404);
     assert_eq!(own.request("GET", "", vec![]).await, (200, json!({"keep": false})));
     server.stop().await;
@@ -307,63 +320,71 @@ async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
     assert_eq!(
         of_b.request("GET", "/uploads/1-17", vec![]).await.0,
         403,
-        "before it says that its disk is its own"
+        "before the agent has reported its own disk"
     );
-    for of in [&of_a, &of_b] {
-        assert_eq!(of.request("POST", "", vec![]).await.0, 204);
+    for api in [&of_a, &of_b] {
+        assert_eq!(api.request("POST", "", vec![]).await.0, 204);
     }
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     assert_eq!(
         of_b.request("GET", "/uploads/1-10", vec![]).await.0,
         404,
-        "its report that it has it, too, may come"
+        "the second agent has not reported the checkpoint"
     );
-    assert_eq!(of_b.request("GET", "/uploads/1-17", vec![]).await.0, 404, "its report may come");
-    // A rank is lost. The second machine tells first what it has kept.
+    assert_eq!(
+        of_b.request("GET", "/uploads/1-17", vec![]).await.0,
+        404,
+        "no agent has reported the checkpoint"
+    );
+    // A rank is lost. The second machine reports its checkpoint first.
     b.report(&attempt, Source::Rank(2), 0, vec![checkpoint(17)]).await;
     assert_eq!(of_b.request("GET", "/uploads/1-17", vec![]).await.0, 200);
     assert_eq!(
         of_a.request("GET", "/uploads/1-17", vec![]).await.0,
         404,
-        "it asks before its report has come"
+        "the first agent has not reported the checkpoint"
     );
     a.report(&attempt, Source::Rank(0), 2, vec![checkpoint(17)]).await;
     assert_eq!(of_a.request("GET", "/uploads/1-17", vec![]).await.0, 200);
-    assert_eq!(of_b.request("GET", "/uploads/1-17", vec![]).await.0, 503, "one at a time");
+    assert_eq!(of_b.request("GET", "/uploads/1-17", vec![]).await.0, 503, "only one agent uploads at a time");
     let uploads_from = async || {
         let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
         listed["checkpoints"][0]["uploading_from"].clone()
     };
     assert_eq!(uploads_from().await, "a");
-    // That one goes away, too.
+    // The first machine disconnects, too.
     a.disconnect();
-    let until = tokio::time::Instant::now() + TIMEOUT;
+    let deadline = tokio::time::Instant::now() + TIMEOUT;
     while uploads_from().await != "b" {
-        assert!(tokio::time::Instant::now() < until);
+        assert!(tokio::time::Instant::now() < deadline);
     }
     assert_eq!(of_b.upload("1-17", manifest(1, 17)).await.0, 204);
     assert_eq!(uploads_from().await, Value::Null);
-    // A checkpoint that it has not reported is refused after its end.
+    // After the end of the attempt, checkpoints that the agent has not reported are refused.
     assert_eq!(of_b.request("GET", "/uploads/1-10", vec![]).await.0, 404);
-    b.end(&attempt, Ending::Secondary { reason: "lost it".into() }).await;
-    assert_eq!(of_b.request("GET", "/uploads/1-10", vec![]).await.0, 403, "it is rank 0's");
+    b.end(&attempt, Ending::Secondary { reason: "lost contact".into() }).await;
+    assert_eq!(
+        of_b.request("GET", "/uploads/1-10", vec![]).await.0,
+        403,
+        "only rank 0's agent has the checkpoint"
+    );
     server.stop().await;
 }
 
 #[tokio::test]
-async fn after_a_failed_upload_the_job_gets_its_freed_slots() {
+async fn a_job_starts_without_a_checkpoint_that_is_not_uploaded_in_time() {
     let server = TestServer::with(|c| c.checkpoint_wait = Duration::from_millis(300)).await;
     let token = server.agent_token("stuck").await;
     let mut stuck = Agent::connect_with_token(&server, &token, hello("stuck", 1, Vec::new())).await.unwrap();
     stuck.register(&server).await;
-    let with = |priority: i32| {
+    let with_priority = |priority: i32| {
         move |s: &mut Value| {
             s["parallel"]["ranks"] = json!(1);
             s["priority"] = json!(priority);
             s["preemptible"] = json!(true);
         }
     };
-    let high = server.submit(with(5)).await;
+    let high = server.submit(with_priority(5)).await;
     let first = stuck.expect_start().await.attempt;
     let own = AttemptApi {
         server: &server,
@@ -374,11 +395,11 @@ async fn after_a_failed_upload_the_job_gets_its_freed_slots() {
     assert_eq!(own.request("POST", "", vec![]).await.0, 204);
     stuck.report(&first, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     let mut agent = Agent::connect(&server, hello("a", 1, Vec::new())).await.unwrap();
-    server.submit(with(0)).await;
+    server.submit(with_priority(0)).await;
     let low = agent.expect_start().await.attempt;
-    // The machine that has the checkpoint stays online, uploads nothing and takes no work.
+    // The machine with the checkpoint stays online, but uploads nothing and is drained.
     assert_eq!(server.post("/agents/id-stuck/drain", &json!({})).await.0, 204);
-    stuck.end(&first, Ending::Failed { reason: "it died".to_owned().into(), retriable: true }).await;
+    stuck.end(&first, Ending::Failed { reason: "by the test".to_owned().into(), retriable: true }).await;
     match agent.next().await {
         Some(ToAgent::Stop { attempt, patient: true, .. }) => assert_eq!(attempt, low),
         other => panic!("{other:?}"),
@@ -386,6 +407,6 @@ async fn after_a_failed_upload_the_job_gets_its_freed_slots() {
     agent.end(&low, Ending::Stopped).await;
     let start = agent.expect_start().await;
     assert_eq!((start.attempt.job, start.attempt.attempt), (high.id, 2));
-    assert_eq!(start.resume, None, "nothing has come");
+    assert_eq!(start.resume, None, "no checkpoint was uploaded");
     server.stop().await;
 }

@@ -61,7 +61,7 @@ async fn protocol_errors_of_agents_get_a_close_code_and_reason() {
         (after_hello(parts((16 << 20) + 1)), 1002, "a message of more than 16 MiB"),
         (after_hello(vec![hello.clone()]), 1002, "Hello twice"),
     ];
-    for (messages, code, words) in cases {
+    for (messages, code, fragment) in cases {
         let (mut socket, _) = connect_async(server.socket_request("/agent/socket", &token)).await.unwrap();
         for message in messages {
             // The server may close the connection before the whole message is sent.
@@ -81,7 +81,7 @@ async fn protocol_errors_of_agents_get_a_close_code_and_reason() {
             continue;
         }
         let (found, reason) = close_frame(&mut socket).await;
-        assert!(found == code && reason.contains(words), "{found} {reason}, not {code} {words}");
+        assert!(found == code && reason.contains(fragment), "{found} {reason}, not {code} {fragment}");
     }
     assert_eq!(server.get_text("/healthz").await.0, 200);
     server.stop().await;
@@ -247,7 +247,7 @@ async fn a_stalled_body_gets_408_in_time() {
     let patience = Duration::from_secs(1);
     let server = TestServer::with(|c| c.body_patience = patience).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let (_, checkpoint) = with_checkpoint(&server, &mut agent).await;
+    let (_, checkpoint) = create_checkpoint(&server, &mut agent).await;
     for (path, kind) in [
         ("/api/v1/jobs".to_owned(), "application/json"),
         (format!("/api/v1/checkpoints/{checkpoint}/predict"), "application/octet-stream"),

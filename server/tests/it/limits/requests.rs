@@ -21,8 +21,8 @@ async fn an_idempotency_key_has_at_most_255_characters() {
     assert_eq!(submit(255).await.1["id"], job["id"], "the same request");
     for chars in [0, 256] {
         let (status, problem) = submit(chars).await;
-        let words = "Idempotency-Key must be 1 to 255 visible ASCII characters";
-        assert_eq!((status, &problem["detail"]), (400, &json!(words)), "{chars}");
+        let message = "Idempotency-Key must be 1 to 255 visible ASCII characters";
+        assert_eq!((status, &problem["detail"]), (400, &json!(message)), "{chars}");
     }
     server.stop().await;
 }

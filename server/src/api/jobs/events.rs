@@ -222,7 +222,7 @@ mod tests {
             EventBody::Network { attempt: 1 },
             EventBody::Alert { attempt: 1, alert },
         ];
-        assert_eq!(bodies.len(), TYPES.len(), "one of each");
+        assert_eq!(bodies.len(), TYPES.len(), "one body of each type");
         for body in bodies {
             let Value::Object(body) = serde_json::to_value(&body).unwrap() else { panic!("an object") };
             for name in body.keys() {

@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_hash_is_argon2id_with_a_salt_of_its_own_and_knows_its_password() {
+    async fn hashes_are_salted_argon2id_and_verify_their_password() {
         let passwords = Passwords::default();
         let first = passwords.hash(password("correct horse")).await.unwrap();
         let second = passwords.hash(password("correct horse")).await.unwrap();
@@ -160,9 +160,9 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn so_many_wait_and_one_more_is_told_to_come_back() {
+    async fn the_number_of_waiting_checks_is_limited() {
         let passwords = Arc::new(Passwords::default());
-        // Every turn is taken.
+        // All permits are taken.
         let turns = passwords.turns.available_permits() as u32;
         let taken = passwords.turns.clone().acquire_many_owned(turns).await.unwrap();
         let waiting: Vec<_> = (0..MAX_WAITING)
@@ -181,16 +181,19 @@ mod tests {
             Err(PasswordError::Busy)
         ));
         let familiar = passwords.verify(password("x"), None, Lane::Familiar).await;
-        assert!(familiar.is_ok(), "who has signed in before does not wait behind them");
+        assert!(familiar.is_ok(), "known addresses do not wait behind strangers");
         for one in waiting.iter().skip(1) {
             one.abort();
         }
         drop(taken);
         let mut waiting = waiting.into_iter();
-        assert!(waiting.next().unwrap().await.unwrap(), "it had its turn");
+        assert!(waiting.next().unwrap().await.unwrap(), "the waiting check is done");
         for aborted in waiting {
             assert!(aborted.await.is_err());
         }
-        assert!(passwords.verify(password("x"), None, Lane::Strangers).await.is_ok(), "and the next do, too");
+        assert!(
+            passwords.verify(password("x"), None, Lane::Strangers).await.is_ok(),
+            "later checks are done, too"
+        );
     }
 }

@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn texts_of_people_are_escaped_and_only_owners_see_buttons() {
+    fn texts_are_escaped_and_only_owners_see_buttons() {
         let version = ModelVersion {
             model: "shoes".into(),
             version: 2,

@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_tenth_is_said_once_by_each_machine() {
+    fn each_tenth_is_reported_once_per_machine() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
         let news = |agent: &str, copied| progress.news((&job, 1, agent), (copied, 100), false);
         assert_eq!(news("a", 0), Some(CopyNotice::Tenths(0)));
@@ -73,7 +73,7 @@ mod tests {
         assert_eq!(news("b", 9), Some(CopyNotice::Tenths(0)));
         assert_eq!(news("a", 30), Some(CopyNotice::Tenths(3)));
         assert_eq!(news("a", 39), None);
-        assert_eq!(news("a", 20), None, "it does not go back");
+        assert_eq!(news("a", 20), None, "progress does not go back");
         assert_eq!(news("a", 39), None);
         assert_eq!(news("a", 200), Some(CopyNotice::Tenths(10)));
         let empty = progress.news((&job, 2, "a"), (0, 0), false);
@@ -81,26 +81,26 @@ mod tests {
     }
 
     #[test]
-    fn so_many_copies_are_remembered_and_then_all_are_forgotten() {
+    fn all_copies_are_forgotten_above_the_limit() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
         let news = |agent: usize| progress.news((&job, 1, &agent.to_string()), (10, 100), false);
         for agent in 0..MAX_REMEMBERED {
             assert_eq!(news(agent), Some(CopyNotice::Tenths(1)));
         }
-        assert_eq!(news(0), None, "it was said");
-        assert_eq!(news(MAX_REMEMBERED), Some(CopyNotice::Tenths(1)), "one more");
+        assert_eq!(news(0), None, "it was reported");
+        assert_eq!(news(MAX_REMEMBERED), Some(CopyNotice::Tenths(1)), "above the limit");
         assert_eq!(progress.0.lock().unwrap().len(), 1);
     }
 
     #[test]
-    fn a_copy_that_begins_anew_is_said_a_limited_number_of_times() {
+    fn restarts_of_a_copy_are_reported_a_limited_number_of_times() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
-        let news = |copied, anew| progress.news((&job, 1, "a"), (copied, 100), anew);
+        let news = |copied, restarted| progress.news((&job, 1, "a"), (copied, 100), restarted);
         assert_eq!(news(70, false), Some(CopyNotice::Tenths(7)));
         for _ in 0..MAX_RESTARTS_LOGGED {
             assert_eq!(news(0, true), Some(CopyNotice::Anew));
             assert_eq!(news(10, false), Some(CopyNotice::Tenths(1)));
         }
-        assert_eq!(news(0, true), None, "one more");
+        assert_eq!(news(0, true), None, "above the limit");
     }
 }

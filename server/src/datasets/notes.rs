@@ -89,27 +89,27 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_torn_note_is_replaced_and_a_whole_one_refuses_other_data() {
+    fn damaged_notes_are_replaced_and_valid_ones_refuse_other_data() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(NOTE);
-        for torn in ["", "{\"files\": 4, \"by"] {
-            fs::write(&path, torn).unwrap();
+        for damaged in ["", "{\"files\": 4, \"by"] {
+            fs::write(&path, damaged).unwrap();
             let kept = keep_dataset_note(dir.path(), json!({"files": 4, "bytes": 100}), "a").unwrap();
-            assert_eq!(kept, None, "{torn:?} is nobody's dataset");
+            assert_eq!(kept, None, "{damaged:?} is ignored");
             assert_eq!(dataset_note(dir.path()), Some(json!({"files": 4, "bytes": 100, "machine": "a"})));
         }
         assert_eq!(
             keep_dataset_note(dir.path(), json!({"files": 4, "bytes": 100}), "b").unwrap(),
             None,
-            "the same"
+            "the same data"
         );
         let other = keep_dataset_note(dir.path(), json!({"files": 5, "bytes": 100}), "b").unwrap();
         assert_eq!(other.as_deref(), Some("a has 4 files of 0 MB, or other content"));
     }
 
-    /// A disk that is full is the target of a link here.
+    /// The note is written to /dev/full, like to a full disk.
     #[test]
-    fn a_note_that_cannot_be_written_leaves_nothing_behind() {
+    fn a_note_that_cannot_be_written_leaves_no_files() {
         let dir = tempfile::tempdir().unwrap();
         std::os::unix::fs::symlink("/dev/full", dir.path().join("dataset.new")).unwrap();
         let error = keep_dataset_note(dir.path(), json!({"files": 4}), "a").unwrap_err();

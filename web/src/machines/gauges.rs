@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_container_says_what_it_has_of_its_machine() {
+    fn containers_show_their_part_of_the_machine() {
         let sample = MachineSample {
             at: jiff::Timestamp::UNIX_EPOCH,
             cpus: 2.0,
@@ -170,7 +170,10 @@ mod tests {
         );
         let whole = MachineSample { cpus: 64.0, load: None, memory_bytes: 256_000_000_000, ..sample.clone() };
         assert_eq!(reported(&whole)[..2], ["CPU: 37 % 64 CPUs", "Memory: 1.0 GB of 256 GB"]);
-        assert!(reported(&MachineSample { cpus: 1.5, ..sample })[0].contains("1.5 CPUs of"), "a part of one");
+        assert!(
+            reported(&MachineSample { cpus: 1.5, ..sample })[0].contains("1.5 CPUs of"),
+            "a fraction of a CPU"
+        );
         assert!(of_machine(None).iter().all(|g| g.value == UNKNOWN && g.note.is_empty()));
         assert!(of_slot(None, 1).iter().all(|g| g.value == UNKNOWN));
     }

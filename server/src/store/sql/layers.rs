@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn as_many_steps_as_allowed_stay_and_one_more_does_not() {
+    fn a_step_above_the_limit_is_removed() {
         let steps: Vec<u64> = (1..=HISTOGRAM_STEPS as u64).collect();
         assert_eq!(superfluous(&steps), None);
         let steps: Vec<u64> = (1..=HISTOGRAM_STEPS as u64 + 1).collect();
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_of_a_long_run_is_evenly_spread_with_both_ends() {
+    fn the_remaining_steps_are_evenly_spread_and_include_both_ends() {
         let mut steps = Vec::new();
         for step in 1..=10_000 {
             steps.push(step);

@@ -78,7 +78,7 @@ async fn keep_histograms(
         }
     }
     let mut steps = steps(db, job).await?;
-    while let Some(index) = superfluous(&steps) {
+    while let Some(index) = step_to_remove(&steps) {
         sqlx::query("DELETE FROM histograms WHERE job_id = $1 AND step = $2")
             .bind(job.as_str())
             .bind(int(steps.remove(index)))
@@ -90,7 +90,7 @@ async fn keep_histograms(
 
 /// Index of the step to remove if there are too many: the step whose neighbours are closest to each other; of several such steps,
 /// the oldest. So the remaining steps are about evenly spaced. The first and the newest step always stay.
-fn superfluous(steps: &[u64]) -> Option<usize> {
+fn step_to_remove(steps: &[u64]) -> Option<usize> {
     if steps.len() <= HISTOGRAM_STEPS {
         return None;
     }
@@ -206,9 +206,9 @@ mod tests {
     #[test]
     fn a_step_above_the_limit_is_removed() {
         let steps: Vec<u64> = (1..=HISTOGRAM_STEPS as u64).collect();
-        assert_eq!(superfluous(&steps), None);
+        assert_eq!(step_to_remove(&steps), None);
         let steps: Vec<u64> = (1..=HISTOGRAM_STEPS as u64 + 1).collect();
-        assert_eq!(superfluous(&steps), Some(1), "the second step");
+        assert_eq!(step_to_remove(&steps), Some(1), "the second step");
     }
 
     #[test]
@@ -216,7 +216,7 @@ mod tests {
         let mut steps = Vec::new();
         for step in 1..=10_000 {
             steps.push(step);
-            while let Some(index) = superfluous(&steps) {
+            while let Some(index) = step_to_remove(&steps) {
                 steps.remove(index);
             }
         }

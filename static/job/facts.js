@@ -92,7 +92,7 @@ export class Facts {
       fact("left", left === null ? "–" : clock(left), left > 60 ? `until ${timeIn(now, left)}` : "");
     }
     const speed = job.images_per_second;
-    fact("speed", speed ? rate(speed) : "–", speed && this.#ranksNow > 1 ? `${rate(speed / this.#ranksNow)} a rank` : "");
+    fact("speed", speed ? rate(speed) : "–", speed && this.#ranksNow > 1 ? `${rate(speed / this.#ranksNow)} per rank` : "");
     const last = loss && Number.isFinite(loss.lastValue) ? loss.lastValue : job.last.loss;
     fact("loss", last == null ? "–" : value(last), "");
     byId("loss").title = last == null ? "" : String(last);

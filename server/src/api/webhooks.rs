@@ -3,7 +3,7 @@
 use super::{
     html::{Page as HtmlPage, html, viewer},
     list::{Elements, List, ListParams, list_of},
-    people::pages::in_words,
+    people::pages::form_error,
 };
 use crate::{
     auth::access::Caller,

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, checkpoint, hello, info, running},
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, FromAgent, Source, ToAgent},
@@ -131,7 +131,7 @@ async fn a_waiting_evaluation_reports_its_agent_and_place() {
     let server = TestServer::with(|c| c.evaluation_wait = std::time::Duration::from_millis(50)).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let mut events = vec![running(100, 0)];
     events.extend((1..=3).map(checkpoint));
     agent.report(&attempt, Source::Rank(0), 0, events).await;
@@ -233,7 +233,7 @@ async fn an_evaluation_can_be_requested_again_after_its_agent_disconnected() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let events = vec![running(100, 0), checkpoint(1)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"));
@@ -279,7 +279,7 @@ async fn an_evaluation_is_repeated_for_other_validation_pictures() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let events = vec![running(100, 0), checkpoint(1)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     std::fs::create_dir_all(server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"))).unwrap();

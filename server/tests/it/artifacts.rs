@@ -53,15 +53,15 @@ pub(crate) fn write_checkpoint(job_dir: impl AsRef<Path>, step: u64) -> PathBuf 
 }
 
 /// A job on an agent with its own disk, which has uploaded the checkpoint of step 10.
-async fn uploaded(server: &TestServer) -> (Agent, String, Asks<'_>) {
+async fn uploaded(server: &TestServer) -> (Agent, String, AttemptApi<'_>) {
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(server).await;
     let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
-    let attempt = agent.started().await.attempt;
-    let asks = Asks { server, http: client(&token), agent_id: "id-a".into(), attempt };
+    let attempt = agent.expect_start().await.attempt;
+    let asks = AttemptApi { server, http: client(&token), agent_id: "id-a".into(), attempt };
     agent.report(&asks.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    assert_eq!(asks.ask("POST", "", vec![]).await.0, 204);
+    assert_eq!(api.request("POST", "", vec![]).await.0, 204);
     agent.report(&asks.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
     assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
     (agent, id, asks)

@@ -5,7 +5,7 @@ use crate::{
     artifacts::{on_disk, states, until},
     gangs::killed,
     test_server::{TestServer, client},
-    uploads::{Asks, checkpoint, manifest},
+    uploads::{AttemptApi, checkpoint, manifest},
 };
 use lockstep_protocol::agent::{AttemptRef, Ending, Source};
 use serde_json::json;
@@ -121,11 +121,11 @@ async fn unreadable_files_are_read_from_the_object_store() {
 async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
-    let asks = |attempt: &AttemptRef| Asks {
+    let attempt = agent.expect_start().await.attempt;
+    let asks = |attempt: &AttemptRef| AttemptApi {
         server: &server,
         http: client(&token),
         agent_id: "id-a".into(),
@@ -142,7 +142,7 @@ async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
     // The machine has lost its disk, and the server's copies are damaged one after the other.
     let folder = server.dir.path().join("jobs").join(&id).join("checkpoints");
     for (step, status, code) in [(20, 422, "checkpoint_damaged"), (10, 409, "conflict")] {
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         assert_eq!(start.resume, Some(format!("1-{step}")));
         fs::write(folder.join(format!("1-{step}/model.safetensors")), b"wEights").unwrap();
         let file = format!("/checkpoints/{id}-1-{step}/model.safetensors");

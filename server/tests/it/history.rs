@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, checkpoint, hello, info, losses, running},
-    test_server::{DEADLINE, TestServer, client, spec},
+    test_server::{TIMEOUT, TestServer, client, spec},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Source, ToAgent},

@@ -114,7 +114,7 @@ async fn test_models(server: TestServer) {
 
     // An active job may still remove and replace its checkpoints, so they cannot be registered.
     let live = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let info = CheckpointInfo { epoch: 1, step: 5, size_bytes: 1, ..CheckpointInfo::default() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), AttemptEvent::Checkpoint(info)]).await;
     std::fs::create_dir_all(server.dir.path().join(format!("jobs/{live}/checkpoints/1-5"))).unwrap();

@@ -224,10 +224,10 @@ async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
 async fn folders_of_attempts_that_the_database_lacks_are_kept() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     let (needless, kept) = (json!({"keep": false}), json!({"keep": true, "unknown": true}));
@@ -236,7 +236,7 @@ async fn folders_of_attempts_that_the_database_lacks_are_kept() {
     let unknown = AttemptRef { job: JobId::generate(), ..attempt.clone() };
     let needed = async |attempt: &AttemptRef| {
         let (http, attempt) = (client(&token), attempt.clone());
-        Asks { server: &server, http, agent_id: "id-a".into(), attempt }.ask("GET", "", vec![]).await
+        AttemptApi { server: &server, http, agent_id: "id-a".into(), attempt }.ask("GET", "", vec![]).await
     };
     assert_eq!(needed(&attempt).await, (200, needless.clone()));
     assert_eq!(needed(&retried).await, (200, kept.clone()));
@@ -261,14 +261,14 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
         agent_id: "id-a".into(),
         attempt: start.attempt.clone(),
     };
-    assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
+    assert_eq!(own.request("POST", "", vec![]).await.0, 204);
     let note = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab"});
-    assert_eq!(own.ask("POST", "/dataset", note.to_string().into()).await.0, 204);
-    assert_eq!(own.ask("POST", "/dataset", note.to_string().into()).await.0, 204, "the same again");
-    let (status, problem) = own.ask("POST", "/dataset", b"{\"pictures\": 5}".to_vec()).await;
+    assert_eq!(own.request("POST", "/dataset", note.to_string().into()).await.0, 204);
+    assert_eq!(own.request("POST", "/dataset", note.to_string().into()).await.0, 204, "the same again");
+    let (status, problem) = own.request("POST", "/dataset", b"{\"pictures\": 5}".to_vec()).await;
     assert_eq!(status, 409);
     assert_eq!(problem["detail"], "a has 4 pictures of 0 MB, or other content", "whose the kept one is");
-    assert_eq!(own.ask("POST", "/dataset", b"{".to_vec()).await.0, 400);
+    assert_eq!(own.request("POST", "/dataset", b"{".to_vec()).await.0, 400);
     let mut long = note.to_string().into_bytes();
     long.resize(64 << 10, b' ');
     assert_eq!(own.request("POST", "/dataset", long.clone()).await.0, 204);
@@ -288,14 +288,14 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
     // The agent leaves for good: of step 30 nothing came.
     agent.end(&start.attempt, Ending::Failed { reason: "it died".to_owned().into(), retriable: true }).await;
-    let again = agent.started().await;
+    let again = agent.expect_start().await;
     assert_eq!(again.resume.as_deref(), Some("1-30"), "on the machine that has it");
     let mut next = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
     agent.send(FromAgent::Leaving { reason: "it is switched off".into() }).await;
     agent.end(&again.attempt, Ending::Stopped).await;
     // As long as it is there, its newest checkpoint may still come.
     agent.vanish();
-    let start = next.started().await;
+    let start = next.expect_start().await;
     assert_eq!(start.resume.as_deref(), Some("1-20"), "on one that has not");
     let kept = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab", "machine": "a"});
     assert_eq!(start.files.dataset, Some(kept));

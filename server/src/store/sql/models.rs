@@ -140,7 +140,7 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn model_versions(&self, model: Option<&str>) -> Result<Vec<VersionRow>> {
-        let model = model.map(plain);
+        let model = model.map(strip_nul);
         let mut db = self.reader.acquire().await?;
         let of_model = "($1 IS NULL OR model = $1)";
         let query = format!("{VERSION} AND {of_model} ORDER BY v.model, v.version");

@@ -94,12 +94,12 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn sweep(&self, id: &str) -> Result<Option<SweepRow>> {
-        let query = sqlx::query(AssertSqlSafe(format!("{SWEEP} WHERE id = $1"))).bind(plain(id));
+        let query = sqlx::query(AssertSqlSafe(format!("{SWEEP} WHERE id = $1"))).bind(strip_nul(id));
         query.fetch_optional(&self.reader).await?.as_ref().map(sweep).transpose()
     }
 
     pub(in crate::store) async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>> {
-        let query = sqlx::query_scalar("SELECT specs FROM sweeps WHERE id = $1").bind(plain(id));
+        let query = sqlx::query_scalar("SELECT specs FROM sweeps WHERE id = $1").bind(strip_nul(id));
         let specs: Option<String> = query.fetch_optional(&self.reader).await?;
         specs.map_or_else(|| Ok(Vec::new()), |specs| from_json(&specs))
     }

@@ -88,9 +88,9 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
         "metrics": [{"key": "acc", "value": 0.1, "timestamp": "1700000000000", "step": "1"}, {"key": "acc", "value": 0.7, "timestamp": 1, "step": 2}],
         "params": [{"key": "depth", "value": "3"}], "tags": [{"key": "colour", "value": "blue"}, {"key": "gone", "value": "x"}],
     }))).await;
-    post("runs/set-tag", of(json!({"key": "colour", "value": "red"}))).await;
-    post("runs/delete-tag", of(json!({"key": "gone"}))).await;
-    post("runs/log-inputs", of(json!({"datasets": []}))).await;
+    post("runs/set-tag", with_run(json!({"key": "colour", "value": "red"}))).await;
+    post("runs/delete-tag", with_run(json!({"key": "gone"}))).await;
+    post("runs/log-inputs", with_run(json!({"datasets": []}))).await;
     // A model is a folder of its run.
     let made = json!({"experiment_id": "shoes", "name": "net", "source_run_id": id, "tags": [{"key": "a", "value": "b"}]});
     let made = post("logged-models", made).await;
@@ -99,11 +99,11 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
         (model["artifact_uri"].as_str(), model["status"].as_str()),
         (Some(format!("mlflow-artifacts:/{id}/net").as_str()), Some("LOGGED_MODEL_READY"))
     );
-    post("runs/outputs", of(json!({"models": [{"model_id": model["model_id"], "step": 0}]}))).await;
+    post("runs/outputs", with_run(json!({"models": [{"model_id": model["model_id"], "step": 0}]}))).await;
     let model = format!("logged-models/{}", model["model_id"].as_str().unwrap());
     post(&format!("{model}/params"), json!({"params": [{"key": "lr", "value": "0.1"}]})).await;
     assert_eq!(get(&model, json!({})).await, made);
-    let found = get("runs/get", of(json!({}))).await;
+    let found = get("runs/get", with_run(json!({}))).await;
     let data = &found["run"]["data"];
     let pairs = |key: &str| -> Vec<(String, Value)> {
         let list = data[key].as_array().unwrap().iter();

@@ -59,12 +59,12 @@ async fn uploaded(server: &TestServer) -> (Agent, String, AttemptApi<'_>) {
     agent.register(server).await;
     let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
     let attempt = agent.expect_start().await.attempt;
-    let asks = AttemptApi { server, http: client(&token), agent_id: "id-a".into(), attempt };
-    agent.report(&asks.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    let api = AttemptApi { server, http: client(&token), agent_id: "id-a".into(), attempt };
+    agent.report(&api.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     assert_eq!(api.request("POST", "", vec![]).await.0, 204);
-    agent.report(&asks.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
-    assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
-    (agent, id, asks)
+    agent.report(&api.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
+    assert_eq!(api.upload("1-10", manifest(1, 10)).await.0, 204);
+    (agent, id, api)
 }
 
 #[tokio::test]
@@ -72,7 +72,7 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     let store = tempfile::tempdir().unwrap();
     let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let (mut agent, id, asks) = uploaded(&server).await;
+    let (mut agent, id, api) = uploaded(&server).await;
     until("it is stored", async || states(&server, &id).await == ["stored"]).await;
     let place = kept.path().join("jobs").join(&id).join("1-10");
     let mut expected: Vec<_> = FILES.iter().map(|(name, bytes)| place.join(sum(bytes)).join(name)).collect();
@@ -116,8 +116,8 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
 
     // Checkpoints that the job does not keep are also deleted in the store.
     for (n, step) in [20, 30, 40].into_iter().enumerate() {
-        agent.report(&asks.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
-        assert_eq!(asks.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
+        agent.report(&api.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
+        assert_eq!(api.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
     }
     wait_until("the two newest are stored", async || {
         stored_states(&server, &id).await == ["stored", "stored"]
@@ -131,7 +131,7 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
         names == ["1-30", "1-40"]
     })
     .await;
-    agent.end(&asks.attempt, Ending::Succeeded { step: 100 }).await;
+    agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
     until("the job is over", async || server.delete(&format!("/jobs/{id}")).await.0 == 204).await;
     let marker = [kept.path().join("LOCKSTEP.json")];
     until("no object is left but what the store is known by", async || files_below(kept.path()) == marker)
@@ -145,9 +145,9 @@ async fn the_next_server_completes_the_object_store() {
     let directory = store.path().to_str().unwrap().to_owned();
     // The first server has no store.
     let server = TestServer::new().await;
-    let (mut agent, id, asks) = uploaded(&server).await;
+    let (mut agent, id, api) = uploaded(&server).await;
     assert_eq!(states(&server, &id).await, [Value::Null], "nothing is said where there is no store");
-    agent.end(&asks.attempt, Ending::Succeeded { step: 100 }).await;
+    agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
     drop(agent);
     let dir = server.stop().await;
     let server = TestServer::open(dir, |config| config.artifacts = Some(directory.clone())).await;
@@ -278,15 +278,15 @@ async fn an_undeletable_object_does_not_delay_others() {
     let store = tempfile::tempdir().unwrap();
     let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let (mut agent, id, asks) = uploaded(&server).await;
+    let (mut agent, id, api) = uploaded(&server).await;
     until("it is stored", async || states(&server, &id).await == ["stored"]).await;
     // A file where its folder was: nothing below can be deleted.
     let place = kept.path().join("jobs").join(&id);
     fs::remove_dir_all(place.join("1-10")).unwrap();
     fs::write(place.join("1-10"), "in the way").unwrap();
     for (n, step) in [20, 30, 40].into_iter().enumerate() {
-        agent.report(&asks.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
-        assert_eq!(asks.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
+        agent.report(&api.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
+        assert_eq!(api.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
     }
     wait_until("the two newest are stored", async || {
         stored_states(&server, &id).await == ["stored", "stored"]
@@ -310,9 +310,9 @@ async fn an_empty_folder_is_not_mistaken_for_the_store() {
     let (directory, elsewhere) = (mount.path().join("artifacts"), mount.path().join("elsewhere"));
     let set = |config: &mut ServeConfig| config.artifacts = Some(directory.to_str().unwrap().to_owned());
     let server = TestServer::with(set).await;
-    let (mut agent, id, asks) = uploaded(&server).await;
+    let (mut agent, id, api) = uploaded(&server).await;
     until("it is stored", async || states(&server, &id).await == ["stored"]).await;
-    agent.end(&asks.attempt, Ending::Succeeded { step: 100 }).await;
+    agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
 
     // The store's disk is unmounted while the server runs. The checkpoints are not lost.
     fs::rename(&directory, &elsewhere).unwrap();

@@ -125,17 +125,17 @@ async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
     agent.register(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.expect_start().await.attempt;
-    let asks = |attempt: &AttemptRef| AttemptApi {
+    let api = |attempt: &AttemptRef| AttemptApi {
         server: &server,
         http: client(&token),
         agent_id: "id-a".into(),
         attempt: attempt.clone(),
     };
-    assert_eq!(asks(&attempt).ask("POST", "", vec![]).await.0, 204);
+    assert_eq!(api(&attempt).request("POST", "", vec![]).await.0, 204);
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     for step in [10, 20] {
-        assert_eq!(asks(&attempt).upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
+        assert_eq!(api(&attempt).upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
     }
     agent.end(&attempt, killed(0)).await;
 
@@ -146,7 +146,7 @@ async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
         assert_eq!(start.resume, Some(format!("1-{step}")));
         fs::write(folder.join(format!("1-{step}/model.safetensors")), b"wEights").unwrap();
         let file = format!("/checkpoints/{id}-1-{step}/model.safetensors");
-        let (answered, problem) = asks(&start.attempt).ask("GET", &file, vec![]).await;
+        let (answered, problem) = api(&start.attempt).request("GET", &file, vec![]).await;
         assert_eq!((answered, &problem["code"]), (status, &json!(code)), "{problem}");
         let retriable = status == 422;
         agent.end(&start.attempt, Ending::Failed { reason: "damaged".to_owned().into(), retriable }).await;

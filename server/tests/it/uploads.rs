@@ -236,7 +236,7 @@ async fn folders_of_attempts_that_the_database_lacks_are_kept() {
     let unknown = AttemptRef { job: JobId::generate(), ..attempt.clone() };
     let needed = async |attempt: &AttemptRef| {
         let (http, attempt) = (client(&token), attempt.clone());
-        AttemptApi { server: &server, http, agent_id: "id-a".into(), attempt }.ask("GET", "", vec![]).await
+        AttemptApi { server: &server, http, agent_id: "id-a".into(), attempt }.request("GET", "", vec![]).await
     };
     assert_eq!(needed(&attempt).await, (200, needless.clone()));
     assert_eq!(needed(&retried).await, (200, kept.clone()));

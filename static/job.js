@@ -52,7 +52,7 @@ const histograms = new Histograms(job.id), network = new Network(job.id, (plan) 
 const isPlanned = () => job.spec.parallel.mode === "auto";
 const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.annotations(), histograms: () => histograms.open(), network: () => network.load() }, { histograms: () => histograms.again() });
 checkpoints.changed.add(() => actions.show());
-for (const seat of data.ranks) ranks.seat(seat);
+for (const rank of data.ranks) ranks.setAgent(rank);
 /** The attempt for which the ranks' machines are known. */
 let seatsOf = job.attempt;
 log.ranks(job.ranks, job.attempt);
@@ -213,7 +213,7 @@ async function seatsAgain() {
   if (found?.now.job.attempt !== job.attempt) return;
   seatsOf = job.attempt;
   // The stream's reports about ranks are newer.
-  for (const { rank, agent } of found.now.ranks) ranks.seat({ rank, agent });
+  for (const { rank, agent } of found.now.ranks) ranks.setAgent({ rank, agent });
   factsSoon();
 }
 
@@ -223,7 +223,7 @@ async function pageAgain() {
   if (!found) return;
   const { page, now } = found;
   ranks.forget();
-  for (const seat of now.ranks) ranks.seat(seat);
+  for (const rank of now.ranks) ranks.setAgent(rank);
   seatsOf = now.job.attempt;
   for (const name of ["histograms", "network"]) if (!page.querySelector(`[data-tab=${name}]`).hidden) tabs.reveal(name);
   histograms.more();

@@ -4,7 +4,7 @@
 import { cut, NARROW } from "../cut.js";
 import { count, rate } from "../numbers.js";
 import { ask, byId, Problem, sentence, text } from "../page.js";
-import { dotted, flat, setting, written } from "../settings.js";
+import { dotted, flat, setting, formatted } from "../settings.js";
 import { ALL } from "../job/names.js";
 import { readMetrics } from "./query.js";
 import { read, write } from "../address.js";
@@ -169,5 +169,5 @@ function valueOf(job, key) {
   const metric = METRICS[key];
   if (metric) { const v = metric[1](job); return v == null ? "" : metric[2](v); }
   const v = setting(job.spec, key);
-  return v == null ? "" : written(v);
+  return v == null ? "" : formatted(v);
 }

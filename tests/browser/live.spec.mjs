@@ -63,7 +63,7 @@ describe("a rank's lane", () => {
     });
     assert.ok(Math.abs(parts["k-wait"] / parts["k-compute"] - 10.5 / 24.5) < 0.02 && Math.abs(parts["k-data"] / parts["k-compute"] - 5.5 / 24.5) < 0.02, JSON.stringify(parts));
     const note = page.locator("#ranks-note");
-    assert.equal(await note.textContent(), "last 50 steps · limited by pictures (14 % of a step waits for them) · 790 images/s in all");
+    assert.equal(await note.textContent(), "last 50 steps · limited by data loading (14 % of a step) · 790 images/s in all");
     await agent.evaluate(async ([id, ranks]) => {
       const attempt = await window.it.attempt(id), steps = Array.from({ length: 50 }, (_, i) => 61 + i);
       const column = (name, value) => ({ name, steps, values: steps.map(() => value) });

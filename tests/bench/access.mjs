@@ -13,7 +13,7 @@ import { tmpdir } from "node:os";
 import { join as path } from "node:path";
 import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
 import { CHROMIUM, TestServer, signIn, until } from "../browser/test-server.mjs";
-import { join, spec } from "../browser/agent.mjs";
+import { simulateAgent, spec } from "../browser/agent.mjs";
 
 const option = (name, usual) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? usual : Number(process.argv[at + 1]); };
 const JOBS = option("jobs", 1000), POINTS = option("points", 1_000_000), ROUNDS = option("rounds", 15), RANKS = 8, PART = 500;
@@ -36,19 +36,19 @@ async function fill(server) {
   const agent = await join(other, server, RANKS);
   const { id } = await server.ask("/jobs", spec("many points", RANKS, POINTS));
   await agent.evaluate(async ([id, points, ranks, part]) => {
-    const attempt = await window.it.attempt(id);
-    await window.it.report(attempt, 0, [{ type: "running", total_steps: points, steps_per_epoch: points / 10, start_step: 0 }]);
+    const attempt = await window.simulatedAgent.attempt(id);
+    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: points, steps_per_epoch: points / 10, start_step: 0 }]);
     for (let first = 1; first <= points; first += 20 * part) {
       await Promise.all(Array.from({ length: ranks }, (_, rank) => {
         const events = [];
         for (let from = first; from < first + 20 * part && from <= points; from += part) {
           const steps = Array.from({ length: Math.min(part, points - from + 1) }, (_, i) => from + i);
-          events.push({ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, rank)) }] });
+          events.push({ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }] });
         }
-        return window.it.report(attempt, rank, events);
+        return window.simulatedAgent.report(attempt, rank, events);
       }));
     }
-    await window.it.end(attempt, points);
+    await window.simulatedAgent.end(attempt, points);
   }, [id, POINTS, RANKS, PART]);
   await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
   await other.close();

@@ -17,7 +17,7 @@
 import { execFileSync } from "node:child_process";
 import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
 import { CHROMIUM, TestServer, signIn, until } from "../browser/test-server.mjs";
-import { join, spec } from "../browser/agent.mjs";
+import { simulateAgent, spec } from "../browser/agent.mjs";
 
 const option = (name, usual) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? usual : Number(process.argv[at + 1]); };
 const POINTS = option("points", 1_000_000), MINUTES = option("live-minutes", 10), JOBS = option("jobs", 1000), MANY = option("many", 10_000), LINES = option("lines", 10_000_000), RANKS = 8, N = 15;
@@ -100,9 +100,9 @@ async function list() {
     const agent = await join(other, server, RANKS), context = await reader(browser, server);
     const { id } = await server.ask("/jobs", spec("running", RANKS, 1000));
     await agent.evaluate(async ([id]) => {
-      const attempt = await window.it.attempt(id), steps = Array.from({ length: 500 }, (_, i) => 1 + i);
-      await window.it.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
-      await window.it.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, 0)) }] }]);
+      const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: 500 }, (_, i) => 1 + i);
+      await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
+      await window.simulatedAgent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, 0)) }] }]);
     }, [id]);
     for (let i = 0; i < JOBS - 1; i++) await server.ask("/jobs", spec(`job ${i}`, 1 + (i % RANKS), 1000));
     const listed = [], within = [], fetched = [], json = [];
@@ -211,16 +211,16 @@ try {
   const { id } = await server.ask("/jobs", spec("a million points", RANKS, POINTS));
   const filled = Date.now();
   await agent.evaluate(async ([id, points, ranks]) => {
-    const attempt = await window.it.attempt(id), PART = 500;
-    await window.it.report(attempt, 0, [{ type: "running", total_steps: points, steps_per_epoch: points / 10, start_step: 0 }]);
+    const attempt = await window.simulatedAgent.attempt(id), PART = 500;
+    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: points, steps_per_epoch: points / 10, start_step: 0 }]);
     for (let first = 1; first <= points; first += 20 * PART) {
       await Promise.all(Array.from({ length: ranks }, (_, rank) => {
         const events = [];
         for (let from = first; from < first + 20 * PART && from <= points; from += PART) {
           const steps = Array.from({ length: Math.min(PART, points - from + 1) }, (_, i) => from + i);
-          events.push({ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, rank)) }] });
+          events.push({ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }] });
         }
-        return window.it.report(attempt, rank, events);
+        return window.simulatedAgent.report(attempt, rank, events);
       }));
     }
   }, [id, POINTS, RANKS]);
@@ -258,17 +258,17 @@ try {
 /** The live page, after `first` has made room. */
 async function live(first) {
   const live = await server.ask("/jobs", { ...spec("live", RANKS, 10_000_000), priority: 10 });
-  await agent.evaluate(async ([first]) => { await window.it.end(await window.it.attempt(first), 1); }, [first]);
+  await agent.evaluate(async ([first]) => { await window.simulatedAgent.end(await window.simulatedAgent.attempt(first), 1); }, [first]);
   await agent.evaluate(async ([id, ranks]) => {
-    const attempt = await window.it.attempt(id);
-    await window.it.report(attempt, 0, [{ type: "running", total_steps: 10_000_000, steps_per_epoch: 100_000, start_step: 0 }]);
+    const attempt = await window.simulatedAgent.attempt(id);
+    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 10_000_000, steps_per_epoch: 100_000, start_step: 0 }]);
     let step = 1;
     window.telling = setInterval(() => {
       const steps = Array.from({ length: 10 }, (_, i) => step + i);
       step += 10;
       for (let rank = 0; rank < ranks; rank++) {
-        const columns = ["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms"].map((name) => ({ name, steps, values: steps.map((s) => window.agent.loss(s, rank)) }));
-        window.it.report(attempt, rank, [{ type: "metrics", rank, columns }], 1e9);
+        const columns = ["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms"].map((name) => ({ name, steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }));
+        window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns }], 1e9);
       }
     }, 100);
   }, [live.id, RANKS]);

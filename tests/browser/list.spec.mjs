@@ -4,7 +4,7 @@
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { spec } from "./agent.mjs";
-import { isSound } from "./looks.mjs";
+import { assertViews } from "./looks.mjs";
 import { address, fiveJobs, head, listed, names, remove, sql } from "./five-jobs.mjs";
 import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
@@ -151,7 +151,7 @@ describe("the filters", () => {
     await listed(page, "anna,berta,carl,holder");
     await page.locator(".narrow summary").click();
     await page.locator("#project option[value=vision]").waitFor({ state: "attached" });
-    await isSound(page, "the filters");
+    await assertViews(page, "the filters");
     await page.setViewportSize({ width: 1440, height: 1000 });
     assert.deepEqual(await page.locator("#project option").allTextContents(), ["any", "vision (2)", "audio (2)", "default (1)"], "those with the most jobs first");
     await page.locator("#project").selectOption("vision");
@@ -257,8 +257,8 @@ describe("columns", () => {
   test("show the newest value of any metric, sort by it, and refuse one that is none", async () => {
     const { jobs: [{ id }] } = await server.ask("/jobs?q=holder&fields=id");
     await agent.evaluate(async (id) => {
-      const attempt = await window.it.attempt(id), column = (name, ...values) => ({ name, steps: values.map((_, i) => i + 1), values });
-      await window.it.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 10, start_step: 0 }, { type: "metrics", rank: 0, columns: [column("grad_norm", 2.5, 0.5), column("step_ms", 12, 14), column("cpu_utilization", 0.25)] }]);
+      const attempt = await window.simulatedAgent.attempt(id), column = (name, ...values) => ({ name, steps: values.map((_, i) => i + 1), values });
+      await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 10, start_step: 0 }, { type: "metrics", rank: 0, columns: [column("grad_norm", 2.5, 0.5), column("step_ms", 12, 14), column("cpu_utilization", 0.25)] }]);
     }, id);
     const page = await browser.page(server, "/jobs?columns=loss,grad_norm,step_ms&sort=-grad_norm", { expected: [/400/] });
     const cell = (key) => page.locator(`tr[data-id="${id}"] [data-key="${key}"]`).textContent();
@@ -274,7 +274,7 @@ describe("columns", () => {
     await until("with what was meant", async () => /did you mean "train\.lr"\?/.test(await page.locator("#columns .error").textContent()));
     assert.equal(await page.locator("thead .c-extra").count(), 3);
     // What comes next is shown as it comes.
-    await agent.evaluate(async (id) => window.it.report(await window.it.attempt(id), 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: [3], values: [0.75] }] }]), id);
+    await agent.evaluate(async (id) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: [3], values: [0.75] }] }]), id);
     await until("the newest is shown", async () => (await cell("grad_norm")) === "0.7500");
     await page.end();
     const refused = await fetch(`${server.url}/api/v1/jobs?metrics=grad_nrom`);
@@ -340,7 +340,7 @@ describe("long names", () => {
     const names = ["imagenet/resnet50-lr0.1-wd0.0001_a-very-long-name-that-goes-on-and-on/of-a-run/seed-3.take-two", `${"a sentence of words ".repeat(7)}and its end`, "x".repeat(120)], ids = [];
     for (const name of names) ids.push((await server.ask("/jobs", spec(name, 1, 100))).id);
     const page = await browser.page(server, "/jobs"), link = (n) => page.locator(`tr[data-id="${ids[n]}"] [data-f=name]`);
-    await until("they are listed", async () => (await link(2).count()) === 1);
+    await until("the jobs are listed", async () => (await link(2).count()) === 1);
     assert.equal(await link(0).locator(".cut-tail").textContent(), "-3.take-two");
     assert.equal(await link(1).locator(".cut-tail").textContent(), "and its end");
     assert.equal(await link(2).locator(".cut-tail").textContent(), "x".repeat(12));
@@ -395,7 +395,7 @@ describe("what is cut", () => {
     const names = ["imagenet/resnet50-lr0.1-wd0.0001_a-very-long-name-that-goes-on-and-on/of-a-run/seed-3.take-two", "data_of_last_winter/with_augmentation/and_without_it/on_eight_cards/and_once_more/seed_31415"], ids = [];
     for (const name of names) ids.push((await server.ask("/jobs", { ...spec(name, 1, 100), project: "a-project-with-a-name-of-forty-characters" })).id);
     const page = await browser.page(server, "/jobs");
-    await until("they are listed", () => page.locator(`tr[data-id="${ids[1]}"] .cut-head`).first().isVisible());
+    await until("the jobs are listed", () => page.locator(`tr[data-id="${ids[1]}"] .cut-head`).first().isVisible());
     for (const width of [1024, 1240, 1290, 1440]) {
       await page.setViewportSize({ width, height: 900 });
       for (const id of ids) {

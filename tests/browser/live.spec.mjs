@@ -3,14 +3,14 @@
 
 import assert from "node:assert/strict";
 import { after, afterEach, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
 import { Browser, TestServer, inFull, losses, until } from "./test-server.mjs";
 
 const RANKS = 4;
 let server, browser, agent, open = null;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, RANKS);
+  agent = await simulateAgent(browser.chromium, server, RANKS);
 });
 // Whatever became of a test, the next one finds free slots.
 afterEach(async () => { if (open) await end(open, 60); });
@@ -20,13 +20,13 @@ after(async () => { await browser?.close(); await server?.close(); });
 async function running(name, steps) {
   const job = open = await server.ask("/jobs", spec(name, RANKS, 1000));
   await agent.evaluate(async ([id, ranks, steps]) => {
-    const attempt = await window.it.attempt(id);
-    await window.it.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
+    const attempt = await window.simulatedAgent.attempt(id);
+    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
     const at = Array.from({ length: steps }, (_, i) => i + 1);
     for (let rank = 0; rank < ranks; rank++) {
       const column = (name, of) => ({ name, steps: at, values: at.map(of) });
-      await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [
-        column("loss", (s) => window.agent.loss(s, rank)), column("step_ms", () => 40.5), column("all_reduce_ms", () => 10.5), column("data_ms", () => 5.5),
+      await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [
+        column("loss", (s) => window.agentKit.loss(s, rank)), column("step_ms", () => 40.5), column("all_reduce_ms", () => 10.5), column("data_ms", () => 5.5),
         column("gpu_utilization", () => 0.75 + rank / 16), column("gpu_memory_bytes", () => 12.3e9 + 0.5), column("gpu_power_watts", () => 350.5 + rank), column("gpu_temperature_celsius", () => 71.25),
       ] }]);
     }
@@ -34,12 +34,12 @@ async function running(name, steps) {
   return job;
 }
 const tell = (job, steps) => agent.evaluate(async ([id, ranks, steps]) => {
-  const attempt = await window.it.attempt(id);
-  for (let rank = 0; rank < ranks; rank++) await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, rank)) }] }]);
+  const attempt = await window.simulatedAgent.attempt(id);
+  for (let rank = 0; rank < ranks; rank++) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }] }]);
 }, [job.id, RANKS, steps]);
 const end = (job, step) => {
   open = null;
-  return agent.evaluate(async ([id, step]) => window.it.end(await window.it.attempt(id), step), [job.id, step]);
+  return agent.evaluate(async ([id, step]) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), step), [job.id, step]);
 };
 
 /** A page that is to notify: titles of its notifications are in `told`, and while `elsewhere` is set it is hidden and draws no frame. */
@@ -65,16 +65,16 @@ describe("a rank's lane", () => {
     const note = page.locator("#ranks-note");
     assert.equal(await note.textContent(), "last 50 steps · limited by data loading (14 % of a step) · 790 images/s in all");
     await agent.evaluate(async ([id, ranks]) => {
-      const attempt = await window.it.attempt(id), steps = Array.from({ length: 50 }, (_, i) => 61 + i);
+      const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: 50 }, (_, i) => 61 + i);
       const column = (name, value) => ({ name, steps, values: steps.map(() => value) });
-      for (let rank = 0; rank < ranks; rank++) await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 0.5)] }]);
+      for (let rank = 0; rank < ranks; rank++) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 0.5)] }]);
     }, [job.id, RANKS]);
     await until("pictures come in time", async () => (await note.textContent()) === "last 50 steps · limited by computing · 790 images/s in all");
     /** Further steps of 40.5 ms, with so much of them in all-reduce on each rank. */
     const waiting = (from, waits) => agent.evaluate(async ([id, from, waits]) => {
-      const attempt = await window.it.attempt(id), steps = Array.from({ length: 50 }, (_, i) => from + i);
+      const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: 50 }, (_, i) => from + i);
       const column = (name, value) => ({ name, steps, values: steps.map(() => value) });
-      for (const [rank, wait] of waits.entries()) await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 0.5), column("all_reduce_ms", wait)] }]);
+      for (const [rank, wait] of waits.entries()) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 0.5), column("all_reduce_ms", wait)] }]);
     }, [job.id, from, waits]);
     await waiting(111, [30.5, 32.5, 28.5, 30.5]);
     await until("gradients take longer than computing", async () => /^last 50 steps · limited by communication \(all-reduce takes 70 % of a step\) · /.test(await note.textContent()));
@@ -86,8 +86,8 @@ describe("a rank's lane", () => {
     for (const told of ["81 %", "12 GB", "71 °C", "352 W"]) assert.ok(words.includes(told), `${told} in ${words}`);
 
     const report = (status) => agent.evaluate(async ([id, status]) => {
-      const attempt = await window.it.attempt(id);
-      await window.it.report(attempt, 2, [{ type: "rank", rank: 2, report: { status, step: 60, epoch: 1, step_ms: 40.5, all_reduce_ms: 10.5, data_ms: 5.5, images_per_second: 790.5, pid: 4321, device: "GPU 2", axis_ms: { pipeline: 0, data: 8.1, height: 0, model: 2.4 } } }]);
+      const attempt = await window.simulatedAgent.attempt(id);
+      await window.simulatedAgent.report(attempt, 2, [{ type: "rank", rank: 2, report: { status, step: 60, epoch: 1, step_ms: 40.5, all_reduce_ms: 10.5, data_ms: 5.5, images_per_second: 790.5, pid: 4321, device: "GPU 2", axis_ms: { pipeline: 0, data: 8.1, height: 0, model: 2.4 } } }]);
     }, [job.id, status]);
     await report("checkpointing");
     await until("it says that it writes a checkpoint", async () => /GPU 2.*checkpointing.*step 60/s.test(await lane(2).locator(".rank-about").innerText()));
@@ -105,7 +105,7 @@ describe("a rank's lane", () => {
 
   test("one crosshair runs through all charts, and the mean has a band from the lowest rank to the highest", async () => {
     const job = await running("together", 60), page = await browser.page(server, `/jobs/${job.id}`);
-    await until("it is drawn", async () => (await losses(page))["rank 3"]?.points === 60);
+    await until("the chart is drawn", async () => (await losses(page))["rank 3"]?.points === 60);
     const box = await page.locator("#loss-chart").boundingBox();
     const marked = () => page.evaluate(() => ["loss", "accuracy", "images_per_second", "lr"].map((name) => {
       const { over } = window.lockstep.charts[name], copy = new OffscreenCanvas(over.width, over.height).getContext("2d", { willReadFrequently: true });
@@ -147,7 +147,7 @@ describe("a page that stays open", () => {
     });
     await page.goto(`${server.url}/jobs/${job.id}`);
     const live = page.locator("#live");
-    await until("it is live", async () => (await live.textContent()) === "live");
+    await until("the page is live", async () => (await live.textContent()) === "live");
     [away, hold] = [true, true];
     await socket.close();
     await until("the line is cut", async () => (await live.textContent()) === "reconnecting");
@@ -177,10 +177,10 @@ describe("a page that stays open", () => {
       Object.defineProperty(document, "hidden", { get: () => window.elsewhere === true });
     });
     await page.goto(`${server.url}/jobs/${job.id}`);
-    await until("its scripts have run", () => page.locator("#keys").isVisible());
+    await until("the page's scripts have run", () => page.locator("#keys").isVisible());
     await page.getByRole("button", { name: "Notify me when jobs end" }).click();
     await until("the choice is kept", () => page.getByRole("button", { name: "Do not notify me when jobs end" }).isVisible());
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await page.evaluate(() => { window.elsewhere = true; });
     await end(job, 10);
     await until("it is told", async () => (await page.evaluate(() => window.told)).length > 0);
@@ -194,7 +194,7 @@ describe("a page that stays open", () => {
       await keepTold(page);
       await page.goto(server.url + path);
       const state = page.locator(`tr[data-id="${job.id}"] [data-f=state]`), once = [`${job.name}: succeeded`];
-      await until("it runs", async () => (await page.locator("#live").textContent()) === "live" && (await state.textContent()) === "running");
+      await until("the job runs", async () => (await page.locator("#live").textContent()) === "live" && (await state.textContent()) === "running");
       await page.evaluate(() => { window.elsewhere = true; });
       await end(job, 10);
       await until("it is told", async () => (await page.evaluate(() => window.told)).length > 0, 20_000);
@@ -219,7 +219,7 @@ describe("a page that stays open", () => {
       if (!isRead) await page.route("**/api/v1/jobs?*", () => {});
       await page.goto(`${server.url}/jobs?state=running`);
       const row = page.locator(`tr[data-id="${job.id}"]`);
-      await until("it is live", async () => (await page.locator("#live").textContent()) === "live" && (await row.getAttribute("data-state")) === "running");
+      await until("the page is live", async () => (await page.locator("#live").textContent()) === "live" && (await row.getAttribute("data-state")) === "running");
       if (isRead) await until("it is read", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length > 0));
       await page.evaluate(() => { window.elsewhere = true; });
       hold = isRead;
@@ -241,7 +241,7 @@ describe("a page that stays open", () => {
     await page.context().addInitScript(() => Object.defineProperty(window, "localStorage", { get() { throw new DOMException("blocked", "SecurityError"); } }));
     await page.goto(`${server.url}/jobs`);
     const state = page.locator(`tr[data-id="${job.id}"] [data-f=state]`);
-    await until("it runs", async () => (await page.locator("#live").textContent()) === "live" && (await state.textContent()) === "running");
+    await until("the job runs", async () => (await page.locator("#live").textContent()) === "live" && (await state.textContent()) === "running");
     await end(job, 10);
     await until("its end is shown", async () => (await state.textContent()) === "succeeded", 20_000);
     await page.end();
@@ -275,7 +275,7 @@ describe("a page that stays open", () => {
     assert.match(await card.locator(".pill").first().textContent(), /online/);
     await end(job, 10);
     await until("slots are free again", async () => (await card.locator(".slots .busy").count()) === 0);
-    await agent.evaluate(() => window.it.socket.close());
+    await agent.evaluate(() => window.simulatedAgent.socket.close());
     await until("it is seen to have left", async () => !/online/.test(await card.locator(".pill").first().textContent()));
     await until("its slots are offline", async () => (await card.locator(".slots li").allInnerTexts()).every((t) => /offline/.test(t)));
     await page.end();

@@ -8,13 +8,13 @@ import { until } from "./test-server.mjs";
 const axe = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 
 /** Nothing stands out of the page to the right. */
-export async function fits(page, where) {
+export async function assertFits(page, where) {
   const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
   assert.ok(over <= 0, `${where}: ${over} pixels too wide`);
 }
 
 /** Every control can be pressed where it stands, and words that are cut can be read in whole: by a tooltip, or by scrolling; on a phone none are cut. */
-export async function readable(page, where) {
+export async function assertReadable(page, where) {
   const { width, height } = page.viewportSize();
   // As high as the page: only what is on the screen can be asked for.
   await page.setViewportSize({ width, height: await page.evaluate(() => document.documentElement.scrollHeight + 200) });
@@ -53,14 +53,14 @@ export async function readable(page, where) {
 }
 
 /** axe finds nothing. */
-export async function clean(page, where) {
+export async function assertAccessible(page, where) {
   if (!await page.evaluate(() => "axe" in window)) await page.evaluate(axe);
   const { violations } = await page.evaluate(() => window.axe.run(document, { preload: false, resultTypes: ["violations"], runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
   assert.deepEqual(violations.map((v) => `${v.id}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`), [], where);
 }
 
 /** A dialog that is open lies on the screen, and every control in it can be pressed where it stands, or is scrolled to. */
-export async function usable(page, where) {
+export async function assertDialogUsable(page, where) {
   const wrong = await page.evaluate(() => {
     const dialog = document.querySelector("dialog[open]"), box = dialog.getBoundingClientRect(), wrong = [];
     if (box.left < 0 || box.top < 0 || box.right > innerWidth || box.bottom > innerHeight) wrong.push(`it goes beyond the screen: ${JSON.stringify(box)}`);
@@ -85,18 +85,18 @@ export const TWO_VIEWS = [["light", 1440], ["dark", 390]];
 const EXAMINED = process.env.LOCKSTEP_PICTURES ? WIDTHS : [390, 1440];
 
 /** Shows an open page in a theme at a width, drawn. */
-export async function show(page, [theme, width]) {
+export async function setView(page, [theme, width]) {
   await page.emulateMedia({ colorScheme: theme });
   await page.setViewportSize({ width, height: 900 });
   await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
 }
 
 /** In each view an open page is wide enough and axe finds nothing. */
-export async function isSound(page, where, views = TWO_VIEWS) {
+export async function assertViews(page, where, views = TWO_VIEWS) {
   for (const view of views) {
-    await show(page, view);
-    await fits(page, `${where}, ${view}`);
-    await clean(page, `${where}, ${view}`);
+    await setView(page, view);
+    await assertFits(page, `${where}, ${view}`);
+    await assertAccessible(page, `${where}, ${view}`);
   }
 }
 
@@ -104,7 +104,7 @@ export async function isSound(page, where, views = TWO_VIEWS) {
  * Opens a page and looks at it in each view. `prepare(page)`: before it is opened. `ready(page)`: it shows all. `act(page)`: what a person
  * does then; a dialog that it opens is looked at instead of the page.
  */
-export async function look(browser, where, path, name, { views = ALL_VIEWS, ready, prepare, act, options = {} } = {}) {
+export async function checkPage(browser, where, path, name, { views = ALL_VIEWS, ready, prepare, act, options = {} } = {}) {
   const [colorScheme, width] = views[0], opened = { colorScheme, viewport: { width, height: 900 }, reducedMotion: "reduce", expected: [/404|422/] };
   const page = await browser.page(where, prepare ? "/docs" : path, { ...opened, ...options });
   if (prepare) { await prepare(page); await page.goto(where.url + path); }
@@ -113,21 +113,21 @@ export async function look(browser, where, path, name, { views = ALL_VIEWS, read
   if (act) await act(page);
   const read = new Set();
   for (const view of views) {
-    await show(page, view);
+    await setView(page, view);
     const [theme, width] = view, at = `${name} at ${width}, ${theme}`, hasDialog = await page.locator("dialog[open]").count() > 0;
-    await fits(page, at);
+    await assertFits(page, at);
     // What is covered or cut does not depend on colours.
-    if (hasDialog) await usable(page, at);
+    if (hasDialog) await assertDialogUsable(page, at);
     // Texts are cut anew when a width or a list changes.
-    else if (!read.has(width) || process.env.LOCKSTEP_PICTURES) await until(at, () => readable(page, at).then(() => true), 5000);
+    else if (!read.has(width) || process.env.LOCKSTEP_PICTURES) await until(at, () => assertReadable(page, at).then(() => true), 5000);
     read.add(width);
-    if (EXAMINED.includes(width)) await clean(page, at);
-    await picture(page, `${name}-${width}-${theme}`, !hasDialog);
+    if (EXAMINED.includes(width)) await assertAccessible(page, at);
+    await savePicture(page, `${name}-${width}-${theme}`, !hasDialog);
   }
   await page.end();
 }
 
 /** A picture of the whole page, where pictures are asked for. */
-export async function picture(page, name, fullPage = true) {
+export async function savePicture(page, name, fullPage = true) {
   if (process.env.LOCKSTEP_PICTURES) await page.screenshot({ path: `${process.env.LOCKSTEP_PICTURES}/${name}.png`, fullPage });
 }

@@ -6,14 +6,14 @@ import { mkdtemp, rm } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { dirname, join as path } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { clean } from "./looks.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
+import { assertAccessible } from "./looks.mjs";
 import { BINARY, Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser, agent, trains;
 
 /** What the agent says of itself: busy more and more. */
-const tell = (share) => agent.evaluate((share) => window.it.say({
+const tell = (share) => agent.evaluate((share) => window.simulatedAgent.say({
   type: "sample", at: new Date().toISOString(), cpus: 8, host_cpus: 64, cpu_utilization: share, load: 3.5, memory_used_bytes: 3e9, memory_bytes: 64e9, host_memory_bytes: 256e9,
   disk_used_bytes: 60e9, disk_bytes: 100e9, disk_read_bytes_per_second: 5e6, disk_written_bytes_per_second: 12e6, network_received_bytes_per_second: 1e6, network_sent_bytes_per_second: 2e6,
   gpus: [
@@ -22,11 +22,11 @@ const tell = (share) => agent.evaluate((share) => window.it.say({
   ],
 }), share);
 
-const end = (id) => agent.evaluate(async (id) => window.it.end(await window.it.attempt(id), 100), id);
+const end = (id) => agent.evaluate(async (id) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), 100), id);
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, 2, { gpus: true });
+  agent = await simulateAgent(browser.chromium, server, 2, { gpus: true });
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
@@ -35,7 +35,7 @@ describe("machines with GPUs", () => {
     const body = spec("on a GPU", 1, 100);
     body.parallel.device = "cuda";
     trains = (await server.ask("/jobs", body)).id;
-    await agent.evaluate((id) => window.it.attempt(id).then(() => {}), trains);
+    await agent.evaluate((id) => window.simulatedAgent.attempt(id).then(() => {}), trains);
     await tell(0.25);
     const page = await browser.page(server, "/machines"), slot = (n) => page.locator(`[data-slot="${n}"]`);
     await until("the first slot has its numbers", async () => /25 %/.test(await slot(0).innerText()));
@@ -62,8 +62,8 @@ describe("machines with GPUs", () => {
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     assert.ok(!(await heading("Loss scale").isVisible()), "not before there is a point");
     await agent.evaluate(async (id) => {
-      const attempt = await window.it.attempt(id), steps = [1, 2, 3, 4], column = (name, values) => ({ name, steps, values });
-      await window.it.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 100, start_step: 0 },
+      const attempt = await window.simulatedAgent.attempt(id), steps = [1, 2, 3, 4], column = (name, values) => ({ name, steps, values });
+      await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 100, start_step: 0 },
         { type: "metrics", rank: 0, columns: [column("loss", [2.5, 2.25, 2.125, 2.0625]), column("loss_scale", [65536.5, 32768.5, 32768.5, 32768.5]), column("skipped_steps", [0.5, 1.5, 1.5, 1.5])] }]);
     }, id);
     for (const [name, title] of [["loss_scale", "Loss scale"], ["skipped_steps", "Skipped steps"]]) {
@@ -77,11 +77,11 @@ describe("machines with GPUs", () => {
   test("tell findings and another version in words", async () => {
     const page = await browser.page(server, "/machines"), warnings = page.locator(".warnings li");
     await until("another version is told", async () => /It runs version 0 and the server [\d.]+.*: install the same version on both/.test((await warnings.allTextContents()).join("\n")));
-    await agent.evaluate(() => window.it.say({ type: "findings", findings: [{ problem: true, text: "NCCL is missing: pip install nvidia-nccl-cu12" }, { problem: false, text: "Shared memory is small <b>here</b>" }] }));
+    await agent.evaluate(() => window.simulatedAgent.say({ type: "findings", findings: [{ problem: true, text: "NCCL is missing: pip install nvidia-nccl-cu12" }, { problem: false, text: "Shared memory is small <b>here</b>" }] }));
     await until("what doctor found is told, the worst first", async () => (await warnings.first().textContent()) === "NCCL is missing: pip install nvidia-nccl-cu12");
     assert.equal(await page.locator(".warnings li.bad").count(), 1);
     assert.ok((await warnings.allTextContents()).includes("Shared memory is small <b>here</b>"), "as it was written");
-    await agent.evaluate(() => window.it.say({ type: "findings", findings: [] }));
+    await agent.evaluate(() => window.simulatedAgent.say({ type: "findings", findings: [] }));
     await until("and is gone when it is mended", async () => (await page.locator(".warnings li.bad").count()) === 0);
     await end(trains);
     await page.end();
@@ -123,7 +123,7 @@ describe("machines", () => {
     await remove.focus();
     await remove.press("Enter");
     const dialog = page.getByRole("dialog", { name: "Remove made-up?" });
-    await clean(page, "the question");
+    await assertAccessible(page, "the question");
     await dialog.getByRole("button", { name: "Keep it" }).click();
     assert.equal(await card.count(), 1);
     await remove.click();

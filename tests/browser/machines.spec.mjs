@@ -27,7 +27,7 @@ describe("machines", () => {
     await until("each slot says what its rank takes of the CPUs and the memory", async () => (await slots()).every((words) => /use\s*\d+ %/.test(words) && /memory\s*[\d.]+ [MG]B/.test(words)) || Promise.reject(new Error((await slots()).join())));
     assert.equal(await page.locator(".slots .gauges", { hasText: "temperature" }).count(), 0, "a share of cores has none");
     await until("a line is drawn", async () => (await page.locator('.machine > .gauges [data-metric="cpu_utilization"]').getAttribute("d"))?.startsWith("M"));
-    const wanted = page.waitForResponse((answer) => answer.url().includes("points=96"));
+    const wanted = page.waitForResponse((response) => response.url().includes("points=96"));
     await page.getByRole("button", { name: "24 h" }).click();
     assert.equal((await wanted).status(), 200);
     assert.match(page.url(), /range=24h/);
@@ -39,7 +39,7 @@ describe("machines", () => {
     await until("numbers change", async () => (await all()) !== first);
     assert.deepEqual(await page.evaluate(() => [document.activeElement.dataset.drain, document.activeElement.marked]), ["drain", true]);
     await button.press("Enter");
-    await until("it is drained", async () => (await page.locator(".warnings").innerText()).includes("Drained: it takes no new work"));
+    await until("the machine is drained", async () => (await page.locator(".warnings").innerText()).includes("Drained: it takes no new work"));
     assert.deepEqual(await page.evaluate(() => document.activeElement.dataset.drain), "undrain");
     await page.getByRole("button", { name: "Undrain" }).press("Enter");
     await until("it takes work again", async () => (await page.getByText("Drained:").count()) === 0);
@@ -54,7 +54,7 @@ describe("machines", () => {
     const page = await browser.page(server, `/jobs/${job.id}?metric=cpu_utilization`);
     assert.deepEqual(await page.locator('#other-metric optgroup[label="Machine"] option').allInnerTexts(),
       ["CPU utilisation", "Memory in use", "Disk in use", "Read from disk", "Written to disk", "Network received", "Network sent"]);
-    await until("it is drawn", async () => /point/.test(await page.locator("#lr-note").innerText()));
+    await until("the chart is drawn", async () => /point/.test(await page.locator("#lr-note").innerText()));
     const { agents: [{ name }] } = await server.ask("/agents");
     assert.deepEqual([...new Set(await page.evaluate(() => window.lockstep.charts.lr.snapshot().map((line) => line.label)))], [name], "its line has the machine's name");
     await page.end();

@@ -72,7 +72,7 @@ describe("many jobs", () => {
   test("are chosen, tagged, filtered, cancelled and deleted together", async () => {
     const page = await browser.page(server, "/jobs");
     const extra = [await server.submit({ name: "one of many", train: { steps: 100_000 } }), await server.submit({ name: "two of many", train: { steps: 100_000 } })];
-    for (const job of extra) await until("it is listed", () => page.locator(`tr[data-id="${job.id}"]`).isVisible());
+    for (const job of extra) await until("the job is listed", () => page.locator(`tr[data-id="${job.id}"]`).isVisible());
     for (const job of extra) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
     assert.equal(await page.locator("#bulk-count").textContent(), "2 jobs chosen");
     await page.locator("#bulk").getByRole("button", { name: "Tag" }).click();
@@ -106,8 +106,8 @@ describe("many jobs", () => {
     const { id } = done[0], list = await browser.page(server, "/jobs"), other = await list.tab(`/jobs/${id}?tab=notes`);
     const page = await browser.page(server, `/jobs/${id}?tab=notes`, { expected: [/422/] }), notes = page.locator("#note");
     // Each page has read what there is, and follows.
-    for (const open of [page, other]) await until("it is live", async () => (await open.locator("#live").textContent()) === "live" && (await open.locator("#project").inputValue()) === "default");
-    await until("it is listed", () => list.locator(`tr[data-id="${id}"]`).isVisible());
+    for (const open of [page, other]) await until("the page is live", async () => (await open.locator("#live").textContent()) === "live" && (await open.locator("#project").inputValue()) === "default");
+    await until("the job is listed", () => list.locator(`tr[data-id="${id}"]`).isVisible());
     await notes.fill("learned too slowly\nagain");
     await page.locator("#tags").fill("baseline, slow");
     await page.locator("#project").fill("vision");
@@ -167,7 +167,7 @@ describe("machines", () => {
   inFull("a drained one takes no new work until it is told to", async () => {
     const page = await browser.page(server, "/machines");
     await page.getByRole("button", { name: "Drain", exact: true }).click();
-    await until("it is drained", () => page.getByText("drained", { exact: true }).isVisible());
+    await until("the machine is drained", () => page.getByText("drained", { exact: true }).isVisible());
     const job = await server.submit({ name: "waits", train: { steps: 100_000 } });
     await until("the job waits and says why", async () => { const j = await server.job(job.id); return j.state === "queued" && j.reason !== null; });
     await page.getByRole("button", { name: "Undrain" }).click();
@@ -181,9 +181,9 @@ describe("a run", () => {
   test("is paused, continues, and is forked from its checkpoint with another learning rate", async () => {
     const { id } = await server.submit({ name: "paused", train: { steps: 100_000 } });
     const page = await browser.page(server, `/jobs/${id}`, { expected: [/422/] }), state = () => page.locator("#state").textContent();
-    await until("it trains", async () => (await server.job(id)).step > 5);
+    await until("the job trains", async () => (await server.job(id)).step > 5);
     await page.getByRole("button", { name: "Pause", exact: true }).click();
-    await until("it is paused", async () => (await state()) === "paused");
+    await until("the job is paused", async () => (await state()) === "paused");
     await until("the reason stands there", async () => /^Paused/.test(await page.locator("#banner-what").textContent()));
     const { step } = await server.job(id);
     await page.getByRole("button", { name: "Resume", exact: true }).click();
@@ -244,7 +244,7 @@ describe("a job's page", () => {
 
   test("the address holds the view: axis, smoothing, ranks, zoom, panel", async () => {
     const page = await browser.page(server, `/jobs/${done[1].id}`);
-    await until("it is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
+    await until("the chart is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
     await page.locator("#smooth").fill("0.6");
     for (const name of ["log", "epoch", "mean"]) await page.getByRole("button", { name, exact: true }).click();
     await page.getByRole("button", { name: "rank 1" }).click();
@@ -262,7 +262,7 @@ describe("a job's page", () => {
 
   test("a chart is saved as CSV with every point of both ranks", async () => {
     const page = await browser.page(server, `/jobs/${done[1].id}`);
-    await until("it is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
+    await until("the chart is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
     await page.getByLabel("Save Loss of each rank").click();
     const save = page.locator(".loss-card").getByRole("button", { name: "CSV", exact: true });
     const [file] = await Promise.all([page.waitForEvent("download"), save.click()]);
@@ -297,7 +297,7 @@ describe("a job's page", () => {
 describe("the keyboard", () => {
   test("opens help, search, pages, jobs and panels", async () => {
     const page = await browser.page(server, "/jobs");
-    await until("its scripts have run", () => page.locator("#keys").isVisible());
+    await until("the page's scripts have run", () => page.locator("#keys").isVisible());
     await page.keyboard.press("?");
     assert.match(await page.getByRole("dialog").textContent(), /next and previous job/);
     await page.keyboard.press("Escape");
@@ -311,12 +311,12 @@ describe("the keyboard", () => {
     await page.keyboard.press("g");
     await page.keyboard.press("m");
     await page.waitForURL(/\/machines$/);
-    await until("its scripts have run", () => page.locator("#keys").isVisible());
+    await until("the page's scripts have run", () => page.locator("#keys").isVisible());
     await page.keyboard.press("g");
     await page.keyboard.press("j");
     await page.waitForURL(/\/jobs$/);
     await page.goto(`${server.url}/jobs/${done[1].id}`);
-    await until("its scripts have run", () => page.locator("#keys").isVisible());
+    await until("the page's scripts have run", () => page.locator("#keys").isVisible());
     const tabs = page.getByRole("tab");
     for (const place of [4, await tabs.count()]) {
       await page.keyboard.press(`${place}`);

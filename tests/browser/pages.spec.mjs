@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { picture } from "./looks.mjs";
+import { savePicture } from "./looks.mjs";
 import { Browser, TestServer, inFull, losses, state, until } from "./test-server.mjs";
 
 let server, browser, done;
@@ -20,9 +20,9 @@ describe("every page", () => {
     const tabs = [page, await page.tab(`/jobs/${done.id}`), await page.tab("/jobs"), await page.tab(`/jobs/${done.id}`)];
     for (let round = 0; round < 3; round++) {
       const answers = await Promise.all(tabs.map((tab) => tab.reload()));
-      assert.deepEqual(answers.map((answer) => answer.status()), [200, 200, 200, 200]);
+      assert.deepEqual(answers.map((response) => response.status()), [200, 200, 200, 200]);
     }
-    for (const tab of tabs) await until("it is live", async () => (await tab.locator("#live").textContent()) === "live");
+    for (const tab of tabs) await until("the page is live", async () => (await tab.locator("#live").textContent()) === "live");
     assert.match(await page.locator("#rows").textContent(), /finished/);
     assert.equal(await state(tabs[1]), "succeeded");
     await page.end();
@@ -31,12 +31,12 @@ describe("every page", () => {
   test("shows the audit log without scrolling to its side, however long an address is", async () => {
     await fetch(`${server.url}/api/v1/datasets/${"a-name-that-nobody-has-".repeat(8)}`, { method: "DELETE", headers: server.headers });
     const page = await browser.page(server, "/audit"), card = page.locator(".card.table");
-    await until("it is listed", async () => /a-name-that-nobody-has/.test(await card.textContent()));
+    await until("the job is listed", async () => /a-name-that-nobody-has/.test(await card.textContent()));
     const over = await card.evaluate((node) => node.scrollWidth - node.clientWidth);
     assert.ok(over <= 0, `the last column stands ${over} pixels out of the card`);
     assert.match(await card.innerText(), /this machine removed dataset a-name-that-nobody-has.*not done: 404/s);
     assert.match(await card.innerText(), /this machine submitted job finished/);
-    await picture(page, "audit");
+    await savePicture(page, "audit");
     await page.getByRole("link", { name: "datasets", exact: true }).last().click();
     await until("only what concerns datasets is left", async () => { const words = await card.innerText(); return /removed dataset/.test(words) && !/submitted job/.test(words); });
     await page.getByLabel("Who").fill("nobody-of-this-name");
@@ -92,7 +92,7 @@ describe("the list", () => {
 describe("a chart", () => {
   test("tells values to the mouse and to the keyboard, zooms, and goes back", async () => {
     const page = await browser.page(server, `/jobs/${done.id}`);
-    await until("it is drawn", async () => (await losses(page))["rank 1"]?.points === 40 && (await page.locator("#loss-note").textContent()) !== "");
+    await until("the chart is drawn", async () => (await losses(page))["rank 1"]?.points === 40 && (await page.locator("#loss-note").textContent()) !== "");
     assert.equal(await page.locator("#loss-note").textContent(), "every point · 2 ranks");
     const chart = page.locator("#loss-chart"), box = await chart.boundingBox();
     await page.mouse.move(box.x + box.width / 2, box.y + box.height / 2);

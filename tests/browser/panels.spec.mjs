@@ -4,15 +4,15 @@
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { clean, isSound } from "./looks.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
+import { assertAccessible, assertViews } from "./looks.mjs";
 import { Browser, TestServer, inFull, losses, until } from "./test-server.mjs";
 
 const STEPS = 60;
 let server, browser, agent, job, other;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, 4);
+  agent = await simulateAgent(browser.chromium, server, 4);
   job = await running("with panels");
   other = await running("beside it");
 });
@@ -22,22 +22,22 @@ after(async () => { await browser?.close(); await server?.close(); });
 async function running(name) {
   const job = await server.ask("/jobs", spec(name, 2, 1000));
   await agent.evaluate(async ([id, last]) => {
-    const attempt = await window.it.attempt(id), steps = Array.from({ length: last }, (_, i) => i + 1), column = (name, of) => ({ name, steps, values: steps.map(of) });
-    await window.it.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
-    for (let rank = 0; rank < 2; rank++) await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [
-      column("loss", (s) => window.agent.loss(s * 3000, rank)), column("accuracy", (s) => 0.3 + s / 120 + rank / 50), column("step_ms", (s) => 40.5 + 5 * window.agent.noise(s)), column("data_ms", (s) => 3.5 + window.agent.noise(s + rank)),
-      ...(rank ? [] : [column("grad_norm", (s) => (s === 30 ? 90.5 : 1.5 + window.agent.noise(s))), column("lr", (s) => 0.1 * Math.cos(s / 50)), column("memory_used_bytes", (s) => 3.5e9 + s * 1e6)]),
+    const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: last }, (_, i) => i + 1), column = (name, of) => ({ name, steps, values: steps.map(of) });
+    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
+    for (let rank = 0; rank < 2; rank++) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [
+      column("loss", (s) => window.agentKit.loss(s * 3000, rank)), column("accuracy", (s) => 0.3 + s / 120 + rank / 50), column("step_ms", (s) => 40.5 + 5 * window.agentKit.noise(s)), column("data_ms", (s) => 3.5 + window.agentKit.noise(s + rank)),
+      ...(rank ? [] : [column("grad_norm", (s) => (s === 30 ? 90.5 : 1.5 + window.agentKit.noise(s))), column("lr", (s) => 0.1 * Math.cos(s / 50)), column("memory_used_bytes", (s) => 3.5e9 + s * 1e6)]),
     ] }]);
     const layer = (name, kind, output_shape, parameters, time_us) => ({ name, kind, output_shape, parameters, time_us });
     const layers = [layer("conv1", "conv 3x3", [16, 32, 32], 432, 310.5), layer("bn1", "batch_norm", [16, 32, 32], 32, 55.5)];
     for (const [stage, channels, size] of [["layer1", 16, 32], ["layer2", 32, 16], ["layer3", 64, 8]]) for (let block = 0; block < 3; block++) for (const conv of ["conv1", "conv2"]) layers.push(layer(`${stage}.${block}.${conv}`, "conv 3x3", [channels, size, size], channels * channels * 9, 210.5 * (1 + block)));
     layers.push(layer("fc", "linear", [10], 650, null));
-    await window.it.report(attempt, 0, [{ type: "network", layers }]);
+    await window.simulatedAgent.report(attempt, 0, [{ type: "network", layers }]);
     window.histograms = (step) => ({ type: "histograms", step, layers: layers.filter((l) => l.kind !== "batch_norm").flatMap((l, place) => ["weight", "gradient"].map((kind) => {
       const wide = (kind === "weight" ? 0.31 : 0.011) * (1 + place / 10 + step / 40);
       return { name: `${l.name}.weight`, kind, min: -wide, max: wide * 0.9, counts: Array.from({ length: 64 }, (_, i) => Math.round(1000 * Math.exp(-(((i - 34) / (8 + step / 10)) ** 2)))) };
     })) });
-    await window.it.report(attempt, 0, [10, 20, 30].map(window.histograms));
+    await window.simulatedAgent.report(attempt, 0, [10, 20, 30].map(window.histograms));
   }, [job.id, STEPS]);
   return job;
 }
@@ -45,14 +45,14 @@ async function running(name) {
 /** The job's page, drawn. */
 async function open(path = `/jobs/${job.id}`, options = {}) {
   const page = await browser.page(server, path, options);
-  await until("it is drawn", async () => (await losses(page))["rank 0"]?.points === STEPS);
+  await until("the chart is drawn", async () => (await losses(page))["rank 0"]?.points === STEPS);
   return page;
 }
 const titles = (page) => page.locator("#custom-grid h3").allTextContents();
 const stored = async () => (await server.ask(`/jobs/${job.id}/panels`)).panels.map((panel) => panel.title);
 const keep = async (panels, path = `/jobs/${job.id}/panels`) => {
-  const answer = await fetch(`${server.url}/api/v1${path}`, { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ panels }) });
-  assert.equal(answer.status, 200, await answer.text());
+  const response = await fetch(`${server.url}/api/v1${path}`, { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ panels }) });
+  assert.equal(response.status, 200, await response.text());
 };
 const panel = (title, metrics, more = {}) => ({ title, metrics, ...more });
 /** Labels and numbers of points of a panel's lines, by its place. */
@@ -121,7 +121,7 @@ describe("panels", () => {
     for (const robust of [false, true]) {
       assert.ok((await put(robust)).ok);
       const page = await open();
-      high[robust] = await until("it is drawn", () => page.evaluate(() => { const all = window.lockstep.charts, key = Object.keys(all).find((k) => k.startsWith("panel-")); return all[key]?.y?.high; }));
+      high[robust] = await until("the chart is drawn", () => page.evaluate(() => { const all = window.lockstep.charts, key = Object.keys(all).find((k) => k.startsWith("panel-")); return all[key]?.y?.high; }));
       if (robust) {
         const card = page.locator("#custom-grid .panel");
         await card.locator("summary", { hasText: "Save" }).click();
@@ -215,7 +215,7 @@ describe("layers", () => {
     assert.equal(new URL(page.url()).searchParams.get("values"), "gradient");
     await page.keyboard.press("End");
     // What the job tells while the page is open.
-    await agent.evaluate(async (id) => window.it.report(await window.it.attempt(id), 0, [window.histograms(40)]), job.id);
+    await agent.evaluate(async (id) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [window.histograms(40)]), job.id);
     await until("the next step comes", async () => (await heat.getAttribute("data-steps")) === "4");
     await page.end();
   });
@@ -237,7 +237,7 @@ describe("layers", () => {
         words: "1 (data) x 1 (height) x 2 (model) ranks, fc split by out", data: 1, height: 1, model: 2, shard: [{ match: "fc", split: "out" }], step_ms: 12.5, measured_step_ms: 13.5,
         images_per_second: 1280, memory_bytes: 3e9, measured_memory_bytes: 3.3e9, limited_by: "computing", why: "data parallel takes 20.0 ms a step",
       };
-      await window.it.report(await window.it.attempt(id), 0, [{ type: "network", layers: [layer("conv1", "own pictures"), layer("fc", "1/2 of the channels")], plan }]);
+      await window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "network", layers: [layer("conv1", "own pictures"), layer("fc", "1/2 of the channels")], plan }]);
     }, other.id);
     const page = await open(`/jobs/${other.id}?tab=network`);
     await until("the plan is there", async () => /fc split by out · limited by computing/.test(await page.locator("#plan-words").textContent()));
@@ -274,11 +274,11 @@ describe("all of it", () => {
     const page = await open(`/jobs/${job.id}?tab=histograms`, { reducedMotion: "reduce" });
     await until("panels are drawn", async () => (await page.locator("#custom-grid .chart[data-drawn]:not([data-drawn='0'])").count()) === 4);
     await until("the tab is there", async () => (await page.locator("#histograms-panel tbody tr").count()) >= 20);
-    await isSound(page, "histograms");
+    await assertViews(page, "histograms");
     await page.getByRole("button", { name: "Edit Times" }).focus();
     await page.keyboard.press("Enter");
     await until("the form opens", () => page.locator("#panel-dialog").isVisible());
-    await clean(page, "the form");
+    await assertAccessible(page, "the form");
     await page.keyboard.press("Escape");
     assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Edit Times");
     await page.end();

@@ -2,8 +2,8 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { TWO_VIEWS, show } from "./looks.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
+import { TWO_VIEWS, setView } from "./looks.mjs";
 import { Browser, TestServer, until } from "./test-server.mjs";
 
 const LONG = `large-${"with-a-very-long-name-".repeat(4)}`;
@@ -12,7 +12,7 @@ const jobs = {};
 const submit = async (name, ranks, changes = {}) => { jobs[name] = await server.ask("/jobs", { ...spec(name, ranks, 100), ...changes }); return jobs[name].id; };
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ agent: false, dataset: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, 2);
+  agent = await simulateAgent(browser.chromium, server, 2);
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
@@ -25,9 +25,9 @@ describe("the queue", () => {
     assert.ok(await page.getByRole("heading", { name: "Nothing waits" }).isVisible());
     assert.equal(await page.locator("#summary").textContent(), "0 jobs wait");
     assert.equal(await page.getByRole("navigation", { name: "Pages" }).getByRole("link", { name: "Queue" }).getAttribute("aria-current"), "page");
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     const running = await submit("running", 1);
-    await agent.evaluate((job) => window.it.attempt(job), running);
+    await agent.evaluate((job) => window.simulatedAgent.attempt(job), running);
     await submit(LONG, 2, { project: "vision" });
     await submit("small", 1);
     await until("both appear by themselves, the large one first", async () => (await names(page)).join() === [LONG, "small"].join());
@@ -42,7 +42,7 @@ describe("the queue", () => {
     await priority.fill("5");
     await priority.press("Enter");
     // The kept slot goes to the one with the higher priority: it starts at once.
-    await agent.evaluate((job) => window.it.attempt(job), jobs.urgent.id);
+    await agent.evaluate((job) => window.simulatedAgent.attempt(job), jobs.urgent.id);
     await until("nothing is free", async () => /0 of 2/.test(await row(page, LONG).locator(".q-reason").textContent()));
     await until("and nothing is kept but what becomes free", async () => /: what becomes free/.test(await page.locator(".reservations li").textContent()));
     // Whoever is at a link stays there, on the very same one.
@@ -62,7 +62,7 @@ describe("the queue", () => {
     await page.waitForURL(/\/queue$/);
     await server.ask(`/jobs/${jobs.small.id}/cancel`, {});
     await until("nothing waits any more", () => page.getByRole("heading", { name: "Nothing waits" }).isVisible());
-    await agent.evaluate(async (job) => window.it.end(await window.it.attempt(job), 1), jobs.urgent.id);
+    await agent.evaluate(async (job) => window.simulatedAgent.end(await window.simulatedAgent.attempt(job), 1), jobs.urgent.id);
     await until("a slot is free again", async () => (await server.job(jobs.urgent.id)).state === "succeeded");
     await page.end();
   });
@@ -75,7 +75,7 @@ describe("the queue", () => {
     await page.getByRole("link", { name: "project vision" }).click();
     await until("all are", async () => (await names(page)).join() === [LONG, "small"].join());
     for (const view of TWO_VIEWS) {
-      await show(page, view);
+      await setView(page, view);
       const over = await page.locator(".queue").evaluate((node) => node.scrollWidth - node.clientWidth);
       assert.ok(over <= 0, `the table is ${over} pixels too wide: ${view}`);
     }

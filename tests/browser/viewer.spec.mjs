@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { clean } from "./looks.mjs";
+import { assertAccessible } from "./looks.mjs";
 import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser, job;
@@ -21,7 +21,7 @@ const as = async (name, path, options = {}) => {
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ slots: 1 }), Browser.open()]);
   job = await server.submit({ name: "looked at", ranks: 1, train: { steps: 4 }, checkpoint: { every_steps: 2 } });
-  await until("it is over", async () => (await server.job(job.id)).state === "succeeded");
+  await until("the job has ended", async () => (await server.job(job.id)).state === "succeeded");
   // The first person is an admin.
   for (const [name, role] of [["ada", "admin"], ["vera", "viewer"], ["mona", "member"]]) await server.ask("/people", { name, role, password: password(name) });
 });
@@ -38,12 +38,12 @@ describe("a viewer", () => {
     await until("jobs can be compared, as comparing changes nothing", () => page.locator("[data-bulk=compare]").isVisible());
     await hidden("text=New job", "[data-bulk=tag]", "[data-bulk=delete]", "[data-bulk=cancel]");
     await page.goto(`${server.url}/jobs/${job.id}`);
-    await until("its checkpoints are there", async () => (await page.locator("#checkpoints tr").count()) >= 1);
+    await until("the job's checkpoints are listed", async () => (await page.locator("#checkpoints tr").count()) >= 1);
     await hidden("#fork", "#delete", "text=Clone", "[data-do=fork]", "[data-do=classify]", "[data-tab=classify]");
     await page.getByRole("tab", { name: "Notes" }).click();
     for (const label of ["Notes", "Tags", "Project"]) assert.ok(await page.locator("#notes-panel").getByLabel(label, { exact: true }).evaluate((field) => field.readOnly), label);
     assert.match(await page.locator("#note-status").textContent(), /Only the job's owner and admins/);
-    await clean(page, "a job");
+    await assertAccessible(page, "a job");
     await page.goto(`${server.url}/datasets`);
     await page.locator(".dataset").first().waitFor();
     await hidden("#add-dataset", "#upload", "#admins-add", "[data-remove]", "text=Train on it");
@@ -64,7 +64,7 @@ describe("a member", () => {
     assert.ok(await page.getByRole("link", { name: "New job" }).isVisible());
     assert.equal(await page.locator(".reads-only").count(), 0);
     await page.goto(`${server.url}/jobs/${job.id}`);
-    await until("its checkpoints are there", async () => (await page.locator("#checkpoints tr").count()) >= 1);
+    await until("the job's checkpoints are listed", async () => (await page.locator("#checkpoints tr").count()) >= 1);
     assert.ok(await page.locator("#fork").isVisible(), "forking is for whoever sees it");
     await page.getByRole("tab", { name: "Notes" }).click();
     assert.ok(await page.getByLabel("Tags", { exact: true }).evaluate((field) => field.readOnly));
@@ -92,8 +92,8 @@ describe("pages of errors", () => {
   inFull("have the bar of who looks", async () => {
     const page = await as("vera", "/nowhere", { expected: [/404/, /403/] });
     for (const path of ["/nowhere", "/jobs/j00000000000000000000000000", "/docs/nowhere", "/people"]) {
-      const answer = await page.goto(server.url + path);
-      assert.ok([403, 404].includes(answer.status()), path);
+      const response = await page.goto(server.url + path);
+      assert.ok([403, 404].includes(response.status()), path);
       assert.ok(await page.getByRole("button", { name: "Sign out" }).isVisible(), path);
       assert.ok(await page.getByRole("link", { name: "Account" }).isVisible(), path);
     }

@@ -3,8 +3,8 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { fits } from "./looks.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
+import { assertFits } from "./looks.mjs";
 import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 const PATH = `/data/imagenet-subset/train/${"n01440764-with-a-long-name/".repeat(4)}n01440764_10026.JPEG`;
@@ -12,21 +12,21 @@ let server, browser, agent;
 const jobs = {};
 const submit = async (name, ranks, more = {}) => { jobs[name] = await server.ask("/jobs", { ...spec(name, ranks, 600), ...more }); return jobs[name].id; };
 /** Attempt number `n` of a job. */
-const attempt = (id, n = 1) => agent.evaluate(([id, n]) => window.it.attempt(id, n), [id, n]);
-const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => window.it.report(of, rank, events), [of, rank, events]);
-const begin = (of) => report(of, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step: 0 }]);
-const end = (of, how) => agent.evaluate(([of, how]) => window.it.say({ type: "report", attempt: of, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [of, how]);
+const startedAttempt = (id, n = 1) => agent.evaluate(([id, n]) => window.simulatedAgent.attempt(id, n), [id, n]);
+const report = (attempt, rank, events) => agent.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
+const begin = (attempt) => report(attempt, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step: 0 }]);
+const end = (attempt, how) => agent.evaluate(([attempt, how]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [attempt, how]);
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
 const says = (page, selector, words) => until(`${selector} says ${words}`, async () => { const said = (await page.locator(selector).first().textContent()).replace(/\s+/g, " "); return words.test(said) || Promise.reject(new Error(said)); });
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, 2);
-  const first = await attempt(await submit("killed", 2));
+  agent = await simulateAgent(browser.chromium, server, 2);
+  const first = await startedAttempt(await submit("killed", 2));
   await begin(first);
   const next = await submit("urgent", 2, { priority: 5 });
   await end(first, killed);
-  await begin(await attempt(next));
+  await begin(await startedAttempt(next));
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
@@ -35,7 +35,7 @@ describe("a job that starts again", () => {
     const page = await browser.page(server, `/jobs/${jobs.killed.id}`);
     const told = /Starting again, number 1 in the queue: waits for 2 slots: 0 of 2 on "made-up" free\. Before: rank 1 was killed by signal 9/;
     await says(page, "#banner", told);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await says(page, "#banner", told);
     assert.equal(await page.locator("#banner-link").getAttribute("href"), "/queue");
     // Another one comes before it: nothing of this job's own has changed.
@@ -87,7 +87,7 @@ describe("a reason", () => {
     const { id } = await server.ask("/jobs", { ...spec("tagged", 1, 600), tags });
     for (const width of [1024, 1440, 1920]) {
       const page = await browser.page(server, "/jobs", { viewport: { width, height: 1000 } }), row = page.locator(`tr[data-id="${id}"]`);
-      await until("it says what it waits for", async () => /waits for 1 slot/.test(await row.locator("[data-f=reason]").textContent()));
+      await until("the row says what the job waits for", async () => /waits for 1 slot/.test(await row.locator("[data-f=reason]").textContent()));
       const told = await row.evaluate((tr) => {
         const reason = tr.querySelector("[data-f=reason]"), room = tr.querySelector(".more-line").clientWidth;
         return { whole: [reason, ...reason.children].every((n) => n.scrollWidth <= n.clientWidth + 1), half: reason.clientWidth > room / 2 };
@@ -103,11 +103,11 @@ describe("a reason", () => {
     for (const width of [390, 1440, 1920]) {
       const page = await browser.page(server, "/jobs?state=queued", { viewport: { width, height: 1000 } });
       const reason = page.locator(`tr[data-id="${jobs.waits.id}"] [data-f=reason]`);
-      await until("it says what it waits for", async () => /^place 2 in the queue · waits for 2 slots: 0 of 2 on "made-up" free$/.test(await reason.textContent()));
+      await until("the row says what the job waits for", async () => /^place 2 in the queue · waits for 2 slots: 0 of 2 on "made-up" free$/.test(await reason.textContent()));
       assert.equal(await reason.locator("*").count(), 0, "nothing is left out of its middle");
       const cut = () => reason.evaluate((node) => [node, ...node.children].filter((n) => n.scrollWidth > n.clientWidth + 1 && getComputedStyle(n).display !== "inline").map((n) => `${n.className}: ${n.scrollWidth} in ${n.clientWidth}`));
       assert.deepEqual(await cut(), [], `at ${width}`);
-      await fits(page, `at ${width}`);
+      await assertFits(page, `at ${width}`);
       const apart = await page.locator(`tr[data-id="${jobs.waits.id}"]`).evaluate((row) => {
         const box = (name) => row.querySelector(`[data-f=${name}]`).getBoundingClientRect(), reason = box("reason");
         return ["name", "bar", "age"].filter((name) => { const b = box(name); return b.bottom > reason.top + 1 && b.top < reason.bottom - 1 && b.right > reason.left && b.left < reason.right; });
@@ -118,11 +118,11 @@ describe("a reason", () => {
   });
 
   inFull("has its long paths cut between two folders, and whole in the tooltip", async () => {
-    await end(await attempt(jobs.urgent.id), { how: "succeeded", step: 600 });
-    const of = await attempt(jobs.killed.id, 2);
-    await begin(of);
+    await end(await startedAttempt(jobs.urgent.id), { how: "succeeded", step: 600 });
+    const attempt = await startedAttempt(jobs.killed.id, 2);
+    await begin(attempt);
     const words = `${PATH} cannot be read: unexpected end of file`;
-    await end(of, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words } });
+    await end(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words } });
     const page = await browser.page(server, `/jobs/${jobs.killed.id}`), why = page.locator("#banner-why");
     const check = async () => {
       const shown = await why.textContent();
@@ -138,7 +138,7 @@ describe("a reason", () => {
     assert.deepEqual([await html.textContent(), await html.getAttribute("title")], [await why.textContent(), words], "the server writes the same");
     await bare.end();
     await page.setViewportSize({ width: 390, height: 800 });
-    await fits(page, "at 390");
+    await assertFits(page, "at 390");
     await page.end();
     await server.ask(`/jobs/${jobs.waits.id}/cancel`, {});
   });

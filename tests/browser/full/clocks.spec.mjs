@@ -6,7 +6,7 @@ import { readdirSync } from "node:fs";
 import { connect, createServer } from "node:net";
 import { join as path } from "node:path";
 import { after, afterEach, before, describe, test } from "node:test";
-import { join, spec } from "../agent.mjs";
+import { simulateAgent, spec } from "../agent.mjs";
 import { BINARY, Browser, TestServer, losses, until } from "../test-server.mjs";
 
 const MINUTES = 60_000, RANKS = 2;
@@ -46,7 +46,7 @@ describe("a machine whose clock is ten minutes off", () => {
         await page.goto(`${server.url}/jobs/${id}`);
         await page.evaluate(() => { window.sameDocument = true; });
         const live = page.locator("#live"), shown = [];
-        await until("it is over", async () => { shown.push(await live.textContent()); return (await page.locator("#state").textContent()) === "succeeded"; });
+        await until("the job has ended", async () => { shown.push(await live.textContent()); return (await page.locator("#state").textContent()) === "succeeded"; });
         assert.ok(shown.every((status) => !/min|[1-9]\d s/.test(status)), `it was never called behind: ${[...new Set(shown)]}`);
         for (const rank of [0, 1]) await until("every loss", async () => (await losses(page))[`rank ${rank}`]?.points === 60);
         const { logs } = await server.ask(`/jobs/${id}/logs?limit=1000`).then((found) => ({ logs: found.lines }));
@@ -73,33 +73,33 @@ describe("a connection that dies without a word", () => {
   let server, agent, line, open = null;
   before(async () => {
     server = await TestServer.open({ dataset: false, agent: false });
-    agent = await join(browser.chromium, server, RANKS);
+    agent = await simulateAgent(browser.chromium, server, RANKS);
     line = await Line.open(server.port);
   });
   afterEach(async () => {
-    if (open) await agent.evaluate(async (id) => window.it.end(await window.it.attempt(id), 20), open.id);
+    if (open) await agent.evaluate(async (id) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), 20), open.id);
     open = null;
   });
   after(async () => { line?.close(); await server?.close(); });
 
   async function running(name) {
     const job = open = await server.ask("/jobs", spec(name, RANKS, 1000));
-    await agent.evaluate(async (id) => window.it.report(await window.it.attempt(id), 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]), job.id);
+    await agent.evaluate(async (id) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]), job.id);
     await tell(job, 1, 10);
     return job;
   }
   const tell = (job, first, last) => agent.evaluate(async ([id, ranks, first, last]) => {
-    const attempt = await window.it.attempt(id), steps = Array.from({ length: last - first + 1 }, (_, i) => first + i), at = new Date().toISOString();
+    const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: last - first + 1 }, (_, i) => first + i), at = new Date().toISOString();
     for (let rank = 0; rank < ranks; rank++) {
-      await window.it.report(attempt, rank, [
-        { type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, rank)) }] },
+      await window.simulatedAgent.report(attempt, rank, [
+        { type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }] },
         { type: "log", rank, lines: steps.map((s) => ({ number: s, at, text: `rank ${rank} did step ${s}` })) },
       ]);
     }
   }, [job.id, RANKS, first, last]);
   const finish = async (job, step) => {
-    await agent.evaluate(async ([id, step]) => window.it.end(await window.it.attempt(id), step), [job.id, step]);
-    await until("it is over", async () => (await server.job(job.id)).state === "succeeded");
+    await agent.evaluate(async ([id, step]) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), step), [job.id, step]);
+    await until("the job has ended", async () => (await server.job(job.id)).state === "succeeded");
   };
   /** A page whose clock the test moves, live, over the line that the test cuts. */
   async function reading(at) {
@@ -109,7 +109,7 @@ describe("a connection that dies without a word", () => {
     page.on("request", (request) => page.underWay.add(request));
     for (const over of ["requestfinished", "requestfailed"]) page.on(over, (request) => page.underWay.delete(request));
     await page.goto(line.url + at);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await page.evaluate(() => { window.sameDocument = true; });
     return page;
   }
@@ -185,14 +185,14 @@ describe("a connection that dies without a word", () => {
     for (const name of ["Histograms", "Network"]) assert.equal(await tab(name).isVisible(), false);
     line.forget();
     await agent.evaluate(async (id) => {
-      const attempt = await window.it.attempt(id), at = new Date().toISOString();
+      const attempt = await window.simulatedAgent.attempt(id), at = new Date().toISOString();
       const counts = Array.from({ length: 64 }, (_, k) => 40 - Math.abs(k - 32)), layer = { name: "conv1.weight", kind: "weight", min: -0.5, max: 0.5, counts };
-      await window.it.report(attempt, 0, [
+      await window.simulatedAgent.report(attempt, 0, [
         { type: "network", layers: [{ name: "conv1", kind: "conv 3x3", output_shape: [16, 8, 8], parameters: 432, time_us: 10.5 }] },
         { type: "histograms", step: 10, layers: [layer] },
         { type: "rank", rank: 1, report: { status: "evaluating", step: 10, epoch: 1, step_ms: 1.5, all_reduce_ms: 0.5, data_ms: 0.5, images_per_second: 10.5, pid: 4711, device: "a device of now" } },
       ]);
-      for (let part = 0; part < 25; part++) await window.it.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => ({ type: "log", rank: 0, lines: [{ number: 1000 * part + i + 100, at, text: "one of very many" }] })));
+      for (let part = 0; part < 25; part++) await window.simulatedAgent.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => ({ type: "log", rank: 0, lines: [{ number: 1000 * part + i + 100, at, text: "one of very many" }] })));
     }, job.id);
     await tell(job, 11, 20);
     await page.clock.runFor(50_000);
@@ -216,11 +216,11 @@ describe("a connection that dies without a word", () => {
   };
 
   test("under Machines: one that is drained meanwhile says so", async () => {
-    const page = await reading("/machines"), drain = (way) => fetch(`${server.url}/api/v1/agents/made-up/${way}`, { method: "POST" }).then((answer) => assert.ok(answer.ok, way));
+    const page = await reading("/machines"), drain = (way) => fetch(`${server.url}/api/v1/agents/made-up/${way}`, { method: "POST" }).then((response) => assert.ok(response.ok, way));
     await until("it is there", async () => /made-up/.test(await page.locator("#machines").innerText()));
     await frozen(page);
     await drain("drain");
-    await until("it is drained", async () => { await page.clock.runFor(6000); return (await page.locator(".warnings").innerText()).includes("Drained"); });
+    await until("the machine is drained", async () => { await page.clock.runFor(6000); return (await page.locator(".warnings").innerText()).includes("Drained"); });
     assert.ok(await page.evaluate(() => window.sameDocument), "without being loaded again");
     await drain("undrain");
     await page.end();
@@ -271,7 +271,7 @@ describe("a connection that dies without a word", () => {
     page.on("websocket", (socket) => sockets.push(socket));
     const heard = new Promise((done) => page.on("websocket", (socket) => socket.on("framereceived", ({ payload }) => { if (/"type":"heartbeat"/.test(payload)) done(JSON.parse(payload)); })));
     await page.goto(`${line.url}/jobs/${job.id}`);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     const { at } = await heard;
     assert.ok(Math.abs(Date.parse(at) - Date.now()) < 5000, "with the server's time");
     assert.equal(sockets.length, 1);

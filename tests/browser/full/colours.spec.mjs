@@ -3,29 +3,29 @@
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "../agent.mjs";
+import { simulateAgent, spec } from "../agent.mjs";
 import { Browser, TestServer, until } from "../test-server.mjs";
 
 const COLOURS = 8, JOBS = 18, STEPS = 100;
 const KINDS = ["", "dashed", "dotted"];
 let server, browser, agent;
 const made = [];
-const attempt = (id) => agent.evaluate((id) => window.it.attempt(id), id);
-const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => window.it.report(of, rank, events), [of, rank, events]);
+const startedAttempt = (id) => agent.evaluate((id) => window.simulatedAgent.attempt(id), id);
+const report = (attempt, rank, events) => agent.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
 const steps = Array.from({ length: STEPS }, (_, i) => i + 1);
 const column = (name, value) => ({ name, steps, values: steps.map(value) });
-const begin = (of) => report(of, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 50, start_step: 0 }]);
+const begin = (attempt) => report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 50, start_step: 0 }]);
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, JOBS + 12 + 4);
+  agent = await simulateAgent(browser.chromium, server, JOBS + 12 + 4);
   for (let n = 0; n < JOBS; n++) {
     const body = spec(`job ${n}`, 1, 1000);
     body.train.lr = (n + 1) / 100;
-    const { id } = await server.ask("/jobs", body), of = await attempt(id);
-    await begin(of);
-    await report(of, 0, [{ type: "metrics", rank: 0, columns: [column("loss", () => n + 1)] }]);
-    made.push({ id, of });
+    const { id } = await server.ask("/jobs", body), attempt = await startedAttempt(id);
+    await begin(attempt);
+    await report(attempt, 0, [{ type: "metrics", rank: 0, columns: [column("loss", () => n + 1)] }]);
+    made.push({ id, attempt });
   }
 });
 after(async () => { await browser?.close(); await server?.close(); });
@@ -143,11 +143,11 @@ describe("a picture", () => {
 
 describe("a job", () => {
   test("of more than eight ranks is drawn as their mean, with a band from the lowest to the highest", async () => {
-    const { id } = await server.ask("/jobs", spec("twelve ranks", 12, 1000)), of = await attempt(id);
-    await begin(of);
-    for (let rank = 0; rank < 12; rank++) await report(of, rank, [{ type: "metrics", rank, columns: [column("loss", () => 2 + rank / 11)] }]);
+    const { id } = await server.ask("/jobs", spec("twelve ranks", 12, 1000)), attempt = await startedAttempt(id);
+    await begin(attempt);
+    for (let rank = 0; rank < 12; rank++) await report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", () => 2 + rank / 11)] }]);
     const page = await browser.page(server, `/jobs/${id}`);
-    await until("it is drawn", async () => (await page.evaluate(() => window.lockstep.charts.loss.firstDrawnAt)) > 0);
+    await until("the chart is drawn", async () => (await page.evaluate(() => window.lockstep.charts.loss.firstDrawnAt)) > 0);
     await until("every rank is in it", async () => (await page.evaluate(() => { const [{ series }] = window.lockstep.charts.loss.layers(), g = series.segments[0]; return [g.min[50], g.max[50], g.mean[50]]; })).every((v, i) => Math.abs(v - [2, 3, 2.5][i]) < 1e-6));
     assert.deepEqual(await page.evaluate(() => window.lockstep.charts.loss.lines.map(({ label }) => label)), ["mean of ranks"]);
     // Half way between the mean and the highest there is the band, above the highest nothing.
@@ -161,16 +161,16 @@ describe("a job", () => {
   });
 
   test("on two machines has a line for each of them, of memory, disk and network", async () => {
-    const { id } = await server.ask("/jobs", spec("two machines", 4, 1000)), of = await attempt(id);
-    await begin(of);
+    const { id } = await server.ask("/jobs", spec("two machines", 4, 1000)), attempt = await startedAttempt(id);
+    await begin(attempt);
     const metrics = ["memory_used_bytes", "disk_used_bytes", "disk_read_bytes_per_second", "disk_written_bytes_per_second", "network_received_bytes_per_second", "network_sent_bytes_per_second"];
     // One rank of each machine reports them.
-    for (const rank of [0, 2]) await report(of, rank, [{ type: "metrics", rank, columns: metrics.map((name, i) => column(name, () => (rank + 1) * (i + 1) * 1_000_000.5)) }]);
+    for (const rank of [0, 2]) await report(attempt, rank, [{ type: "metrics", rank, columns: metrics.map((name, i) => column(name, () => (rank + 1) * (i + 1) * 1_000_000.5)) }]);
     const page = await browser.page(server, `/jobs/${id}`);
     for (const [i, name] of metrics.entries()) {
       await page.locator("#other-metric").selectOption(name);
       await until(`${name} of both`, async () => (await page.evaluate(() => window.lockstep.charts.lr.snapshot().map(({ rank, points, value }) => `${rank}: ${points} of ${Math.round(value / 1e6)}`).join())) === [0, 2].map((rank) => `${rank}: ${STEPS} of ${(rank + 1) * (i + 1)}`).join());
-      await until("it is drawn", async () => (await page.evaluate(() => window.lockstep.charts.lr.lines.map(({ label }) => label).join())) === "machine of rank 0,machine of rank 2");
+      await until("the chart is drawn", async () => (await page.evaluate(() => window.lockstep.charts.lr.lines.map(({ label }) => label).join())) === "machine of rank 0,machine of rank 2");
     }
     const axis = await page.evaluate(() => window.lockstep.charts.lr.yName());
     assert.match(axis, /bytes\/s/);

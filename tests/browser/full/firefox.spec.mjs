@@ -82,14 +82,14 @@ describe("Firefox", { skip }, () => {
     const { id } = await server.submit({ name: "watched", ranks: 1, train: { steps: 100_000 } });
     const watched = await open(`/jobs/${id}`);
     const facts = () => text(watched.page, "#facts");
-    await until("it trains", async () => (await server.job(id)).step > 0);
+    await until("the job trains", async () => (await server.job(id)).step > 0);
     const before = await facts();
     await until("its numbers change", async () => (await facts()) !== before);
     await until("its loss is drawn", () => drawn(watched.page, "#loss-chart canvas"));
     await watched.page.click("#cancel");
-    await until("it asks", () => watched.page.$eval("#confirm", (dialog) => dialog.open));
+    await until("the confirmation dialog opens", () => watched.page.$eval("#confirm", (dialog) => dialog.open));
     await watched.page.click("#confirm-yes");
-    await until("it is cancelled", async () => (await text(watched.page, "#state")) === "cancelled");
+    await until("the job is cancelled", async () => (await text(watched.page, "#state")) === "cancelled");
     await watched.end();
   });
 
@@ -124,7 +124,7 @@ describe("Firefox", { skip }, () => {
     const { page, end } = await open(`/jobs/${jobs[0].id}`);
     await until("the chart is drawn", () => drawn(page, "#loss-chart canvas"));
     await page.click("#panel-add");
-    await until("it asks", () => page.$eval("#panel-dialog", (dialog) => dialog.open));
+    await until("the confirmation dialog opens", () => page.$eval("#panel-dialog", (dialog) => dialog.open));
     await page.click('#panel-dialog input[value="lr"]');
     await page.click("#panel-save");
     await until("its chart is drawn", () => drawn(page, ".panel canvas"));

@@ -32,7 +32,7 @@ describe("a new server", () => {
     await until("the page is read again", async () => /8,000/.test(await page.locator('[data-dataset="fashion-mnist"]').innerText()));
     // Those who come after find a server without any.
     const dialog = page.locator("#confirm");
-    await until("it asks", async () => (await dialog.isVisible()) || (await page.locator("[data-remove]").click(), false));
+    await until("the confirmation dialog opens", async () => (await dialog.isVisible()) || (await page.locator("[data-remove]").click(), false));
     await page.locator("#confirm-yes").click();
     await until("they are taken off the list, and offered again", () => page.getByRole("button", { name: "Use the bundled pictures" }).isVisible());
     await page.end();
@@ -48,12 +48,12 @@ describe("a new server", () => {
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
     const id = page.url().split("/").at(-1);
-    await until("it trains", async () => (await server.job(id)).step > 0);
+    await until("the job trains", async () => (await server.job(id)).step > 0);
     // A fork of it with a key that there is not.
     await server.ask(`/jobs/${id}/pause`, {});
     await until("there is a checkpoint", () => page.locator("#fork").isVisible());
     await server.ask(`/jobs/${id}/cancel`, {});
-    await until("it is over", async () => (await server.job(id)).state === "cancelled");
+    await until("the job has ended", async () => (await server.job(id)).state === "cancelled");
     await page.end();
   });
 

@@ -11,13 +11,13 @@ after(async () => { await browser?.close(); await server?.close(); });
 
 describe("a fork", () => {
   test("is named by its parent and names it, and is as fast as its own steps", async () => {
-    const over = (id) => until("it is over", async () => (await server.job(id)).state === "succeeded");
+    const over = (id) => until("the job has ended", async () => (await server.job(id)).state === "succeeded");
     const parent = await server.submit({ name: "the parent", ranks: 1, train: { steps: 24 } });
     await over(parent.id);
     const [checkpoint] = (await server.ask(`/jobs/${parent.id}/checkpoints`)).checkpoints;
     // Its page is open when it is forked, and hears of it.
     const open = await browser.page(server, `/jobs/${parent.id}?tab=history`);
-    await until("it is live", async () => (await open.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await open.locator("#live").textContent()) === "live");
     const fork = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: checkpoint.id, set: { name: "the fork", "train.steps": 48, "parallel.ranks": 1 } });
     const { owner } = await server.job(fork.id);
     assert.ok(owner, "somebody made it");
@@ -53,7 +53,7 @@ describe("a fork", () => {
   });
 
   test("has a time axis of its own training, and speeds of its own steps, without its parent's", async () => {
-    const over = (id) => until("it is over", async () => (await server.job(id)).state === "succeeded");
+    const over = (id) => until("the job has ended", async () => (await server.job(id)).state === "succeeded");
     const parent = await server.submit({ name: "trained before", ranks: 1, train: { steps: 24 } });
     await over(parent.id);
     const fork = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: "latest", set: { name: "trained on", "train.steps": 64, "parallel.ranks": 1 } });
@@ -102,9 +102,9 @@ describe("a fork", () => {
 
   test("and a pause are told with who asked for them", async () => {
     const { id } = await server.submit({ name: "asked about", ranks: 1, train: { steps: 2000 } }), page = await browser.page(server, `/jobs/${id}?tab=history`);
-    await until("it trains", async () => (await server.job(id)).step > 0);
+    await until("the job trains", async () => (await server.job(id)).step > 0);
     await server.ask(`/jobs/${id}/pause`, {});
-    await until("it is paused", async () => (await server.job(id)).state === "paused");
+    await until("the job is paused", async () => (await server.job(id)).state === "paused");
     await server.ask(`/jobs/${id}/cancel`, {});
     const { owner } = await server.job(id), told = (what) => page.locator(`#history-rows li[data-what="${what}"]`).textContent();
     for (const [what, words] of [["submitted", "Submitted"], ["pause_requested", "Pause requested"], ["cancelled", "Cancelled"]]) {

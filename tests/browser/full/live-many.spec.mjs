@@ -2,24 +2,24 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "../agent.mjs";
+import { simulateAgent, spec } from "../agent.mjs";
 import { Browser, TestServer, until } from "../test-server.mjs";
 
 const RANKS = 2;
 let server, browser, agent;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, RANKS);
+  agent = await simulateAgent(browser.chromium, server, RANKS);
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
 /** A running job that holds all slots. */
 async function running(name) {
   const job = await server.ask("/jobs", spec(name, RANKS, 1000)), event = { type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 };
-  await agent.evaluate(async ([id, event]) => window.it.report(await window.it.attempt(id), 0, [event]), [job.id, event]);
+  await agent.evaluate(async ([id, event]) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [event]), [job.id, event]);
   return job;
 }
-const end = (job) => agent.evaluate(async (id) => window.it.end(await window.it.attempt(id), 10), job.id);
+const end = (job) => agent.evaluate(async (id) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), 10), job.id);
 
 describe("a page that stays open", () => {
   test("has every line and checkpoint after it was away for more events than it reads one by one", async () => {
@@ -34,17 +34,17 @@ describe("a page that stays open", () => {
       window.line = { cut() { away = true; sockets.splice(0).forEach((s) => s.close()); }, mend() { away = false; } };
     });
     await page.goto(`${server.url}/jobs/${job.id}`);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await page.evaluate(() => { window.sameDocument = true; });
     await page.evaluate(() => window.line.cut());
     await until("it has noticed", async () => (await page.locator("#live").textContent()) === "reconnecting");
     // A line an event, and in their middle a checkpoint.
     await agent.evaluate(async ([id, events]) => {
-      const attempt = await window.it.attempt(id), at = new Date().toISOString();
+      const attempt = await window.simulatedAgent.attempt(id), at = new Date().toISOString();
       const line = (number) => ({ type: "log", rank: 0, lines: [{ number, at, text: `line ${number} of many` }] });
-      for (let from = 1; from <= events; from += 1000) await window.it.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => line(from + i)));
-      await window.it.report(attempt, 1, [{ type: "checkpoint", epoch: 1, step: 5, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
-      await window.it.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => line(events + 1 + i)));
+      for (let from = 1; from <= events; from += 1000) await window.simulatedAgent.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => line(from + i)));
+      await window.simulatedAgent.report(attempt, 1, [{ type: "checkpoint", epoch: 1, step: 5, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+      await window.simulatedAgent.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => line(events + 1 + i)));
     }, [job.id, EVENTS]);
     await page.evaluate(() => window.line.mend());
     const shown = (text) => async () => (await page.locator("#log-lines").innerText()).includes(text);
@@ -54,7 +54,7 @@ describe("a page that stays open", () => {
     // What comes now comes once.
     await agent.evaluate(async ([id, number]) => {
       const at = new Date().toISOString();
-      await window.it.report(await window.it.attempt(id), 0, [{ type: "log", rank: 0, lines: [{ number, at, text: "and one more" }] }]);
+      await window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "log", rank: 0, lines: [{ number, at, text: "and one more" }] }]);
     }, [job.id, EVENTS + 1001]);
     await until("the next line", shown("and one more"));
     assert.equal((await page.locator("#log-lines").innerText()).split("and one more").length, 2);
@@ -71,8 +71,8 @@ describe("a page that stays open", () => {
     await until("a part of them", async () => (await page.locator("#rows tr").count()) >= 25);
     for (const { id } of jobs) {
       await server.ask(`/jobs/${id}/cancel`, null);
-      const answer = await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" });
-      assert.equal(answer.status, 204);
+      const response = await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" });
+      assert.equal(response.status, 204);
     }
     await until("the ten older ones", async () => (await page.locator("#rows tr").count()) === 10);
     assert.ok(await page.locator("#no-jobs").isHidden() && await page.locator("#none-match").isHidden());

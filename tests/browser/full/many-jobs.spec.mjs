@@ -34,7 +34,7 @@ describe("ten thousand jobs", () => {
     assert.ok(times[7] < 5000, `half of the requests took more than ${times[7].toFixed(0)} ms`);
     const page = await browser.page(server, "/jobs?q=many&columns=loss,train.lr");
     const shown = () => page.locator("#rows tr:not([hidden])").count(), count = () => page.locator("#rows tr").count();
-    await until("they are listed", async () => (await count()) >= 50);
+    await until("the jobs are listed", async () => (await count()) >= 50);
     const clicks = [];
     for (let n = 0; n < 9; n++) {
       clicks.push(await page.evaluate(() => new Promise((done) => {

@@ -2,28 +2,28 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "../agent.mjs";
+import { simulateAgent, spec } from "../agent.mjs";
 import { Browser, TestServer, losses, until } from "../test-server.mjs";
 
 const RANKS = 4, STEPS = 60_000;
 let server, browser, agent, job;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, RANKS);
+  agent = await simulateAgent(browser.chromium, server, RANKS);
   job = await server.ask("/jobs", spec("many points", RANKS, STEPS));
   await agent.evaluate(async ([id, ranks, steps]) => {
-    const attempt = window.attempt = await window.it.attempt(id);
-    await window.it.report(attempt, 0, [{ type: "running", total_steps: steps, steps_per_epoch: 6000, start_step: 0 }]);
+    const attempt = window.attempt = await window.simulatedAgent.attempt(id);
+    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: steps, steps_per_epoch: 6000, start_step: 0 }]);
     for (let rank = 0; rank < ranks; rank++) {
       const events = [];
       // Rank 3 waits for data since step 45,000.
       for (let first = 1; first <= steps - 100; first += 50) {
         const at = Array.from({ length: 50 }, (_, i) => first + i), slow = rank === 3 ? (s) => s > 45_000 : () => false;
         const column = (name, of) => ({ name, steps: at, values: at.map(of) });
-        events.push({ type: "metrics", rank, columns: [column("loss", (s) => window.agent.loss(s, rank)),
+        events.push({ type: "metrics", rank, columns: [column("loss", (s) => window.agentKit.loss(s, rank)),
           column("step_ms", () => 25.5), column("data_ms", (s) => (slow(s) ? 8.25 : 0.25)), column("all_reduce_ms", (s) => (s > 45_000 && rank !== 3 ? 8.25 : 0.25))] });
       }
-      await window.it.report(attempt, rank, events);
+      await window.simulatedAgent.report(attempt, rank, events);
     }
   }, [job.id, RANKS, STEPS]);
 });
@@ -32,7 +32,7 @@ after(async () => { await browser?.close(); await server?.close(); });
 describe("a long run", () => {
   test("is drawn from buckets that say so, and as every point where it is zoomed", async () => {
     const page = await browser.page(server, `/jobs/${job.id}`), note = page.locator("#loss-note");
-    await until("it is drawn", async () => (await losses(page))["rank 3"]?.points > STEPS - 200);
+    await until("the chart is drawn", async () => (await losses(page))["rank 3"]?.points > STEPS - 200);
     await until("its note says so", async () => /^min to max of \d+ points a pixel · 4 ranks$/.test(await note.textContent()));
     const buckets = await page.evaluate(() => window.lockstep.charts.loss.snapshot()[0].buckets);
     assert.ok(buckets > 300 && buckets <= 2000, `${buckets} buckets: about one a pixel`);
@@ -59,7 +59,7 @@ describe("a long run", () => {
     });
     // The others go on a few steps without rank 1; then nothing moves.
     await agent.evaluate(async ([steps]) => {
-      for (const rank of [0, 2, 3]) await window.it.report(window.attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps: [steps - 99, steps - 98], values: [0.5, 0.5] }] }]);
+      for (const rank of [0, 2, 3]) await window.simulatedAgent.report(window.attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps: [steps - 99, steps - 98], values: [0.5, 0.5] }] }]);
     }, [STEPS]);
     await until("it is named", async () => /Rank 1 has not moved for 0:\d\d\..*all-reduce/.test(await band.textContent()), 60_000);
     await page.end();
@@ -70,7 +70,7 @@ describe("a long run", () => {
       let number = 0;
       for (let part = 0; part < 100; part++) {
         const lines = Array.from({ length: 1000 }, () => ({ number: ++number, at: "2026-01-02T03:04:05Z", text: number === 777 ? "a needle" : `line ${number}` }));
-        await window.it.report(window.attempt, 0, Array.from({ length: 100 }, (_, i) => ({ type: "log", rank: 0, lines: lines.slice(i * 10, i * 10 + 10) })));
+        await window.simulatedAgent.report(window.attempt, 0, Array.from({ length: 100 }, (_, i) => ({ type: "log", rank: 0, lines: lines.slice(i * 10, i * 10 + 10) })));
       }
     });
     const page = await browser.page(server, `/jobs/${job.id}`), box = page.locator("#log-lines"), rows = box.locator("p[data-at]");
@@ -97,15 +97,15 @@ describe("every page", () => {
       tools.on("Network.responseReceived", ({ requestId, response }) => kinds.set(requestId, response.url));
       // The page itself: its data is what it shows.
       tools.on("Network.loadingFinished", ({ requestId, encodedDataLength }) => { if (!/\/api\//.test(kinds.get(requestId) ?? "")) bytes += encodedDataLength; });
-      const answer = await page.goto(server.url + path);
+      const response = await page.goto(server.url + path);
       await page.waitForLoadState("load");
-      await until("its scripts have run", () => page.locator("#keys").isVisible());
+      await until("the page's scripts have run", () => page.locator("#keys").isVisible());
       assert.ok(bytes > 5000 && bytes < 160_000, `${path}: ${bytes} bytes`);
-      const policy = answer.headers()["content-security-policy"];
+      const policy = response.headers()["content-security-policy"];
       assert.match(policy, /default-src 'none'/);
       assert.match(policy, /script-src 'self'(;|$)/);
       assert.doesNotMatch(policy, /unsafe/);
-      assert.doesNotMatch(await answer.text(), / style="| on\w+="|<script>/, "as the server wrote it");
+      assert.doesNotMatch(await response.text(), / style="| on\w+="|<script>/, "as the server wrote it");
       await page.end();
     }
   });

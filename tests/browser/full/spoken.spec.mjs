@@ -2,11 +2,11 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "../agent.mjs";
+import { simulateAgent, spec } from "../agent.mjs";
 import { Browser, TestServer, until } from "../test-server.mjs";
 
 let server, browser, agent, job, attempt;
-const report = (events) => agent.evaluate(([attempt, events]) => window.it.report(attempt, 0, events), [attempt, events]);
+const report = (events) => agent.evaluate(([attempt, events]) => window.simulatedAgent.report(attempt, 0, events), [attempt, events]);
 const layer = { name: "conv1.weight", kind: "weight", min: -0.5, max: 0.5, counts: Array.from({ length: 64 }, (_, k) => 40 - Math.abs(k - 32)) };
 const histograms = (step) => report([{ type: "histograms", step, layers: [layer] }]);
 const metrics = (first, last) => {
@@ -15,9 +15,9 @@ const metrics = (first, last) => {
 };
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ agent: false, dataset: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, 1);
+  agent = await simulateAgent(browser.chromium, server, 1);
   job = (await server.ask("/jobs", spec("spoken", 1, 1000))).id;
-  attempt = await agent.evaluate((id) => window.it.attempt(id), job);
+  attempt = await agent.evaluate((id) => window.simulatedAgent.attempt(id), job);
   await report([{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }, { type: "checkpoint", epoch: 1, step: 5, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
   await metrics(1, 10);
   await histograms(10);
@@ -78,7 +78,7 @@ describe("a screen reader hears", () => {
     await page.clock.install();
     await page.route("**/pause", (route) => route.fulfill({ status: 409, contentType: "application/problem+json", body: JSON.stringify({ title: "conflict", status: 409, detail }) }));
     await page.goto(`${server.url}/jobs/${job}`);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await listen(page);
     const refused = "The action failed.", says = () => heard(page).then((all) => all.filter((words) => words === `${refused} ${detail}`).length);
     for (const times of [1, 2]) {
@@ -98,7 +98,7 @@ describe("a screen reader hears", () => {
     const page = await browser.page(server, "/docs");
     await page.clock.install();
     await page.goto(`${server.url}/jobs/${job}`);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await listen(page);
     const what = page.locator("#banner-what"), shown = new Set();
     await until("it is said", async () => { await page.clock.runFor(1000); return /No rank has moved for/.test(await what.textContent()); });

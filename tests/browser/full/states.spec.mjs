@@ -3,8 +3,8 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "../agent.mjs";
-import { look } from "../looks.mjs";
+import { simulateAgent, spec } from "../agent.mjs";
+import { checkPage } from "../looks.mjs";
 import { Browser, signIn, TestServer, until } from "../test-server.mjs";
 
 const LONG = "resnet50-imagenet-with-a-name-that-says-all-lr-0.4-cosine-warmup-5-label-smoothing-0.1-mixup-0.2-cutmix-1.0-ema-0.9999-x";
@@ -12,14 +12,14 @@ const CLASSES = ["tench", "goldfish", "great white shark, man-eater", "tiger sha
 let server, signing, trained, browser, agent;
 const jobs = {};
 const end = async (of, how) => {
-  await agent.evaluate(([of, how]) => window.it.say({ type: "report", attempt: of, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [of, how]);
+  await agent.evaluate(([of, how]) => window.simulatedAgent.say({ type: "report", attempt: of, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [of, how]);
   await until("the attempt has ended", async () => (await server.ask(`/jobs/${of.job}/attempts`)).attempts.find((a) => a.attempt === of.attempt).ended_at !== null);
 };
 /** A job that has trained for 50 steps and has a checkpoint; `how`: of the end of its attempt. */
 async function started(name) {
   const { id } = await server.ask("/jobs", { ...spec(name, 1, 1000), tags: ["a-tag-of-its-own"] });
-  const of = await agent.evaluate((id) => window.it.attempt(id), id), steps = Array.from({ length: 50 }, (_, i) => i + 1);
-  await agent.evaluate(([of, events]) => window.it.report(of, 0, events), [of, [
+  const of = await agent.evaluate((id) => window.simulatedAgent.attempt(id), id), steps = Array.from({ length: 50 }, (_, i) => i + 1);
+  await agent.evaluate(([of, events]) => window.simulatedAgent.report(of, 0, events), [of, [
     { type: "running", total_steps: 1000, steps_per_epoch: 50, start_step: 0 },
     { type: "metrics", rank: 0, columns: [{ name: "loss", steps, values: steps.map((s) => 2.5 / s + 0.5) }, { name: "step_ms", steps, values: steps.map(() => 40.5) }] },
     { type: "checkpoint", epoch: 1, step: 50, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 },
@@ -29,7 +29,7 @@ async function started(name) {
 
 before(async () => {
   [server, signing, trained, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), TestServer.open({ dataset: false, agent: false, auth: true }), TestServer.open(), Browser.open()]);
-  agent = await join(browser.chromium, server, 4, { gpus: false });
+  agent = await simulateAgent(browser.chromium, server, 4, { gpus: false });
   const paused = await started(`paused-${LONG}`.slice(0, 120)), cancelled = await started("cancelled"), again = await started("starts again");
   await server.ask(`/jobs/${paused.id}/pause`, {});
   await end(paused.of, { how: "stopped" });
@@ -48,7 +48,7 @@ before(async () => {
 after(async () => { await browser?.close(); await Promise.all([server?.close(), signing?.close(), trained?.close()]); });
 
 const drawn = (page) => page.evaluate(() => Number(document.querySelector("#loss-chart")?.dataset.drawn) > 0);
-const see = (path, name, more) => look(browser, server, path, name, more);
+const see = (path, name, more) => checkPage(browser, server, path, name, more);
 const opened = (page) => until("the dialog is open", () => page.locator("dialog[open]").isVisible());
 
 /** What an evaluation answers: a matrix with many confused, and mistakes to look at. */
@@ -62,9 +62,9 @@ const PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwA
 
 describe("signing in", () => {
   test("and the account fit", async () => {
-    await look(browser, { url: signing.url }, "/login?next=%2Fjobs", "login", { ready: (page) => page.locator("form").first().isVisible() });
+    await checkPage(browser, { url: signing.url }, "/login?next=%2Fjobs", "login", { ready: (page) => page.locator("form").first().isVisible() });
     const prepare = async (page) => { await signIn(page.context(), signing, "member"); };
-    await look(browser, { url: signing.url }, "/account", "account", { prepare, ready: async (page) => new URL(page.url()).pathname === "/account", options: { expected: [/401|404/] } });
+    await checkPage(browser, { url: signing.url }, "/account", "account", { prepare, ready: async (page) => new URL(page.url()).pathname === "/account", options: { expected: [/401|404/] } });
   });
 });
 
@@ -95,27 +95,27 @@ describe("other pages", () => {
     const act = async (page) => {
       for (const [label, words] of [["Learning rate", "fast"], ["Ranks", "4096"], ["Epochs", "-1"]]) await page.getByLabel(label, { exact: true }).fill(words);
       await page.getByRole("button", { name: "Submit job" }).click();
-      await until("they are listed", async () => (await page.locator("#mistakes a").count()) >= 3);
+      await until("the jobs are listed", async () => (await page.locator("#mistakes a").count()) >= 3);
     };
     await see("/jobs/new", "form-mistakes", { act });
   });
 
-  test("datasets fit with pictures open", () => look(browser, trained, "/datasets?pictures=fashion-mnist", "datasets-pictures", { ready: async (page) => (await page.locator("[data-g=grid] img").count()) >= 48 }));
+  test("datasets fit with pictures open", () => checkPage(browser, trained, "/datasets?pictures=fashion-mnist", "datasets-pictures", { ready: async (page) => (await page.locator("[data-g=grid] img").count()) >= 48 }));
 
   test("machines with GPUs fit", async () => {
     const gpus = await TestServer.open({ dataset: false, agent: false });
     try {
-      const made = await join(browser.chromium, gpus, 8, { gpus: true }), body = spec(LONG, 4, 100);
+      const made = await simulateAgent(browser.chromium, gpus, 8, { gpus: true }), body = spec(LONG, 4, 100);
       body.parallel.device = "cuda";
       const { id } = await gpus.ask("/jobs", body);
-      await made.evaluate((id) => window.it.attempt(id).then(() => {}), id);
-      await made.evaluate((share) => window.it.say({
+      await made.evaluate((id) => window.simulatedAgent.attempt(id).then(() => {}), id);
+      await made.evaluate((share) => window.simulatedAgent.say({
         type: "sample", at: new Date().toISOString(), cpus: 8, host_cpus: 64, cpu_utilization: share, load: 3.5, memory_used_bytes: 3e9, memory_bytes: 64e9, host_memory_bytes: 256e9,
         disk_used_bytes: 97e9, disk_bytes: 100e9, disk_read_bytes_per_second: 5e6, disk_written_bytes_per_second: 12e6, network_received_bytes_per_second: 1e6, network_sent_bytes_per_second: 2e6,
         gpus: Array.from({ length: 8 }, (_, slot) => ({ slot, utilization: share, memory_used_bytes: Math.round(80e9 * share), temperature_celsius: 61.5, power_watts: 412.5 })),
       }), 0.75);
-      await made.evaluate(() => window.it.say({ type: "findings", findings: [{ problem: true, text: "NCCL is missing: pip install nvidia-nccl-cu12" }, { problem: false, text: `Shared memory is small: /dev/${"a-long-name/".repeat(8)}shm` }] }));
-      await look(browser, gpus, "/machines", "machines-gpus", { ready: async (page) => /75 %/.test(await page.locator('[data-slot="0"]').innerText()) && (await page.locator(".warnings li.bad").count()) > 0 });
+      await made.evaluate(() => window.simulatedAgent.say({ type: "findings", findings: [{ problem: true, text: "NCCL is missing: pip install nvidia-nccl-cu12" }, { problem: false, text: `Shared memory is small: /dev/${"a-long-name/".repeat(8)}shm` }] }));
+      await checkPage(browser, gpus, "/machines", "machines-gpus", { ready: async (page) => /75 %/.test(await page.locator('[data-slot="0"]').innerText()) && (await page.locator(".warnings li.bad").count()) > 0 });
       assert.equal((await gpus.job(id)).ranks, 4);
     } finally { await gpus.close(); }
   });

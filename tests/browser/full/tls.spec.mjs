@@ -18,10 +18,10 @@ class TlsServer extends TestServer {
   fetch(url, { method = "GET", headers = {}, body } = {}) {
     return new Promise((done, failed) => {
       const options = { method, headers: { ...headers, host: new URL(this.site).host }, servername: HOST, ca: this.authority };
-      const sent = request(url.replace("http://", "https://"), options, async (answer) => {
+      const sent = request(url.replace("http://", "https://"), options, async (response) => {
         let text = "";
-        for await (const part of answer.setEncoding("utf8")) text += part;
-        done({ ok: answer.statusCode < 300, status: answer.statusCode, json: async () => JSON.parse(text) });
+        for await (const part of response.setEncoding("utf8")) text += part;
+        done({ ok: response.statusCode < 300, status: response.statusCode, json: async () => JSON.parse(text) });
       });
       sent.on("error", failed).end(body);
     });
@@ -121,8 +121,8 @@ for (const [way, prepare] of Object.entries(WAYS)) {
 
       // The interface, by what the page itself may send.
       const api = (method, at, body) => page.evaluate(async ([method, at, body]) => {
-        const answer = await fetch(`/api/v1${at}`, { method, headers: body && { "content-type": "application/json" }, body: body && JSON.stringify(body) });
-        return { status: answer.status, content: await answer.json().catch(() => null) };
+        const response = await fetch(`/api/v1${at}`, { method, headers: body && { "content-type": "application/json" }, body: body && JSON.stringify(body) });
+        return { status: response.status, content: await response.json().catch(() => null) };
       }, [method, at, body]);
       const made = await api("POST", "/jobs", server.spec({ name: "far away", train: { steps: 100_000 } }));
       assert.equal(made.status, 201, JSON.stringify(made.content));
@@ -130,11 +130,11 @@ for (const [way, prepare] of Object.entries(WAYS)) {
       const listed = await api("GET", "/jobs?fields=id,name");
       assert.deepEqual([listed.status, listed.content.jobs], [200, [{ id, name: "far away" }]]);
 
-      const answer = await page.goto(`${site.url}/jobs/${id}`);
-      assert.equal(answer.headers()["strict-transport-security"], "max-age=31536000");
+      const response = await page.goto(`${site.url}/jobs/${id}`);
+      assert.equal(response.headers()["strict-transport-security"], "max-age=31536000");
       assert.equal(await page.evaluate(() => window.isSecureContext), true);
-      const drawn = await until("it is drawn", async () => (await losses(page))["rank 0"]?.points);
-      await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+      const drawn = await until("the chart is drawn", async () => (await losses(page))["rank 0"]?.points);
+      await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
       assert.ok(sockets.length > 0 && sockets.every((url) => url.startsWith(site.url.replace("https", "wss"))), sockets.join(" "));
       await until("what comes is drawn", async () => (await losses(page))["rank 0"]?.points > drawn + 20);
 

@@ -1,6 +1,6 @@
-// The main pages, full of what a year of use leaves behind and empty: nothing stands out to the right, nothing covers a control, words that are
-// cut can be read in whole, and axe finds nothing. The quick tests look at each on a screen by day and on a phone by night, the full ones at every
-// width in both themes. With LOCKSTEP_PICTURES set to a folder, pictures of the pages are kept there.
+// The main pages, on a crowded and on an empty server: no page scrolls sideways, no control is covered, cut texts can be read in full, and axe
+// finds nothing. The quick tests check each page on a screen in the light theme and on a phone in the dark theme, the full tests at every
+// width in both themes. With LOCKSTEP_PICTURES set to a folder, screenshots of the pages are stored there.
 
 import { after, before, describe, test } from "node:test";
 import { PAGES, fillServer } from "./crowded.mjs";
@@ -9,9 +9,9 @@ import { Browser, IS_FULL, TestServer, inFull, signIn } from "./test-server.mjs"
 
 const views = IS_FULL ? ALL_VIEWS : TWO_VIEWS;
 let server, empty, signing, browser, jobs;
-const made = { dataset: false, agent: false };
+const withoutAgent = { dataset: false, agent: false };
 before(async () => {
-  [server, empty, signing, browser] = await Promise.all([TestServer.open(made), IS_FULL ? TestServer.open(made) : null, TestServer.open({ ...made, auth: true }), Browser.open()]);
+  [server, empty, signing, browser] = await Promise.all([TestServer.open(withoutAgent), IS_FULL ? TestServer.open(withoutAgent) : null, TestServer.open({ ...withoutAgent, auth: true }), Browser.open()]);
   jobs = await fillServer(server, browser, IS_FULL ? 60 : 20);
 });
 after(async () => { await browser?.close(); await Promise.all([server?.close(), empty?.close(), signing?.close()]); });

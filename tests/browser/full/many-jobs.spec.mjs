@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { fiveJobs, names, sql } from "../five-jobs.mjs";
+import { jobNames, sql, submitFiveJobs } from "../five-jobs.mjs";
 import { Browser, TestServer, until } from "../test-server.mjs";
 
 const MANY = 10_000;
@@ -10,7 +10,7 @@ let server, browser;
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  await fiveJobs(server, browser);
+  await submitFiveJobs(server, browser);
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
@@ -86,13 +86,13 @@ describe("ten thousand jobs", () => {
   test("let one that is further down come into its place whenever what it is sorted by has changed", async () => {
     const sorted = "/jobs?q=many&sort=-tag:first", { jobs } = await server.ask(`${sorted}&fields=id,name&limit=60`), { id, name } = jobs.at(-1), page = await browser.page(server, sorted);
     const tag = async (tags) => assert.ok((await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify({ tags }) })).ok);
-    await until("a part is listed", async () => (await page.locator("#live").textContent()) === "live" && (await names(page)).length === 50);
+    await until("a part is listed", async () => (await page.locator("#live").textContent()) === "live" && (await jobNames(page)).length === 50);
     const again = page.waitForResponse(/\/api\/v1\/jobs\?.*sort=-tag/);
     await tag(["other"]);
     await again;
-    assert.ok(!(await names(page)).includes(name), "it is not among the first ones");
+    assert.ok(!(await jobNames(page)).includes(name), "it is not among the first ones");
     await tag(["first"]);
-    await until("it is the first", async () => (await names(page))[0] === name, 20_000);
+    await until("it is the first", async () => (await jobNames(page))[0] === name, 20_000);
     await tag([]);
     await page.end();
   });

@@ -33,7 +33,7 @@ function shuffled(count) {
 /** A list of jobs, and a job of 8 ranks that has told all its losses and has ended. Answers its id. */
 async function fill(server) {
   const other = await chromium.launch({ executablePath: CHROMIUM, args });
-  const agent = await join(other, server, RANKS);
+  const agent = await simulateAgent(other, server, RANKS);
   const { id } = await server.ask("/jobs", spec("many points", RANKS, POINTS));
   await agent.evaluate(async ([id, points, ranks, part]) => {
     const attempt = await window.simulatedAgent.attempt(id);

@@ -97,7 +97,7 @@ async function list() {
   const server = await TestServer.open({ dataset: false, agent: false, auth: AS !== "nobody" });
   const [browser, other] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
   try {
-    const agent = await join(other, server, RANKS), context = await reader(browser, server);
+    const agent = await simulateAgent(other, server, RANKS), context = await reader(browser, server);
     const { id } = await server.ask("/jobs", spec("running", RANKS, 1000));
     await agent.evaluate(async ([id]) => {
       const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: 500 }, (_, i) => 1 + i);
@@ -145,7 +145,7 @@ async function many() {
   const server = await TestServer.open({ dataset: false, agent: false });
   const [browser, other] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
   try {
-    await join(other, server, 1);
+    await simulateAgent(other, server, 1);
     const { id } = await server.ask("/jobs", spec("first", 1, 100));
     await server.ask(`/jobs/${id}/cancel`, {});
     await until("it is over", async () => (await server.job(id)).state === "cancelled");
@@ -206,7 +206,7 @@ const server = await TestServer.open({ dataset: false, agent: false, auth: AS !=
 const browser = await chromium.launch({ executablePath: CHROMIUM, args }), other = await chromium.launch({ executablePath: CHROMIUM, args });
 let agent, context;
 try {
-  agent = await join(other, server, RANKS);
+  agent = await simulateAgent(other, server, RANKS);
 
   const { id } = await server.ask("/jobs", spec("a million points", RANKS, POINTS));
   const filled = Date.now();

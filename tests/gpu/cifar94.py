@@ -1,5 +1,5 @@
-"""The recipe `cifar-94` on CIFAR-10's pictures by `lockstep train`: a line of JSON a seed, then the mean and the spread.
-`torch_cifar94.py` is PyTorch's side.
+"""Trains the recipe `cifar-94` on CIFAR-10 by `lockstep train`. Prints a line of JSON per seed, then mean and standard deviation.
+`torch_cifar94.py` is PyTorch's counterpart.
 
     python3 cifar94.py --program lockstep --pictures cifar-10-batches-bin --work /tmp --seeds 50
 """
@@ -15,8 +15,8 @@ import sys
 import watched
 
 
-def summary(side, rows):
-    """Mean and spread of accuracies, and the median of training seconds, as a line of JSON."""
+def print_summary(side, rows):
+    """Prints mean and standard deviation of accuracies, and the median of training seconds, as a line of JSON."""
     accuracy, secs = [row["accuracy"] for row in rows], [row["train_secs"] for row in rows if row["train_secs"] is not None]
     spread = statistics.stdev(accuracy) if len(accuracy) > 1 else 0.0
     print(json.dumps({
@@ -69,7 +69,7 @@ every_steps = 1
         rows.append(row)
         print(json.dumps(row), flush=True)
         shutil.rmtree(home)
-    summary("lockstep", rows)
+    print_summary("lockstep", rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 // Comparison of jobs: curves on common axes, settings with marked differences, a sortable table of results, a scatter plot, and parallel
 // coordinates of settings that differ. The page's URL contains the jobs and the view.
 
-import { ask, byId, press, sentence, showLive, text } from "./page.js";
+import { ask, byId, press, errorText, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { read, write } from "./address.js";
 import { smoothingSlider } from "./chart/range.js";
@@ -17,7 +17,7 @@ import { ALL, named, ownMetrics } from "./job/names.js";
 import { plural } from "./numbers.js";
 
 /** Maximum number of charts. */
-const CHARTS = 8;
+const MAX_CHARTS = 8;
 const jobs = new Map();
 const ids = () => read("jobs").split(",").filter(Boolean);
 const list = () => ids().map((id) => jobs.get(id)).filter(Boolean);
@@ -39,7 +39,7 @@ async function show() {
   assign(ids());
   const missing = ids().filter((id) => !jobs.has(id)), gone = [];
   await Promise.all(missing.map(async (id) => {
-    try { jobs.set(id, await ask(`/api/v1/jobs/${encodeURIComponent(id)}`)); } catch (error) { gone.push(`${id}: ${sentence(error)}`); }
+    try { jobs.set(id, await ask(`/api/v1/jobs/${encodeURIComponent(id)}`)); } catch (error) { gone.push(`${id}: ${errorText(error)}`); }
   }));
   const any = list().length > 0;
   byId("nothing").hidden = any;
@@ -48,12 +48,12 @@ async function show() {
   picker.draw();
   if (!any) return;
   charts();
-  again();
+  redraw();
   await curves.draw();
 }
 
 /** Draws what depends only on the jobs and not on their metrics: tables, parallel coordinates and the scatter plot. */
-function again() {
+function redraw() {
   grouping();
   tables.draw();
   parallel.draw();
@@ -112,7 +112,7 @@ const usual = () => (!list().length || list().some((job) => job.last.val_accurac
 
 /** Returns the metrics in the URL. Each metric has a chart. */
 function metrics() {
-  const wanted = [...new Set(read("metric").split(","))].filter(Boolean).slice(0, CHARTS);
+  const wanted = [...new Set(read("metric").split(","))].filter(Boolean).slice(0, MAX_CHARTS);
   return wanted.length ? wanted : [usual()];
 }
 
@@ -127,7 +127,7 @@ function charts() {
 
 /** Adds or removes a chart. At least one chart stays. */
 function toggle(name) {
-  const now = metrics(), wanted = now.includes(name) ? now.filter((other) => other !== name) : [...now, name].slice(-CHARTS);
+  const now = metrics(), wanted = now.includes(name) ? now.filter((other) => other !== name) : [...now, name].slice(-MAX_CHARTS);
   write({ metric: wanted.join() === usual() ? "" : wanted.join(",") });
   charts();
   if (list().length) curves.draw();
@@ -156,7 +156,7 @@ new Stream({
     jobs.set(known.id, message.job);
     curves.changed(known.id);
     stale = true;
-    frame ||= setTimeout(() => { frame = 0; if (list().length) again(); }, 500);
+    frame ||= setTimeout(() => { frame = 0; if (list().length) redraw(); }, 500);
   },
 });
 /** Reads the jobs again after an interruption of the stream, which does not repeat missed frames. */
@@ -173,4 +173,4 @@ setInterval(() => { if (stale && !document.hidden) { stale = false; curves.draw(
 
 /** For tests and consoles. */
 window.lockstep = { jobs: list, selection, get chart() { return curves.chart; }, get charts() { return curves.charts; } };
-show().catch((error) => text(byId("compare-about"), sentence(error)));
+show().catch((error) => text(byId("compare-about"), errorText(error)));

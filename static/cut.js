@@ -5,7 +5,7 @@
  * `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters at the end that are kept. It may be
  * from `least` to `most` if the kept end then begins with a word.
  */
-const USUAL = { long: 24, tail: 12, least: 5, most: 20 };
+const DEFAULT = { long: 24, tail: 12, least: 5, most: 20 };
 /** For a column with a width of a hundred pixels. */
 export const NARROW = { long: 13, tail: 6, least: 3, most: 10 };
 /** For a list at the side with a width of two hundred pixels. */
@@ -42,7 +42,7 @@ function head(all) {
 }
 
 /** Writes `words` into a node of one line: the end of the text, and as much of the beginning as fits. */
-export function cut(node, words, room = USUAL) {
+export function cut(node, words, room = DEFAULT) {
   if (node.dataset.whole === words) return;
   node.dataset.whole = words;
   const all = [...words], isLong = all.length > room.long;

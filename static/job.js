@@ -1,6 +1,6 @@
 // The script of a job's page: reads the history over REST, then follows the stream from the end of the history.
 
-import { ask, byId, drawn, get, notify, Problem, sentence, serverNow, showLive, text } from "./page.js";
+import { ask, byId, drawn, get, notify, Problem, errorText, serverNow, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
 import { Charts } from "./job/charts.js";
@@ -20,7 +20,7 @@ import { Tabs } from "./job/tabs.js";
 import { waits } from "./jobs/queue.js";
 
 /** Number of events by which the page may lag behind. If it lags further, it reads the history over REST again instead of each event. */
-const FAR_BEHIND = 20_000;
+const MAX_MISSED_EVENTS = 20_000;
 const FACTS_EVERY_MS = 200;
 
 const data = JSON.parse(byId("data").textContent);
@@ -54,7 +54,7 @@ const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => action
 checkpoints.changed.add(() => actions.show());
 for (const rank of data.ranks) ranks.setAgent(rank);
 /** The attempt for which the ranks' machines are known. */
-let seatsOf = job.attempt;
+let agentsAttempt = job.attempt;
 log.ranks(job.ranks, job.attempt);
 /** For tests and consoles: `lockstep.charts.loss.snapshot()`, `lockstep.seq`. */
 window.lockstep = { charts: charts.all, panels, view: charts.view, metrics, get seq() { return stream?.seq ?? 0; }, get job() { return job; } };
@@ -120,7 +120,7 @@ function apply(event) {
       charts.redraw();
       break;
     case "state":
-      if (event.attempt > job.attempt) { ranks.forget(); seatsOf = null; }
+      if (event.attempt > job.attempt) { ranks.forget(); agentsAttempt = null; }
       setJob({ ...job, state: event.state, reason: event.reason, cause: event.cause ?? null, attempt: event.attempt });
       refresh();
       break;
@@ -137,7 +137,7 @@ function refresh() {
     try {
       const next = await ask(`/api/v1/jobs/${job.id}`, { signal: asked.signal });
       if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); factsSoon(); } else refresh();
-      await Promise.all([past.load(), seatsAgain()]);
+      await Promise.all([past.load(), reloadAgents()]);
     } catch { /* the stream's reconnection will show it */ }
   }, 150);
 }
@@ -149,7 +149,7 @@ function onFrame(frame) {
     // An earlier request for the history may have failed while the server was unreachable.
     past.load().catch(() => {});
     // If the server has lost events, or the page has missed many, reads the history again.
-    if (frame.last_seq < stream.seq || frame.last_seq - stream.seq > FAR_BEHIND) return void reload();
+    if (frame.last_seq < stream.seq || frame.last_seq - stream.seq > MAX_MISSED_EVENTS) return void reload();
     behindAt = null;
     factsSoon();
     return;
@@ -186,7 +186,7 @@ async function reload() {
     try {
       const seq = await metrics.load(charts.wanted, true);
       const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`);
-      await Promise.all([log.again(), past.load(), pageAgain()]);
+      await Promise.all([log.again(), past.load(), reloadPage()]);
       if (mine !== reloading) return;
       checkpoints.replace(stored.checkpoints);
       charts.redraw(true);
@@ -200,31 +200,31 @@ async function reload() {
 
 /** Returns the page as the server renders it now (`page`), and its data (`now`); null if the response is another page, such as the sign-in form. */
 async function pageNow() {
-  const [answer, html] = await get(`/jobs/${job.id}`, {}, async (answer) => [answer, await answer.text()]);
-  if (!answer.ok) throw new Problem(answer.status, null);
+  const [response, html] = await get(`/jobs/${job.id}`, {}, async (response) => [response, await response.text()]);
+  if (!response.ok) throw new Problem(response.status, null);
   const page = new DOMParser().parseFromString(html, "text/html"), now = page.getElementById("data");
   return now && { page, now: JSON.parse(now.textContent) };
 }
 
 /** Reads which machines have the ranks of the shown attempt. No event reports the machines. */
-async function seatsAgain() {
-  if (seatsOf === job.attempt) return;
+async function reloadAgents() {
+  if (agentsAttempt === job.attempt) return;
   const found = await pageNow();
   if (found?.now.job.attempt !== job.attempt) return;
-  seatsOf = job.attempt;
+  agentsAttempt = job.attempt;
   // The stream's reports about ranks are newer.
   for (const { rank, agent } of found.now.ranks) ranks.setAgent({ rank, agent });
   factsSoon();
 }
 
 /** Reads again what the page contained when it was loaded: the ranks' reports and machines, and the panels that not every job has. */
-async function pageAgain() {
+async function reloadPage() {
   const found = await pageNow();
   if (!found) return;
   const { page, now } = found;
   ranks.forget();
   for (const rank of now.ranks) ranks.setAgent(rank);
-  seatsOf = now.job.attempt;
+  agentsAttempt = now.job.attempt;
   for (const name of ["histograms", "network"]) if (!page.querySelector(`[data-tab=${name}]`).hidden) tabs.reveal(name);
   histograms.more();
   if (tabs.isOpened("network") || isPlanned()) network.load();
@@ -287,4 +287,4 @@ function gone() {
   actions.hide();
 }
 
-start().catch((error) => { showLive("stopped"); text(byId("loss-note"), sentence(error)); throw error; });
+start().catch((error) => { showLive("stopped"); text(byId("loss-note"), errorText(error)); throw error; });

@@ -10,7 +10,7 @@
 
 import { drawAttempts, drawAxes, drawRight, labelWidth, startsOf, within, xAxis } from "./axes.js";
 import { Gestures } from "./gestures.js";
-import { dot, drawSegment, POINTS_A_PIXEL, visible } from "./lines.js";
+import { dot, drawSegment, MAX_POINTS_PER_PIXEL, visible } from "./lines.js";
 import { onThemeChange, palette } from "./palette.js";
 import { linear } from "./scale.js";
 import { amount, span, vertical } from "./vertical.js";
@@ -186,7 +186,7 @@ export class Chart {
     ctx.restore();
 
     const pixels = plot.right - plot.left, apiece = shown / Math.min(pixels, buckets || 1);
-    const every = exact && buckets / pixels <= POINTS_A_PIXEL;
+    const every = exact && buckets / pixels <= MAX_POINTS_PER_PIXEL;
     this.onNote?.(!shown ? "" : every ? "every point" : `min to max of ${Math.max(2, Math.round(apiece))} points a pixel`, { every, exact });
     this.root.dataset.drawn = String(shown);
     delete this.root.dataset.empty;

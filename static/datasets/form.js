@@ -1,6 +1,6 @@
 // The form that registers a dataset. Its folder is inspected while the path is typed.
 
-import { ask, byId, Problem, sentence, text } from "../page.js";
+import { ask, byId, Problem, errorText, text } from "../page.js";
 import { count, plural } from "../numbers.js";
 
 const INSPECT_AFTER_MS = 600;
@@ -24,7 +24,7 @@ function show(errors) {
 
 function refused(error) {
   tell("");
-  if (error instanceof Problem && error.errors.length) show(error.errors); else tell(sentence(error));
+  if (error instanceof Problem && error.errors.length) show(error.errors); else tell(errorText(error));
 }
 
 /** Returns a dataset's name, made from the name of its folder or file. */
@@ -42,9 +42,9 @@ function found({ info }) {
 /** Polls until the inspection of the files is done, and shows its progress. The first inspection of a million pictures takes minutes. */
 export async function inspected(path, body, signal, tell) {
   for (;;) {
-    const answer = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
-    if (answer.info) return answer;
-    tell(answer.detail?.startsWith("unpacking") ? "Unpacking its files …" : "Inspecting its files …", answer.total ? `${count(answer.inspected)} of ${count(answer.total)}` : "");
+    const response = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
+    if (response.info) return response;
+    tell(response.detail?.startsWith("unpacking") ? "Unpacking its files …" : "Inspecting its files …", response.total ? `${count(response.inspected)} of ${count(response.total)}` : "");
   }
 }
 
@@ -63,8 +63,8 @@ export function offerForm(form) {
     const mine = inspecting = new AbortController();
     tell("Inspecting its files …");
     try {
-      const answer = await inspected("/api/v1/datasets/inspect", { path }, mine.signal, tell);
-      tell(found(answer));
+      const response = await inspected("/api/v1/datasets/inspect", { path }, mine.signal, tell);
+      tell(found(response));
       if (!form.name.value.trim()) form.name.value = nameOf(path);
     } catch (error) {
       if (!mine.signal.aborted) refused(error);

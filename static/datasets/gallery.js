@@ -1,6 +1,6 @@
 // The pictures of a dataset, by split and class, with or without a job's augmentation.
 
-import { ask, sentence, text } from "../page.js";
+import { ask, errorText, text } from "../page.js";
 import { count } from "../numbers.js";
 import { read, write } from "../address.js";
 import { figure } from "../job/pictures.js";
@@ -88,6 +88,6 @@ export class Gallery {
       this.#cursor = next_cursor;
       text(at("note"), job ? `each picture as augmented in the first ${VERSIONS} epochs: seeded, so the same in every run` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
       at("more").hidden = next_cursor === null;
-    } catch (error) { if (mine === this.#asked) text(at("note"), sentence(error)); }
+    } catch (error) { if (mine === this.#asked) text(at("note"), errorText(error)); }
   }
 }

@@ -1,15 +1,15 @@
 // Evaluation of a checkpoint on the validation pictures: scores by class, the confusion matrix, and the pictures of a cell.
 
-import { ask, byId, Problem, sentence, text } from "../page.js";
+import { ask, byId, Problem, errorText, text } from "../page.js";
 import { accuracyOf, count, percent, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { predicted } from "./pictures.js";
 
 /** Number of pictures shown at first. A button shows more. */
-const SHOWN = 24;
+const FIRST_PICTURES = 24;
 const ASK_AGAIN_MS = 1500;
 /** Number of classes above which the matrix shows only the most confused classes. */
-const MATRIX = 25;
+const MAX_MATRIX_CLASSES = 25;
 
 const make = (tag, words, className) => Object.assign(document.createElement(tag), { textContent: words ?? "", className: className ?? "" });
 
@@ -69,7 +69,7 @@ export class Evaluation {
       let found;
       try { found = await ask(`/api/v1/jobs/${this.job}/${what}?checkpoint=${encodeURIComponent(this.choice.value)}`); } catch (error) {
         if (mine !== this.#asked) return null;
-        doing = sentence(error);
+        doing = errorText(error);
         if (error instanceof Problem && error.status !== 503) { say(doing); return null; }
       }
       if (mine !== this.#asked) return null;
@@ -98,11 +98,11 @@ export class Evaluation {
 
   #matrix({ confusion, classes }, names) {
     let chosen = names.map((_, i) => i);
-    if (chosen.length > MATRIX) {
+    if (chosen.length > MAX_MATRIX_CLASSES) {
       const wrong = (i) => confusion[i].reduce((sum, n, j) => sum + (i === j ? 0 : n + confusion[j][i]), 0);
-      chosen = chosen.toSorted((a, b) => wrong(b) - wrong(a)).slice(0, MATRIX).sort((a, b) => a - b);
+      chosen = chosen.toSorted((a, b) => wrong(b) - wrong(a)).slice(0, MAX_MATRIX_CLASSES).sort((a, b) => a - b);
     }
-    text(byId("matrix-note"), chosen.length < names.length ? `the ${MATRIX} most confused of ${count(names.length)} classes` : "rows: true class, columns: predicted class");
+    text(byId("matrix-note"), chosen.length < names.length ? `the ${MAX_MATRIX_CLASSES} most confused of ${count(names.length)} classes` : "rows: true class, columns: predicted class");
     const table = byId("matrix"), head = make("tr");
     head.append(make("td"), ...chosen.map((j) => Object.assign(make("th", names[j]), { scope: "col", title: names[j] })));
     const rows = chosen.map((i) => {
@@ -142,7 +142,7 @@ export class Evaluation {
     let shown = 0;
     const next = async () => {
       more.hidden = true;
-      const part = entries.slice(shown, shown + SHOWN);
+      const part = entries.slice(shown, shown + FIRST_PICTURES);
       if (!part.length) return box.append(make("p", "None.", "muted"));
       box.setAttribute("aria-busy", "true");
       try {
@@ -152,7 +152,7 @@ export class Evaluation {
         shown += part.length;
         more.hidden = shown >= entries.length;
         more.onclick = next;
-      } catch (error) { if (mine === this.behind) text(byId("behind-note"), sentence(error)); }
+      } catch (error) { if (mine === this.behind) text(byId("behind-note"), errorText(error)); }
       box.removeAttribute("aria-busy");
     };
     await next();

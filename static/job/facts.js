@@ -9,7 +9,7 @@ import { clock, count, percent, plural, rate, standardError, timeOfDay, value } 
 
 const FINAL = ["succeeded", "failed", "cancelled"], ACTIVE = ["starting", "running", "pausing"];
 /** Time without a new step after which the banner reports a running job (or the time of 20 steps, if longer). */
-const QUIET_MS = 15_000;
+const NO_STEP_MS = 15_000;
 /** Time for which a refused action stays in the banner. */
 const REFUSED_MS = 10_000;
 
@@ -213,7 +213,7 @@ export class Facts {
     const stepMs = this.metrics.of("step_ms").recent(50) || 0;
     const quiet = now - this.#movedAt;
     const busy = [...Array(this.#ranksNow).keys()].some((r) => ["evaluating", "checkpointing", "starting"].includes(ranks.reportOf(r)?.status));
-    if (this.live && !job.external && !busy && step < job.total_steps && quiet > Math.max(QUIET_MS, 20 * stepMs)) {
+    if (this.live && !job.external && !busy && step < job.total_steps && quiet > Math.max(NO_STEP_MS, 20 * stepMs)) {
       const reports = [...Array(this.#ranksNow).keys()].map((r) => ({ rank: r, step: this.metrics.of("loss", r).last?.lastStep ?? 0 }));
       const behind = reports.reduce((a, b) => (b.step < a.step ? b : a));
       const one = reports.some((r) => r.step > behind.step);

@@ -1,15 +1,15 @@
 // Histograms of weights and gradients: a layer over the steps as a heat map, and all layers at a step as a table.
 
-import { ask, byId, press, say, sentence, text } from "../page.js";
+import { ask, byId, press, say, errorText, text } from "../page.js";
 import { count, plural } from "../numbers.js";
 import { read, write } from "../address.js";
 import { Heat } from "../chart/heat.js";
 import { short } from "./names.js";
 
 /** Pause between requests while the job trains. */
-const AGAIN_MS = 3000;
+const RELOAD_INTERVAL_MS = 3000;
 /** Maximum number of steps that the server keeps. The same as in protocol/src/limits.rs. */
-const KEPT = 200;
+const MAX_STEPS = 200;
 /** Number of table rows that are drawn at once. */
 const ROWS = 100;
 const SVG = "http://www.w3.org/2000/svg";
@@ -62,7 +62,7 @@ export class Histograms {
   more() {
     if (!this.#opened) return;
     if (byId("histograms-panel").hidden) { this.#behind = true; return; }
-    this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, AGAIN_MS);
+    this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, RELOAD_INTERVAL_MS);
   }
 
   /** Shows the steps that arrived while the panel was hidden. */
@@ -88,13 +88,13 @@ export class Histograms {
       const names = layers.map((layer) => layer.name);
       if (!names.includes(this.layer)) this.layer = names[0] ?? "";
       byId("histogram-layer").replaceChildren(...names.map((name) => new Option(name, name, false, name === this.layer)));
-      this.#tell(names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < KEPT ? "" : ", the largest number that is kept, spread evenly over the run"}` : steps.length ? `There are no histograms of ${this.kind}s.` : "None yet: a job has histograms if log.histograms is set.");
+      this.#tell(names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < MAX_STEPS ? "" : ", the largest number that is kept, spread evenly over the run"}` : steps.length ? `There are no histograms of ${this.kind}s.` : "None yet: a job has histograms if log.histograms is set.");
       const { histograms } = this.layer ? await this.#get(`&layer=${encodeURIComponent(this.layer)}`) : { histograms: [] };
       if (mine !== this.#asked) return;
       this.heat.show(`${this.kind === "weight" ? "Weights" : "Gradients"} of ${this.layer}`, histograms);
       if (!steps.includes(this.#step) || this.follows) this.#step = steps.at(-1) ?? null;
       await this.#table(mine);
-    } catch (error) { this.#tell(sentence(error)); }
+    } catch (error) { this.#tell(errorText(error)); }
   }
 
   /** Sets the status without announcing every new step to a screen reader. */

@@ -7,14 +7,14 @@ import { count, plural, timeOfDay } from "../numbers.js";
 import { colourOf } from "./ranks.js";
 
 /** Maximum number of lines on the page. Other lines are read when the reader scrolls. */
-const KEEP = 1000;
+const MAX_LINES = 1000;
 /** Number of events per request. */
 const PART = 400;
 /** Number of found lines that fill the panel. */
-const SCREEN = 25;
+const MIN_FOUND_LINES = 25;
 /** Words of lines that are marked as warnings, and as errors. */
-const LOUD = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
-const BAD = /\b(error|failed|panicked|killed|fatal)\b/i;
+const WARNING = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
+const ERROR = /\b(error|failed|panicked|killed|fatal)\b/i;
 
 export class Log {
   /** By attempt and rank, the highest number of a received line. */
@@ -83,8 +83,8 @@ export class Log {
     const mine = ++this.#asked;
     this.#reading = true;
     try {
-      const answer = await ask(`/api/v1/jobs/${this.job}/logs?${this.#filter(query)}`);
-      return mine === this.#asked ? answer : null;
+      const response = await ask(`/api/v1/jobs/${this.job}/logs?${this.#filter(query)}`);
+      return mine === this.#asked ? response : null;
     } finally { if (mine === this.#asked) this.#reading = false; }
   }
 
@@ -113,10 +113,10 @@ export class Log {
   }
 
   async toNewest() {
-    const answer = await this.#ask({ sort: "-seq", limit: this.#searching ? PART : KEEP });
-    if (!answer) return;
-    this.#from = answer.next_cursor;
-    this.#fresh(answer.lines.reverse(), answer.next_cursor !== null, false);
+    const response = await this.#ask({ sort: "-seq", limit: this.#searching ? PART : MAX_LINES });
+    if (!response) return;
+    this.#from = response.next_cursor;
+    this.#fresh(response.lines.reverse(), response.next_cursor !== null, false);
     if (!this.follow.checked && read("line") === "") this.follow.checked = true;
     this.#toEnd();
     if (this.#searching) await this.#searchOn();
@@ -124,7 +124,7 @@ export class Log {
 
   /** Searches until the panel is full or the log's beginning is reached. The server searches for about a second per request. */
   async #searchOn() {
-    while (this.#searching && this.#older && this.box.querySelectorAll("[data-at]").length < SCREEN) {
+    while (this.#searching && this.#older && this.box.querySelectorAll("[data-at]").length < MIN_FOUND_LINES) {
       if (await this.#before(true)) continue;
       if (!this.#reading) return;
       await new Promise((done) => setTimeout(done, 50));
@@ -161,11 +161,11 @@ export class Log {
       if (!q || line.text.toLowerCase().includes(q)) this.#pending.push({ seq, attempt, rank, ...line });
     }
     // A hidden page draws no lines: only the newest are kept until the page is visible again.
-    if (this.#pending.length > 4 * KEEP) this.#drop();
+    if (this.#pending.length > 4 * MAX_LINES) this.#drop();
     this.#frame ||= requestAnimationFrame(() => { this.#frame = 0; this.#flush(); });
   }
 
-  #drop() { this.#total += this.#pending.length - KEEP; this.#pending = this.#pending.slice(-KEEP); this.#older = true; }
+  #drop() { this.#total += this.#pending.length - MAX_LINES; this.#pending = this.#pending.slice(-MAX_LINES); this.#older = true; }
 
   #flush() {
     const lines = this.#pending.splice(0);
@@ -180,7 +180,7 @@ export class Log {
     }
     this.box.querySelector(".none")?.remove();
     const rows = document.createDocumentFragment();
-    for (const line of lines.slice(-KEEP)) rows.append(row(line));
+    for (const line of lines.slice(-MAX_LINES)) rows.append(row(line));
     this.box.append(rows);
     this.#trim("first");
     this.#toEnd();
@@ -188,7 +188,7 @@ export class Log {
 
   /** Removes lines beyond the maximum, from the `first` or the `last` line on. */
   #trim(end) {
-    while (this.box.childElementCount > KEEP) {
+    while (this.box.childElementCount > MAX_LINES) {
       this.box[`${end}ElementChild`].remove();
       if (end === "first") this.#older = true; else this.#newer = true;
     }
@@ -220,14 +220,14 @@ export class Log {
     const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);
     const place = this.#searching ? { cursor: this.#from } : { before: seq };
     if (!Object.values(place)[0]) return false;
-    const answer = await this.#ask({ sort: "-seq", limit: PART, ...place }).catch(() => null);
-    if (!answer) return false;
-    answer.lines.reverse();
-    this.#from = answer.next_cursor;
-    this.#older = answer.next_cursor !== null;
+    const response = await this.#ask({ sort: "-seq", limit: PART, ...place }).catch(() => null);
+    if (!response) return false;
+    response.lines.reverse();
+    this.#from = response.next_cursor;
+    this.#older = response.next_cursor !== null;
     const height = this.box.scrollHeight;
-    if (answer.lines.length) this.box.querySelector(".none")?.remove();
-    this.box.prepend(...answer.lines.map(row));
+    if (response.lines.length) this.box.querySelector(".none")?.remove();
+    this.box.prepend(...response.lines.map(row));
     if (held && this.follow.checked) this.#toEnd();
     else {
       this.box.scrollTop += this.box.scrollHeight - height;
@@ -242,19 +242,19 @@ export class Log {
     if (this.#reading) return;
     const last = this.box.lastElementChild, seq = Number(last?.dataset.at?.split(".")[0]);
     if (!seq) return;
-    const answer = await this.#ask({ after: seq, limit: PART }).catch(() => null);
-    if (!answer) return;
+    const response = await this.#ask({ after: seq, limit: PART }).catch(() => null);
+    if (!response) return;
     // Counts lines that arrived meanwhile as unread, because the response may lack them.
     this.#flush();
-    this.#newer = answer.next_cursor !== null || this.#heldSeq > (answer.lines.at(-1)?.seq ?? seq);
+    this.#newer = response.next_cursor !== null || this.#heldSeq > (response.lines.at(-1)?.seq ?? seq);
     if (!this.#newer) this.#unread = 0;
-    this.box.append(...answer.lines.map(row));
+    this.box.append(...response.lines.map(row));
     const top = this.box.scrollTop, height = this.box.scrollHeight;
     this.#trim("first");
     this.box.scrollTop = top - (height - this.box.scrollHeight);
     this.#note();
     // If the lines do not fill the panel, no scrolling would read the rest.
-    if (this.#newer && answer.next_cursor === null && answer.lines.length && this.#below < 400) await this.#behind();
+    if (this.#newer && response.next_cursor === null && response.lines.length && this.#below < 400) await this.#behind();
   }
 
   /** Writes this line into the page's URL. */
@@ -278,9 +278,9 @@ export class Log {
   }
 }
 
-/** Returns the index of the first line to show: about the newest `KEEP`, but from the first line of an event, because older lines are read by events. */
+/** Returns the index of the first line to show: about the newest `MAX_LINES`, but from the first line of an event, because older lines are read by events. */
 function firstShown(lines) {
-  let from = Math.max(0, lines.length - KEEP);
+  let from = Math.max(0, lines.length - MAX_LINES);
   while (from > 0 && from + 1 < lines.length && lines[from].seq === lines[from - 1].seq) from++;
   return from;
 }
@@ -296,7 +296,7 @@ function row({ seq, attempt, rank, number, at, text: words }) {
   who.title = `attempt ${attempt}, line ${number}`;
   who.className = `of-${colourOf(rank)}`;
   what.textContent = words;
-  if (BAD.test(words)) line.className = "bad"; else if (LOUD.test(words)) line.className = "loud";
+  if (ERROR.test(words)) line.className = "bad"; else if (WARNING.test(words)) line.className = "loud";
   line.append(time, who, what);
   return line;
 }

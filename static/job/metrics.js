@@ -81,15 +81,15 @@ export class Metrics {
   async #read(name, first, isStill, events) {
     const early = name === NAMES[0] ? window.early : null;
     window.early = null;
-    const answer = (early && await early) || await this.#get(name);
+    const response = (early && await early) || await this.#get(name);
     if (!isStill()) return;
     for (const key of [...this.#series.keys()]) if (key.startsWith(`${name}:`)) this.#series.delete(key);
     this.#means.delete(name);
-    this.#asOf.set(name, answer.as_of_seq);
-    fill(answer, (rank) => this.of(name, rank));
-    this.attempt = answer.series.reduce((newest, s) => Math.max(newest, s.attempt), this.attempt);
+    this.#asOf.set(name, response.as_of_seq);
+    fill(response, (rank) => this.of(name, rank));
+    this.attempt = response.series.reduce((newest, s) => Math.max(newest, s.attempt), this.attempt);
     await first?.();
-    if (MEANS.has(name)) fillMean(answer, this.mean(name));
+    if (MEANS.has(name)) fillMean(response, this.mean(name));
     for (const event of events) this.apply(event);
   }
 
@@ -144,10 +144,10 @@ export class Metrics {
     const detail = { zoom, from, to, series: new Map(), names: new Set() };
     const made = (base, make) => { const s = detail.series.get(base) ?? make(); detail.series.set(base, s); return s; };
     await Promise.all(names.map(async (name) => {
-      const answer = await this.#get(name, `&from=${Math.max(0, Math.floor(from))}&to=${Math.ceil(to)}`);
+      const response = await this.#get(name, `&from=${Math.max(0, Math.floor(from))}&to=${Math.ceil(to)}`);
       if (since !== this.#since) return;
-      fill(answer, (rank) => made(this.of(name, rank), () => new Series(name, rank, 16_384)));
-      if (MEANS.has(name)) fillMean(answer, made(this.mean(name), () => this.#meanOf(name, 16_384)));
+      fill(response, (rank) => made(this.of(name, rank), () => new Series(name, rank, 16_384)));
+      if (MEANS.has(name)) fillMean(response, made(this.mean(name), () => this.#meanOf(name, 16_384)));
       detail.names.add(name);
       for (const event of since) if (event.name === name) this.#applyDetail(detail, event);
       this.detail = detail;
@@ -157,11 +157,11 @@ export class Metrics {
   }
 }
 
-function fill(answer, of) {
-  for (const s of answer.series) of(s.rank).load(s.attempt, s, answer.exact, answer.bucket_steps);
+function fill(response, of) {
+  for (const s of response.series) of(s.rank).load(s.attempt, s, response.exact, response.bucket_steps);
 }
 
-function fillMean(answer, mean) {
-  const attempts = Map.groupBy(answer.series, (s) => s.attempt);
-  for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) mean.loadRanks(attempt, ranks, answer.exact, answer.bucket_steps);
+function fillMean(response, mean) {
+  const attempts = Map.groupBy(response.series, (s) => s.attempt);
+  for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) mean.loadRanks(attempt, ranks, response.exact, response.bucket_steps);
 }

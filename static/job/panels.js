@@ -3,7 +3,7 @@
 
 import { ask, byId, confirmThen, note, text } from "../page.js";
 import { saveMenu } from "../chart/export.js";
-import { PanelForm, said as problem } from "./panel-form.js";
+import { fieldError, PanelForm } from "./panel-form.js";
 import { showSize, sizable, sizeOf } from "./panel-size.js";
 import { about, axesNamed, axisOf, ownMetrics, quantity } from "./names.js";
 
@@ -168,7 +168,7 @@ export class Panels {
       this.#say(`${entry.panel.title} is panel ${place} of ${list.length}.`);
     } catch (error) {
       this.#show(before);
-      this.#say(problem(error));
+      this.#say(fieldError(error));
     }
   }
 
@@ -182,7 +182,7 @@ export class Panels {
     } catch (error) {
       Object.assign(panel, before);
       showSize(card, panel);
-      this.#say(problem(error));
+      this.#say(fieldError(error));
     }
   }
 
@@ -236,7 +236,7 @@ export class Panels {
     try {
       await ask(`/api/v1/projects/${encodeURIComponent(project)}/panels`, { method: "PUT", body: { panels: this.list } });
       this.#say(`Jobs of ${project} without panels of their own now show these panels.`);
-    } catch (error) { this.#say(problem(error)); }
+    } catch (error) { this.#say(fieldError(error)); }
   }
 
   #fromProject() {

@@ -11,7 +11,7 @@ import { inMesh } from "./mesh.js";
 /** Number of the newest steps over which times are averaged. */
 const WINDOW = 50;
 /** Factor by which a rank must be slower than the median of the others to be reported in the banner. */
-const SLOW = 1.2;
+const SLOW_FACTOR = 1.2;
 /** Fraction of a step's time. If ranks wait longer for pictures, the list says that data loading limits the speed. */
 const MAX_DATA_SHARE = 0.05;
 
@@ -130,7 +130,7 @@ export class Ranks {
       const segment = this.metrics.of("step_ms", s.rank).last;
       const others = splits.filter((o) => o !== s);
       const own = s.compute + s.data, usual = median(others.map((o) => o.compute + o.data));
-      const slow = segment.lastStep >= WINDOW && own > usual * SLOW && own - usual > 1;
+      const slow = segment.lastStep >= WINDOW && own > usual * SLOW_FACTOR && own - usual > 1;
       if (!slow) { this.#slowSince.delete(s.rank); continue; }
       // Earlier points may arrive after newer points.
       this.#slowSince.set(s.rank, Math.min(this.#slowSince.get(s.rank) ?? Infinity, this.#since(s.rank, others.map((o) => o.rank))));
@@ -159,7 +159,7 @@ export class Ranks {
     for (let end = length; end > 0; end -= BLOCK) {
       const block = steps.slice(Math.max(0, end - BLOCK), end);
       const mean = (r) => block.reduce((sum, step) => sum + own(r, step), 0) / block.length;
-      if (mean(rank) > median(others.map(mean)) * SLOW) { since = block[0]; misses = 0; }
+      if (mean(rank) > median(others.map(mean)) * SLOW_FACTOR) { since = block[0]; misses = 0; }
       else if (++misses > 3) break;
     }
     return since;

@@ -1,10 +1,10 @@
 // Actions on the selected jobs of the list: pause, resume, retry, cancel, tag, compare and delete.
 
-import { ask, byId, confirmThen, Problem, sentence, text } from "../page.js";
+import { ask, byId, confirmThen, Problem, errorText, text } from "../page.js";
 import { bytes, plural } from "../numbers.js";
 import { FINAL } from "./row.js";
 
-const FITS = {
+const APPLIES = {
   pause: (j) => j.state === "running" || j.state === "queued", resume: (j) => j.state === "paused" && j.cause?.code !== "paused_by_sweep", retry: (j) => j.state === "failed" || j.state === "cancelled",
   cancel: (j) => !FINAL.includes(j.state), delete: (j) => FINAL.includes(j.state),
 };
@@ -51,7 +51,7 @@ export class Bulk {
     text(byId("bulk-status"), words);
   }
 
-  #jobs(what) { return [...this.#chosen].map((id) => this.find(id)).filter((j) => j && (FITS[what]?.(j) ?? true)); }
+  #jobs(what) { return [...this.#chosen].map((id) => this.find(id)).filter((j) => j && (APPLIES[what]?.(j) ?? true)); }
 
   draw() {
     const n = this.#chosen.size;
@@ -94,7 +94,7 @@ export class Bulk {
         act: () => each((j) => ask(`/api/v1/jobs/${j.id}/cancel`, { method: "POST" })),
       });
     }
-    try { await each((j) => ask(`/api/v1/jobs/${j.id}/${what}`, { method: "POST" })); } catch (error) { this.#say(sentence(error)); }
+    try { await each((j) => ask(`/api/v1/jobs/${j.id}/${what}`, { method: "POST" })); } catch (error) { this.#say(errorText(error)); }
   }
 
   /**
@@ -107,7 +107,7 @@ export class Bulk {
     results.forEach((r, i) => {
       if (r.status === "fulfilled") return this.#chosen.delete(all[i].id);
       jobs.push(all[i]);
-      wrong.push(`${all[i].name}: ${sentence(r.reason)}`);
+      wrong.push(`${all[i].name}: ${errorText(r.reason)}`);
     });
     for (const box of this.rows.querySelectorAll("[data-f=choose]")) box.checked = this.#chosen.has(box.closest("tr").dataset.id);
     this.draw();
@@ -127,7 +127,7 @@ export class Bulk {
           return ask(`/api/v1/jobs/${j.id}`, { method: "PATCH", body: { tags: [...tags, tag] } });
         });
         dialog.close();
-      } catch (e) { text(error, sentence(e)); }
+      } catch (e) { text(error, errorText(e)); }
     };
     dialog.showModal();
   }

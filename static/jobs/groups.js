@@ -7,7 +7,7 @@ import { age, count, percent, plural, rate } from "../numbers.js";
 import { read, write } from "../address.js";
 import { cut } from "../cut.js";
 import { alsoRead, filter, parameters } from "./query.js";
-import { groupedBy, inWords, isIn } from "./grouping.js";
+import { groupedBy, describeGroup, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
 
@@ -15,7 +15,7 @@ import { order } from "./sort.js";
  * Number of groups and of jobs in a first request; maximum number of groups or jobs in a request, and of open groups; minimum and maximum pause
  * between requests while jobs change.
  */
-const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20, AGAIN_MS = 3000, LONGEST_AGAIN_MS = 30_000;
+const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20, MIN_PAUSE_MS = 3000, MAX_PAUSE_MS = 30_000;
 /** For each column of numbers, the format of its mean. */
 const WRITTEN = { ...Object.fromEntries(Object.entries(ALL).map(([name, [, format]]) => [name, format])), best: percent, speed: rate };
 const OWN = { loss: "loss", best: "best", speed: "speed" };
@@ -42,7 +42,7 @@ export class Groups {
   #next = null;
   #loads = 0;
   #again = 0;
-  #pause = AGAIN_MS;
+  #pause = MIN_PAUSE_MS;
   #hidden = false;
   /** Added columns for which the server has no mean. */
   #texts = new Set();
@@ -95,8 +95,8 @@ export class Groups {
       if (cursor) given.set("cursor", cursor);
       try { return await ask(`/api/v1/jobs/groups?${given}`); } catch (error) {
         // A column of texts has no mean, but the other columns do.
-        const said = error instanceof Problem && error.status === 400 ? error.message : "";
-        const words = [...metrics.keys()].filter((key) => !(key in OWN)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => said.includes(metrics.get(key))) ?? (names.has(by) && said.includes(by) ? by : null);
+        const message = error instanceof Problem && error.status === 400 ? error.message : "";
+        const words = [...metrics.keys()].filter((key) => !(key in OWN)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => message.includes(metrics.get(key))) ?? (names.has(by) && message.includes(by) ? by : null);
         if (!words) throw error;
         this.#texts.add(words);
       }
@@ -104,12 +104,12 @@ export class Groups {
   }
 
   async #read(cursor) {
-    const mine = ++this.#loads, began = performance.now(), answer = await this.#ask(cursor);
+    const mine = ++this.#loads, began = performance.now(), response = await this.#ask(cursor);
     // The pause grows with the response time of the server.
-    this.#pause = Math.min(LONGEST_AGAIN_MS, Math.max(AGAIN_MS, 4 * (performance.now() - began)));
+    this.#pause = Math.min(MAX_PAUSE_MS, Math.max(MIN_PAUSE_MS, 4 * (performance.now() - began)));
     if (mine !== this.#loads || !this.on) return;
     const open = opened(), seen = new Set();
-    for (const group of answer.groups) {
+    for (const group of response.groups) {
       const key = JSON.stringify(group.values);
       seen.add(key);
       let one = this.#shown.get(key);
@@ -119,10 +119,10 @@ export class Groups {
     }
     if (!cursor) for (const [key, one] of this.#shown) if (!seen.has(key)) { one.body.remove(); this.#shown.delete(key); }
     // Puts groups in the order of the response. Groups that are already in place do not move, and keep the focus.
-    const start = this.#start, wanted = cursor ? [] : answer.groups.map((group) => this.#shown.get(JSON.stringify(group.values)).body);
+    const start = this.#start, wanted = cursor ? [] : response.groups.map((group) => this.#shown.get(JSON.stringify(group.values)).body);
     wanted.forEach((body, i) => { const before = i ? wanted[i - 1] : start; if (before.nextElementSibling !== body) before.after(body); });
-    if (cursor) for (const group of answer.groups) this.more.before(this.#shown.get(JSON.stringify(group.values)).body);
-    this.#next = answer.next_cursor;
+    if (cursor) for (const group of response.groups) this.more.before(this.#shown.get(JSON.stringify(group.values)).body);
+    this.#next = response.next_cursor;
     this.more.hidden = !this.#next;
     this.none = !this.#shown.size;
     this.changed();
@@ -133,7 +133,7 @@ export class Groups {
   get #start() { let at = this.more.previousElementSibling; while (at?.classList.contains("group")) at = at.previousElementSibling; return at; }
 
   #make(group, key) {
-    const cell = (className, ...children) => make("td", { className }, ...children), words = inWords(group.values);
+    const cell = (className, ...children) => make("td", { className }, ...children), words = describeGroup(group.values);
     const name = make("span"), toggle = make("button", { type: "button", className: "group-name" }, name);
     cut(name, words);
     toggle.setAttribute("aria-label", words);

@@ -133,7 +133,7 @@ describe("a metric", () => {
     await until("the axis goes from 20 % to 60 %", async () => (await page.evaluate(() => { const { low, high } = window.lockstep.charts.accuracy.y; return [low.toFixed(3), high.toFixed(3)].join(); })) === "0.200,0.600");
     assert.equal(queryOf(page).get("compare-accuracy-range"), "20~60");
     const own = await page.tab(`/jobs/${id}?metric=gpu_power_watts`);
-    await until("the job's page has drawn it", () => own.evaluate(() => window.lockstep?.charts.lr.firstDrawnAt > 0));
+    await until("the job's page has drawn the metric", () => own.evaluate(() => window.lockstep?.charts.lr.firstDrawnAt > 0));
     assert.deepEqual(await own.evaluate(() => ["accuracy", "lr"].map((name) => window.lockstep.charts[name].yName())), [names[0], names[2]]);
     await agent.evaluate(([attempt]) => window.simulatedAgent.end(attempt, 100), [attempt]);
     await until("the job has ended", async () => (await server.job(id)).state === "succeeded");

@@ -118,7 +118,7 @@ describe("a job", () => {
 });
 
 describe("a job that continues with fewer ranks", () => {
-  inFull("averages over the ranks of each attempt, and hides ranks without a place in the newest", async () => {
+  inFull("averages over the ranks of each attempt, and hides ranks that the newest attempt lacks", async () => {
     const { id } = await server.ask("/jobs", { ...spec("fewer", 4, 600), recovery: { min_ranks: 2, wait_seconds: 0 } });
     const first = await startedAttempt(id);
     const reportTimes = async (attempt, times, to) => {

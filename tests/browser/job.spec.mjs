@@ -78,7 +78,7 @@ describe("a job", () => {
     await page.end();
   });
 
-  inFull("has a page without empty space beside its charts and its log", async () => {
+  inFull("has a page without large empty spaces", async () => {
     const { jobs: [job] } = await server.ask("/jobs");
     for (const width of [1440, 1920]) {
       const page = await browser.page(server, `/jobs/${job.id}`, { viewport: { width, height: 1000 } }), box = (selector) => page.locator(selector).boundingBox();

@@ -221,10 +221,10 @@ describe("views", () => {
 });
 
 describe("several jobs at once", () => {
-  test("stay chosen where they were refused, with the reason, and nothing is done twice", async () => {
+  test("stay selected if an action fails for them, with the reason, and no action is repeated for the others", async () => {
     const page = await browser.page(server, "/jobs", { expected: [/409/] }), { jobs } = await server.ask("/jobs?fields=id,name"), asked = [];
     let refuses = true;
-    // As a server that refuses anna; nothing happens to the jobs.
+    // Simulates a server that refuses actions on anna and ignores all others.
     await page.route(/\/api\/v1\/jobs\/[^/?]+(\/retry)?$/, (route) => {
       const { name } = jobs.find(({ id }) => route.request().url().includes(id));
       asked.push(name);

@@ -11,7 +11,7 @@ before(async () => { [server, browser] = await Promise.all([TestServer.open({ da
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("a new server", () => {
-  test("says on Compare that there is no job, and offers the form", async () => {
+  test("shows on Compare that no job exists, and links to the form", async () => {
     // The form responds 422, as no dataset is registered.
     const page = await browser.page(server, "/compare", { expected: [/422/] });
     await page.getByText("No job has been submitted to this server yet.").waitFor();

@@ -48,7 +48,7 @@ describe("a page of a crowded server fits, is readable and accessible:", () => {
 });
 
 describe("the list on a phone", () => {
-  test("is sorted by its buttons", async () => {
+  test("can be sorted by its buttons", async () => {
     const page = await browser.page(server, "/jobs", { viewport: { width: 390, height: 844 }, hasTouch: true, isMobile: true });
     await page.getByRole("button", { name: "Images/s" }).tap();
     await until("the fastest job comes first", async () => (await page.locator("#rows tr").first().getAttribute("data-id")) === jobs.running);

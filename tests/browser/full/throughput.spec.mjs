@@ -112,12 +112,12 @@ describe("the throughput of a job", () => {
     assert.match(await saved(page, page.locator(".loss-card")), />attempt 2 \(after a pause on request\)<\/text>/);
     assert.match(await saved(compare, compare.locator("#curves .curve").first()), />paused once: attempt 2<\/text>/, "in Compare the mark names its job");
     await page.getByRole("tab", { name: "History" }).click();
-    await until("its history", async () => (await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what).join())) === "submitted,started,pause_requested,ended,resumed,started");
+    await until("the history lists the pause and the resumption", async () => (await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what).join())) === "submitted,started,pause_requested,ended,resumed,started");
     await end(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
-  test("that was killed and started again is that of its newest attempt", async () => {
+  test("that was killed and restarted counts only the newest attempt", async () => {
     const { id } = await server.ask("/jobs", spec("killed once", 2, 120));
     let attempt = await startedAttempt(id);
     await train(attempt, 2, 0, 40, () => 80.5);
@@ -132,7 +132,7 @@ describe("the throughput of a job", () => {
 
   test("on two ranks of different speed counts a step once", async () => {
     const { id } = await server.ask("/jobs", spec("uneven", 2, 120)), attempt = await startedAttempt(id);
-    // The faster one waits for the other: their steps end together.
+    // The faster rank waits for the other rank, so their steps end together.
     await train(attempt, 2, 0, 60, (s, rank) => (rank ? 49.5 : 50.5));
     const { page } = await assertSpeed(id, 2, 16 / 0.0505);
     await end(attempt, { how: "succeeded", step: 120 });

@@ -16,6 +16,10 @@ import { arrange, drawHeads, key, order, DEFAULT_ORDER, defaultOrder } from "./j
 import { Views } from "./jobs/views.js";
 import { Window } from "./jobs/window.js";
 
+// The links that MLflow's client prints: `/#/experiments/PROJECT` and `/#/experiments/PROJECT/runs/JOB`. Experiment 0 is MLflow's default.
+const [, experiment, run] = /^#\/experiments\/([^/]+)(?:\/runs\/([^/]+))?$/.exec(location.hash) ?? [];
+if (experiment) location.replace(run ? `/jobs/${run}` : `/jobs?project=${experiment === "0" ? "default" : experiment}`);
+
 /** Number of jobs per request. Older jobs are read when the reader scrolls to them, with larger requests further down. */
 const PART = 50, LARGEST_PART = 250;
 /**

@@ -101,6 +101,23 @@ pub struct Token {
 }
 
 impl Token {
+    /// A token that belongs to no person or agent and does not expire.
+    pub fn of(id: String, name: String, scope: Scope, created_at: jiff::Timestamp) -> Self {
+        Self {
+            id,
+            name,
+            scope,
+            agent: None,
+            agent_id: None,
+            owner: None,
+            made_with: None,
+            created_at,
+            expires_at: None,
+            revoked_at: None,
+            last_used_at: None,
+        }
+    }
+
     /// The name of the token's holder in the audit log. A person chooses the name of their token, so the person's own name comes first.
     pub fn who(&self) -> String {
         match &self.owner {

@@ -26,11 +26,8 @@ use crate::{job::JobId, spec::JobSpec, wire::Part};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Raised when a message changes so that older programs cannot read it.
+/// Raised when a message changes so that older programs cannot read it. A server accepts only agents of its own version.
 pub const PROTOCOL_VERSION: u32 = 5;
-
-/// The oldest version whose agents a server accepts. Up to version 4, fencing tokens were numbers.
-pub const OLDEST_PROTOCOL_VERSION: u32 = 5;
 
 /// A slot, on which one rank can run: a GPU, or a share of CPU cores.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -234,6 +231,25 @@ pub struct StartAttempt {
 }
 
 impl StartAttempt {
+    /// An attempt of a new job whose `ranks` ranks are all on this machine and which no server has started.
+    pub fn local(spec: JobSpec, dataset_path: impl Into<String>, ranks: u32) -> Self {
+        Self {
+            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: FencingToken::NONE },
+            spec,
+            dataset_path: dataset_path.into(),
+            world_size: ranks,
+            ranks: (0..ranks).map(|rank| (rank, rank)).collect(),
+            master_addr: "127.0.0.1".into(),
+            master_port: 0,
+            secret: String::new(),
+            job_dir: None,
+            resume: None,
+            pause_after: None,
+            network: None,
+            files: StartFiles::default(),
+        }
+    }
+
     /// Whether other agents also have ranks of this attempt.
     pub fn is_shared(&self) -> bool {
         u32::try_from(self.ranks.len()).is_ok_and(|here| here < self.world_size)

@@ -36,10 +36,9 @@ mod tests {
             epoch,
             step: u64::from(epoch) * 20,
             val_accuracy,
-            val_loss: None,
-            validation: None,
             best,
             size_bytes: 1,
+            ..CheckpointInfo::default()
         }
     }
 

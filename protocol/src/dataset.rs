@@ -1,16 +1,19 @@
 //! The description of a dataset.
 
-use crate::limits::{BROKEN_FILE_CHARS, CLASS_NAME_BYTES, CLASS_NAMES_BYTES};
+use crate::{
+    limits::{BROKEN_FILE_CHARS, CLASS_NAME_BYTES, CLASS_NAMES_BYTES},
+    numbers::plural,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::HashSet;
 use utoipa::ToSchema;
 
-/// The longest fingerprint as JSON, in bytes: two hashes and two numbers take a few hundred bytes.
+/// The longest fingerprint as JSON, in bytes: a hash and two numbers take less than two hundred bytes.
 const FINGERPRINT_BYTES: usize = 4 << 10;
 
 /// The result of inspecting a dataset's files.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DatasetInfo {
     /// `cifar10`, `cifar100`, `idx`, `image_folder`, `webdataset` or `parquet`.
     pub format: String,
@@ -130,15 +133,20 @@ pub struct ValidationSet {
     pub fingerprint: String,
 }
 
-/// Identifies the pictures of a dataset, computed from its index, to detect changes.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// Identifies the pictures of a dataset, to detect changes.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PicturesFingerprint {
     pub pictures: u64,
     pub picture_bytes: u64,
-    /// Hash of classes, labels, names and sizes; hexadecimal.
-    pub names_sha256: String,
-    /// Hash of the pictures' contents, in the order of the names; hexadecimal.
-    pub contents_sha256: String,
+    /// Hash of the classes, and of the pictures' names, classes and contents; hexadecimal.
+    pub sha256: String,
+}
+
+impl PicturesFingerprint {
+    /// A description, such as `640 pictures of 3 MB`.
+    pub fn in_words(&self) -> String {
+        format!("{} of {:.0} MB", plural(self.pictures, "picture"), self.picture_bytes as f64 / 1e6)
+    }
 }
 
 /// A file that could not be read.

@@ -14,12 +14,12 @@ const DIMENSIONS: usize = 8;
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct NetworkDescription {
     pub layers: Vec<LayerDescription>,
-    /// How the network is divided over the job's ranks; absent if there is no prediction for it.
+    /// How the network is divided over the job's ranks; absent for data parallelism without a prediction.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub plan: Option<PlanDescription>,
 }
 
-/// How a network is divided over ranks, with the predictions for a step.
+/// How a network is divided over ranks.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PlanDescription {
     /// In words: `data parallel on 4 ranks`. At most [`PLAN_TEXT_BYTES`], like all texts in this type.
@@ -38,19 +38,27 @@ pub struct PlanDescription {
     pub model: u32,
     /// How operators are split over the ranks of `model`.
     pub shard: Vec<ShardSpec>,
-    /// Predicted time of a step, in milliseconds.
-    pub step_ms: f32,
+    /// Absent if this machine's operators and links have not been measured, as `lockstep plan` does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted: Option<PlanPrediction>,
     /// Measured time of a step, in milliseconds (median of several); absent before enough steps are done.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_step_ms: Option<f32>,
-    /// Predicted images per second of all ranks.
-    pub images_per_second: f32,
-    /// Predicted memory of the rank with the largest part.
-    pub memory_bytes: u64,
     /// Measured memory of rank 0: its GPU's, or on CPU cores the largest size of its process so far, with the program and with pictures. It
     /// comes with `measured_step_ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_memory_bytes: Option<u64>,
+}
+
+/// The predictions for a step of a plan.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct PlanPrediction {
+    /// Time of a step, in milliseconds.
+    pub step_ms: f32,
+    /// Images per second of all ranks.
+    pub images_per_second: f32,
+    /// Memory of the rank with the largest part.
+    pub memory_bytes: u64,
     /// `computing`, `communication` or `memory`.
     pub limited_by: String,
     /// Why the ranks run this plan.
@@ -138,8 +146,9 @@ impl NetworkDescription {
 
 impl PlanDescription {
     fn check(&self) -> Result<(), String> {
-        let texts = [&self.words, &self.limited_by, &self.why];
-        if texts.iter().any(|text| text.len() > PLAN_TEXT_BYTES || text.chars().any(char::is_control)) {
+        let predicted = self.predicted.as_ref();
+        let texts = predicted.into_iter().flat_map(|of| [&of.limited_by, &of.why]).chain([&self.words]);
+        if texts.into_iter().any(|text| text.len() > PLAN_TEXT_BYTES || text.chars().any(char::is_control)) {
             return Err(format!("a text of the plan is not a line of at most {PLAN_TEXT_BYTES} bytes"));
         }
         let is_name = |name: &String| name.len() <= LAYER_NAME_BYTES && !name.chars().any(char::is_control);
@@ -149,8 +158,8 @@ impl PlanDescription {
         if self.shard.len() > MOST_SHARDS || self.shard.iter().any(|shard| !shard.is_pattern()) {
             return Err(format!("the plan has more than {MOST_SHARDS} strategies, or an invalid pattern"));
         }
-        let times = [Some(self.step_ms), self.measured_step_ms, Some(self.images_per_second)];
-        if !times.into_iter().flatten().all(is_time) {
+        let times = predicted.into_iter().flat_map(|of| [of.step_ms, of.images_per_second]);
+        if !times.chain(self.measured_step_ms).all(is_time) {
             return Err("a time or the rate of the plan is negative or not finite".into());
         }
         Ok(())
@@ -191,11 +200,17 @@ mod tests {
             height: 1,
             model: 1,
             shard: Vec::new(),
-            step_ms: 12.0,
+            predicted: Some(prediction()),
             measured_step_ms: Some(12.5),
+            measured_memory_bytes: Some(1 << 30),
+        }
+    }
+
+    fn prediction() -> PlanPrediction {
+        PlanPrediction {
+            step_ms: 12.0,
             images_per_second: 100.0,
             memory_bytes: 1 << 30,
-            measured_memory_bytes: Some(1 << 30),
             limited_by: "computing".into(),
             why: "there is no other".into(),
         }
@@ -234,11 +249,14 @@ mod tests {
     fn a_plan_has_limits() {
         let of_plan = |plan| NetworkDescription { layers: Vec::new(), plan: Some(plan) }.check();
         assert_eq!(of_plan(plan()), Ok(()));
-        assert_eq!(of_plan(PlanDescription { why: "w".repeat(PLAN_TEXT_BYTES), ..plan() }), Ok(()));
+        let why = |bytes| PlanPrediction { why: "w".repeat(bytes), ..prediction() };
+        let predicted = |of| PlanDescription { predicted: Some(of), ..plan() };
+        assert_eq!(of_plan(predicted(why(PLAN_TEXT_BYTES))), Ok(()));
+        assert_eq!(of_plan(PlanDescription { predicted: None, ..plan() }), Ok(()));
         for wrong in [
-            PlanDescription { why: "w".repeat(PLAN_TEXT_BYTES + 1), ..plan() },
+            predicted(why(PLAN_TEXT_BYTES + 1)),
             PlanDescription { words: "a\nb".into(), ..plan() },
-            PlanDescription { step_ms: f32::NAN, ..plan() },
+            predicted(PlanPrediction { step_ms: f32::NAN, ..prediction() }),
             PlanDescription { later_stages: vec!["l".repeat(LAYER_NAME_BYTES + 1)], ..plan() },
             PlanDescription { measured_step_ms: Some(-1.0), ..plan() },
             PlanDescription { shard: vec![ShardSpec { pattern: "a b".into(), split: Split::Out }], ..plan() },

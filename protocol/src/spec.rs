@@ -121,7 +121,7 @@ pub struct ParallelSpec {
     pub sync_batch_norm: bool,
     /// Average gradients over ranks; false sums them.
     pub gradients_mean: bool,
-    /// Send rank 0's weights to all ranks before the first step.
+    /// Send rank 0's weights to all ranks before the first step, if the ranks' weights differ.
     pub parameter_broadcast: bool,
 }
 

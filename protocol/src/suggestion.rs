@@ -263,10 +263,7 @@ mod tests {
             channels: 3,
             mean: vec![0.5; 3],
             std: vec![0.2; 3],
-            broken: Vec::new(),
-            broken_count: 0,
-            unlabelled: Vec::new(),
-            fingerprint: None,
+            ..DatasetInfo::default()
         }
     }
 

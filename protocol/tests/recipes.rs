@@ -1,8 +1,8 @@
-//! What a person gets who names a recipe, and what of it their own keys override.
+//! The keys that a recipe sets, and the job's own keys that override them.
 
 use lockstep_protocol::spec::{
-    Augment, BrokenFiles, ImageSize, JobSpec, Recipe, ScheduleKind, SizeFrom, SpecError, Validation,
-    from_json, from_toml, read_leniently,
+    Augment, BrokenFiles, ImageSize, JobSpec, OptimizerKind, Recipe, ScheduleKind, SizeFrom, SpecError,
+    Validation, from_json, from_toml, read_leniently,
 };
 
 fn job(recipe: &str, data: &str, train: &str) -> Result<JobSpec, Vec<SpecError>> {
@@ -12,12 +12,12 @@ fn job(recipe: &str, data: &str, train: &str) -> Result<JobSpec, Vec<SpecError>>
 }
 
 #[track_caller]
-fn one_mistake(found: Result<JobSpec, Vec<SpecError>>, pointer: &str, words: &[&str]) {
+fn one_mistake(found: Result<JobSpec, Vec<SpecError>>, pointer: &str, parts: &[&str]) {
     let found = found.expect_err("has a mistake");
     assert_eq!(found.len(), 1, "{found:?}");
     assert_eq!(found[0].pointer, pointer, "{found:?}");
-    for word in words {
-        assert!(found[0].detail.contains(word), "{:?} should contain {word:?}", found[0].detail);
+    for part in parts {
+        assert!(found[0].detail.contains(part), "{:?} should contain {part:?}", found[0].detail);
     }
 }
 
@@ -33,7 +33,7 @@ fn imagenet_is_torchvision_s_first_recipe() {
 }
 
 #[test]
-fn imagenet_2021_is_torchvision_s_second() {
+fn imagenet_2021_is_torchvision_s_second_recipe() {
     let spec = job("imagenet-2021", "", "global_batch_size = 1024").expect("a job");
     let train = &spec.train;
     assert_eq!((train.epochs, train.schedule, train.warmup_epochs), (Some(600), ScheduleKind::Cosine, 5.0));
@@ -44,7 +44,7 @@ fn imagenet_2021_is_torchvision_s_second() {
 }
 
 #[test]
-fn fast_is_ffcv_s_and_keeps_its_shape_over_other_epochs() {
+fn fast_is_ffcv_s_recipe_and_scales_with_the_epochs() {
     let spec = job("fast", "", "batch_size = 512\n[parallel]\nranks = 8").expect("a job");
     let train = &spec.train;
     assert_eq!(
@@ -79,6 +79,14 @@ fn cifar_94_has_the_published_learning_rates() {
 }
 
 #[test]
+fn cifar_fast_is_for_an_ordinary_network_and_its_learning_rate_follows_the_batch() {
+    let spec = job("cifar-fast", "", "global_batch_size = 512").expect("a job");
+    let train = &spec.train;
+    assert_eq!((train.optimizer, train.epochs, train.lr), (OptimizerKind::Muon, Some(8), 0.05));
+    assert_eq!((spec.data.alternating_flip, spec.evaluate.views), (true, 1));
+}
+
+#[test]
 fn what_muon_and_cifarnet_do_not_combine_with_is_refused() {
     let of = |lines: &str| from_toml(&format!("[data]\ndataset = \"d\"\n{lines}"));
     for (lines, pointer, words) in [
@@ -101,13 +109,13 @@ fn what_muon_and_cifarnet_do_not_combine_with_is_refused() {
         ("validation_size = 40\n[model]\narch = \"cifarnet\"", "/data/validation_size", &["one size"]),
         ("[evaluate]\nviews = 3", "/evaluate/views", &["1, 2 or 6"]),
     ] {
-        one_mistake(of(lines), pointer, words);
+        one_mistake(job_with(lines), pointer, expected);
     }
-    assert!(of("[train]\noptimizer = \"muon\"\n[parallel]\nranks = 4").is_ok(), "data parallel");
+    assert!(job_with("[train]\noptimizer = \"muon\"\n[parallel]\nranks = 4").is_ok(), "data parallel");
 }
 
 #[test]
-fn the_learning_rate_follows_from_all_pictures_of_a_step_unless_it_is_given() {
+fn the_learning_rate_scales_with_the_pictures_of_a_step_unless_given() {
     for (recipe, train, parallel, lr) in [
         ("imagenet", "batch_size = 32", 8, 0.1),
         ("imagenet", "batch_size = 32\naccumulate = 2", 8, 0.2),
@@ -124,7 +132,7 @@ fn the_learning_rate_follows_from_all_pictures_of_a_step_unless_it_is_given() {
 }
 
 #[test]
-fn what_the_job_gives_wins_key_by_key() {
+fn the_job_s_keys_override_the_recipe_s_keys() {
     let spec = job(
         "imagenet",
         "horizontal_flip = false\nvalidation = 0.2",
@@ -136,21 +144,21 @@ fn what_the_job_gives_wins_key_by_key() {
     assert_eq!((spec.train.weight_decay, spec.train.label_smoothing), (0.0, 0.1));
     assert_eq!((spec.train.schedule, spec.train.epochs), (ScheduleKind::Cosine, Some(90)));
 
-    // Of two keys that say the same in two ways the job's is the one.
+    // Of two keys with the same meaning, the job's key is used.
     let spec = job("imagenet", "", "steps = 100").expect("a job");
     assert_eq!((spec.train.epochs, spec.train.steps), (None, Some(100)));
     let spec = job("imagenet-2021", "image_size = 96", "").expect("a job");
     assert_eq!(spec.data.evaluation_size(), Some(96));
     assert_eq!(spec.data.resize_size, None, "232 pixels belong to the recipe's crop");
 
-    // Null is no value.
+    // Null means absent.
     let document =
         serde_json::json!({"data": {"dataset": "d"}, "train": {"recipe": "imagenet", "epochs": null}});
     assert_eq!(from_json(&document).expect("a job").train.epochs, Some(90));
 }
 
 #[test]
-fn other_epochs_keep_the_shape_of_the_run() {
+fn schedules_scale_with_the_number_of_epochs() {
     for (epochs, milestones) in [(90, &[30, 60][..]), (30, &[10, 20]), (2, &[1]), (1, &[1])] {
         let spec = job("imagenet", "", &format!("epochs = {epochs}")).expect("a job");
         assert_eq!((spec.train.epochs, &spec.train.milestones[..]), (Some(epochs), milestones));
@@ -162,12 +170,12 @@ fn other_epochs_keep_the_shape_of_the_run() {
     }
     let spec = job("imagenet", "", "epochs = 30\nmilestones = [5]").expect("a job");
     assert_eq!(spec.train.milestones, [5]);
-    let spec = job("imagenet", "", "epochs = 100000").expect("the most there are");
+    let spec = job("imagenet", "", "epochs = 100000").expect("at the limit");
     assert_eq!(spec.train.milestones, [33_333, 66_666]);
 }
 
 #[test]
-fn a_resolved_job_reads_back_the_same_and_needs_no_recipe() {
+fn a_resolved_job_is_read_back_unchanged_and_needs_no_recipe() {
     for (recipe, name) in Recipe::ALL {
         for train in ["", "steps = 7", "epochs = 3\nglobal_batch_size = 4096", "lr = 1.0"] {
             let spec = job(name, "", train).unwrap_or_else(|e| panic!("{name}, {train}: {e:?}"));
@@ -184,11 +192,11 @@ fn a_resolved_job_reads_back_the_same_and_needs_no_recipe() {
     }
     let stored =
         serde_json::to_value(from_toml("[data]\ndataset = \"d\"").expect("a job")).expect("plain data");
-    assert!(stored["train"].get("recipe").is_none(), "a job without one is stored as before");
+    assert!(stored["train"].get("recipe").is_none(), "without a recipe, the key is not stored");
 }
 
 #[test]
-fn mistakes_name_the_recipes_and_what_one_needs() {
+fn errors_name_the_recipes_and_the_keys_that_a_recipe_needs() {
     one_mistake(
         job("imagnet", "", ""),
         "/train/recipe",
@@ -210,8 +218,8 @@ fn mistakes_name_the_recipes_and_what_one_needs() {
         (Validation::Fraction(0.1), BrokenFiles::Skip)
     );
     // 0.1 for 256 pictures is 10,000 for 25,600,000.
-    let most = "batch_size = 25000\n[parallel]\nranks = 1024";
-    assert_eq!(job("imagenet", "", most).expect("at the limit").train.lr, 10_000.0);
-    let more = "batch_size = 25001\n[parallel]\nranks = 1024";
-    one_mistake(job("imagenet", "", more), "/train/lr", &["10000.4", "25601024", "give lr"]);
+    let at_limit = "batch_size = 25000\n[parallel]\nranks = 1024";
+    assert_eq!(job("imagenet", "", at_limit).expect("at the limit").train.lr, 10_000.0);
+    let above_limit = "batch_size = 25001\n[parallel]\nranks = 1024";
+    one_mistake(job("imagenet", "", above_limit), "/train/lr", &["10000.4", "25601024", "give lr"]);
 }

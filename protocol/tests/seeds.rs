@@ -1,5 +1,5 @@
-//! What the fuzzers start from (`tests/fuzz/seeds.py`) are messages of today: of an old protocol they would reach no further than
-//! the first refusal.
+//! The seeds of the fuzzers (`tests/fuzz/seeds.py`) are valid messages of the current protocol. With invalid seeds, the fuzzers would
+//! hardly reach the code after decoding.
 
 use lockstep_protocol::{
     agent::{AttemptEvent, FromAgent, ToAgent},
@@ -8,7 +8,7 @@ use lockstep_protocol::{
 use std::{fs, path::Path, process::Command};
 
 #[test]
-fn seeds_are_messages_that_are_understood() {
+fn seeds_are_valid_messages() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("fuzz-seeds");
     let _ = fs::remove_dir_all(&folder);
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fuzz/seeds.py");

@@ -175,7 +175,7 @@ def test_calls_of_wandb_have_the_same_effect(server: FakeServer, capsys: pytest.
     run.define_metric("val/*", step_metric="epoch", summary="min,max")
     wandb.log({"loss": 2, "n": {"a": Fraction(1, 2), "b": True}, "picture": wandb.Image(None), "word": "x"})
     wandb.log({"loss": 1.5}, commit=False)
-    wandb.log({"acc": 0.5, "picture": wandb.Image(None)})
+    wandb.log({"acc": 0.5, "picture": wandb.Image(None), "chart": wandb.plot.line("x", "y")})
     for step, value in enumerate((0.3, math.nan, 0.1, 0.2)):
         wandb.log({"epoch": step, "val/loss": value, "loss": math.inf}, step=10 + step)
     wandb.log({"loss": 0.25}, step=5)
@@ -188,6 +188,9 @@ def test_calls_of_wandb_have_the_same_effect(server: FakeServer, capsys: pytest.
     Path("weights").mkdir()
     Path("weights/x.pt").write_bytes(b"1")
     assert wandb.save("weights/*.pt", policy="now") == ["weights/x.pt"]
+    Path("weights/[x].pt").write_bytes(b"1")
+    assert wandb.save("weights/[x].pt", glob=False) == ["weights/[x].pt"]
+    Path("weights/[x].pt").unlink()
     assert wandb.save("nothing.pt") == wandb.save("nothing.pt") == []
     artifact = wandb.Artifact("model", type="model", metadata={"a": 1})
     artifact.add_file("weights/x.pt", name="y.pt")
@@ -215,7 +218,7 @@ def test_calls_of_wandb_have_the_same_effect(server: FakeServer, capsys: pytest.
     assert logged["summary"] == {"val/loss": {"min": 0.1, "max": 0.3}, "best": 0.1, "note": "good"}
     lines = capsys.readouterr().err.splitlines()
     saved = {path: content for path, (content, _) in logged["files"].items()}
-    assert saved == dict.fromkeys(["weights/x.pt", "model/y.pt", "model/d/x.pt", "folder/x.pt"], b"1")
+    assert saved == dict.fromkeys(["weights/x.pt", "weights/[x].pt", "model/y.pt", "model/d/x.pt", "folder/x.pt"], b"1")
     once = ("picture is not logged: Media", "word is not logged: str", "WARN: diverged", "watch has no", "save found")
     for words in once:
         assert len([line for line in lines if words in line]) == 1, (words, lines)

@@ -31,7 +31,7 @@ pub(crate) struct Args {
     /// Device to train on; auto: GPUs if the machine has GPUs
     #[arg(long, value_name = "DEVICE", value_parser = device_parser(), default_value = "auto")]
     device: Device,
-    /// Precision of the convolutions on GPUs
+    /// Precision of the convolutions; on CPUs auto is fp32, and bf16 needs AVX512-BF16
     #[arg(long, value_enum, default_value = "auto")]
     precision: Float,
     /// Number of ranks: processes on one GPU each, or CPU processes that are connected over loopback
@@ -208,11 +208,11 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
     let mut devices: Vec<String> = slots.into_iter().filter_map(|slot| slot.uuid).collect();
     let first = devices.first().map(|_| RankGpu { ordinal: 0, visible: devices.clone() });
     let backend = registry::device_of(first.as_ref(), args.device).backend;
-    if !matches!(args.precision, Float::Auto | Float::Fp32) && !backend.needs().half_precision {
+    if args.precision == Float::Fp16 && !backend.needs().half_precision {
         let why = match (args.device, hindrance) {
-            (device, _) if device.is_cores() => "CPU ranks compute in fp32".into(),
+            (device, _) if device.is_cores() => "CPU ranks compute in fp32 or bf16".into(),
             (_, Some(why)) => why,
-            (_, None) => "there is no GPU on this machine, and CPU ranks compute in fp32".into(),
+            (_, None) => "there is no GPU on this machine, and CPU ranks compute in fp32 or bf16".into(),
         };
         return Err(usage_error(format!("--precision: {why}")));
     }
@@ -227,7 +227,8 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
 }
 
 fn on_cpu(case: &Case, args: &Args) -> anyhow::Result<Value> {
-    let measured = bench::run(case, threads(args) as usize, args.ranks, &division(args))
+    let precision = args.precision.precision();
+    let measured = bench::run(case, threads(args) as usize, args.ranks, &division(args), precision)
         .map_err(|e| usage_error(format!("{}: {e}", case.name)))?;
     Ok(serde_json::to_value(measured)?)
 }

@@ -42,7 +42,7 @@ const DEFAULT_DIR: &str = ".lockstep/launch";
 ///
 /// Each machine gets an agent that runs only this job and exits when the job ends. Each machine needs `lockstep`, and must reach the server
 /// at --agent-server. The agents' tokens are sent over standard input or in files that only you can read. Creating the tokens needs the
-/// scope admin. Ctrl-C ends the display, not the job.
+/// scope admin. Ctrl-C ends the display, not the job; but it cancels a sweep that is not submitted to Slurm yet.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job: its id, the start of its id, its name, or a TOML file to submit

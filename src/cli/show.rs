@@ -98,8 +98,10 @@ fn line(attempt: &AttemptRow) -> (String, String) {
 
 /// Describes the plan that the ranks run, with the predicted and the measured time of a step.
 fn planned(plan: &PlanDescription) -> String {
-    let measured = plan.measured_step_ms.map(|ms| format!(", measured {ms:.1} ms")).unwrap_or_default();
-    format!("{}; predicted {:.1} ms a step{measured}; {}", plan.words, plan.step_ms, plan.why)
+    let predicted = plan.predicted.as_ref().map(|of| format!("; predicted {:.1} ms a step", of.step_ms));
+    let measured = plan.measured_step_ms.map(|ms| format!("; measured {ms:.1} ms a step"));
+    let why = plan.predicted.as_ref().map(|of| format!("; {}", of.why));
+    [Some(plan.words.clone()), predicted, measured, why].into_iter().flatten().collect()
 }
 
 fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {

@@ -22,9 +22,8 @@ use lockstep_host::{
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
-    agent::{AttemptRef, FencingToken, StartAttempt},
+    agent::StartAttempt,
     dataset::{default_validation, held_out_share},
-    job::JobId,
     spec::{Validation, apply_set, shortened, toml_document},
 };
 use lockstep_worker::{
@@ -105,19 +104,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     };
     let world_size = spec.parallel.ranks;
     let start = StartAttempt {
-        attempt: AttemptRef { job: JobId::generate(), attempt: 0, fencing_token: FencingToken::NONE },
-        dataset_path: dataset.to_string_lossy().into_owned(),
-        world_size,
-        ranks: (0..world_size).map(|rank| (rank, rank)).collect(),
-        master_addr: "127.0.0.1".into(),
-        master_port: 0,
         secret: format!("{}{}", uuid::Uuid::new_v4().simple(), uuid::Uuid::new_v4().simple()),
         job_dir: Some(out.to_string_lossy().into_owned()),
         resume,
-        pause_after: None,
-        network: None,
-        files: Default::default(),
-        spec,
+        ..StartAttempt::local(spec, dataset.to_string_lossy(), world_size)
     };
     let ended = match part {
         Part::Rank(place) => in_this_process(start, &place, &out)?,

@@ -238,10 +238,9 @@ mod tests {
             epoch,
             step: u64::from(epoch) * 12,
             val_accuracy: Some(accuracy),
-            val_loss: None,
-            validation: None,
             best: true,
             size_bytes: 1,
+            ..CheckpointInfo::default()
         };
         for (last, best, checkpoints, words) in [
             (None, None, &[][..], None),

@@ -13,49 +13,38 @@ export const shortPercent = (v) => `${short(Number((v * 100).toFixed(3)))} %`;
 
 /** Metrics of a machine, which one of its ranks reports. */
 export const MACHINE = {
-  cpu_utilization: ["CPU utilisation", (v) => percent(v, 0), true], memory_used_bytes: ["Memory in use", bytes, true],
-  disk_used_bytes: ["Disk in use", bytes, true],
-  disk_read_bytes_per_second: ["Read from disk", perSecond, true], disk_written_bytes_per_second: ["Written to disk", perSecond, true],
-  network_received_bytes_per_second: ["Network received", perSecond, true], network_sent_bytes_per_second: ["Network sent", perSecond, true],
+  cpu_utilization: ["CPU utilisation", (v) => percent(v, 0), true, "utilisation"], memory_used_bytes: ["Memory in use", bytes, true, "bytes"],
+  disk_used_bytes: ["Disk in use", bytes, true, "bytes"],
+  disk_read_bytes_per_second: ["Read from disk", perSecond, true, "bytes/s"], disk_written_bytes_per_second: ["Written to disk", perSecond, true, "bytes/s"],
+  network_received_bytes_per_second: ["Network received", perSecond, true, "bytes/s"], network_sent_bytes_per_second: ["Network sent", perSecond, true, "bytes/s"],
 };
-/** Metrics of the last chart: label, format, and whether every rank has its own values. */
+/**
+ * Metrics of the last chart: label, format, whether every rank has its own values, and the quantity. Metrics of the same quantity share an
+ * axis. The same quantities as in protocol/src/metric.rs.
+ */
 export const OTHERS = {
-  lr: ["Learning rate", value, false], grad_norm: ["Gradient norm", value, false], val_loss: ["Validation loss", value, false],
-  val_ema_accuracy: ["Validation accuracy of averaged weights", percent, false], val_ema_loss: ["Validation loss of averaged weights", value, false],
-  step_ms: ["Step time", millis, true], data_ms: ["Data wait", millis, true], all_reduce_ms: ["All-reduce wait", millis, true],
-  loss_scale: ["Loss scale (float16)", value, false], skipped_steps: ["Skipped steps (float16)", value, false],
-  gpu_utilization: ["GPU utilisation", (v) => percent(v > 1 ? v / 100 : v, 0), true], gpu_memory_bytes: ["GPU memory", bytes, true],
-  gpu_power_watts: ["GPU power", (v) => `${v.toFixed(0)} W`, true], gpu_temperature_celsius: ["GPU temperature", (v) => `${v.toFixed(0)} °C`, true],
+  lr: ["Learning rate", value, false, "learning rate"], grad_norm: ["Gradient norm", value, false, "gradient norm"], val_loss: ["Validation loss", value, false, "loss"],
+  val_ema_accuracy: ["Validation accuracy of averaged weights", percent, false, "accuracy"], val_ema_loss: ["Validation loss of averaged weights", value, false, "loss"],
+  step_ms: ["Step time", millis, true, "time"], data_ms: ["Data wait", millis, true, "time"], all_reduce_ms: ["All-reduce wait", millis, true, "time"],
+  loss_scale: ["Loss scale (float16)", value, false, "loss scale"], skipped_steps: ["Skipped steps (float16)", value, false, "steps"],
+  gpu_utilization: ["GPU utilisation", (v) => percent(v > 1 ? v / 100 : v, 0), true, "utilisation"], gpu_memory_bytes: ["GPU memory", bytes, true, "bytes"],
+  gpu_power_watts: ["GPU power", (v) => `${v.toFixed(0)} W`, true, "power"], gpu_temperature_celsius: ["GPU temperature", (v) => `${v.toFixed(0)} °C`, true, "temperature"],
   ...MACHINE,
 };
 /** All metrics that panels can show. */
 export const ALL = {
-  loss: ["Loss", value, true], accuracy: ["Accuracy", percent, true], val_accuracy: ["Validation accuracy", percent, false],
-  images_per_second: ["Images/s", rate, false], ...OTHERS,
+  loss: ["Loss", value, true, "loss"], accuracy: ["Accuracy", percent, true, "accuracy"], val_accuracy: ["Validation accuracy", percent, false, "accuracy"],
+  images_per_second: ["Images/s", rate, false, "images/s"], ...OTHERS,
 };
-/** Returns label, format and whether every rank has its own values, for any metric: runs from elsewhere choose names. */
-export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : [name, value, false]);
+/** Returns the entry of any metric: runs from elsewhere choose names. */
+export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : [name, value, false, "value"]);
+export const quantity = (name) => about(name)[3];
 /** Text in place of network, dataset and ranks of a run from elsewhere. The same as in web/src/jobs.rs. */
 export const ELSEWHERE = "run from elsewhere";
 /** Returns the metrics for which a run from elsewhere has a newest value. */
 export const ownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
 /** Groups in the list of metrics, with the first metric of each group. */
 export const GROUPS = [["Training", "lr"], ["Time of a step", "step_ms"], ["float16", "loss_scale"], ["GPU", "gpu_utilization"], ["Machine", "cpu_utilization"]];
-
-/** Returns the quantity of a metric. Metrics of the same quantity share an axis. The same as `quantity` in protocol/src/metric.rs. */
-export function quantity(name) {
-  if (!Object.hasOwn(ALL, name)) return "value";
-  const known = {
-    lr: "learning rate", grad_norm: "gradient norm", loss_scale: "loss scale", skipped_steps: "steps", images_per_second: "images/s",
-    gpu_power_watts: "power", gpu_temperature_celsius: "temperature",
-  };
-  if (known[name]) return known[name];
-  if (/(^|_)loss$/.test(name)) return "loss";
-  if (/(^|_)accuracy$/.test(name)) return "accuracy";
-  if (name.endsWith("_ms")) return "time";
-  if (name.endsWith("_utilization")) return "utilisation";
-  return name.endsWith("_bytes_per_second") ? "bytes/s" : "bytes";
-}
 
 const UNITS = {
   loss: "cross-entropy", accuracy: "%", "gradient norm": "L2", time: "ms", utilisation: "%", power: "W", temperature: "°C", "bytes/s": "bytes/s", bytes: "bytes",

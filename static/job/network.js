@@ -34,12 +34,12 @@ export function stages(layers) {
 
 const sum = (layers, key) => layers.reduce((all, layer) => all + (layer[key] ?? 0), 0);
 
-/** Returns a plan's figures: `[name, predicted, measured, format]`. Values that are not measured yet are undefined. */
-const figures = (plan) => [
-  ["time of a step", plan.step_ms, plan.measured_step_ms, millis],
-  ["images a second", plan.images_per_second, plan.measured_step_ms && (plan.images_per_second * plan.step_ms) / plan.measured_step_ms, rate],
-  ["memory of a rank", plan.memory_bytes, plan.measured_memory_bytes, bytes],
-];
+/** Returns a plan's figures: `[name, predicted, measured, format]`. Values that are not predicted or not measured yet are undefined. */
+function figures({ predicted = {}, measured_step_ms: step, measured_memory_bytes: memory }) {
+  const found = [["time of a step", predicted.step_ms, step, millis], ["memory of a rank", predicted.memory_bytes, memory, bytes]];
+  if (predicted.step_ms) found.splice(1, 0, ["images a second", predicted.images_per_second, step && (predicted.images_per_second * predicted.step_ms) / step, rate]);
+  return found;
+}
 const difference = (predicted, measured) => (measured && predicted ? `${measured < predicted ? "−" : "+"}${percent(Math.abs(measured / predicted - 1), 0)}` : "–");
 
 export class Network {
@@ -55,10 +55,11 @@ export class Network {
   }
 
   #drawPlan(plan) {
-    text(byId("plan-words"), `${plan.words} · limited by ${plan.limited_by} · ${plan.why}`);
+    const of = plan.predicted, unknown = "predictions need `lockstep plan` on this machine";
+    text(byId("plan-words"), [plan.words, ...(of ? [`limited by ${of.limited_by}`, of.why] : [unknown])].join(" · "));
     byId("plan-rows").replaceChildren(...figures(plan).map(([name, predicted, measured, words]) => {
       const row = make("tr");
-      row.append(make("th", name, { scope: "row" }), ...[words(predicted), measured ? words(measured) : "–", difference(predicted, measured)].map((cell) => make("td", cell, { class: "num" })));
+      row.append(make("th", name, { scope: "row" }), ...[predicted ? words(predicted) : "–", measured ? words(measured) : "–", difference(predicted, measured)].map((cell) => make("td", cell, { class: "num" })));
       return row;
     }));
     text(byId("mesh-note"), drawMesh(byId("mesh"), plan));
@@ -67,7 +68,8 @@ export class Network {
   #draw(layers, plan) {
     byId("network-plan").hidden = !plan;
     if (plan) this.#drawPlan(plan);
-    for (const head of document.querySelectorAll("#network-panel [data-plan]")) head.hidden = !plan;
+    const predicts = plan?.predicted !== undefined;
+    for (const head of document.querySelectorAll("#network-panel [data-plan]")) head.hidden = !predicts;
     const all = sum(layers, "parameters"), timed = layers.some((layer) => layer.time_us !== undefined), whole = sum(layers, "time_us"), found = stages(layers);
     text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} in one step, timed once` : ""}` : "The network is not known yet.");
     byId("network-time").hidden = !timed;
@@ -82,14 +84,14 @@ export class Network {
       return item;
     }));
     byId("network-rows").replaceChildren(...found.flatMap((stage) => {
-      const head = make("tr"), cell = make("th", stage.name, { scope: "rowgroup", colspan: 4 + (timed ? 1 : 0) + (plan ? 4 : 0) });
+      const head = make("tr"), cell = make("th", stage.name, { scope: "rowgroup", colspan: 4 + (timed ? 1 : 0) + (predicts ? 4 : 0) });
       head.className = "stage";
       head.append(cell);
       const rows = stage.layers.map((layer) => {
         const row = make("tr");
         row.append(make("th", layer.name, { scope: "row" }), make("td", layer.kind), make("td", shape(layer.output_shape)), make("td", layer.parameters ? count(layer.parameters) : "–", { class: "num" }));
         if (timed) row.append(make("td", layer.time_us === undefined ? "–" : time(layer.time_us), { class: "num" }));
-        if (plan) {
+        if (predicts) {
           const of = layer.plan ?? { time_us: 0, placement: "–", memory_bytes: 0, sent_bytes: 0 };
           row.append(make("td", time(of.time_us), { class: "num" }), make("td", of.placement), make("td", bytes(of.memory_bytes), { class: "num" }), make("td", bytes(of.sent_bytes), { class: "num" }));
         }

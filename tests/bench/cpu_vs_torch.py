@@ -1,11 +1,12 @@
 """Training images/s on this machine's CPU: Lockstep and PyTorch, measured in turns.
 
     cargo build --release
-    python3 tests/bench/cpu_vs_torch.py [--threads 2] [--rounds 3] [--cases resnet50:32:32]
+    python3 tests/bench/cpu_vs_torch.py [--threads 2] [--rounds 3] [--cases resnet50:32:32] [--precisions bf16]
 
-Both do the same work: forward, backward and a momentum-SGD update on synthetic pictures in memory, in
-float32, channels last. A round gives the median of 10 steps after 3 warm-up steps; the best round counts.
-Lockstep also runs as 2 ranks with half the threads each, on the same global batch. Needs torch and
+Both do the same work: forward, backward and a momentum-SGD update on synthetic pictures in memory,
+channels last. A round gives the median of 10 steps after 3 warm-up steps; the best round counts.
+Lockstep also runs as 2 ranks with half the threads each, on the same global batch. bf16 is
+train.precision = "bf16" in Lockstep, which needs AVX512-BF16, and autocast in PyTorch. Needs torch and
 torchvision. Prints a table.
 """
 
@@ -33,7 +34,7 @@ def network(name):
     return build(name.removesuffix("c"), stem="cifar" if name.endswith("c") else "imagenet")
 
 
-def measure_torch(case, threads):
+def measure_torch(case, precision, threads):
     torch.set_num_threads(threads)
     name, side, batch = case.split(":")
     model = network(name).train().to(memory_format=torch.channels_last)
@@ -43,16 +44,19 @@ def measure_torch(case, threads):
     secs = []
     for _ in range(WARM_UP + MEASURED):
         began = time.perf_counter()
-        torch.nn.functional.cross_entropy(model(pictures), labels).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            logits = model(pictures)
+        torch.nn.functional.cross_entropy(logits.float(), labels).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         secs.append(time.perf_counter() - began)
     return int(batch) / statistics.median(secs[WARM_UP:])
 
 
-def measure_lockstep(case, ranks, threads):
-    command = [ROOT / "target/release/lockstep", "bench", "--case", case, "--ranks", str(ranks), "--threads", str(threads), "--json"]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["images_per_second"]
+def measure_lockstep(case, precision, ranks, threads):
+    command = [ROOT / "target/release/lockstep", "bench", "--device", "cpu", "--case", case, "--precision", precision]
+    command += ["--ranks", str(ranks), "--threads", str(threads), "--json"]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)["images_per_second"]
 
 
 def main():
@@ -60,20 +64,23 @@ def main():
     arguments.add_argument("--threads", type=int, default=2)
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--cases", default=",".join(CASES))
+    arguments.add_argument("--precisions", default="fp32,bf16")
     arguments = arguments.parse_args()
     threads = arguments.threads
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     print(f"commit {commit}, torch {torch.__version__}, {threads} threads, best of {arguments.rounds} rounds\n", flush=True)
-    print("| case | Lockstep, images/s | PyTorch, images/s | ratio | Lockstep as 2 ranks | 2 ranks / 1 rank |")
-    print("|---|---|---|---|---|---|")
+    print("| case | precision | Lockstep, images/s | PyTorch, images/s | ratio | Lockstep as 2 ranks | 2 ranks / 1 rank |")
+    print("|---|---|---|---|---|---|---|")
     for case in arguments.cases.split(","):
-        a, b, c = [], [], []
-        for _ in range(arguments.rounds):
-            a.append(measure_lockstep(case, 1, threads))
-            b.append(measure_torch(case, threads))
-            c.append(measure_lockstep(case, 2, max(1, threads // 2)))
-        a, b, c = max(a), max(b), max(c)
-        print(f"| {case} | {a:.0f} | {b:.0f} | {a / b:.2f} | {c:.0f} | {c / a:.2f} |", flush=True)
+        for precision in arguments.precisions.split(","):
+            a, b, c = [], [], []
+            for _ in range(arguments.rounds):
+                a.append(measure_lockstep(case, precision, 1, threads))
+                b.append(measure_torch(case, precision, threads))
+                c.append(measure_lockstep(case, precision, 2, max(1, threads // 2)))
+            a, b, c = max(a), max(b), max(c)
+            row = [case, precision, f"{a:.0f}", f"{b:.0f}", f"{a / b:.2f}", f"{c:.0f}", f"{c / a:.2f}"]
+            print("| " + " | ".join(row) + " |", flush=True)
 
 
 main()

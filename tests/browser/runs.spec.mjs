@@ -33,5 +33,10 @@ test("metrics of any name have panels, also metrics that arrive while the page i
   await until("the new metric has a panel", async () => JSON.stringify(await panels(page)) === JSON.stringify([["top 1, %", [2]], ["train/loss", [3]], ["constructor", [1]]]));
   await until("the step is shown", async () => (await page.locator("#step").textContent()) === "3");
   await assertViews(page, "a run's page");
+  // The links that MLflow's client prints lead to Lockstep's pages.
+  await page.goto(`${server.url}/#/experiments/0/runs/${run.id}`);
+  await page.waitForURL(new RegExp(`/jobs/${run.id}$`));
+  await page.goto(`${server.url}/#/experiments/0`);
+  await page.waitForURL(/\/jobs\?project=default$/);
   await page.end();
 });

@@ -1,4 +1,4 @@
-"""PyTorch's counterpart of `cifar94.py`: the network, optimizer, augmentation and evaluation of Jordan 2024 (arXiv 2404.00498) with Muon, as
+"""PyTorch's counterpart of `cifar_recipes.py`: the network, optimizer, augmentation and evaluation of Jordan 2024 (arXiv 2404.00498) with Muon, as
 the documentation of the recipe `cifar-94` describes them, on the same pictures. Prints a line of JSON per seed, then mean and
 standard deviation. Whole training runs are timed by CUDA events, after a warm-up run.
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cifar94 import print_summary
+from cifar_recipes import print_summary
 
 BATCH, EPOCHS, SMOOTHING = 2000, 8, 0.2
 FILTER_LR, BIAS_LR, HEAD_LR = 0.24, 0.053, 0.67
@@ -180,7 +180,7 @@ def main():
         accuracy, secs = run(net, pictures, labels, test, seed)
         rows.append({"side": "pytorch", "run": "cifar-94", "seed": seed, "accuracy": round(accuracy, 2), "train_secs": round(secs, 3)})
         print(json.dumps(rows[-1]), flush=True)
-    print_summary("pytorch", rows)
+    print_summary("pytorch", "cifar-94", rows)
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ async fn commands_that_need_a_gpu_say_so_without_one() {
     }
     without(&["agent", "--gpus", "0", "--cpu-slots", "1"]).wrong(&["--gpus", "--cpu-slots"]);
     without(&["bench", "--device", "cuda"]).wrong(&["no GPU"]);
-    without(&["bench", "--device", "cpu", "--precision", "bf16"]).wrong(&["fp32"]);
+    without(&["bench", "--device", "cpu", "--precision", "fp16"]).wrong(&["fp32 or bf16"]);
     without(&["bench", "--precision", "fp16"]).wrong(&["no GPU"]);
 }
 
@@ -249,6 +249,18 @@ async fn train_needs_no_server() {
     resumed.ok();
     let continued = fs::read(out.join("checkpoints/1-12/model.safetensors")).expect("a model");
     assert!(tensors(&model) == tensors(&continued), "the same weights as in one go");
+
+    // Not every processor has the instructions for bf16.
+    let (finished, out) =
+        train("bf16", 2, &["--set", "train.precision=bf16", "--set", "parallel.device=cpu"]);
+    if fs::read_to_string("/proc/cpuinfo").is_ok_and(|processor| processor.contains("avx512_bf16")) {
+        finished.ok();
+        let state = fs::read_to_string(out.join("checkpoints/1-2/state.json")).expect("a state");
+        assert!(state.contains("\"bf16\""), "{state}");
+    } else {
+        assert!(finished.status != 0, "{finished:?}");
+        assert!(format!("{finished:?}").contains("has no AVX512-BF16 instructions"), "{finished:?}");
+    }
 
     let bad = folder.write("bad.toml", "[train]\nlr = -1\n");
     Finished::of(lockstep().arg("train").arg(bad).current_dir(folder.path()))

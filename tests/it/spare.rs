@@ -4,8 +4,7 @@
 use crate::{pictures, server::turn};
 use lockstep_host::gpu::RankGpu;
 use lockstep_protocol::{
-    agent::{AttemptRef, StartAttempt},
-    job::JobId,
+    agent::StartAttempt,
     spec::{Arch, Device, JobSpec},
 };
 use lockstep_worker::{
@@ -48,22 +47,9 @@ async fn a_spare_becomes_the_requested_rank_and_ends_with_its_agent() {
     spec.train.steps = Some(STEPS);
     spec.train.global_batch_size = Some(8);
     spec.parallel.device = Device::Cpu;
+    let dataset = pictures::idx_dataset(folder.path(), 32, 8);
     let config = RankConfig {
-        start: StartAttempt {
-            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
-            spec,
-            dataset_path: pictures::idx_dataset(folder.path(), 32, 8).display().to_string(),
-            world_size: 1,
-            ranks: vec![(0, 0)],
-            master_addr: "127.0.0.1".into(),
-            master_port: 1,
-            secret: String::new(),
-            job_dir: None,
-            resume: None,
-            pause_after: None,
-            network: None,
-            files: Default::default(),
-        },
+        start: StartAttempt { master_port: 1, ..StartAttempt::local(spec, dataset.to_string_lossy(), 1) },
         rank: 0,
         slot: 0,
         local_ranks: 1,

@@ -94,6 +94,29 @@ async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
 }
 
 #[tokio::test]
+async fn alerts_of_a_run_from_elsewhere_are_lines() {
+    let _turn = turn().await;
+    let server = Server::start_with(Agents::None).await;
+    let run =
+        server.request(Method::POST, "/runs", Some(&json!({"id": "alerting", "name": "alerting"}))).await;
+    assert_eq!(run.status, StatusCode::CREATED, "{}", run.text);
+    let folder = Folder::new();
+    let (out, err) = (folder.path().join("out"), folder.path().join("err"));
+    let mut watch = lockstep();
+    watch.args(["watch", "alerting"]).envs(server.for_clients());
+    watch.stdout(fs::File::create(&out).expect("a file")).stderr(fs::File::create(&err).expect("a file"));
+    let _watch = Watching(watch.spawn().expect("lockstep"));
+    printed(&err, &["Ctrl-C ends this display"]).await;
+    let alerts = json!([{"title": "loss", "text": "is\ninf", "level": "WARN"}, {"title": "half done"}]);
+    for change in [json!({"summary": {"alerts": alerts}}), json!({"state": "succeeded"})] {
+        let answer = server.request(Method::PATCH, "/runs/alerting", Some(&change)).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text);
+    }
+    printed(&out, &["warning: loss: is inf\n", "alert: half done\n", "succeeded"]).await;
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn the_queue_shortens_names_on_a_terminal_and_not_in_a_pipe() {
     let _turn = turn().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;

@@ -198,8 +198,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 detail: "not a JPEG: starts with text".into(),
             }],
             broken_count: 1,
-            unlabelled: Vec::new(),
-            fingerprint: None,
+            ..DatasetInfo::default()
         },
         added_at: now - SignedDuration::from_hours(3),
         owner: Some("ada".into()),
@@ -271,11 +270,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             memory_bytes: 1_082_000_000_000,
             disk_free_bytes: 3_400_000_000_000,
             version: "0.1.0".into(),
-            address: None,
-            interface: None,
-            interface_mbits: None,
-            network_id: None,
-            nvlink_groups: Vec::new(),
+            ..Machine::default()
         },
         slots: (0..4)
             .map(|index| {

@@ -245,11 +245,7 @@ mod tests {
                 memory_bytes: 2,
                 disk_free_bytes: 1,
                 version: "0.1.0".into(),
-                address: None,
-                interface: None,
-                interface_mbits: None,
-                network_id: None,
-                nvlink_groups: Vec::new(),
+                ..Machine::default()
             },
             sample: Some(sample),
             warnings: vec![MachineWarning { problem: true, text: "<b>full</b>".into() }],

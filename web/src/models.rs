@@ -91,9 +91,7 @@ fn accuracy(version: &ModelVersion) -> String {
 
 /// Returns the beginning of the dataset's fingerprint, and the whole fingerprint.
 fn fingerprint(version: &ModelVersion) -> Option<(String, String)> {
-    let fingerprint = version.dataset_fingerprint.as_ref()?;
-    let hash =
-        fingerprint.get("sha256").or_else(|| fingerprint.get("names_sha256")).and_then(Value::as_str)?;
+    let hash = version.dataset_fingerprint.as_ref()?.get("sha256").and_then(Value::as_str)?;
     Some((hash.chars().take(FINGERPRINT_CHARS).collect(), hash.to_owned()))
 }
 

@@ -273,10 +273,7 @@ mod tests {
                 channels: 3,
                 mean: vec![0.5; 3],
                 std: vec![0.2; 3],
-                broken: Vec::new(),
-                broken_count: 0,
-                unlabelled: Vec::new(),
-                fingerprint: None,
+                ..DatasetInfo::default()
             },
             added_at: "2026-01-02T03:04:05Z".parse().unwrap(),
             owner: None,

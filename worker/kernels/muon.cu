@@ -94,57 +94,103 @@ struct Factor {
     u32 row_step, depth_step;
 };
 
-// Copies values (first_row + 0..63, first_depth + 0..31) to `tile`, whose rows have MUON_ROW values; zeros outside the factor.
 #define MUON_TILE 64u
 #define MUON_DEPTH 32u
-#define MUON_ROW 40u // two rows of fragments never meet in a bank
+#define MUON_STAGES 3u
+// A tile in shared memory has rows of MUON_DEPTH values if the factor's values lie along the depth, and else MUON_DEPTH rows of MUON_TILE
+// values. Rows are padded by 8 values, so that ldmatrix reads its eight rows from different banks.
+#define MUON_ROW 40u
+#define MUON_COLUMN 72u
+#define MUON_SIZE (MUON_TILE * MUON_ROW)
+
+// Starts to copy values (first_row + 0..63, first_depth + 0..31) to `tile`; zeros outside the factor.
 __device__ __forceinline__ void load_factor(const Factor& f, u32 rows, u32 depth, u32 first_row, u32 first_depth, bf16* tile) {
-    for (u32 i = threadIdx.x; i < MUON_TILE * MUON_DEPTH; i += blockDim.x) {
-        // Neighbouring threads read neighbouring values.
-        bool by_depth = f.depth_step == 1;
-        u32 r = by_depth ? i / MUON_DEPTH : i % MUON_TILE, d = by_depth ? i % MUON_DEPTH : i / MUON_TILE;
+    bool by_depth = f.depth_step == 1;
+    // Whole groups of 8 values, in memory and at the factor's end.
+    bool grouped = ((by_depth ? f.row_step | depth : f.depth_step | rows) & 7) == 0;
+    for (u32 i = threadIdx.x; i < MUON_TILE * MUON_DEPTH / 8; i += blockDim.x) {
+        // Neighbouring threads copy neighbouring groups.
+        u32 r = by_depth ? i / (MUON_DEPTH / 8) : i % (MUON_TILE / 8) * 8, d = by_depth ? i % (MUON_DEPTH / 8) * 8 : i / (MUON_TILE / 8);
+        bf16* to = tile + (by_depth ? r * MUON_ROW + d : d * MUON_COLUMN + r);
+        const bf16* from = f.at + (u64)(first_row + r) * f.row_step + (u64)(first_depth + d) * f.depth_step;
         bool inside = first_row + r < rows && first_depth + d < depth;
-        tile[r * MUON_ROW + d] = inside ? f.at[(u64)(first_row + r) * f.row_step + (u64)(first_depth + d) * f.depth_step] : (bf16)0;
+        if (grouped) {
+            cp_async16(to, inside ? from : f.at, inside);
+            continue;
+        }
+        u32 end = by_depth ? depth - min(depth, first_depth + d) : rows - min(rows, first_row + r);
+#pragma unroll
+        for (u32 k = 0; k < 8; k++) to[k] = inside && k < end ? from[k] : (bf16)0;
     }
 }
 
+// Four 8 x 8 matrices, one from each eight lanes' rows of 8 values at `at`.
+template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(u32 (&to)[4], const bf16* at) {
+    u32 address = (u32)__cvta_generic_to_shared(at);
+    if (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(address));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(address));
+}
+
+// The fragments of 16 rows and 16 depths of a tile: 8 x 8 matrices (row 0, depth 0), (8, 0), (0, 8), (8, 8), or with `depth_first` (0, 0),
+// (0, 8), (8, 0), (8, 8).
+__device__ __forceinline__ void fragments(u32 (&to)[4], const bf16* tile, bool by_depth, u32 row, u32 depth, bool depth_first) {
+    u32 lane = threadIdx.x % 32, low = lane / 8 % 2 * 8, high = lane / 16 * 8;
+    row += depth_first ? high : low;
+    depth += depth_first ? low : high;
+    if (by_depth)
+        load_matrices<false>(to, tile + (row + lane % 8) * MUON_ROW + depth);
+    else
+        load_matrices<true>(to, tile + (depth + lane % 8) * MUON_COLUMN + row);
+}
+
 // Calls finish(row, column, sum over depth of p(row, depth) q(column, depth)) for this block's tile, number blockIdx.x, of rows x
-// columns. A block has four warps, each of which computes 32 x 32 values.
+// columns. A block has four warps, each of which computes 32 x 32 values. `symmetric`: p is q, and only values on and above the
+// diagonal are passed.
 template <class Finish>
-__device__ __forceinline__ void product(const Factor& p, const Factor& q, u32 rows, u32 columns, u32 depth, Finish finish) {
-    SHARED(bf16, p_tile, MUON_TILE * MUON_ROW);
-    SHARED(bf16, q_tile, MUON_TILE * MUON_ROW);
+__device__ __forceinline__ void product(const Factor& p, const Factor& q, u32 rows, u32 columns, u32 depth, bool symmetric, Finish finish) {
+    SHARED(bf16, tiles, MUON_STAGES * 2 * MUON_SIZE);
     u32 across = (columns + MUON_TILE - 1) / MUON_TILE;
     u32 first_row = blockIdx.x / across * MUON_TILE, first_column = blockIdx.x % across * MUON_TILE;
-    if (first_row >= rows) return;
+    if (first_row >= rows || symmetric && first_column < first_row) return;
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4 * 2;
     u32 warp_row = warp / 2 * 32, warp_column = warp % 2 * 32;
+    u32 count = (depth + MUON_DEPTH - 1) / MUON_DEPTH;
+    auto load = [&](u32 number) {
+        bf16* to = tiles + number % MUON_STAGES * 2 * MUON_SIZE;
+        if (number < count) {
+            load_factor(p, rows, depth, first_row, number * MUON_DEPTH, to);
+            load_factor(q, columns, depth, first_column, number * MUON_DEPTH, to + MUON_SIZE);
+        }
+        cp_async_commit_group();
+    };
+    for (u32 number = 0; number + 1 < MUON_STAGES; number++) load(number);
     float c[2][4][4] = {};
-    for (u32 d = 0; d < depth; d += MUON_DEPTH) {
+    for (u32 number = 0; number < count; number++) {
+        cp_async_wait_group<MUON_STAGES - 2>();
         __syncthreads();
-        load_factor(p, rows, depth, first_row, d, p_tile);
-        load_factor(q, columns, depth, first_column, d, q_tile);
-        __syncthreads();
+        // Into the tiles of the iteration before, which every warp has left.
+        load(number + MUON_STAGES - 1);
+        const bf16 *p_tile = tiles + number % MUON_STAGES * 2 * MUON_SIZE, *q_tile = p_tile + MUON_SIZE;
 #pragma unroll
         for (u32 k = 0; k < MUON_DEPTH; k += 16) {
-            u32 a[2][4];
+            u32 a[2][4], b[2][4];
 #pragma unroll
-            for (int m = 0; m < 2; m++) {
-                const bf16* at = p_tile + (warp_row + m * 16 + g) * MUON_ROW + k + t;
-                a[m][0] = *(const u32*)at;
-                a[m][1] = *(const u32*)(at + 8 * MUON_ROW);
-                a[m][2] = *(const u32*)(at + 8);
-                a[m][3] = *(const u32*)(at + 8 * MUON_ROW + 8);
-            }
+            for (int m = 0; m < 2; m++) fragments(a[m], p_tile, p.depth_step == 1, warp_row + m * 16, k, false);
 #pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const bf16* at = q_tile + (warp_column + n * 8 + g) * MUON_ROW + k + t;
-                u32 b0 = *(const u32*)at, b1 = *(const u32*)(at + 8);
+            for (int n = 0; n < 2; n++) fragments(b[n], q_tile, q.depth_step == 1, warp_column + n * 16, k, true);
 #pragma unroll
-                for (int m = 0; m < 2; m++) mma_m16n8k16(c[m][n], a[m], b0, b1);
-            }
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int n = 0; n < 4; n++) mma_m16n8k16(c[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
         }
     }
+    cp_async_wait_all();
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -152,7 +198,7 @@ __device__ __forceinline__ void product(const Factor& p, const Factor& q, u32 ro
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 u32 row = first_row + warp_row + m * 16 + g + i / 2 * 8, column = first_column + warp_column + n * 8 + t + i % 2;
-                if (row < rows && column < columns) finish(row, column, c[m][n][i]);
+                if (row < rows && column < columns && (!symmetric || row <= column)) finish(row, column, c[m][n][i]);
             }
 }
 
@@ -166,7 +212,9 @@ extern "C" __global__ void __launch_bounds__(128)
     float inverse = first ? norms[blockIdx.y].inverse : 1.0f;
     Factor x = {matrices + f.offset, f.is_wide() ? f.columns : 1u, f.is_wide() ? 1u : f.columns};
     bf16* to = grams + f.gram;
-    product(x, x, side, side, depth, [&](u32 row, u32 column, float sum) { to[row * side + column] = to_bf16(sum * inverse * inverse); });
+    product(x, x, side, side, depth, true, [&](u32 row, u32 column, float sum) {
+        to[row * side + column] = to[column * side + row] = to_bf16(sum * inverse * inverse);
+    });
 }
 
 // b G + c G G for each Gram matrix G, which is symmetric.
@@ -179,8 +227,9 @@ extern "C" __global__ void __launch_bounds__(128)
     const bf16* gram = grams + f.gram;
     bf16* to = factors + f.gram;
     Factor x = {gram, side, 1};
-    product(x, x, side, side, side, [&](u32 row, u32 column, float sum) {
-        to[row * side + column] = to_bf16(fmaf(QUINTIC_C, sum, QUINTIC_B * from_bf16(gram[row * side + column])));
+    product(x, x, side, side, side, true, [&](u32 row, u32 column, float sum) {
+        bf16 value = to_bf16(fmaf(QUINTIC_C, sum, QUINTIC_B * from_bf16(gram[row * side + column])));
+        to[row * side + column] = to[column * side + row] = value;
     });
 }
 
@@ -201,9 +250,9 @@ extern "C" __global__ void __launch_bounds__(128)
         to[at] = to_bf16(inverse * fmaf(QUINTIC_A, from_bf16(x[at]), sum));
     };
     if (f.is_wide())
-        product(factor, by_column, f.rows, columns, side, finish);
+        product(factor, by_column, f.rows, columns, side, false, finish);
     else
-        product(by_row, factor, f.rows, columns, side, finish);
+        product(by_row, factor, f.rows, columns, side, false, finish);
 }
 
 // Filters: w = scale w - lr u, with the orthogonalised u in `matrices`. Others: v = m v + (g + d w), w -= lr rate (g + d w + m v).

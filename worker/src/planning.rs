@@ -12,7 +12,7 @@ use lockstep_engine::{
 };
 use lockstep_host::{cache, cpu_name, usage::memory_free, write_whole};
 use lockstep_protocol::{
-    network::{LayerPlan, NetworkDescription, PlanDescription},
+    network::{LayerPlan, NetworkDescription, PlanDescription, PlanPrediction},
     spec::{Device, JobSpec, ModelSpec, ParallelSpec, from_json},
 };
 use sha2::{Digest, Sha256};
@@ -227,23 +227,14 @@ impl Planned {
                 time_us: (of.ms * 1e3) as f32,
             });
         }
-        let Mesh { stage, data, height, model } = plan.mesh;
-        description.plan = Some(PlanDescription {
-            words: plan.to_string(),
-            pipeline: stage as u32,
-            later_stages: plan.stage_begins(network),
-            data: data as u32,
-            height: height as u32,
-            model: model as u32,
-            shard: plan.shards.clone(),
+        let predicted = PlanPrediction {
             step_ms: cost.step_ms as f32,
-            measured_step_ms: None,
             images_per_second: cost.images_per_second as f32,
             memory_bytes: cost.memory_bytes as u64,
-            measured_memory_bytes: None,
             limited_by: self.limited_by.into(),
             why: self.why.clone(),
-        });
+        };
+        description.plan = Some(PlanDescription { predicted: Some(predicted), ..describe(plan, network) });
         description
     }
 
@@ -259,6 +250,23 @@ impl Planned {
             self.limited_by,
             self.why
         )
+    }
+}
+
+/// Describes a plan without predictions.
+pub fn describe(plan: &Plan, network: &Network) -> PlanDescription {
+    let Mesh { stage, data, height, model } = plan.mesh;
+    PlanDescription {
+        words: plan.to_string(),
+        pipeline: stage as u32,
+        later_stages: plan.stage_begins(network),
+        data: data as u32,
+        height: height as u32,
+        model: model as u32,
+        shard: plan.shards.clone(),
+        predicted: None,
+        measured_step_ms: None,
+        measured_memory_bytes: None,
     }
 }
 
@@ -394,16 +402,18 @@ mod tests {
 
     #[test]
     fn the_pictures_of_a_step_do_not_depend_on_the_plan() {
-        let (spec, _) = job();
+        let (spec, network) = job();
         let hybrid = ParallelSpec { mode: "hybrid".into(), height: 2, ..spec.parallel.clone() };
         let resolved = with_plan(&spec, &Plan::of(&hybrid), &machine("cpu"));
         assert_eq!((resolved.global_batch_size(), resolved.micro_batch_size()), (32, 16));
         assert_eq!((resolved.parallel.is_hybrid(), resolved.parallel.device), (true, Device::Cpu));
+        let described = describe(&Plan::of(&hybrid), &network);
+        assert_eq!((described.data, described.height, described.predicted), (2, 2, None));
         let resolved = with_plan(&spec, &Plan::data(4), &machine("cpu"));
         assert_eq!((resolved.parallel.mode.as_str(), resolved.train), ("data", spec.train));
     }
 
-    /// They split no layer but the last, and each rank has a row of every activation.
+    /// GPUs split no layer but the last, and each rank has a row of every activation.
     #[test]
     fn gpus_are_offered_only_plans_that_they_support() {
         let (spec, network) = job();
@@ -434,7 +444,7 @@ mod tests {
             let mut spec = spec.clone();
             change(&mut spec);
             let planned = Planned::of(&spec, &network, &machine("cpu")).unwrap();
-            assert!(planned.considered.iter().all(|of| of.plan.is_data()), "{}", planned.why);
+            assert!(planned.considered.iter().all(|candidate| candidate.plan.is_data()), "{}", planned.why);
         }
         spec.parallel.model = 2;
         spec.parallel.sync_batch_norm = false;

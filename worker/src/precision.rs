@@ -56,14 +56,14 @@ mod tests {
     }
 
     #[test]
-    fn four_skipped_steps_in_a_row_are_tolerated_and_five_not() {
+    fn four_consecutive_skipped_steps_are_tolerated_but_not_five() {
         assert_eq!(after(10, &[3, 4, 5, 6]).describe_if_persistent(), None);
         assert_eq!(after(10, &[3, 4, 5, 6, 8]).describe_if_persistent(), None);
         assert_eq!(after(7, &[3, 4, 5, 6, 7]).describe_if_persistent().as_deref(), Some("5 steps in a row"));
     }
 
     #[test]
-    fn five_skipped_of_500_steps_are_tolerated_and_six_not() {
+    fn five_skipped_of_500_steps_are_tolerated_but_not_six() {
         let every_hundredth: Vec<u64> = (1..=30).map(|n| 100 * n).collect();
         for steps in [499, 500, 501, 3000] {
             assert_eq!(after(steps, &every_hundredth).describe_if_persistent(), None, "{steps}");

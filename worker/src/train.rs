@@ -17,6 +17,7 @@ mod memory;
 mod parts;
 mod plan;
 mod pretrained;
+mod replicas;
 mod saving;
 mod start;
 mod step;

@@ -151,7 +151,7 @@ impl AxisTimes {
 }
 
 /// A complete checkpoint on disk.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct CheckpointInfo {
     pub epoch: u32,
     pub step: u64,

@@ -5,7 +5,7 @@ use std::fmt;
 
 /// Orders the attempts of all jobs, and cannot be guessed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(try_from = "Written", into = "String")]
+#[serde(try_from = "String", into = "String")]
 pub struct FencingToken {
     /// Grows with every attempt of any job.
     pub number: u64,
@@ -50,22 +50,10 @@ impl From<FencingToken> for String {
     }
 }
 
-/// In files of protocol 4 a token is its number. Such files are read, but their reports are refused.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Written {
-    Number(u64),
-    Whole(String),
-}
-
-impl TryFrom<Written> for FencingToken {
+impl TryFrom<String> for FencingToken {
     type Error = &'static str;
 
-    fn try_from(written: Written) -> Result<Self, Self::Error> {
-        let text = match written {
-            Written::Number(number) => return Ok(number.into()),
-            Written::Whole(text) => text,
-        };
+    fn try_from(text: String) -> Result<Self, Self::Error> {
         let (number, secret) =
             text.split_once('.').ok_or("a fencing token is a number, a dot and a secret")?;
         let number = number.parse().map_err(|_| "a fencing token begins with its number")?;
@@ -83,15 +71,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_comes_back_from_text_and_from_a_number_of_before() {
+    fn a_token_comes_back_from_text() {
         let token = FencingToken { number: 41, secret: 0xabc };
         let text = serde_json::to_string(&token).unwrap();
         assert_eq!(text, "\"41.00000000000000000000000000000abc\"");
         assert_eq!(serde_json::from_str::<FencingToken>(&text).unwrap(), token);
         let packed = rmp_serde::to_vec_named(&token).unwrap();
         assert_eq!(rmp_serde::from_slice::<FencingToken>(&packed).unwrap(), token);
-        assert_eq!(serde_json::from_str::<FencingToken>("41").unwrap(), FencingToken::from(41));
         for wrong in [
+            "41",
             "\"41\"",
             "\"41.abc\"",
             "\"x.00000000000000000000000000000abc\"",

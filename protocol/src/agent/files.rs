@@ -15,8 +15,7 @@ pub const MARK: &str = "mark";
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StartFiles {
-    /// The content of [`MARK`] in the job's folder on the server's disk. `None` from a server that cannot write the file, or of an earlier
-    /// version.
+    /// The content of [`MARK`] in the job's folder on the server's disk. `None` from a server that cannot write the file.
     pub mark: Option<String>,
     /// The dataset's fingerprint at the job's first start (`dataset.json`), if there was a start.
     pub dataset: Option<Value>,
@@ -35,8 +34,11 @@ pub struct StartFiles {
 /// The response to an agent that asks whether an attempt's files are still needed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct WhatIsNeeded {
-    /// Whether the job may continue on this agent, so that its folder should be kept.
+    /// Whether the job's folder should be kept: the job may continue on this agent, or is `unknown`.
     pub keep: bool,
+    /// Whether the server's database has neither the attempt nor the job's deletion, as after the restore of an older backup.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unknown: bool,
 }
 
 /// The part of a checkpoint that the server has.

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// A machine's description of itself.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Machine {
     pub hostname: String,
     pub cpu: String,
@@ -119,11 +119,9 @@ mod tests {
                 memory_bytes: 1,
                 disk_free_bytes: 1,
                 version: "0".into(),
-                address: None,
-                interface: None,
                 interface_mbits: mbits,
-                network_id: None,
                 nvlink_groups: groups.iter().map(|group| group.to_vec()).collect(),
+                ..Machine::default()
             };
             machine.links_in_words()
         };

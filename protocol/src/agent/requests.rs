@@ -123,9 +123,8 @@ pub enum AgentReply {
     Progress {
         inspected: Option<(u64, u64)>,
     },
-    /// `None` for a format with few files, which are compared themselves.
     Fingerprint {
-        found: Option<PicturesFingerprint>,
+        found: PicturesFingerprint,
     },
     /// Absent if no picture validates the job.
     ValidationSet {

@@ -285,12 +285,14 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     {
         mistake("/data/std", format!("has {} values, but mean has {}", std.len(), mean.len()));
     }
-    let half = matches!(spec.train.precision, super::Precision::Bf16 | super::Precision::Fp16);
-    if let Some(kind) = spec.parallel.device.kind().filter(|kind| half && !kind.has_half_precision) {
+    let precision = spec.train.precision;
+    let half = matches!(precision, super::Precision::Bf16 | super::Precision::Fp16);
+    let device = spec.parallel.device.kind();
+    if let Some(kind) = device.filter(|kind| half && !kind.half_precisions.contains(&precision)) {
         let engine = kind.display_name;
         mistake(
             "/train/precision",
-            format!("the {engine} engine computes in fp32: use \"fp32\" or \"auto\""),
+            format!("the {engine} engine computes in fp32 or bf16: use \"fp32\", \"bf16\" or \"auto\""),
         );
     }
     if spec.data.validation == super::Validation::Split("train".into()) {

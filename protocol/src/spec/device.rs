@@ -1,5 +1,6 @@
 //! The kinds of devices on which ranks compute, as far as code outside the engines needs to know them.
 
+use super::Precision;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -25,8 +26,8 @@ pub struct DeviceKind {
     /// Whether each slot is a device, so that the machine determines their number. Otherwise slots are shares of the
     /// machine's cores, in any requested number; a machine that offers devices has such slots, too.
     pub is_counted: bool,
-    /// Whether the device computes in bf16 and fp16.
-    pub has_half_precision: bool,
+    /// The 16-bit formats in which devices of this kind compute. A CPU needs instructions for bf16.
+    pub half_precisions: &'static [Precision],
 }
 
 /// All kinds. `auto` uses the first kind of which a machine has slots.
@@ -37,7 +38,7 @@ pub const DEVICE_KINDS: &[DeviceKind] = &[
         display_name: "GPU",
         slot_name: "GPU",
         is_counted: true,
-        has_half_precision: true,
+        half_precisions: &[Precision::Bf16, Precision::Fp16],
     },
     DeviceKind {
         device: Device::Cpu,
@@ -45,7 +46,7 @@ pub const DEVICE_KINDS: &[DeviceKind] = &[
         display_name: "CPU",
         slot_name: "slot",
         is_counted: false,
-        has_half_precision: false,
+        half_precisions: &[Precision::Bf16],
     },
 ];
 

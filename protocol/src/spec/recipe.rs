@@ -29,6 +29,9 @@ pub enum Recipe {
     /// the whole run instead of three epochs.
     #[serde(rename = "cifar-94")]
     Cifar94,
+    /// An ordinary ResNet-18 (`model.stem = "cifar"`) on CIFAR-10 in eight epochs of 1,024 pictures a step: Muon and alternating flips.
+    #[serde(rename = "cifar-fast")]
+    CifarFast,
     /// Fine-tunes trained weights (`model.pretrained`) on your own pictures: a small learning rate, a few epochs.
     Finetune,
 }
@@ -60,6 +63,7 @@ named!(Recipe:
     Fast = "fast",
     Cifar = "cifar",
     Cifar94 = "cifar-94",
+    CifarFast = "cifar-fast",
     Finetune = "finetune",
 );
 
@@ -142,6 +146,19 @@ impl Recipe {
                         "label_smoothing": 0.2,
                     },
                     "evaluate": {"every_epochs": 0, "views": 6},
+                }),
+            },
+            Recipe::CifarFast => Settings {
+                lr: (0.1, 1024.0),
+                keys: json!({
+                    "data": {
+                        "crop_padding": 2, "reflect_border": true, "horizontal_flip": true, "alternating_flip": true,
+                    },
+                    "train": {
+                        "epochs": 8, "optimizer": "muon", "filter_momentum": 0.8, "momentum": 0.85, "head_lr": 0.1,
+                        "weight_decay": 0.01, "schedule": "one_cycle", "pct_start": 0.1, "final_lr_fraction": 0,
+                        "label_smoothing": 0.1,
+                    },
                 }),
             },
             Recipe::Finetune => Settings {

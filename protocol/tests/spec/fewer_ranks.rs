@@ -7,7 +7,7 @@ fn job(parallel: &str, recovery: &str, train: &str) -> String {
 }
 
 #[test]
-fn fewer_ranks_and_the_wait_before_are_taken_up_to_their_limits() {
+fn min_ranks_and_wait_seconds_are_accepted_up_to_their_limits() {
     for (parallel, line) in [
         ("ranks = 2", "min_ranks = 1"),
         ("ranks = 1024", "min_ranks = 1024"),
@@ -20,9 +20,9 @@ fn fewer_ranks_and_the_wait_before_are_taken_up_to_their_limits() {
     let recovery = from_toml("[data]\ndataset = \"d\"").expect("defaults").recovery;
     assert_eq!((recovery.min_ranks, recovery.wait_seconds), (None, 60));
     let none = from_toml(&job("ranks = 8", "", "")).expect("no min_ranks");
-    assert_eq!(none.fewer_ranks(), [0; 0], "it waits for all");
+    assert_eq!(none.fewer_ranks(), [0; 0], "the job waits for all ranks");
 
-    for (parallel, line, key, words) in [
+    for (parallel, line, key, expected) in [
         ("ranks = 2", "min_ranks = 0", "min_ranks", "from 1 to 1,024"),
         ("ranks = 1024", "min_ranks = 1025", "min_ranks", "from 1 to 1,024"),
         ("ranks = 2", "wait_seconds = -1", "wait_seconds", "from 0 to 86,400"),
@@ -41,7 +41,7 @@ fn fewer_ranks_and_the_wait_before_are_taken_up_to_their_limits() {
             "set parallel.gradients_mean = true, or leave min_ranks out",
         ),
     ] {
-        one_mistake(&job(parallel, line, ""), &format!("/recovery/{key}"), &[words]);
+        one_mistake(&job(parallel, line, ""), &format!("/recovery/{key}"), &[expected]);
     }
 }
 
@@ -50,7 +50,7 @@ fn pictures_of_a_step_are_the_same_on_fewer_ranks() {
     for train in ["batch_size = 6\naccumulate = 5", "global_batch_size = 240\naccumulate = 5"] {
         let whole = from_toml(&job("ranks = 8", "min_ranks = 2", train)).expect("valid");
         assert_eq!((whole.micro_batch_size(), whole.global_batch_size()), (6, 240));
-        // 48 pictures of a micro-batch come out even on these.
+        // The numbers of ranks that divide the 48 pictures of a micro-batch.
         assert_eq!(whole.fewer_ranks(), [6, 4, 3, 2], "{train}");
         for ranks in whole.fewer_ranks() {
             let fewer = whole.clone().on_ranks(ranks);
@@ -63,7 +63,7 @@ fn pictures_of_a_step_are_the_same_on_fewer_ranks() {
             assert_eq!(fewer.steps_per_epoch(1000), whole.steps_per_epoch(1000));
         }
     }
-    // The default of 32 a rank.
+    // The default is 32 per rank.
     let fewer = from_toml(&job("ranks = 4", "min_ranks = 1", "")).expect("valid").on_ranks(1);
     assert_eq!((fewer.micro_batch_size(), fewer.global_batch_size()), (128, 128));
     one_mistake(

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn what_a_picture_becomes_is_accepted_up_to_its_limits() {
+fn transforms_are_accepted_up_to_their_limits() {
     for line in [
         "crop_scale = [0.001, 1.0]",
         "crop_scale = [1, 1]",
@@ -25,7 +25,7 @@ fn what_a_picture_becomes_is_accepted_up_to_its_limits() {
 }
 
 #[test]
-fn mixing_and_averaging_take_the_values_at_their_limits() {
+fn mixing_and_averaging_accept_the_values_at_their_limits() {
     for (low, high) in [
         ("mixup = 0", "mixup = 100"),
         ("cutmix = 0.0", "cutmix = 100.0"),
@@ -41,7 +41,7 @@ fn mixing_and_averaging_take_the_values_at_their_limits() {
 }
 
 #[test]
-fn the_ends_of_an_optimizer_s_ranges_belong_to_them() {
+fn ranges_of_optimizer_keys_include_their_ends() {
     for (kind, name) in OptimizerKind::ALL {
         let ends = "beta1 = 0\nbeta2 = 0.0\nepsilon = 1e-16\ndecay_norm_and_bias = false";
         let spec = from_toml(&with("train", &format!("optimizer = {name:?}\n{ends}"))).expect("allowed");
@@ -52,13 +52,13 @@ fn the_ends_of_an_optimizer_s_ranges_belong_to_them() {
     assert_eq!((train.epsilon, train.beta1, train.beta2), (1.0, 0.9, 0.9999));
 }
 
-/// `a.a.a` with so many parts.
+/// A path such as `a.a.a` with `parts` parts.
 fn path(parts: usize) -> String {
     vec!["a"; parts].join(".")
 }
 
 #[test]
-fn keys_are_set_up_to_a_depth_and_a_length() {
+fn keys_to_set_have_a_limited_depth_and_length() {
     let set = |argument: &str| {
         let mut document = json!({});
         apply_set(&mut document, argument).map(|()| document)
@@ -74,47 +74,47 @@ fn keys_are_set_up_to_a_depth_and_a_length() {
     assert!(error.contains("256 bytes"), "{error}");
     let long = "v".repeat(100_000);
     assert!(set(&long).unwrap_err().len() < 300, "a message is short");
-    // A value is text when it is no TOML, however many dots and brackets it has.
+    // A value that is not TOML is text, with any number of dots and brackets.
     let dots = path(50);
     assert_eq!(set(&format!("data.dataset=/{dots}")).unwrap()["data"]["dataset"], format!("/{dots}"));
     assert!(set(&format!("x={}", "[".repeat(200_000))).unwrap()["x"].is_string());
 }
 
 #[test]
-fn a_document_is_read_up_to_a_depth() {
+fn documents_have_a_limited_depth() {
     let nested = |depth: usize| format!("x = {}{}", "[".repeat(depth), "]".repeat(depth));
     assert!(toml_document(&nested(TOML_NESTING)).is_ok());
     let keys = |parts: usize| format!("[data]\ndataset = \"d\"\n{} = 1.5", path(parts));
     assert!(toml_document(&keys(KEY_PARTS)).is_ok());
-    // Tables in tables, each with the longest key: what a document can come to.
-    let towers = |tables: usize| {
+    // Nested tables, each with the longest key: the deepest document that is accepted.
+    let nested_tables = |tables: usize| {
         let key = path(KEY_PARTS);
         format!("{key} = {}1{}", format!("{{ {key} = ").repeat(tables), " }".repeat(tables))
     };
-    assert!(toml_document(&towers(TOML_NESTING)).is_ok());
-    for (text, place, words) in [
+    assert!(toml_document(&nested_tables(TOML_NESTING)).is_ok());
+    for (text, place, expected) in [
         (nested(TOML_NESTING + 1), "line 1, column 13", "more than 8 deep"),
         (nested(1_000_000), "line 1", "more than 8 deep"),
         (keys(KEY_PARTS + 1), "line 3, column 16", "more than 8 parts"),
         (format!("[{}]", path(500_000)), "line 1", "more than 8 parts"),
-        (towers(TOML_NESTING + 1), "line 1", "more than 8 deep"),
+        (nested_tables(TOML_NESTING + 1), "line 1", "more than 8 deep"),
         (format!("x = {}", "{ a = ".repeat(100_000)), "line 1", "more than 8 deep"),
     ] {
         let found = mistakes(&text);
         assert_eq!(found.len(), 1, "{found:?}");
-        assert!(found[0].detail.starts_with(place) && found[0].detail.contains(words), "{found:?}");
+        assert!(found[0].detail.starts_with(place) && found[0].detail.contains(expected), "{found:?}");
     }
-    // Dots and brackets in text and comments are none.
+    // Dots and brackets in text and comments do not count.
     let text = format!("# {}\nname = \"{}\" # [[[[[[[[[[\n", path(50), "[a.".repeat(50));
     assert_eq!(toml_document(&text).unwrap()["name"], "[a.".repeat(50));
 }
 
 #[test]
-fn mistakes_are_told_up_to_a_number() {
+fn the_number_of_reported_mistakes_is_limited() {
     let unknown = |count: usize| {
         let mut document = json!({"data": {"dataset": "d"}});
         for i in 0..count {
-            document["train"][format!("nobody_knows_{i}")] = json!(1);
+            document["train"][format!("unknown_{i}")] = json!(1);
         }
         from_json(&document).unwrap_err()
     };
@@ -124,7 +124,7 @@ fn mistakes_are_told_up_to_a_number() {
     assert!(found[MISTAKES].detail.contains("1 more unknown key"), "{:?}", found[MISTAKES]);
     let many = unknown(50_000);
     assert_eq!(many.len(), MISTAKES + 1);
-    // A key of half a megabyte is neither repeated nor compared.
+    // Errors do not repeat a key of half a megabyte.
     let found = from_json(&json!({"data": {"dataset": "d"}, "k".repeat(500_000): 1})).unwrap_err();
     assert!(found.len() == 1 && found[0].detail.len() + found[0].pointer.len() < 1000);
 }

@@ -1,4 +1,4 @@
-//! What a person sees who writes a specification, with and without mistakes.
+//! Reading specifications, and the errors for mistakes in them.
 
 mod fewer_ranks;
 mod limits;
@@ -17,16 +17,16 @@ fn mistakes(toml: &str) -> Vec<SpecError> {
 }
 
 #[track_caller]
-fn one_mistake(toml: &str, pointer: &str, words: &[&str]) {
+fn one_mistake(toml: &str, pointer: &str, parts: &[&str]) {
     let found = mistakes(toml);
     assert_eq!(found.len(), 1, "{found:?}");
     assert_eq!(found[0].pointer, pointer, "{found:?}");
-    for word in words {
-        assert!(found[0].detail.contains(word), "{:?} should contain {word:?}", found[0].detail);
+    for part in parts {
+        assert!(found[0].detail.contains(part), "{:?} should contain {part:?}", found[0].detail);
     }
 }
 
-/// A document that is right but for `key = value` in `section`.
+/// A valid document with `line` added to `section`.
 fn with(section: &str, line: &str) -> String {
     if section == "data" {
         format!("[data]\ndataset = \"d\"\n{line}\n")
@@ -58,7 +58,7 @@ fn every_network_is_read_and_written_by_its_name() {
 }
 
 #[test]
-fn every_key_is_known_to_the_structs_and_back() {
+fn keys_and_struct_fields_are_the_same() {
     let full = serde_json::to_value(JobSpec {
         project: "p".into(),
         tags: vec!["t".into()],
@@ -127,7 +127,7 @@ fn every_key_is_known_to_the_structs_and_back() {
 }
 
 #[test]
-fn a_size_is_one_or_several_with_their_epochs() {
+fn image_size_is_one_number_or_a_schedule() {
     let entries = |count: u32| {
         let entries: Vec<_> = (1..=count).map(|n| format!("[{n}, {}]", 14 + 2 * n)).collect();
         format!("image_size = [{}]", entries.join(", "))
@@ -150,10 +150,10 @@ fn a_size_is_one_or_several_with_their_epochs() {
     let plain = from_toml(&with("data", "image_size = 224")).expect("a job");
     let stored = serde_json::to_value(&plain).expect("plain data");
     assert_eq!(stored["data"]["image_size"], 224);
-    assert!(stored["data"].get("validation_size").is_none(), "a job without it is stored as before");
+    assert!(stored["data"].get("validation_size").is_none(), "an absent key is not stored");
 
     let image_size = |value: &str| format!("image_size = {value}");
-    for (value, words) in [
+    for (value, expected) in [
         ("[]", &["1 to 8 sizes, has 0"][..]),
         (&entries(9)["image_size = ".len()..], &["1 to 8 sizes, has 9"]),
         ("[128, 192]", &["entry 1 is not of that form", "[epoch, pixels]", "[[1, 128], [14, 192]]"]),
@@ -172,10 +172,13 @@ fn a_size_is_one_or_several_with_their_epochs() {
         ("[[1, 127], [2, 192]]", &["127 is odd"]),
         ("[[1, 14], [2, 32]]", &["14 is too small for resnet50"]),
     ] {
-        one_mistake(&with("data", &image_size(value)), "/data/image_size", words);
+        one_mistake(&with("data", &image_size(value)), "/data/image_size", expected);
     }
     let late = "steps = 5\n[data]\ndataset = \"d\"\nimage_size = [[1, 128], [99, 192]]";
-    assert!(from_toml(&format!("[train]\n{late}")).is_ok(), "epochs of so many steps are not known here");
+    assert!(
+        from_toml(&format!("[train]\n{late}")).is_ok(),
+        "the number of epochs is unknown if steps are given"
+    );
     let sizes = |line: &str| with("data", &format!("image_size = 176\n{line}"));
     one_mistake(
         &sizes("validation_size = 174"),
@@ -193,7 +196,7 @@ fn a_size_is_one_or_several_with_their_epochs() {
 }
 
 #[test]
-fn a_stored_specification_reads_back_the_same() {
+fn a_stored_specification_is_read_back_unchanged() {
     let spec = from_toml(&with("train", "global_batch_size = 64\nseed = 18446744073709551615")).err();
     // TOML's integers end at 2^63 - 1; JSON's do not.
     assert!(spec.is_some());
@@ -202,7 +205,7 @@ fn a_stored_specification_reads_back_the_same() {
 }
 
 #[test]
-fn all_mistakes_are_told_at_once() {
+fn all_mistakes_are_reported_at_once() {
     let found = mistakes(
         "nam = \"x\"\n[model]\narch = \"resnet5\"\n[train]\nepochs = \"ten\"\nbatchsize = 8\n[data]\ndataset = \"d\"\nimage_size = 0",
     );
@@ -211,7 +214,7 @@ fn all_mistakes_are_told_at_once() {
 }
 
 #[test]
-fn unknown_keys_get_the_nearest_right_name() {
+fn errors_for_unknown_keys_suggest_the_nearest_key() {
     one_mistake(&with("train", "batchsize = 8"), "/train/batchsize", &["did you mean \"batch_size\""]);
     one_mistake(&with("data", "lr = 0.1"), "/data/lr", &["belongs to [train]"]);
     one_mistake(&with("train", "xyzzy = 1"), "/train/xyzzy", &["the keys are recipe, epochs, steps"]);
@@ -219,8 +222,8 @@ fn unknown_keys_get_the_nearest_right_name() {
 }
 
 #[test]
-fn wrong_types_and_ranges_say_what_is_allowed() {
-    for (section, line, key, words) in [
+fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
+    for (section, line, key, expected) in [
         ("train", "epochs = \"ten\"", "epochs", &["a whole number from 1 to 100,000", "\"ten\""][..]),
         ("train", "epochs = 1000000000", "epochs", &["from 1 to 100,000", "1000000000"]),
         ("train", "epochs = 0", "epochs", &["from 1"]),
@@ -414,9 +417,9 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("checkpoint", "keep = 1", "keep", &["from 2"]),
         ("model", "arch = \"resnet-50\"", "arch", &["did you mean \"resnet50\"", "resnet110"]),
     ] {
-        one_mistake(&with(section, line), &format!("/{section}/{key}"), words);
+        one_mistake(&with(section, line), &format!("/{section}/{key}"), expected);
     }
-    assert!(from_toml(&with("parallel", "mode = \"hybrid\"\nheight = 2\nranks = 2")).is_ok(), "on GPUs, too");
+    assert!(from_toml(&with("parallel", "mode = \"hybrid\"\nheight = 2\nranks = 2")).is_ok(), "also on GPUs");
     one_mistake("name = \"\"\n[data]\ndataset = \"d\"", "/name", &["1 to 200 characters"]);
     one_mistake("name = \"a\\u0007b\"\n[data]\ndataset = \"d\"", "/name", &["control characters"]);
     for (document, pointer) in [
@@ -426,7 +429,7 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
     ] {
         one_mistake(document, pointer, &["invisible characters, has '\\u{"]);
     }
-    // A file's content decides what it is, not its name.
+    // The format of weights depends on the file's content, not on its name.
     let weights = "name = \"a\"\n[data]\ndataset = \"d\"\n[model]\npretrained = \"/w/resnet18.pth\"";
     assert!(from_toml(weights).is_ok());
     one_mistake("train = 3\n[data]\ndataset = \"d\"", "/train", &["a table of keys"]);
@@ -452,9 +455,13 @@ fn combinations_that_cannot_work_are_refused() {
         &["3 ranks", "63 or 66"],
     );
     one_mistake(
-        "[data]\ndataset = \"d\"\n[parallel]\ndevice = \"cpu\"\n[train]\nprecision = \"bf16\"",
+        "[data]\ndataset = \"d\"\n[parallel]\ndevice = \"cpu\"\n[train]\nprecision = \"fp16\"",
         "/train/precision",
-        &["fp32"],
+        &["fp32 or bf16"],
+    );
+    assert!(
+        from_toml("[data]\ndataset = \"d\"\n[parallel]\ndevice = \"cpu\"\n[train]\nprecision = \"bf16\"")
+            .is_ok()
     );
     one_mistake(&with("train", "schedule = \"step\""), "/train/milestones", &["such as [30, 60, 80]"]);
     one_mistake(&with("data", "mean = [0.5]\nstd = [0.5, 0.5, 0.5]"), "/data/std", &["mean has 1"]);
@@ -470,7 +477,7 @@ fn syntax_errors_name_line_and_column() {
 }
 
 #[test]
-fn settings_from_the_command_line_overrule_the_file() {
+fn settings_from_the_command_line_override_the_file() {
     let mut document = json!({"data": {"dataset": "d"}});
     for argument in ["train.lr=0.5", "name=a plain name", "data.mean=[0.1]", "parallel.sync_batch_norm=false"]
     {
@@ -484,14 +491,14 @@ fn settings_from_the_command_line_overrule_the_file() {
     for argument in ["train.batch_size=8", "train.batch_size=", "train.global_batch_size=64"] {
         apply_set(&mut document, argument).expect("applies");
     }
-    let train = from_json(&document).expect("batch_size was taken back").train;
+    let train = from_json(&document).expect("batch_size was removed").train;
     assert_eq!((train.batch_size, train.global_batch_size), (None, Some(64)));
     assert!(apply_set(&mut document, "train.lr").is_err_and(|e| e.contains("no '='")));
     assert!(apply_set(&mut document, "name.x=1").is_err_and(|e| e.contains("not a table")));
 }
 
 #[test]
-fn batch_norms_are_frozen_as_given_weights_have_them() {
+fn freeze_norm_needs_pretrained_weights() {
     let frozen = |more: &str| with("model", &format!("freeze_norm = true\n{more}"));
     one_mistake(&frozen(""), "/model/freeze_norm", &["set model.pretrained", "freeze_norm = false"]);
     let spec = from_toml(&frozen("pretrained = \"weights.safetensors\"")).expect("a job");

@@ -18,11 +18,12 @@ from .values import Artifact, Media
 
 # Values of wandb that are no numbers.
 Audio = Histogram = Html = Image = Object3D = Table = Video = Media
+plot = Media()
 
 __all__ = ["AsyncCheckpoint", "AsyncClient", "AsyncJob", "Checkpoint", "Client", "Job", "Metrics", "Series"]
 __all__ += ["JobFailed", "LockstepError", "Problem", "Unreachable", "submit"]
 __all__ += ["AlertLevel", "Run", "Settings", "alert", "config", "define_metric", "finish", "init", "log", "login"]
-__all__ += ["log_artifact", "run", "save", "summary", "sync", "unwatch", "watch"]
+__all__ += ["log_artifact", "plot", "run", "save", "summary", "sync", "unwatch", "watch"]
 __all__ += ["Artifact", "Audio", "Histogram", "Html", "Image", "Object3D", "Table", "Video"]
 
 if TYPE_CHECKING:

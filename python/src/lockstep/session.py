@@ -243,9 +243,11 @@ def unwatch(*args: Any, **kwargs: Any) -> None:
     """See `Run.unwatch`."""
 
 
-def save(glob_str: PathLike, base_path: PathLike | None = None, policy: str | None = None) -> list[str]:
+def save(
+    glob_str: PathLike, base_path: PathLike | None = None, policy: str | None = None, glob: bool = True
+) -> list[str]:
     """See `Run.save`."""
-    return active().save(glob_str, base_path, policy)
+    return active().save(glob_str, base_path, policy, glob)
 
 
 def log_artifact(

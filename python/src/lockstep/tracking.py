@@ -7,7 +7,7 @@ them from the folder to the server; see `spool`.
 from __future__ import annotations
 
 import enum
-import glob
+import glob as globs
 import json
 import math
 import os
@@ -345,17 +345,19 @@ class Run:
         glob_str: str | os.PathLike[str],
         base_path: str | os.PathLike[str] | None = None,
         policy: str | None = None,
+        glob: bool = True,
     ) -> list[str]:
         """Stores files in their current state with the run, and returns their paths within the run.
 
-        `glob_str`: a path, or a pattern such as `out/*.safetensors`. `base_path`: the folder to which paths are
-        relative (default: the working folder); a file outside this folder has only its name. A file that is saved again
-        replaces the earlier one. The files are copied into the run's folder before this returns, and sent in the
-        background.
+        `glob_str`: a path, or a pattern such as `out/*.safetensors`; with `glob=False` always a path. `base_path`: the
+        folder to which paths are relative (default: the working folder); a file outside this folder has only its name.
+        A file that is saved again replaces the earlier one. The files are copied into the run's folder before this
+        returns, and sent in the background.
         """
         base = os.path.abspath(base_path or ".")
         kept: list[str] = []
-        for found in sorted(glob.glob(os.fspath(glob_str), recursive=True)):
+        pattern = os.fspath(glob_str) if glob else globs.escape(os.fspath(glob_str))
+        for found in sorted(globs.glob(pattern, recursive=True)):
             file = Path(os.path.abspath(found))
             if file.is_file():
                 name = file.relative_to(base).as_posix() if file.is_relative_to(base) else file.name

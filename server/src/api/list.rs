@@ -69,6 +69,18 @@ pub(super) struct Page<T> {
     pub(super) total: Option<u64>,
 }
 
+/// Makes the body of a response, which has the field `elements`, from a [`Page`].
+macro_rules! list_of {
+    ($list:ident, $elements:ident: $element:ty) => {
+        impl From<$crate::api::list::Page<$element>> for $list {
+            fn from(page: $crate::api::list::Page<$element>) -> Self {
+                Self { $elements: page.elements, next_cursor: page.next_cursor, total: page.total }
+            }
+        }
+    };
+}
+pub(super) use list_of;
+
 /// The requested fields.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Fields(Vec<&'static str>);

@@ -2,7 +2,7 @@
 
 use super::{
     html::{Page as HtmlPage, html, viewer},
-    list::{Elements, List, ListParams, Page},
+    list::{Elements, List, ListParams, list_of},
     people::pages::in_words,
 };
 use crate::{
@@ -91,11 +91,7 @@ pub(crate) struct WebhookList {
     total: Option<u64>,
 }
 
-impl From<Page<Webhook>> for WebhookList {
-    fn from(page: Page<Webhook>) -> Self {
-        Self { webhooks: page.elements, next_cursor: page.next_cursor, total: page.total }
-    }
-}
+list_of!(WebhookList, webhooks: Webhook);
 
 /// A page of messages of a webhook.
 #[derive(Debug, Serialize, ToSchema)]
@@ -110,11 +106,7 @@ pub(crate) struct DeliveryList {
     total: Option<u64>,
 }
 
-impl From<Page<Delivery>> for DeliveryList {
-    fn from(page: Page<Delivery>) -> Self {
-        Self { deliveries: page.elements, next_cursor: page.next_cursor, total: page.total }
-    }
-}
+list_of!(DeliveryList, deliveries: Delivery);
 
 const LIST: List<Webhook> = List {
     name: "webhooks",

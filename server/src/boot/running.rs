@@ -117,19 +117,7 @@ async fn ensure(
     }
     let made = secret.is_none();
     let secret = secret.map_or_else(Secret::token, Ok)?;
-    let token = Token {
-        id: id.into(),
-        name: name.into(),
-        scope,
-        agent,
-        agent_id,
-        owner: None,
-        created_at: crate::now(),
-        expires_at: None,
-        revoked_at: None,
-        made_with: None,
-        last_used_at: None,
-    };
+    let token = Token { agent, agent_id, ..Token::of(id.into(), name.into(), scope, crate::now()) };
     let row = TokenRow { token, hash: secret.hash.clone() };
     auth.store.put_token(&row).await.map_err(|error: StoreError| io::Error::other(error.to_string()))?;
     auth.access.put_token(row);

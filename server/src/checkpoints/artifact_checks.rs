@@ -1,5 +1,5 @@
-//! Checks checkpoints on the server's disk that are also in the object store. A damaged checkpoint is renamed, as by ranks, so that the
-//! copy in the store can replace it.
+//! Checks checkpoints on the server's disk. A damaged checkpoint is renamed, as by ranks, so that its copy in the object store can replace
+//! it, or the job can continue from another checkpoint.
 
 use super::{
     Checkpoints,
@@ -12,18 +12,22 @@ use std::{
     path::Path,
 };
 
-/// Checks a checkpoint's folder, and renames the folder if it is damaged.
+/// Checks a checkpoint's folder, and renames the folder if it is damaged. `then` completes the line in the job's log: what happens next.
 ///
 /// # Errors
 /// The folder cannot be checked or renamed.
-pub(crate) async fn set_damaged_aside(checkpoints: &Checkpoints, row: &CheckpointRow) -> io::Result<()> {
+pub(crate) async fn set_damaged_aside(
+    checkpoints: &Checkpoints,
+    row: &CheckpointRow,
+    then: &str,
+) -> io::Result<()> {
     let folder = checkpoints.folder(row);
     let done = tokio::task::spawn_blocking(move || set_aside(&folder)).await;
     if let Some(how) = done.map_err(io::Error::other)?? {
         tracing::warn!(checkpoint = row.id, how, "a checkpoint on the disk is damaged; it is set aside");
         let (epoch, step) = (row.info.epoch, row.info.step);
         let text = format!(
-            "checkpoint {epoch}-{step} on the server's disk is damaged ({how}); it is set aside and fetched from the object store"
+            "checkpoint {epoch}-{step} on the server's disk is damaged ({how}); it is set aside and {then}"
         );
         checkpoints.events.log(&row.job, text).await;
     }

@@ -143,7 +143,8 @@ async fn have_whole(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Chec
     if folder.exists() {
         let _one = store.checking.acquire().await.map_err(|_| is_stopping())?;
         // A disk error is not fatal here: the process that reads the checkpoint reports the error.
-        if let Err(error) = artifact_checks::set_damaged_aside(checkpoints, row).await {
+        let then = "fetched from the object store";
+        if let Err(error) = artifact_checks::set_damaged_aside(checkpoints, row, then).await {
             tracing::warn!(%error, checkpoint = row.id, "a checkpoint on the disk cannot be checked");
         }
         if folder.exists() {

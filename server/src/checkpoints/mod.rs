@@ -281,7 +281,10 @@ impl Checkpoints {
     }
 
     /// Removes the rows of checkpoints.
-    async fn remove(&self, job: &JobId, gone: Vec<(u32, u64)>) -> Result<()> {
+    ///
+    /// # Errors
+    /// A database error.
+    pub(crate) async fn remove(&self, job: &JobId, gone: Vec<(u32, u64)>) -> Result<()> {
         if gone.is_empty() {
             return Ok(());
         }

@@ -1,7 +1,8 @@
 //! The fingerprint of a job's dataset at the job's first start, in the job's folder (`dataset.json`). Fingerprints of machines on which the
 //! job starts later are compared with the stored fingerprint.
 
-use lockstep_protocol::numbers::plural;
+use lockstep_protocol::dataset::PicturesFingerprint;
+use serde::Deserialize as _;
 use serde_json::Value;
 use std::{
     fs::{self, File},
@@ -65,16 +66,12 @@ fn write(job_dir: &Path, text: &[u8]) -> io::Result<()> {
     File::open(job_dir)?.sync_all()
 }
 
-/// Describes the copy of a fingerprint: `node-1 has 640 files of 3 MB, or other content`.
+/// Describes the copy of a fingerprint: `node-1 has 640 pictures of 3 MB, or other content`.
 fn other_copy(note: &Value) -> String {
     let machine = note[MACHINE].as_str().unwrap_or("another machine of the job");
-    let of = |name: &str| note[name].as_u64();
-    let count = of("pictures").map(|n| (n, "picture")).or_else(|| Some((of("files")?, "file")));
-    match count.zip(of("picture_bytes").or_else(|| of("bytes"))) {
-        Some(((count, what), bytes)) => {
-            format!("{machine} has {} of {:.0} MB, or other content", plural(count, what), bytes as f64 / 1e6)
-        }
-        None => format!("{machine} has another copy"),
+    match PicturesFingerprint::deserialize(note) {
+        Ok(of) => format!("{machine} has {}, or other content", of.in_words()),
+        Err(_) => format!("{machine} has another copy"),
     }
 }
 
@@ -92,19 +89,18 @@ mod tests {
     fn a_torn_note_is_replaced_and_a_whole_one_refuses_other_data() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(NOTE);
-        for torn in ["", "{\"files\": 4, \"by"] {
+        let print = |pictures: u64| json!({"pictures": pictures, "picture_bytes": 100, "sha256": "ab"});
+        for torn in ["", "{\"pictures\": 4, \"by"] {
             fs::write(&path, torn).unwrap();
-            let kept = keep_dataset_note(dir.path(), json!({"files": 4, "bytes": 100}), "a").unwrap();
+            let kept = keep_dataset_note(dir.path(), print(4), "a").unwrap();
             assert_eq!(kept, None, "{torn:?} is nobody's dataset");
-            assert_eq!(dataset_note(dir.path()), Some(json!({"files": 4, "bytes": 100, "machine": "a"})));
+            let mut stored = print(4);
+            stored["machine"] = "a".into();
+            assert_eq!(dataset_note(dir.path()), Some(stored));
         }
-        assert_eq!(
-            keep_dataset_note(dir.path(), json!({"files": 4, "bytes": 100}), "b").unwrap(),
-            None,
-            "the same"
-        );
-        let other = keep_dataset_note(dir.path(), json!({"files": 5, "bytes": 100}), "b").unwrap();
-        assert_eq!(other.as_deref(), Some("a has 4 files of 0 MB, or other content"));
+        assert_eq!(keep_dataset_note(dir.path(), print(4), "b").unwrap(), None, "the same");
+        let other = keep_dataset_note(dir.path(), print(5), "b").unwrap();
+        assert_eq!(other.as_deref(), Some("a has 4 pictures of 0 MB, or other content"));
     }
 
     /// A disk that is full is the target of a link here.

@@ -22,7 +22,7 @@ pub(crate) fn new_job(id: JobId, mut spec: JobSpec, owner: Option<String>) -> Ne
         tags: labels::tidy_tags(&std::mem::take(&mut spec.tags)),
     };
     let at = crate::now();
-    NewJob { id, spec, annotation, at, idempotency: None, fork: None, owner, trial: None, external: None }
+    NewJob { annotation, owner, ..NewJob::of(id, spec, at) }
 }
 
 /// Stores a job with its folder, and publishes it.

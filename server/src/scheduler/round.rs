@@ -170,13 +170,16 @@ impl AgentState {
     }
 }
 
-/// The device that a job needs. `auto` with half precision needs a kind that supports half precision.
+/// The device that a job needs. `auto` with half precision needs the first kind that supports it, because not every machine of the other
+/// kinds has the instructions.
 pub(crate) fn device_for(spec: &JobSpec) -> Device {
-    let half = matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16);
+    let precision = spec.train.precision;
+    let half = matches!(precision, Precision::Bf16 | Precision::Fp16);
     match spec.parallel.device {
-        Device::Auto if half => {
-            DEVICE_KINDS.iter().find(|kind| kind.has_half_precision).map_or(Device::Auto, |kind| kind.device)
-        }
+        Device::Auto if half => DEVICE_KINDS
+            .iter()
+            .find(|kind| kind.half_precisions.contains(&precision))
+            .map_or(Device::Auto, |kind| kind.device),
         device => device,
     }
 }

@@ -70,14 +70,10 @@ fn agent(name: &str, devices: &[&str], change: impl FnOnce(&mut Machine)) -> Age
         hostname: name.into(),
         cpu: String::new(),
         cores: 1,
-        memory_bytes: 0,
-        disk_free_bytes: 0,
         version: String::new(),
         address: Some("10.0.0.1".into()),
-        interface: None,
-        interface_mbits: None,
         network_id: Some(name.into()),
-        nvlink_groups: Vec::new(),
+        ..Machine::default()
     };
     change(&mut machine);
     let slot = |(index, device): (u32, &&str)| Slot {

@@ -83,14 +83,50 @@ pub type Change = Box<dyn Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>,
 pub type RecordsChange =
     Box<dyn Fn(&mut JobRow, u64) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
 
+/// Declares the trait. Each database implements each method by its own method of the same name (`sql/`).
+macro_rules! store {
+    (
+        $(#[$about:meta])*
+        pub trait Store {
+            $(
+                $(#[$doc:meta])*
+                async fn $name:ident(&self $(, $arg:ident: $type:ty)* $(,)?) $(-> $result:ty)?;
+            )*
+        }
+    ) => {
+        $(#[$about])*
+        #[async_trait]
+        pub trait Store: Send + Sync + 'static {
+            $(
+                $(#[$doc])*
+                async fn $name(&self $(, $arg: $type)*) $(-> $result)?;
+            )*
+        }
+
+        #[async_trait]
+        impl Store for sqlite::SqliteStore {
+            $(async fn $name(&self $(, $arg: $type)*) $(-> $result)? {
+                sqlite::SqliteStore::$name(self $(, $arg)*).await
+            })*
+        }
+
+        #[async_trait]
+        impl Store for postgres::PostgresStore {
+            $(async fn $name(&self $(, $arg: $type)*) $(-> $result)? {
+                postgres::PostgresStore::$name(self $(, $arg)*).await
+            })*
+        }
+    };
+}
+
+store! {
 /// Everything that outlives the server. Each method is one transaction, whose writes are on disk when the method returns.
 ///
 /// # Errors
 /// Every method may fail with [`StoreError::Unavailable`] (the database is full, busy or unreachable; a later attempt may succeed),
 /// [`StoreError::Rejected`] (the database never accepts a value) and [`StoreError::Corrupt`] (this version cannot read a row). A method
 /// that fails has written nothing, unless the connection broke during the commit. Further errors are listed at each method.
-#[async_trait]
-pub trait Store: Send + Sync + 'static {
+pub trait Store {
     /// Stores a new job as `queued` with its first event, if its dataset is registered. If the same request was made with the same
     /// idempotency key before, returns that request's job.
     ///
@@ -160,15 +196,11 @@ pub trait Store: Send + Sync + 'static {
     /// Removes some rows of a deleted job in a short transaction, so that other writers hardly wait.
     async fn purge_deleted(&self, id: &JobId) -> Result<()>;
 
-    /// Claims a job: creates its next attempt, with a new fencing token. Returns `None` if the job no longer waits, or another
-    /// claim was first.
+    /// Claims jobs in one transaction: creates each job's next attempt, with a new fencing token. Returns `None` for a job that no longer
+    /// waits, or that another claim was first to claim.
     ///
     /// # Errors
-    /// [`StoreError::NotFound`]: the job was deleted meanwhile.
-    async fn claim(&self, claim: Claim) -> Result<Option<Claimed>> {
-        Ok(self.claim_all(std::slice::from_ref(&claim)).await?.pop().flatten())
-    }
-    /// Like [`Store::claim`], for several jobs in one transaction.
+    /// [`StoreError::NotFound`]: a job was deleted meanwhile.
     async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>>;
     /// An agent's part of an attempt, which may have ended. `None`: the agent was not given an attempt with this fencing token.
     async fn given_place(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Option<GivenPlace>>;
@@ -451,4 +483,15 @@ pub trait Store: Send + Sync + 'static {
     async fn ready(&self) -> Result<()>;
     /// Closes all connections to the database.
     async fn close(&self);
+}
+}
+
+impl dyn Store + '_ {
+    /// Like [`Store::claim_all`], for one job.
+    ///
+    /// # Errors
+    /// As [`Store::claim_all`].
+    pub async fn claim(&self, claim: Claim) -> Result<Option<Claimed>> {
+        Ok(self.claim_all(std::slice::from_ref(&claim)).await?.pop().flatten())
+    }
 }

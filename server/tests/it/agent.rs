@@ -4,8 +4,8 @@ use crate::test_server::{DEADLINE, TestServer};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{
-        Acknowledged, AgentReply, AgentRequest, AttemptEvent, AttemptRef, Ending, FromAgent, LogLine,
-        Machine, PROTOCOL_VERSION, Slot, Source, StartAttempt, ToAgent,
+        Acknowledged, AgentReply, AgentRequest, AttemptEvent, AttemptRef, CheckpointInfo, Ending, FromAgent,
+        LogLine, Machine, PROTOCOL_VERSION, Slot, Source, StartAttempt, ToAgent,
     },
     dataset::{DatasetInfo, SplitInfo},
     job::JobId,
@@ -37,11 +37,7 @@ pub fn hello(name: &str, slots: u32, attempts: Vec<AttemptRef>) -> FromAgent {
             memory_bytes: 1 << 30,
             disk_free_bytes: 1 << 30,
             version: "0".into(),
-            address: None,
-            interface: None,
-            interface_mbits: None,
-            network_id: None,
-            nvlink_groups: Vec::new(),
+            ..Machine::default()
         },
         slots: (0..slots)
             .map(|index| Slot {
@@ -217,15 +213,17 @@ pub fn info() -> DatasetInfo {
         channels: 1,
         mean: vec![0.5],
         std: vec![0.5],
-        broken: Vec::new(),
-        broken_count: 0,
-        unlabelled: Vec::new(),
-        fingerprint: None,
+        ..DatasetInfo::default()
     }
 }
 
 pub fn running(total_steps: u64, start_step: u64) -> AttemptEvent {
     AttemptEvent::Running { total_steps, steps_per_epoch: total_steps / 2, start_step, train_samples: 0 }
+}
+
+/// A checkpoint of the first epoch without a validation.
+pub fn checkpoint(step: u64) -> AttemptEvent {
+    AttemptEvent::Checkpoint(CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() })
 }
 
 pub fn losses(rank: u32, steps: std::ops::RangeInclusive<u64>) -> AttemptEvent {

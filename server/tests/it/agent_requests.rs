@@ -1,11 +1,11 @@
 //! Which agent gets a request about models and data, and where a request waits.
 
 use crate::{
-    agent::{Agent, hello, info, running},
+    agent::{Agent, checkpoint, hello, info, running},
     test_server::{DEADLINE, TestServer},
 };
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, FromAgent, Source, ToAgent},
+    agent::{AgentReply, AgentRequest, FromAgent, Source, ToAgent},
     dataset::ValidationSet,
     inspect::ModelEvaluation,
 };
@@ -132,17 +132,6 @@ async fn a_waiting_evaluation_says_where_it_waits() {
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
-    let checkpoint = |step| {
-        AttemptEvent::Checkpoint(CheckpointInfo {
-            epoch: 1,
-            step,
-            val_accuracy: None,
-            val_loss: None,
-            validation: None,
-            best: false,
-            size_bytes: 1,
-        })
-    };
     let mut events = vec![running(100, 0)];
     events.extend((1..=3).map(checkpoint));
     agent.report(&attempt, Source::Rank(0), 0, events).await;
@@ -245,16 +234,7 @@ async fn an_evaluation_can_be_requested_again_after_its_agent_left() {
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
-    let checkpoint = CheckpointInfo {
-        epoch: 1,
-        step: 1,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
-        size_bytes: 1,
-    };
-    let events = vec![running(100, 0), AttemptEvent::Checkpoint(checkpoint)];
+    let events = vec![running(100, 0), checkpoint(1)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"));
     std::fs::create_dir_all(folder).unwrap();
@@ -300,16 +280,7 @@ async fn an_evaluation_is_repeated_for_other_validation_pictures() {
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
-    let checkpoint = CheckpointInfo {
-        epoch: 1,
-        step: 1,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
-        size_bytes: 1,
-    };
-    let events = vec![running(100, 0), AttemptEvent::Checkpoint(checkpoint)];
+    let events = vec![running(100, 0), checkpoint(1)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     std::fs::create_dir_all(server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"))).unwrap();
     let set = |pictures| Some(ValidationSet { pictures, fingerprint: format!("{pictures:016x}") });

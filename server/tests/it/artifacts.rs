@@ -53,26 +53,27 @@ pub(crate) fn on_disk(job_dir: impl AsRef<Path>, step: u64) -> PathBuf {
     folder
 }
 
+/// A job on an agent with its own disk, which has uploaded the checkpoint of step 10.
+async fn uploaded(server: &TestServer) -> (Agent, String, Asks<'_>) {
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(server).await;
+    let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let asks = Asks { server, http: client(&token), agent_id: "id-a".into(), attempt };
+    agent.report(&asks.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    assert_eq!(asks.ask("POST", "", vec![]).await.0, 204);
+    agent.report(&asks.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
+    assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
+    (agent, id, asks)
+}
+
 #[tokio::test]
 async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
-    let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
-    let start = agent.started().await;
-    let asks = Asks {
-        server: &server,
-        http: client(&token),
-        agent_id: "id-a".into(),
-        attempt: start.attempt.clone(),
-    };
-    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    assert_eq!(asks.ask("POST", "", vec![]).await.0, 204);
-    agent.report(&start.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
-    assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
+    let (mut agent, id, asks) = uploaded(&server).await;
     until("it is stored", async || states(&server, &id).await == ["stored"]).await;
     let place = kept.path().join("jobs").join(&id).join("1-10");
     let mut expected: Vec<_> = FILES.iter().map(|(name, bytes)| place.join(sum(bytes)).join(name)).collect();
@@ -116,7 +117,7 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
 
     // More than the job keeps: the oldest goes, there too.
     for (n, step) in [20, 30, 40].into_iter().enumerate() {
-        agent.report(&start.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
+        agent.report(&asks.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
         assert_eq!(asks.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
     }
     until("the two newest are stored", async || states(&server, &id).await == ["stored", "stored"]).await;
@@ -128,7 +129,7 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
         names == ["1-30", "1-40"]
     })
     .await;
-    agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
+    agent.end(&asks.attempt, Ending::Succeeded { step: 100 }).await;
     until("the job is over", async || server.delete(&format!("/jobs/{id}")).await.0 == 204).await;
     let marker = [kept.path().join("LOCKSTEP.json")];
     until("no object is left but what the store is known by", async || files_below(kept.path()) == marker)
@@ -142,23 +143,9 @@ async fn the_next_server_completes_the_object_store() {
     let directory = kept.path().to_str().unwrap().to_owned();
     // A server without a store, as all were.
     let server = TestServer::new().await;
-    let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
-    let asks = Asks {
-        server: &server,
-        http: client(&token),
-        agent_id: "id-a".into(),
-        attempt: start.attempt.clone(),
-    };
-    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    assert_eq!(asks.ask("POST", "", vec![]).await.0, 204);
-    agent.report(&start.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
-    assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
+    let (mut agent, id, asks) = uploaded(&server).await;
     assert_eq!(states(&server, &id).await, [Value::Null], "nothing is said where there is no store");
-    agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
+    agent.end(&asks.attempt, Ending::Succeeded { step: 100 }).await;
     drop(agent);
     let dir = server.stop().await;
     let server = TestServer::open(dir, |config| config.artifacts = Some(directory.clone())).await;
@@ -283,28 +270,14 @@ async fn an_undeletable_object_does_not_delay_others() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
-    let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
-    let start = agent.started().await;
-    let asks = Asks {
-        server: &server,
-        http: client(&token),
-        agent_id: "id-a".into(),
-        attempt: start.attempt.clone(),
-    };
-    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    assert_eq!(asks.ask("POST", "", vec![]).await.0, 204);
-    agent.report(&start.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
-    assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
+    let (mut agent, id, asks) = uploaded(&server).await;
     until("it is stored", async || states(&server, &id).await == ["stored"]).await;
     // A file where its folder was: nothing below can be deleted.
     let place = kept.path().join("jobs").join(&id);
     fs::remove_dir_all(place.join("1-10")).unwrap();
     fs::write(place.join("1-10"), "in the way").unwrap();
     for (n, step) in [20, 30, 40].into_iter().enumerate() {
-        agent.report(&start.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
+        agent.report(&asks.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
         assert_eq!(asks.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
     }
     until("the two newest are stored", async || states(&server, &id).await == ["stored", "stored"]).await;
@@ -325,23 +298,9 @@ async fn an_empty_folder_is_not_mistaken_for_the_store() {
     let (directory, elsewhere) = (mount.path().join("artifacts"), mount.path().join("elsewhere"));
     let set = |config: &mut ServeConfig| config.artifacts = Some(directory.to_str().unwrap().to_owned());
     let server = TestServer::with(set).await;
-    let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
-    let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
-    let start = agent.started().await;
-    let asks = Asks {
-        server: &server,
-        http: client(&token),
-        agent_id: "id-a".into(),
-        attempt: start.attempt.clone(),
-    };
-    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    assert_eq!(asks.ask("POST", "", vec![]).await.0, 204);
-    agent.report(&start.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
-    assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
+    let (mut agent, id, asks) = uploaded(&server).await;
     until("it is stored", async || states(&server, &id).await == ["stored"]).await;
-    agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
+    agent.end(&asks.attempt, Ending::Succeeded { step: 100 }).await;
 
     // The disk is away while the server runs: what is not there is not lost.
     fs::rename(&directory, &elsewhere).unwrap();

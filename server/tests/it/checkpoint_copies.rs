@@ -11,7 +11,7 @@ use lockstep_protocol::{
 use lockstep_server::{
     lifecycle,
     store::{
-        Annotation, Claim, CopyState, Created, GivenPlace, NewJob, Place, Report, Store, StoredCheckpoint,
+        Claim, CopyState, Created, GivenPlace, NewJob, Place, Report, Store, StoredCheckpoint,
         postgres::PostgresStore, sqlite::SqliteStore,
     },
 };
@@ -35,17 +35,7 @@ async fn submitted(store: &dyn Store) -> JobId {
     let mut spec = JobSpec { name: "copied".into(), ..JobSpec::default() };
     spec.data.dataset = "p".into();
     let id = JobId::generate();
-    let new = NewJob {
-        id: id.clone(),
-        spec,
-        annotation: Annotation::default(),
-        at: at(),
-        idempotency: None,
-        fork: None,
-        owner: None,
-        trial: None,
-        external: None,
-    };
+    let new = NewJob::of(id.clone(), spec, at());
     assert!(matches!(store.create_job(new).await.unwrap(), Created::New(_)));
     id
 }
@@ -75,15 +65,7 @@ fn report(attempt: &AttemptRef, (agent, source): (&str, Source), first: u64, eve
 }
 
 fn checkpoint(step: u64) -> AttemptEvent {
-    AttemptEvent::Checkpoint(CheckpointInfo {
-        epoch: 1,
-        step,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
-        size_bytes: 9,
-    })
+    AttemptEvent::Checkpoint(CheckpointInfo { epoch: 1, step, size_bytes: 9, ..CheckpointInfo::default() })
 }
 
 async fn agents_that_have_a_checkpoint(store: &dyn Store) {

@@ -1,11 +1,11 @@
 //! A cursor is good for the list, the job or dataset, and the order that it came with, and for nothing else.
 
 use crate::{
-    agent::{Agent, info, line, losses, running},
+    agent::{Agent, checkpoint, info, line, losses, running},
     log_pages::show_pictures,
     test_server::TestServer,
 };
-use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo, Ending, Source};
+use lockstep_protocol::agent::{Ending, Source};
 use serde_json::json;
 
 /// Of the first page of a list.
@@ -24,18 +24,6 @@ async fn refused(server: &TestServer, path: &str, cursor: &str, words: &str) {
     assert_eq!(problem["type"], "urn:lockstep:problem:wrong_cursor");
     let detail = problem["detail"].as_str().unwrap();
     assert!(detail.contains(words) && detail.contains("leave it out"), "{path}: {problem}");
-}
-
-fn checkpoint(step: u64) -> AttemptEvent {
-    AttemptEvent::Checkpoint(CheckpointInfo {
-        epoch: 1,
-        step,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
-        size_bytes: 1,
-    })
 }
 
 /// A job of two attempts, with log lines, events and two checkpoints.

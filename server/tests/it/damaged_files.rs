@@ -2,13 +2,13 @@
 //! read any more.
 
 use crate::{
-    agent::{Agent, running},
+    agent::{Agent, hello, running},
     artifacts::{on_disk, states, until},
     gangs::killed,
-    test_server::TestServer,
-    uploads::checkpoint,
+    test_server::{TestServer, client},
+    uploads::{Asks, checkpoint, manifest},
 };
-use lockstep_protocol::agent::Source;
+use lockstep_protocol::agent::{AttemptRef, Ending, Source};
 use serde_json::json;
 use std::{
     fs,
@@ -115,6 +115,49 @@ async fn unreadable_files_are_read_from_the_object_store() {
     let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
     assert!(logs.contains("is damaged (its model.safetensors cannot be read (Input/output error"), "{logs}");
     assert!(logs.contains("it is set aside and fetched from the object store"), "{logs}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
+    let server = TestServer::new().await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let asks = |attempt: &AttemptRef| Asks {
+        server: &server,
+        http: client(&token),
+        agent_id: "id-a".into(),
+        attempt: attempt.clone(),
+    };
+    assert_eq!(asks(&attempt).ask("POST", "", vec![]).await.0, 204);
+    let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
+    agent.report(&attempt, Source::Rank(0), 0, events).await;
+    for step in [10, 20] {
+        assert_eq!(asks(&attempt).upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
+    }
+    agent.end(&attempt, killed(0)).await;
+
+    // The machine has lost its disk, and the server's copies are damaged one after the other.
+    let folder = server.dir.path().join("jobs").join(&id).join("checkpoints");
+    for (step, status, code) in [(20, 422, "checkpoint_damaged"), (10, 409, "conflict")] {
+        let start = agent.started().await;
+        assert_eq!(start.resume, Some(format!("1-{step}")));
+        fs::write(folder.join(format!("1-{step}/model.safetensors")), b"wEights").unwrap();
+        let file = format!("/checkpoints/{id}-1-{step}/model.safetensors");
+        let (answered, problem) = asks(&start.attempt).ask("GET", &file, vec![]).await;
+        assert_eq!((answered, &problem["code"]), (status, &json!(code)), "{problem}");
+        let retriable = status == 422;
+        agent.end(&start.attempt, Ending::Failed { reason: "damaged".to_owned().into(), retriable }).await;
+    }
+    assert!(folder.join("damaged-1-20").exists() && folder.join("1-10").exists());
+    let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
+    let listed = listed["checkpoints"].as_array().unwrap();
+    assert_eq!(listed.iter().map(|c| c["step"].clone()).collect::<Vec<_>>(), [10]);
+    let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
+    assert!(logs.contains("it is set aside and the job continues from the previous one"), "{logs}");
     server.stop().await;
 }
 

@@ -96,10 +96,9 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
             epoch: 1,
             step: 50,
             val_accuracy: Some(0.1 + 0.2),
-            val_loss: None,
-            validation: None,
             best: true,
             size_bytes: 1 << 40,
+            ..CheckpointInfo::default()
         }));
         agent.report(&attempt, Source::Rank(0), 0, records).await;
         let before = seen(&server, &id).await;

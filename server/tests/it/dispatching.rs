@@ -22,15 +22,7 @@ async fn a_failed_attempt_is_followed_by_the_next_from_the_newest_checkpoint_unt
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let first = agent.started().await;
     assert_eq!(first.resume, None);
-    let checkpoint = CheckpointInfo {
-        epoch: 1,
-        step: 50,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
-        size_bytes: 1,
-    };
+    let checkpoint = CheckpointInfo { epoch: 1, step: 50, size_bytes: 1, ..CheckpointInfo::default() };
     let events = vec![running(100, 0), losses(0, 1..=60), AttemptEvent::Checkpoint(checkpoint)];
     agent.report(&first.attempt, Source::Rank(0), 0, events).await;
     agent.end(&first.attempt, failed("rank 1 was killed by signal 9 at step 60", true)).await;
@@ -344,15 +336,7 @@ async fn a_lost_machine_counts_as_a_restart_only_without_progress() {
         let mut events =
             vec![running(1000, (number - 1) * 10), losses(0, (number - 1) * 10 + 1..=number * 10)];
         let step = number * 10;
-        let info = CheckpointInfo {
-            epoch: 1,
-            step,
-            val_accuracy: None,
-            val_loss: None,
-            validation: None,
-            best: false,
-            size_bytes: 1,
-        };
+        let info = CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() };
         events.extend(checkpoint.then_some(AttemptEvent::Checkpoint(info)));
         agent.report(&start.attempt, Source::Rank(0), 0, events).await;
         agent.vanish();

@@ -7,6 +7,7 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
+    dataset::PicturesFingerprint,
     inspect::{EvaluateModel, ModelEvaluation, NearestNeighbours, Prediction, Samples},
 };
 use lockstep_server::Bundled;
@@ -37,7 +38,9 @@ async fn answer_all(mut agent: Agent) {
             AgentRequest::HasFiles { paths } => AgentReply::Files { there: vec![true; paths.len()] },
             AgentRequest::InspectDataset { path, .. } => AgentReply::Dataset { path, info: info() },
             AgentRequest::InspectProgress { .. } => AgentReply::Progress { inspected: None },
-            AgentRequest::Fingerprint { .. } => AgentReply::Fingerprint { found: None },
+            AgentRequest::Fingerprint { .. } => {
+                AgentReply::Fingerprint { found: PicturesFingerprint::default() }
+            }
             AgentRequest::ValidationSet { .. } => AgentReply::ValidationSet { found: None },
             AgentRequest::Samples { .. } => {
                 AgentReply::Samples(Samples { total: 0, classes: Vec::new(), samples: Vec::new() })

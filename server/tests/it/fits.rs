@@ -1,11 +1,11 @@
 //! Whether a checkpoint fits what it is to be trained on: checked when that is requested, not by ranks that fail.
 
 use crate::{
-    agent::{Agent, info, running},
+    agent::{Agent, checkpoint, info, running},
     test_server::TestServer,
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, Source, ToAgent},
+    agent::{AttemptEvent, Ending, Evaluation, Source, ToAgent},
     dataset::{DatasetInfo, SplitInfo},
     job::JobState,
 };
@@ -38,16 +38,7 @@ async fn failed_job(server: &TestServer, agent: &mut Agent) -> String {
     let job = server.submit(|_| {}).await;
     let start = agent.started().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-    let written = CheckpointInfo {
-        epoch: 1,
-        step: 50,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
-        size_bytes: 1,
-    };
-    let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
+    let events = vec![running(100, 0), checkpoint(50)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
     agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
     server.until(job.id.as_str(), JobState::Failed).await;
@@ -171,16 +162,7 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_one_was_given() {
             .await;
         let start = agent.started().await;
         write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-        let written = CheckpointInfo {
-            epoch: 1,
-            step: 50,
-            val_accuracy: None,
-            val_loss: None,
-            validation: None,
-            best: false,
-            size_bytes: 1,
-        };
-        let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
+        let events = vec![running(100, 0), checkpoint(50)];
         agent.report(&start.attempt, Source::Rank(0), 0, events).await;
         agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
         server.until(job.id.as_str(), JobState::Failed).await;
@@ -221,16 +203,7 @@ async fn a_fork_inherits_tags_unless_others_are_given_or_they_are_private() {
             .await;
         let start = agent.started().await;
         write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-        let written = CheckpointInfo {
-            epoch: 1,
-            step: 50,
-            val_accuracy: None,
-            val_loss: None,
-            validation: None,
-            best: false,
-            size_bytes: 1,
-        };
-        let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
+        let events = vec![running(100, 0), checkpoint(50)];
         agent.report(&start.attempt, Source::Rank(0), 0, events).await;
         // As they are now, and not as they were submitted.
         let path = format!("/jobs/{}", job.id);
@@ -261,16 +234,7 @@ async fn an_image_size_that_changes_the_network_is_refused_with_advice() {
     let job = server.submit(|spec| spec["model"]["arch"] = json!("resnet18")).await;
     let start = agent.started().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-    let written = CheckpointInfo {
-        epoch: 1,
-        step: 50,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
-        size_bytes: 1,
-    };
-    let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
+    let events = vec![running(100, 0), checkpoint(50)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
     let path = format!("/jobs/{}/fork", job.id);
     let fork = async |set: Value| server.post(&path, &json!({ "set": set })).await;
@@ -351,19 +315,10 @@ async fn a_fork_reports_its_learning_rate_and_overlap_with_training_pictures() {
         .await;
     let start = agent.started().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-    let written = CheckpointInfo {
-        epoch: 1,
-        step: 50,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
-        size_bytes: 1,
-    };
     // 37 steps an epoch, which does not follow from the dataset: the ranks have counted.
     let events = vec![
         AttemptEvent::Running { total_steps: 74, steps_per_epoch: 37, start_step: 0, train_samples: 0 },
-        AttemptEvent::Checkpoint(written),
+        checkpoint(50),
     ];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
     let path = format!("/jobs/{}/fork", job.id);

@@ -41,19 +41,14 @@ async fn fill(store: &dyn Store) {
         let mut spec = JobSpec { name: name.into(), priority, private, ..JobSpec::default() };
         spec.data.dataset = "p".into();
         spec.train.lr = lr;
+        let at = added_at + jiff::SignedDuration::from_secs(n as i64);
         let new = NewJob {
-            id: JobId::generate(),
-            spec,
             annotation: Annotation {
                 notes: String::new(),
                 tags: tags.iter().map(|tag| (*tag).to_owned()).collect(),
             },
-            at: added_at + jiff::SignedDuration::from_secs(n as i64),
-            idempotency: None,
-            fork: None,
             owner: owner.map(str::to_owned),
-            trial: None,
-            external: None,
+            ..NewJob::of(JobId::generate(), spec, at)
         };
         store.create_job(new).await.unwrap();
     }

@@ -1,29 +1,17 @@
 //! A job's history, read afterwards, and its speed, streamed while it runs.
 
 use crate::{
-    agent::{Agent, hello, info, losses, running},
+    agent::{Agent, checkpoint, hello, info, losses, running},
     test_server::{DEADLINE, TestServer, client, spec},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, Source, ToAgent},
+    agent::{AttemptEvent, Ending, Source, ToAgent},
     job::JobState,
     metric::MetricColumn,
     reason::ReasonKind,
 };
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
-
-fn checkpoint(step: u64) -> AttemptEvent {
-    AttemptEvent::Checkpoint(CheckpointInfo {
-        epoch: 1,
-        step,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
-        size_bytes: 1,
-    })
-}
 
 async fn history(server: &TestServer, id: &str) -> Value {
     let (status, history) = server.get(&format!("/jobs/{id}/history")).await;

@@ -9,7 +9,7 @@ use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, Source},
     histograms::{HistogramKind, LayerHistogram, LayerHistograms},
     limits::{HISTOGRAM_BINS, HISTOGRAM_LAYERS, HISTOGRAM_STEPS},
-    network::{LayerDescription, LayerPlan, NetworkDescription, PlanDescription},
+    network::{LayerDescription, LayerPlan, NetworkDescription, PlanDescription, PlanPrediction},
     spec::{ShardSpec, Split},
 };
 use serde_json::{Value, json};
@@ -52,13 +52,15 @@ fn network(parameters: u64) -> AttemptEvent {
         height: 1,
         model: 2,
         shard: vec![ShardSpec { pattern: "fc".into(), split: Split::Out }],
-        step_ms: 24.5,
+        predicted: Some(PlanPrediction {
+            step_ms: 24.5,
+            images_per_second: 640.0,
+            memory_bytes: 1 << 30,
+            limited_by: "computing".into(),
+            why: "data parallel takes 30.0 ms a step".into(),
+        }),
         measured_step_ms: Some(25.5),
-        images_per_second: 640.0,
-        memory_bytes: 1 << 30,
         measured_memory_bytes: Some(1 << 29),
-        limited_by: "computing".into(),
-        why: "data parallel takes 30.0 ms a step".into(),
     };
     AttemptEvent::Network(NetworkDescription { layers, plan: Some(plan) })
 }
@@ -122,7 +124,7 @@ async fn scenario(server: TestServer) {
     assert!(known["layers"][1].get("time_us").is_none() && known["layers"][1]["parameters"] == 1, "{known}");
     // What was predicted, beside what was measured.
     assert_eq!(known["plan"]["shard"], json!([{"match": "fc", "split": "out"}]));
-    assert_eq!([&known["plan"]["step_ms"], &known["plan"]["measured_step_ms"]], [24.5, 25.5]);
+    assert_eq!([&known["plan"]["predicted"]["step_ms"], &known["plan"]["measured_step_ms"]], [24.5, 25.5]);
     assert_eq!(known["layers"][0]["plan"]["placement"], "own pictures");
     let page = server.text(&format!("/jobs/{id}")).await.1;
     assert!(!page.contains(r#"aria-controls="histograms-panel" aria-selected="false" tabindex="-1" hidden"#));

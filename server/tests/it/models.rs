@@ -35,7 +35,7 @@ async fn scenario(server: TestServer) {
     let folder = server.dir.path().join("jobs").join(&job);
     let state = json!({"versions": {"lockstep": "0.1.0"}}).to_string();
     std::fs::write(folder.join("checkpoints/1-5/state.json"), state).unwrap();
-    let fingerprint = json!({"files": 4, "bytes": 100, "sha256": "ab"});
+    let fingerprint = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab"});
     std::fs::write(folder.join("dataset.json"), fingerprint.to_string()).unwrap();
 
     // The first version makes the model.
@@ -114,15 +114,7 @@ async fn scenario(server: TestServer) {
     // A job that is not over may still remove and replace its checkpoints.
     let live = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
-    let info = CheckpointInfo {
-        epoch: 1,
-        step: 5,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
-        size_bytes: 1,
-    };
+    let info = CheckpointInfo { epoch: 1, step: 5, size_bytes: 1, ..CheckpointInfo::default() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), AttemptEvent::Checkpoint(info)]).await;
     std::fs::create_dir_all(server.dir.path().join(format!("jobs/{live}/checkpoints/1-5"))).unwrap();
     refused(

@@ -129,12 +129,6 @@ impl Cluster {
                 .is_ok_and(|s| s.success())
     }
 
-    /// The process id of the main process.
-    pub fn main_process(&self) -> Option<i32> {
-        let text = fs::read_to_string(self.dir.join("data/postmaster.pid")).ok()?;
-        text.lines().next()?.trim().parse().ok()
-    }
-
     /// Stops it as an administrator would: sessions are cut, all is written.
     pub fn stop(&mut self) {
         self.end("fast\n");

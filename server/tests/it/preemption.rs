@@ -1,14 +1,11 @@
 //! Preemption by checkpoint: a job of higher priority takes the slots of running ones that allow it.
 
 use crate::{
-    agent::{Agent, hello, losses, running},
+    agent::{Agent, checkpoint, hello, losses, running},
     test_server::TestServer,
 };
 use lockstep_protocol::{
-    agent::{
-        AgentReply, AgentRequest, AttemptEvent, AttemptRef, CheckpointInfo, Ending, FromAgent, Source,
-        ToAgent,
-    },
+    agent::{AgentReply, AgentRequest, AttemptRef, Ending, FromAgent, Source, ToAgent},
     job::{Job, JobState},
 };
 use serde_json::{Value, json};
@@ -34,19 +31,6 @@ async fn told_to_stop(agent: &mut Agent) -> AttemptRef {
         }
         other => panic!("{other:?}"),
     }
-}
-
-fn checkpoint(step: u64) -> AttemptEvent {
-    let (val_accuracy, val_loss) = (None, None);
-    AttemptEvent::Checkpoint(CheckpointInfo {
-        epoch: 1,
-        step,
-        val_accuracy,
-        val_loss,
-        validation: None,
-        best: false,
-        size_bytes: 1,
-    })
 }
 
 #[tokio::test]

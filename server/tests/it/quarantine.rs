@@ -1,11 +1,11 @@
 //! One stored row, or one record, that cannot be read or stored: everything else continues.
 
 use crate::{
-    agent::{Agent, line, losses, running},
+    agent::{Agent, checkpoint, line, losses, running},
     test_server::TestServer,
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, FromAgent, Source, ToAgent},
+    agent::{AttemptEvent, Ending, Evaluation, FromAgent, Source, ToAgent},
     job::JobState,
     stream::Frame,
 };
@@ -181,17 +181,6 @@ async fn a_record_refused_by_the_database_delays_no_others() {
         attempts.push(agent.started().await.attempt);
     }
     // Two checkpoints of steps that no database can distinguish, as 64 bits with a sign do not hold them.
-    let checkpoint = |step| {
-        AttemptEvent::Checkpoint(CheckpointInfo {
-            epoch: 1,
-            step,
-            val_accuracy: None,
-            val_loss: None,
-            validation: None,
-            best: false,
-            size_bytes: 1,
-        })
-    };
     let events = vec![
         running(100, 0),
         losses(0, 1..=3),

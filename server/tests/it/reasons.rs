@@ -5,7 +5,7 @@ use crate::{
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, OLDEST_PROTOCOL_VERSION, Source},
+    agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, PROTOCOL_VERSION, Source},
     job::JobState,
     reason::ReasonKind,
 };
@@ -26,11 +26,9 @@ fn checkpoint(step: u64) -> AttemptEvent {
     AttemptEvent::Checkpoint(CheckpointInfo {
         epoch: 1,
         step,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
         best: true,
         size_bytes: 1,
+        ..CheckpointInfo::default()
     })
 }
 
@@ -178,7 +176,7 @@ async fn agents_of_other_versions_are_informed_and_their_reasons_understood() {
     // One that could not read the jobs that it is given.
     let mut earlier = hello("b", 2, Vec::new());
     if let FromAgent::Hello { protocol, .. } = &mut earlier {
-        *protocol = OLDEST_PROTOCOL_VERSION - 1;
+        *protocol = PROTOCOL_VERSION - 1;
     }
     let response = Agent::greet(&server, earlier).await.err().unwrap();
     assert!(response.contains("run the same version of lockstep on both"), "{response}");

@@ -11,8 +11,8 @@ use lockstep_protocol::{
 use lockstep_server::{
     lifecycle,
     store::{
-        AgentRow, Annotation, Change, Claim, Created, Ingested, JobFilter, JobRow, MetricFilter, MinuteRow,
-        NewJob, NewTrial, Owned, Place, Report, Store, StoreError, SweepRow, postgres::PostgresStore,
+        AgentRow, Change, Claim, Created, Ingested, JobFilter, JobRow, MetricFilter, MinuteRow, NewJob,
+        NewTrial, Owned, Place, Report, Store, StoreError, SweepRow, postgres::PostgresStore,
         sqlite::SqliteStore,
     },
 };
@@ -31,15 +31,8 @@ async fn scenario(store: &dyn Store) {
     let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
     let id = JobId::generate();
     let new = |key: &str, request: &str| NewJob {
-        id: id.clone(),
-        spec: spec("stored"),
-        annotation: Annotation::default(),
-        at,
         idempotency: Some((key.into(), request.into())),
-        fork: None,
-        owner: None,
-        trial: None,
-        external: None,
+        ..NewJob::of(id.clone(), spec("stored"), at)
     };
     // Of a job and the removal of its dataset only one is done.
     assert!(
@@ -93,11 +86,9 @@ async fn scenario(store: &dyn Store) {
         AttemptEvent::Checkpoint(CheckpointInfo {
             epoch: 1,
             step,
-            val_accuracy: None,
-            val_loss: None,
-            validation: None,
             best: true,
             size_bytes: 9,
+            ..CheckpointInfo::default()
         })
     };
     let mut nobody = report(Source::Rank(0), 0, vec![running(10, 0)]);
@@ -221,15 +212,8 @@ async fn a_sweep(store: &dyn Store) {
     assert_eq!(store.sweep_specs("sweep-1").await.unwrap(), [spec("lr lr=0.1")]);
     assert_eq!(store.unfinished_sweeps().await.unwrap(), store.sweeps().await.unwrap());
     let trial = |number| NewJob {
-        id: JobId::generate(),
-        spec: spec("lr lr=0.1"),
-        annotation: Annotation::default(),
-        at,
-        idempotency: None,
-        fork: None,
-        owner: None,
         trial: Some(NewTrial { of: TrialOf { sweep: "sweep-1".into(), number }, pause_after: Some(1) }),
-        external: None,
+        ..NewJob::of(JobId::generate(), spec("lr lr=0.1"), at)
     };
     for number in [2, 1] {
         store.create_job(trial(number)).await.unwrap();
@@ -272,18 +256,7 @@ async fn many_at_once(store: &dyn Store) {
         let id = JobId::generate();
         let mut spec = spec(name);
         spec.preemptible = name == "third";
-        let (annotation, idempotency, fork, owner) = (Annotation::default(), None, None, None);
-        let new = NewJob {
-            id: id.clone(),
-            spec,
-            annotation,
-            at,
-            idempotency,
-            fork,
-            owner,
-            trial: None,
-            external: None,
-        };
+        let new = NewJob::of(id.clone(), spec, at);
         store.create_job(new).await.unwrap();
         jobs.push(id);
     }
@@ -351,22 +324,8 @@ async fn more_than_a_statement_takes(store: &dyn Store) {
     let mut jobs = Vec::new();
     for n in 0..JOBS {
         let id = JobId::generate();
-        let (annotation, idempotency, fork, owner) = (Annotation::default(), None, None, None);
         let spec = spec(&format!("job {n}"));
-        store
-            .create_job(NewJob {
-                id: id.clone(),
-                spec,
-                annotation,
-                at,
-                idempotency,
-                fork,
-                owner,
-                trial: None,
-                external: None,
-            })
-            .await
-            .unwrap();
+        store.create_job(NewJob::of(id.clone(), spec, at)).await.unwrap();
         jobs.push(id);
     }
     // Twice the same job: the second edit finds what the first one left.

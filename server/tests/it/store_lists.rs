@@ -56,17 +56,12 @@ async fn fill(store: &dyn Store) {
         let mut spec = JobSpec { name: name.into(), project: project.into(), private, ..JobSpec::default() };
         spec.data.dataset = "p".into();
         spec.train.lr = lr;
+        // Two of the same millisecond: their ids decide.
+        let at = added_at + jiff::SignedDuration::from_secs((n / 2) as i64);
         let new = NewJob {
-            id: JobId::generate(),
-            spec,
             annotation: Annotation { notes: format!("notes of {name}"), tags: vec![format!("tag {name}")] },
-            // Two of the same millisecond: their ids decide.
-            at: added_at + jiff::SignedDuration::from_secs((n / 2) as i64),
-            idempotency: None,
-            fork: None,
             owner: owner.map(str::to_owned),
-            trial: None,
-            external: None,
+            ..NewJob::of(JobId::generate(), spec, at)
         };
         assert!(matches!(store.create_job(new).await.unwrap(), Created::New(_)));
     }

@@ -5,8 +5,9 @@ use crate::{
     gangs::{again, hello_at, lost_contact, machines, started, stopped},
     test_server::{DEADLINE, TestServer, client},
 };
-use lockstep_protocol::agent::{
-    AttemptEvent, AttemptRef, CheckpointInfo, Ending, FencingToken, FromAgent, Source, ToAgent,
+use lockstep_protocol::{
+    JobId,
+    agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, FencingToken, FromAgent, Source, ToAgent},
 };
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -29,15 +30,7 @@ pub(crate) fn manifest(epoch: u32, step: u64) -> Vec<u8> {
 }
 
 pub(crate) fn checkpoint(step: u64) -> AttemptEvent {
-    AttemptEvent::Checkpoint(CheckpointInfo {
-        epoch: 1,
-        step,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
-        size_bytes: 14,
-    })
+    AttemptEvent::Checkpoint(CheckpointInfo { epoch: 1, step, size_bytes: 14, ..CheckpointInfo::default() })
 }
 
 /// Who asks.
@@ -224,6 +217,32 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
 }
 
 #[tokio::test]
+async fn folders_of_attempts_that_the_database_lacks_are_kept() {
+    let server = TestServer::new().await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    let (needless, kept) = (json!({"keep": false}), json!({"keep": true, "unknown": true}));
+    // After the restore of a backup from before the retry of the job, and from before the job.
+    let retried = AttemptRef { attempt: 2, ..attempt.clone() };
+    let unknown = AttemptRef { job: JobId::generate(), ..attempt.clone() };
+    let needed = async |attempt: &AttemptRef| {
+        let (http, attempt) = (client(&token), attempt.clone());
+        Asks { server: &server, http, agent_id: "id-a".into(), attempt }.ask("GET", "", vec![]).await
+    };
+    assert_eq!(needed(&attempt).await, (200, needless.clone()));
+    assert_eq!(needed(&retried).await, (200, kept.clone()));
+    assert_eq!(needed(&unknown).await, (200, kept));
+    assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
+    assert_eq!(needed(&retried).await, (200, needless));
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn another_machine_continues_from_uploaded_checkpoints() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
@@ -239,12 +258,12 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
         attempt: start.attempt.clone(),
     };
     assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
-    let note = json!({"files": 4, "bytes": 100});
+    let note = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab"});
     assert_eq!(own.ask("POST", "/dataset", note.to_string().into()).await.0, 204);
     assert_eq!(own.ask("POST", "/dataset", note.to_string().into()).await.0, 204, "the same again");
-    let (status, problem) = own.ask("POST", "/dataset", b"{\"files\": 5}".to_vec()).await;
+    let (status, problem) = own.ask("POST", "/dataset", b"{\"pictures\": 5}".to_vec()).await;
     assert_eq!(status, 409);
-    assert_eq!(problem["detail"], "a has 4 files of 0 MB, or other content", "whose the kept one is");
+    assert_eq!(problem["detail"], "a has 4 pictures of 0 MB, or other content", "whose the kept one is");
     assert_eq!(own.ask("POST", "/dataset", b"{".to_vec()).await.0, 400);
     let mut long = note.to_string().into_bytes();
     long.resize(64 << 10, b' ');
@@ -274,7 +293,8 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     agent.vanish();
     let start = next.started().await;
     assert_eq!(start.resume.as_deref(), Some("1-20"), "on one that has not");
-    assert_eq!(start.files.dataset, Some(json!({"files": 4, "bytes": 100, "machine": "a"})));
+    let kept = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab", "machine": "a"});
+    assert_eq!(start.files.dataset, Some(kept));
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
     assert_eq!(steps, [20], "{listed}");

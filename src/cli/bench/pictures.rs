@@ -43,18 +43,8 @@ pub(super) fn run(path: &Path, image_size: u32, threads: usize) -> anyhow::Resul
             BATCH_SIZE * (WARM_UP_BATCHES + 1)
         )));
     }
-    let epoch = |epoch| {
-        data.epoch(EpochPlan {
-            epoch,
-            first_step: 0,
-            rank: 0,
-            world_size: 1,
-            batch_size: BATCH_SIZE,
-            accumulate: 1,
-            drop_remainder: true,
-            threads,
-        })
-    };
+    let epoch =
+        |epoch| data.epoch(EpochPlan { epoch, drop_remainder: true, threads, ..EpochPlan::of(BATCH_SIZE) });
     let mut batches = (0..).flat_map(epoch);
     for batch in batches.by_ref().take(WARM_UP_BATCHES) {
         batch?;

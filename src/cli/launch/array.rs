@@ -23,6 +23,7 @@ use std::{
     sync::Arc,
     time::Instant,
 };
+use tokio::signal::unix::{SignalKind, signal};
 
 /// Maximum number of agents in a sweep. Each agent has a token, and a server keeps 5000 tokens.
 const MAX_AGENTS: usize = 500;
@@ -48,30 +49,56 @@ pub(super) async fn run(
     let ca = machines::ca(args)?;
     job_file::name_dataset(api, &mut document, true).await?;
     let sweep: Sweep = api.post_once("/sweeps?launched=true", &document).await?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
     sweeps::announce(api, &sweep, args.server.json)?;
     let launch = |job| Launch::new(args, api, job, true, hosts.clone(), ca.clone());
     let mut array = Array {
         batch: slurm::Batch::of_sweep(&sweep.id, trials.len(), args.at_once),
-        launches: started(api, &sweep).await?.into_iter().map(launch).collect(),
-        tag: sweep.id,
+        launches: Vec::new(),
+        tag: sweep.id.clone(),
         folder: PathBuf::new(),
     };
-    let id = match array.start(args, device).await {
+    let begun = async {
+        array.launches = started(api, &sweep).await?.into_iter().map(launch).collect();
+        array.start(args, device).await
+    };
+    let begun = tokio::select! {
+        begun = begun => begun,
+        _ = interrupt.recv() => Err(anyhow::anyhow!("interrupted before the sweep was submitted to Slurm")),
+    };
+    let id = match begun {
         Ok(id) => id,
         Err(error) => {
-            for (task, launch) in array.launches.iter().enumerate() {
-                array.remove_bundle(task);
-                // Cancels the job, and prints a message about it.
-                let _ = launch.finish(Err(anyhow::anyhow!("not started"))).await;
+            let clean_up = async {
+                let path = format!("/sweeps/{}/cancel", sweep.id);
+                let cancelled: anyhow::Result<Value> = api.post(&path, &json!({})).await;
+                if cancelled.is_ok() {
+                    output::warn(format_args!("{} is cancelled, as its agents were not started", sweep.id));
+                }
+                for (task, launch) in array.launches.iter().enumerate() {
+                    array.remove_bundle(task);
+                    // Cancels the job if it is not over, and revokes the tokens of its agents.
+                    let _ = launch.finish(Err(anyhow::anyhow!("not started"))).await;
+                }
+            };
+            tokio::select! {
+                () = clean_up => return Err(error),
+                _ = interrupt.recv() => std::process::exit(130),
             }
-            return Err(error);
         }
     };
     output::warn(format_args!(
         "Slurm's array is {id}; its logs will be {}/slurm-{id}_N.log",
         array.folder.display()
     ));
-    if args.detach { Ok(()) } else { array.follow(args, api, &id).await }
+    if args.detach {
+        return Ok(());
+    }
+    tokio::select! {
+        done = array.follow(args, api, &id) => done,
+        // The status of a program that Ctrl-C has ended.
+        _ = interrupt.recv() => std::process::exit(130),
+    }
 }
 
 /// Returns the machines with slots for the largest of the jobs, and whether any job trains on CPU cores.
@@ -95,7 +122,7 @@ fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Resul
 /// Waits until the sweep has started all trials. Returns their jobs, in order.
 ///
 /// # Errors
-/// The sweep does not start them within a minute. It is then cancelled.
+/// The sweep does not start them within a minute.
 async fn started(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
     let began = Instant::now();
     loop {
@@ -106,12 +133,7 @@ async fn started(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
             return Ok(jobs);
         }
         if began.elapsed() > SERVER_TIMEOUT {
-            let _: anyhow::Result<Value> =
-                api.post(&format!("/sweeps/{}/cancel", sweep.id), &json!({})).await;
-            anyhow::bail!(
-                "{} does not start its trials, and is cancelled; `lockstep sweep show {0}` says why",
-                sweep.id
-            );
+            anyhow::bail!("{} does not start its trials; `lockstep sweep show {0}` says why", sweep.id);
         }
         tokio::time::sleep(slurm::POLL_INTERVAL).await;
     }

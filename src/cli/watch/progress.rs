@@ -5,6 +5,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_protocol::numbers::rate;
 use lockstep_protocol::{
     Job, JobState,
+    job::{Alert, AlertLevel},
     queue::waits_for,
     reason::{Reason, ReasonKind},
     stream::{EventBody, Frame},
@@ -177,6 +178,16 @@ impl Progress {
                     lockstep_protocol::numbers::accuracy_of(evaluation.accuracy, evaluation.samples),
                     evaluation.loss
                 ))?;
+            }
+            EventBody::Alert { alert: Alert { title, text, level }, .. } => {
+                let level = match level {
+                    AlertLevel::Info => "alert",
+                    AlertLevel::Warn => "warning",
+                    AlertLevel::Error => "error",
+                };
+                let text =
+                    if text.is_empty() { String::new() } else { format!(": {}", output::one_line(text)) };
+                self.say(format!("{level}: {}{text}", output::one_line(title)))?;
             }
             _ => {}
         }

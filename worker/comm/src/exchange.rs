@@ -3,7 +3,7 @@
 use super::{CommError, ProcessGroup, rendezvous::Store};
 use std::time::Duration;
 
-/// An all-gather of bytes, which ranks use to connect. It runs at the rendezvous store or over an existing group.
+/// An all-gather of bytes, which ranks use to connect. It uses the rendezvous store or an existing group.
 #[derive(Clone, Copy)]
 pub enum Exchange<'a> {
     /// The attempt's rendezvous store, and the time limit for the other ranks to arrive. The limit may exceed the
@@ -44,20 +44,20 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Collective: returns the values of all ranks, in rank order. `what` names the exchange and must be unique
-    /// within an attempt. Errors name the call as `operation`.
+    /// Collective: returns the values of all ranks, in rank order. `name` must be unique within an attempt. With
+    /// a store, errors name `operation`.
     ///
     /// # Errors
     /// A rank does not arrive in time, or its connection is lost.
     pub fn exchange(
         &self,
         operation: &'static str,
-        what: &str,
+        name: &str,
         value: &[u8],
     ) -> Result<Vec<Vec<u8>>, CommError> {
         match self {
             Self::Store(store, timeout) => store
-                .exchange_within(what, value, *timeout)
+                .exchange_within(name, value, *timeout)
                 .map_err(|error| CommError::at_rendezvous(operation, error)),
             Self::Group(group) => group.all_gather_bytes(value),
         }

@@ -309,7 +309,7 @@ mod tests {
                         let store = Store::join(rendezvous_config(port, rank, 2)).unwrap();
                         let place = Exchange::Store(&store, store.config().timeout);
                         let peers = Peers::connect(place, "test", 0, 4096, 64, permission).unwrap();
-                        // The store ends with rank 0's.
+                        // The store closes when rank 0 drops it.
                         store.barrier("done").unwrap();
                         peers.unwrap_err()
                     })

@@ -41,7 +41,7 @@ fn on_ranks<T: Send>(
     on_connected_ranks(size, timeout, connect, body)
 }
 
-/// Runs `body` on the group that `connect` makes from each rank's ring, one thread each, and returns their results by
+/// Runs `body` on the group that `connect` creates from each rank's ring, one thread each, and returns their results by
 /// rank.
 pub(super) fn on_connected_ranks<G, T: Send>(
     size: u32,
@@ -85,7 +85,7 @@ fn each_rank_gets_the_sum_of_its_part() {
                 let exact =
                     |i: usize| -> f64 { (0..size).map(|rank| f64::from(values(rank, n * part)[i])).sum() };
                 let first = group.rank() as usize * part;
-                let looked_at = |i: usize| part < 100 || i.is_multiple_of(997);
+                let is_checked = |i: usize| part < 100 || i.is_multiple_of(997);
                 for (reduction, scale) in [(Reduction::Sum, 1.0), (Reduction::Mean, f64::from(size))] {
                     let single = values(group.rank(), n * part);
                     let mut of_single = vec![0.0f32; part];
@@ -93,7 +93,7 @@ fn each_rank_gets_the_sum_of_its_part() {
                     let double: Vec<f64> = single.iter().copied().map(f64::from).collect();
                     let mut of_double = vec![0.0f64; part];
                     group.reduce_scatter((&double).into(), (&mut of_double).into(), reduction).unwrap();
-                    for i in (0..part).filter(|i| looked_at(*i)) {
+                    for i in (0..part).filter(|i| is_checked(*i)) {
                         let wanted = exact(first + i) / scale;
                         assert!(
                             (f64::from(of_single[i]) - wanted).abs() < 1e-5,
@@ -141,9 +141,9 @@ fn parts_of_every_type_are_scattered_and_gathered() {
 }
 
 #[test]
-fn sixteen_bit_sums_are_rounded_once_an_addition_and_equal_on_every_rank() {
+fn sixteen_bit_sums_are_rounded_once_per_addition_and_equal_on_every_rank() {
     for kind in KINDS {
-        // A short vector, which is gathered whole, and a long one, which is cut into parts.
+        // A short vector, which is gathered whole, and a long vector, which is split into parts.
         for length in [100, 40_000] {
             let of_ranks = on_ranks(kind, 3, TIMEOUT, |group| {
                 let own = values(group.rank(), length);
@@ -198,7 +198,7 @@ fn maxima_over_ranks_keep_nan() {
 }
 
 #[test]
-fn messages_between_any_two_ranks_keep_their_order_beside_collectives() {
+fn messages_between_any_two_ranks_keep_their_order_among_collectives() {
     for kind in KINDS {
         on_ranks(kind, 4, TIMEOUT, |group| {
             let (rank, size) = (group.rank(), group.size());
@@ -219,7 +219,7 @@ fn messages_between_any_two_ranks_keep_their_order_beside_collectives() {
                     assert_eq!(last, [from as u16, 7]);
                 }
             }
-            // Longer than the socket buffers, so even ranks send first.
+            // The message is longer than the socket buffers, so only ranks 0 and 1 send first.
             let long = values(rank, 2_000_000);
             let (to, from) = ((rank + 2) % size, (rank + size - 2) % size);
             let mut got = vec![0.0f32; long.len()];
@@ -239,7 +239,7 @@ fn messages_between_any_two_ranks_keep_their_order_beside_collectives() {
 fn gathered_bytes_may_have_any_length_up_to_the_limit() {
     for kind in KINDS {
         on_ranks(kind, 3, TIMEOUT, |group| {
-            let said = |lengths: [usize; 3]| {
+            let gather = |lengths: [usize; 3]| {
                 let all = group.all_gather_bytes(&bytes(group.rank(), lengths[group.rank() as usize]));
                 all.map(|all| {
                     let wanted: Vec<_> =
@@ -247,13 +247,13 @@ fn gathered_bytes_may_have_any_length_up_to_the_limit() {
                     assert_eq!(all, wanted);
                 })
             };
-            said([0, 0, 0]).unwrap();
-            said([5, 0, 300]).unwrap();
-            said([1, LONGEST_MESSAGE, 2]).unwrap();
-            let error = said([1, LONGEST_MESSAGE + 1, 2]).unwrap_err();
+            gather([0, 0, 0]).unwrap();
+            gather([5, 0, 300]).unwrap();
+            gather([1, LONGEST_MESSAGE, 2]).unwrap();
+            let error = gather([1, LONGEST_MESSAGE + 1, 2]).unwrap_err();
             assert!(matches!(error, CommError::Invalid { .. }), "{error}");
             assert!(error.to_string().contains("rank 1 gives 1048577 bytes"), "{error}");
-            said([1, 2, 3]).unwrap();
+            gather([1, 2, 3]).unwrap();
         });
     }
 }

@@ -279,9 +279,9 @@ mod tests {
                 Watchdog::with(Some(store.clone()), limit, Duration::from_millis(5), stalled).unwrap()
             })
             .collect();
-        // Rank 1 never reaches step 813, and waits for nothing itself.
+        // Rank 1 never reaches step 813, and has no pending step.
         for (rank, dog) in dogs.iter().enumerate() {
-            // Training continues from a checkpoint: a process counts its own steps.
+            // Training continues from a checkpoint, and a process counts only its own steps.
             dog.continues_from(800);
             dog.submitted(12);
             dog.done(12);
@@ -318,7 +318,7 @@ mod tests {
     #[test]
     fn a_suspended_rank_and_a_hung_collective_are_distinguished() {
         let now = Instant::now();
-        let Some(long_ago) = now.checked_sub(Duration::from_secs(60)) else { return };
+        let Some(earlier) = now.checked_sub(Duration::from_secs(60)) else { return };
         let at = |step: u64, when| Some((step, step.to_le_bytes().to_vec(), when));
         let limit = Duration::from_secs(120);
         let mut posted = PostedSteps { ranks: vec![at(7, now), at(7, now)], last_response: Some(now) };
@@ -326,13 +326,13 @@ mod tests {
             posted.describe(limit, 0, 7, now),
             "no step for 120 s: all ranks are at step 7, in a collective that does not complete"
         );
-        posted.ranks[1] = at(7, long_ago);
+        posted.ranks[1] = at(7, earlier);
         assert_eq!(
             posted.describe(limit, 0, 7, now),
             "no step for 120 s: rank 1 is at step 7 and silent for 60 s (suspended?), the other at 7"
         );
-        // Rank 0 stores the posts. While it is suspended, it does not answer.
-        posted = PostedSteps { ranks: vec![at(7, long_ago), at(7, long_ago)], last_response: Some(long_ago) };
+        // Rank 0 stores the posts. While it is suspended, it does not respond.
+        posted = PostedSteps { ranks: vec![at(7, earlier), at(7, earlier)], last_response: Some(earlier) };
         assert_eq!(
             posted.describe(limit, 1, 7, now),
             "no step for 120 s: rank 0 is at step 7 and silent for 60 s (suspended?), the other at 7"

@@ -196,25 +196,25 @@ mod tests {
     }
 
     #[test]
-    fn adding_or_removing_pictures_moves_no_other_picture() {
+    fn adding_or_removing_pictures_does_not_move_others() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "cat", 0..150);
         write(dir.path(), "dog", 0..150);
         let before = held_out(dir.path(), &spec(0.1, 0));
         assert!((15..=45).contains(&names(&before).len()), "{}", names(&before).len());
         let set = validation_set(dir.path(), &spec(0.1, 0)).unwrap();
-        // Other seeds divide differently; larger fractions hold out more.
+        // Other seeds divide differently, and larger fractions hold out more pictures.
         assert_ne!(names(&before), names(&held_out(dir.path(), &spec(0.1, 1))));
         assert!(names(&held_out(dir.path(), &spec(0.2, 0))).is_superset(&names(&before)));
 
         write(dir.path(), "cat", 150..200);
         write(dir.path(), "another", 0..40);
-        let gone: Vec<_> =
+        let removed: Vec<_> =
             before.keys().filter(|name| name.contains("dog/") && !before[*name]).take(20).collect();
-        gone.iter().for_each(|name| fs::remove_file(name).unwrap());
+        removed.iter().for_each(|name| fs::remove_file(name).unwrap());
         let after = held_out(dir.path(), &spec(0.1, 0));
         assert_eq!(after.len(), 370);
-        for (name, was) in before.iter().filter(|(name, _)| !gone.contains(name)) {
+        for (name, was) in before.iter().filter(|(name, _)| !removed.contains(name)) {
             assert_eq!(after[name], *was, "{name}");
         }
         assert_ne!(validation_set(dir.path(), &spec(0.1, 0)).unwrap(), set);
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn equal_pictures_are_in_the_same_fold() {
-        // Each of 20 pictures of one pixel twice.
+        // Each of 20 pictures of one pixel occurs twice.
         let pixels: Vec<u8> = (0..20).chain(0..20).collect();
         let labels: Vec<u32> = (0..40).map(|place| place % 2).collect();
         let identities = identities_of_packed(&pixels, 1);
@@ -289,11 +289,11 @@ mod tests {
         );
         assert_eq!(before.pictures, open(2).shape.validation_samples);
         let all = held_out(dir.path(), &spec(0.2, 0));
-        let of = |wanted: bool| all.iter().find(|(_, held_out)| **held_out == wanted).unwrap().0;
-        fs::remove_file(of(false)).unwrap();
+        let first = |wanted: bool| all.iter().find(|(_, held_out)| **held_out == wanted).unwrap().0;
+        fs::remove_file(first(false)).unwrap();
         assert_eq!(set(), before, "without a training picture");
-        image::GrayImage::from_pixel(4, 4, image::Luma([251])).save(of(true)).unwrap();
-        assert!(set().pictures == before.pictures && set() != before, "with another content");
+        image::GrayImage::from_pixel(4, 4, image::Luma([251])).save(first(true)).unwrap();
+        assert!(set().pictures == before.pictures && set() != before, "with other content");
     }
 
     #[test]
@@ -302,22 +302,26 @@ mod tests {
         let source = DataSource::open(path, &spec(0.1, 0), 7).unwrap();
         let set = validation_set(path, &spec(0.1, 0)).unwrap();
         assert!(set.is_some() && source.shape.validation == set, "{set:?}");
-        let counted = |fraction, seed| {
+        let count_foreign = |fraction, seed| {
             let divisions = [Division::of(&spec(fraction, seed)), Division::of(&spec(0.1, 0))];
             source.trained_on(&foreign_divisions(&divisions, &spec(0.1, 0)))
         };
-        assert_eq!(counted(0.1, 0), 0, "its own");
-        assert_eq!(counted(0.2, 0), 0, "held out there, too");
-        // About nine in ten, and half.
+        assert_eq!(count_foreign(0.1, 0), 0, "its own");
+        assert_eq!(count_foreign(0.2, 0), 0, "the other division holds them out, too");
+        // The other division has trained on about nine in ten, and half, of the pictures.
         let all = source.shape.validation_samples;
-        assert!((all * 8 / 10..all).contains(&counted(0.1, 1)), "{} of {all}", counted(0.1, 1));
-        assert!((all * 4 / 10..all * 6 / 10).contains(&counted(0.05, 0)), "{} of {all}", counted(0.05, 0));
+        assert!((all * 8 / 10..all).contains(&count_foreign(0.1, 1)), "{} of {all}", count_foreign(0.1, 1));
+        assert!(
+            (all * 4 / 10..all * 6 / 10).contains(&count_foreign(0.05, 0)),
+            "{} of {all}",
+            count_foreign(0.05, 0)
+        );
         let other = DataSpec { dataset: "other".into(), ..spec(0.1, 1) };
         assert!(foreign_divisions(&[Division::of(&other)], &spec(0.1, 0)).is_empty());
     }
 
     #[test]
-    fn classes_without_held_out_pictures_are_noted_and_none_at_all_is_an_error() {
+    fn classes_without_held_out_pictures_are_noted_and_an_empty_part_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "cat", 0..200);
         write(dir.path(), "dog", 0..1);
@@ -330,9 +334,10 @@ mod tests {
             notes.contains(&format!("1 class has no {lacks} picture")) && notes.contains("\"dog\""),
             "{notes}"
         );
-        for (fraction, words) in [(0.000_001, "holds out none of 201"), (0.999_999, "holds out all of 201")] {
+        for (fraction, detail) in [(0.000_001, "holds out none of 201"), (0.999_999, "holds out all of 201")]
+        {
             let error = open(fraction).unwrap_err().to_string();
-            assert!(error.contains(words), "{error}");
+            assert!(error.contains(detail), "{error}");
         }
     }
 }

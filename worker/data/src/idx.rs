@@ -2,7 +2,7 @@
 //! Pictures have one channel.
 
 use super::{
-    Catalog, DataError, Format, Samples, Split,
+    Catalog, DataError, Format, Measured, Samples, Split,
     inspect::{STATISTICS_SAMPLES, Statistics},
     names_from,
     packed::{self, Reading},
@@ -10,6 +10,7 @@ use super::{
 };
 use flate2::bufread::MultiGzDecoder;
 use lockstep_host::files;
+use sha2::{Digest, Sha256};
 use std::{
     fs,
     io::{self, BufRead, BufReader, ErrorKind, Read},
@@ -202,21 +203,22 @@ impl IdxFile {
     }
 
     /// As [`Statistics::of_packed`], with only one picture in memory at a time.
-    fn measure(&mut self, count: usize, size: usize) -> Result<Statistics, DataError> {
+    fn measure(&mut self, count: usize, size: usize) -> Result<Measured, DataError> {
         let every = count.div_ceil(STATISTICS_SAMPLES).max(1);
-        let (mut statistics, mut picture) = (Statistics::default(), Vec::new());
+        let (mut statistics, mut hash, mut picture) = (Statistics::default(), Sha256::new(), Vec::new());
         for i in 0..count {
             picture.clear();
             self.read(size, &mut picture)?;
             if picture.len() < size {
                 self.check_end(i * size + picture.len())?;
             }
+            hash.update(&picture);
             if i.is_multiple_of(every) {
                 statistics.add(&Statistics::of(&picture, 1));
             }
         }
         self.check_end(count * size)?;
-        Ok(statistics)
+        Ok(Measured { statistics, sha256: hex::encode(hash.finalize()) })
     }
 }
 
@@ -265,8 +267,8 @@ mod tests {
         let count = STATISTICS_SAMPLES + 7;
         let pixels: Vec<u8> = (0..count * 6).map(|i| (i * i % 251) as u8).collect();
         set(dir.path(), [count, 2, 3], &pixels, count);
-        let of = |reading| find(dir.path(), reading).unwrap().unwrap();
-        let (measured, whole) = (of(Reading::Measure), of(Reading::Whole));
+        let read = |reading| find(dir.path(), reading).unwrap().unwrap();
+        let (measured, whole) = (read(Reading::Measure), read(Reading::Whole));
         assert_eq!(measured.splits[0].labels, whole.splits[0].labels);
         let Samples::Memory { pixels: none, measured: Some(found), height: 2, width: 3, channels: 1 } =
             &measured.splits[0].samples
@@ -275,10 +277,10 @@ mod tests {
         };
         assert!(none.is_empty());
         let Samples::Memory { pixels: all, measured: None, .. } = &whole.splits[0].samples else {
-            panic!("they are held")
+            panic!("pictures are in memory")
         };
         assert!(*all == pixels);
-        assert_eq!(found.mean_std(), Statistics::of_packed(all, 6, 1).mean_std());
+        assert_eq!(found.statistics.mean_std(), Statistics::of_packed(all, 6, 1).mean_std());
     }
 
     #[test]
@@ -286,7 +288,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let some = vec![0; SIDE * SIDE];
         for reading in [Reading::Whole, Reading::Measure] {
-            // The file is also truncated, which decompressing it would reveal.
+            // The file is also truncated, which would be an error only after decompression.
             set(dir.path(), [1500, SIDE, SIDE], &some, 7);
             let why = error(dir.path(), reading);
             assert!(why.contains("has 1500 pictures") && why.contains("has 7 labels"), "{why}");

@@ -44,7 +44,7 @@ pub(super) fn split_of(folder: &Path) -> Option<&'static str> {
 }
 
 /// The folder of the training split, if there is one.
-pub(super) fn training_folder(dir: &Path) -> Option<PathBuf> {
+fn training_folder(dir: &Path) -> Option<PathBuf> {
     let all = entries(dir).ok()?.into_iter();
     let mut candidates: Vec<_> = all.filter(|path| split_of(path) == Some("train")).collect();
     // Prefer a folder that contains class folders, then the usual name.
@@ -84,7 +84,7 @@ fn names_split(folder: &Path) -> bool {
 
 /// Whether the pictures are in `dir/<class>/`: at least two folders contain pictures, and no folder is named like a
 /// split.
-pub(super) fn is_plain(dir: &Path) -> bool {
+fn is_plain(dir: &Path) -> bool {
     let all = entries(dir).unwrap_or_default();
     let hold = all.iter().take(MAX_ENTRIES_READ).filter(|path| has_pictures(path));
     !all.iter().any(|path| names_split(path)) && hold.take(2).count() == 2

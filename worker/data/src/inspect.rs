@@ -48,7 +48,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                 if train {
                     let (size, channels) = ((height * width * channels) as usize, *channels as usize);
                     (mean, std) = match measured {
-                        Some(measured) => measured.mean_std(),
+                        Some(measured) => measured.statistics.mean_std(),
                         None => Statistics::of_packed(pixels, size, channels).mean_std(),
                     };
                 }

@@ -6,7 +6,7 @@
 mod cifar;
 mod copy;
 pub mod device;
-pub mod fingerprint;
+mod fingerprint;
 pub mod held_out;
 mod idx;
 mod image_folder;
@@ -26,6 +26,7 @@ mod shards;
 mod stored;
 mod transform;
 
+pub use fingerprint::fingerprint;
 pub use index::Progress;
 pub use inspect::{inspect, splits};
 pub use picture::Picture;
@@ -135,14 +136,22 @@ pub(crate) enum Samples {
     /// Uncompressed pictures in memory, one after another, as height, width, channels.
     Memory {
         pixels: Vec<u8>,
-        /// The statistics. An inspection has them instead of `pixels`.
-        measured: Option<Statistics>,
+        /// What an inspection has instead of `pixels`.
+        measured: Option<Measured>,
         height: u32,
         width: u32,
         channels: u32,
     },
     /// Encoded pictures in files or shards, which are read as RGB.
     Listed(Listing),
+}
+
+/// What [`Reading::Measure`] computes from pictures that it does not keep.
+#[derive(Debug)]
+pub(crate) struct Measured {
+    statistics: Statistics,
+    /// The SHA-256 of all pixels, in hexadecimal.
+    sha256: String,
 }
 
 impl Catalog {

@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pictures_may_fill_the_free_memory_and_not_a_byte_more() {
+    fn pictures_may_fill_the_free_memory_but_not_exceed_it() {
         assert_eq!(fits(1 << 30, Some(1 << 30)), Ok(()));
         assert_eq!(fits(u64::MAX, None), Ok(()));
         let why = fits(3_000_000_001, Some(3_000_000_000)).unwrap_err();

@@ -30,6 +30,22 @@ pub struct EpochPlan {
     pub threads: usize,
 }
 
+impl EpochPlan {
+    /// The whole first epoch on a single rank, prepared by one thread.
+    pub const fn of(batch_size: usize) -> Self {
+        Self {
+            epoch: 0,
+            first_step: 0,
+            rank: 0,
+            world_size: 1,
+            batch_size,
+            accumulate: 1,
+            drop_remainder: false,
+            threads: 1,
+        }
+    }
+}
+
 /// The order of the training pictures in `epoch` (from 0).
 pub(super) fn epoch_order(samples: usize, seed: u64, epoch: u32) -> Vec<u32> {
     Random::new(&[seed, SHUFFLE, u64::from(epoch)]).permutation(samples)

@@ -82,12 +82,6 @@ fn find_kind(
     }))
 }
 
-/// Whether `path` is a shard, or a folder in which [`find`] finds shards.
-pub(super) fn has_any(path: &Path) -> bool {
-    let holds = |kind| contents(kind, path).is_ok_and(|found| !found.shards.is_empty());
-    Kind::of(path).is_some() || holds(Kind::Tar) || holds(Kind::Parquet)
-}
-
 /// `dataset` is the given path; `shards` are relative to `root`.
 fn read(
     kind: Kind,

@@ -1,11 +1,11 @@
 //! A backend: a kind of device, its engine, and everything else that a rank on such a device needs. The
 //! [`registry`](super::registry) lists all backends; code that works with any backend names none.
 
-use super::{Engine, EngineConfig, EngineError, NamedTensors, plan::Plan};
+use super::{Engine, EngineConfig, EngineError, plan::Plan};
 use crate::net::Network;
 use lockstep_comm::{ProcessGroup, rendezvous::Store, watchdog::Watchdog};
 use lockstep_data::device::DeviceDecoder;
-use lockstep_host::gpu::RankGpu;
+use lockstep_host::{gpu::RankGpu, tensors::TensorSource};
 use lockstep_protocol::{
     agent::Slot,
     spec::{Device, JobSpec, LossScale, Precision},
@@ -151,7 +151,7 @@ pub struct Needs {
     pub watchdog: bool,
     /// Whether the data loader may use all of the rank's threads.
     pub leaves_threads: bool,
-    /// Whether the engine computes in 16 bits if `train.precision` says so.
+    /// Whether the engine computes in 16 bits if `train.precision` is `auto`.
     pub half_precision: bool,
     /// Whether the device may decode JPEG files; see [`Backend::decoder`].
     pub decodes: bool,
@@ -161,7 +161,7 @@ pub struct Needs {
 pub struct BuildArgs<'a> {
     pub network: Arc<Network>,
     /// Weights, biases and running statistics.
-    pub initial: &'a NamedTensors,
+    pub initial: &'a dyn TensorSource,
     pub config: EngineConfig,
     pub comm: Arc<dyn ProcessGroup>,
     /// How the network is parallelised over the ranks of `comm`.

@@ -153,19 +153,26 @@ fn readers(mesh: Mesh, rank: usize) -> [usize; 2] {
     [mesh.data * mesh.model, mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)]
 }
 
-/// Trains `case` for 13 steps on the CPU with `threads` threads per rank and times the last ten.
+/// Trains `case` for 13 steps on the CPU with `threads` threads per rank and times the last ten. `precision` is that of the
+/// convolutions.
 ///
 /// All ranks run in this process, connected like the ranks of a job on one machine.
 ///
 /// # Errors
-/// The case does not divide over the ranks or fit its network, or no ports are free.
-pub fn run(case: &Case, threads: usize, ranks: u32, division: &Division) -> Result<Measurement, String> {
+/// The case does not divide over the ranks or fit its network, the processor does not support the precision, or no ports are free.
+pub fn run(
+    case: &Case,
+    threads: usize,
+    ranks: u32,
+    division: &Division,
+    precision: Precision,
+) -> Result<Measurement, String> {
     let mesh = division.plan(ranks).mesh;
     if ranks == 0 || mesh.ranks() != ranks as usize || !case.batch_size.is_multiple_of(readers(mesh, 0)[0]) {
         return Err(format!("a batch of {} cannot be divided over {ranks} ranks", case.batch_size));
     }
     if ranks == 1 {
-        return run_rank(case, threads, division, Arc::new(SingleRank));
+        return run_rank(case, threads, division, precision, Arc::new(SingleRank));
     }
     let port = free_port("127.0.0.1").map_err(|e| format!("no free port on 127.0.0.1: {e}"))?;
     let secret = *uuid::Uuid::new_v4().as_bytes();
@@ -186,7 +193,7 @@ pub fn run(case: &Case, threads: usize, ranks: u32, division: &Division) -> Resu
                     let ring = Ring::connect(&store, TIMEOUT).map_err(|e| e.to_string())?;
                     store.barrier("connected").map_err(|e| e.to_string())?;
                     let comm = ShmProcessGroup::meet(&store, ring).map_err(|e| e.to_string())?;
-                    run_rank(case, threads, division, comm)
+                    run_rank(case, threads, division, precision, comm)
                 })
             })
             .collect();
@@ -202,11 +209,12 @@ fn run_rank(
     case: &Case,
     threads: usize,
     division: &Division,
+    precision: Precision,
     comm: Arc<dyn ProcessGroup>,
 ) -> Result<Measurement, String> {
     let Division { classes, accumulate, sample_share, .. } = *division;
     let network = Arc::new(net::build(&case.model, case.image_size, 3, classes)?);
-    let initial = init::initial_parameters(&network, false, 0);
+    let initial = init::InitialParameters::new(&network, false, 0);
     let (ranks, plan) = (comm.size(), division.plan(comm.size()));
     let [readers, reader] = readers(plan.mesh, comm.rank() as usize);
     let batch_size = case.batch_size / readers;
@@ -229,7 +237,7 @@ fn run_rank(
         comm,
         plan,
         ordinal: device.ordinal,
-        precision: Precision::Fp32,
+        precision,
         loss_scale: LossScale::Named("dynamic".into()),
         deterministic: true,
         store: None,
@@ -356,7 +364,7 @@ fn on_device(
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
     let Division { classes, accumulate, sample_share, .. } = how.division;
     let network = Arc::new(net::build(&case.model, case.image_size, 3, classes)?);
-    let initial = init::initial_parameters(&network, false, 0);
+    let initial = init::InitialParameters::new(&network, false, 0);
     let config = EngineConfig {
         batch_size: case.batch_size,
         optimizer: Optimizer { momentum: 0.9, weight_decay: 5e-4, ..Optimizer::default() },
@@ -364,7 +372,7 @@ fn on_device(
         accumulate,
         sync_batch_norm: how.sync_batch_norm,
         gradients_mean: true,
-        threads: 1,
+        threads: (lockstep_host::cores() / comm.size()).max(1) as usize,
     };
     let built = how.device.backend.build(BuildArgs {
         network,
@@ -396,14 +404,12 @@ fn batches<'a>(
 ) -> impl Iterator<Item = Result<Batch, DataError>> + 'a {
     let [readers, reader] = readers(mesh, comm.rank() as usize);
     let plan = EpochPlan {
-        epoch: 0,
-        first_step: 0,
         rank: reader as u32,
         world_size: readers as u32,
-        batch_size: case.batch_size,
         accumulate,
         drop_remainder: true,
         threads: 2,
+        ..EpochPlan::of(case.batch_size)
     };
     (0..).flat_map(move |epoch| data.epoch(EpochPlan { epoch, ..plan }))
 }
@@ -423,7 +429,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cases_are_parsed_or_refused_with_the_expected_form() {
+    fn cases_are_parsed_or_refused_with_the_expected_format() {
         let case: Case = "resnet18c:32:64".parse().unwrap();
         assert_eq!((case.model.arch, case.model.stem, case.batch_size), (Arch::ResNet18, Stem::Cifar, 64));
         assert_eq!("resnet50:32:32".parse::<Case>().unwrap().model.stem, Stem::Imagenet);

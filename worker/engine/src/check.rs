@@ -1,14 +1,15 @@
 //! Checks that tensors fit a network, for all engines.
 
-use super::{EngineError, NamedTensors};
-use crate::net::Network;
-use std::collections::BTreeSet;
+use super::EngineError;
+use crate::net::{Network, Slice};
+use lockstep_host::tensors::TensorSource;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Checks that `tensors` are exactly the parameters and running statistics of the network.
 ///
 /// # Errors
 /// Tensors are missing, unknown or of another shape; the error names the first three.
-pub(super) fn check(network: &Network, tensors: &NamedTensors) -> Result<(), EngineError> {
+pub(super) fn check(network: &Network, tensors: &dyn TensorSource) -> Result<(), EngineError> {
     let wanted = network.parameters().into_iter().map(|p| (p.name, p.shape));
     check_shapes(network, tensors, wanted)
 }
@@ -19,19 +20,19 @@ pub(super) fn check(network: &Network, tensors: &NamedTensors) -> Result<(), Eng
 /// As for [`check`].
 pub(super) fn check_shapes(
     network: &Network,
-    tensors: &NamedTensors,
+    tensors: &dyn TensorSource,
     wanted: impl IntoIterator<Item = (String, Vec<usize>)>,
 ) -> Result<(), EngineError> {
+    let given: BTreeMap<_, _> =
+        tensors.list().into_iter().map(|(name, shape, len)| (name, (shape, len))).collect();
     let mut mistakes = Vec::new();
     let mut known = BTreeSet::new();
     for (name, shape) in wanted {
-        match tensors.get(&name) {
+        match given.get(name.as_str()) {
             None => mistakes.push(format!("{name} is missing")),
-            Some(t) if t.shape != shape || t.values.len() != shape.iter().product::<usize>() => {
+            Some((found, len)) if *found != shape || *len != shape.iter().product::<usize>() => {
                 mistakes.push(format!(
-                    "{name} has shape {:?} ({} values) where {} needs {shape:?}",
-                    t.shape,
-                    t.values.len(),
+                    "{name} has shape {found:?} ({len} values) where {} needs {shape:?}",
                     network.arch
                 ));
             }
@@ -40,7 +41,7 @@ pub(super) fn check_shapes(
         known.insert(name);
     }
     mistakes.extend(
-        tensors.keys().filter(|n| !known.contains(*n)).map(|n| format!("{} has no {n}", network.arch)),
+        given.keys().filter(|n| !known.contains(**n)).map(|n| format!("{} has no {n}", network.arch)),
     );
     if mistakes.is_empty() {
         return Ok(());
@@ -48,4 +49,19 @@ pub(super) fn check_shapes(
     let more = if mistakes.len() > 3 { format!("; and {} more", mistakes.len() - 3) } else { String::new() };
     mistakes.truncate(3);
     Err(EngineError::Parameters(format!("{}{more}", mistakes.join("; "))))
+}
+
+/// Fills `values` with values of the tensor `name`, or of this rank's part `slice` of it, from value `from` on. Returns false if there is
+/// no such tensor.
+pub(super) fn read_part(
+    tensors: &dyn TensorSource,
+    name: &str,
+    slice: Option<&Slice>,
+    from: usize,
+    values: &mut [f32],
+) -> bool {
+    let Some(slice) = slice else { return tensors.read(name, from, values) };
+    let mut found = true;
+    slice.read(from, values, |at, to| found &= tensors.read(name, at, to));
+    found
 }

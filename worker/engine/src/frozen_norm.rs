@@ -11,23 +11,23 @@ use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
 use std::sync::Arc;
 
 /// `network` with its batch norms frozen.
-pub(super) fn frozen(network: &Network) -> Arc<Network> {
+pub(super) fn freeze_norms(network: &Network) -> Arc<Network> {
     Arc::new(Network { frozen_norm: true, ..network.clone() })
 }
 
 /// Initial weights, with batch norms as they may be after training.
-pub(super) fn trained(network: &Network) -> NamedTensors {
+pub(super) fn trained_parameters(network: &Network) -> NamedTensors {
     let mut all = init::initial_parameters(network, false, 1);
     for parameter in network.parameters() {
         let drawn = values(&format!("frozen.{}", parameter.name), parameter.len());
         let Some(tensor) = all.get_mut(&parameter.name) else { continue };
-        let of: fn(f32) -> f32 = match parameter.role {
+        let scale: fn(f32) -> f32 = match parameter.role {
             Role::Gamma { .. } => |v| 1.0 + v / 4.0,
             Role::Beta | Role::RunningMean => |v| v / 4.0,
             Role::RunningVar => |v| 1.5 + v / 2.0,
             _ => continue,
         };
-        tensor.values = drawn.into_iter().map(of).collect();
+        tensor.values = drawn.into_iter().map(scale).collect();
     }
     all
 }
@@ -45,7 +45,7 @@ fn networks() -> Vec<Arc<Network>> {
         Arc::new(resnet::build(&model(Arch::ResNet20, Stem::Cifar), 8, 3, 10).unwrap()),
         Arc::new(resnet::build(&model(Arch::ResNet18, Stem::Imagenet), 32, 3, 10).unwrap()),
     ];
-    all.extend(unfused::networks().iter().map(|network| frozen(network)));
+    all.extend(unfused::networks().iter().map(|network| freeze_norms(network)));
     assert!(all.iter().all(|network| network.frozen_norm));
     all
 }
@@ -68,7 +68,7 @@ fn plain_sgd() -> Optimizer {
 }
 
 fn engine(network: &Arc<Network>, optimizer: Optimizer) -> Box<dyn Engine> {
-    build_cpu(network.clone(), &trained(network), config(optimizer), Arc::new(SingleRank)).unwrap()
+    build_cpu(network.clone(), &trained_parameters(network), config(optimizer), Arc::new(SingleRank)).unwrap()
 }
 
 fn batch(network: &Network, number: usize) -> Batch {
@@ -175,7 +175,8 @@ fn micro_batches_have_the_gradients_of_one_batch() {
         let config = EngineConfig { accumulate: 2, ..config(plain_sgd()) };
         let gradients = |step: &[Batch]| {
             let comm = Arc::new(SingleRank);
-            let mut engine = build_cpu(network.clone(), &trained(&network), config.clone(), comm).unwrap();
+            let mut engine =
+                build_cpu(network.clone(), &trained_parameters(&network), config.clone(), comm).unwrap();
             let found = engine.train_step(step, 0.1).unwrap();
             (found.loss, engine.optimizer_state().unwrap().slots)
         };

@@ -12,7 +12,7 @@ pub struct LayerTime {
     pub micros: f64,
 }
 
-/// Times by operation: the sums of the (operation, microseconds) pairs in `micros`.
+/// The times of `ops`. `micros` has pairs (index in `ops`, microseconds) to add.
 pub(super) fn layer_times(
     ops: &[super::fuse::FusedOp],
     micros: impl IntoIterator<Item = (usize, f64)>,

@@ -35,7 +35,7 @@ pub use cpu::MOST_CPU_SLOTS;
 pub use cuda::compile_kernels;
 pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
-use lockstep_host::tensors::{HostTensor, NamedTensors};
+use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 pub use loss::{LossConfig, Margin};
 pub use measure::{Sample, WIDE, heads, measure};
 pub use optimizer::{Optimizer, OptimizerState, slots};
@@ -131,9 +131,10 @@ pub enum EngineError {
 /// One rank's copy of the network and its optimizer.
 /// An engine is built for a group of ranks that see different pictures and keep the same weights, or that share copies
 /// of the network according to a [`plan::Plan`]. Building an engine is collective, and so are [`Engine::start_step`]
-/// and the methods that call it, [`Engine::keep_gradients`], [`Engine::broadcast_parameters`], [`Engine::state_dict`]
-/// and [`Engine::load_state_dict`]: every rank of the group calls them, in the same order. Where ranks share a network,
-/// [`Engine::eval_step`] and [`Engine::predict`] are collective, too. All other methods are local.
+/// and the methods that call it, [`Engine::keep_gradients`], [`Engine::broadcast_parameters`],
+/// [`Engine::broadcast_statistics`], [`Engine::state_dict`] and [`Engine::load_state_dict`]: every rank of the group calls
+/// them, in the same order. Where ranks share a network, [`Engine::eval_step`] and [`Engine::predict`] are collective, too.
+/// All other methods are local.
 pub trait Engine: Send {
     /// Returns the format in which this engine reads the pictures of batches. The engine may copy pictures that are in
     /// memory to its device.
@@ -352,6 +353,14 @@ pub trait Engine: Send {
     /// # Errors
     /// [`EngineError::Comm`]: a rank of the group is gone. The device fails.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
+    /// Collective: as [`Engine::broadcast_parameters`], for ranks whose weights are equal, so that only running statistics may have to be
+    /// copied.
+    ///
+    /// # Errors
+    /// As for [`Engine::broadcast_parameters`].
+    fn broadcast_statistics(&mut self) -> Result<(), EngineError> {
+        self.broadcast_parameters()
+    }
     /// Abandons the engine in a process that is about to exit, without waiting for work in flight. The driver frees
     /// device memory.
     fn abandon(self: Box<Self>) {}
@@ -372,18 +381,27 @@ fn unknown_size(image_size: usize) -> EngineError {
     EngineError::Parameters(format!("this engine was not prepared for pictures of {image_size} pixels"))
 }
 
+/// Starts the threads of an engine.
+fn thread_pool(threads: usize) -> Result<rayon::ThreadPool, EngineError> {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads.max(1))
+        .thread_name(|i| format!("compute-{i}"))
+        .build()
+        .map_err(|e| EngineError::Parameters(format!("cannot start {threads} threads: {e}")))
+}
+
 /// Builds the CPU engine for `network` with the parameters and running statistics `initial`.
 ///
 /// # Errors
 /// The initial tensors do not fit the network.
 pub fn build_cpu(
     network: Arc<crate::net::Network>,
-    initial: &NamedTensors,
+    initial: &dyn TensorSource,
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
 ) -> Result<Box<dyn Engine>, EngineError> {
     let plan = plan::Plan::data(comm.size());
-    cpu::build(network, initial, config, comm, &plan)
+    build_cpu_with(network, initial, config, comm, &plan)
 }
 
 /// [`build_cpu`] for ranks that share copies of the network according to `plan`.
@@ -392,10 +410,10 @@ pub fn build_cpu(
 /// As for [`build_cpu`]; `plan` cannot split the network.
 pub fn build_cpu_with(
     network: Arc<crate::net::Network>,
-    initial: &NamedTensors,
+    initial: &dyn TensorSource,
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
     plan: &plan::Plan,
 ) -> Result<Box<dyn Engine>, EngineError> {
-    cpu::build(network, initial, config, comm, plan)
+    cpu::build(network, initial, config, comm, plan, lockstep_kernels::conv::Format::Float32)
 }

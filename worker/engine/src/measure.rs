@@ -122,16 +122,7 @@ fn run(
     let steps = WARM_UP + TIMED + 1;
     let mut data = DataSource::synthetic(pictures * steps, image_size, 0);
     data.set_format(engine.take_data(&data)?);
-    let mut batches = data.epoch(EpochPlan {
-        epoch: 0,
-        first_step: 0,
-        rank: 0,
-        world_size: 1,
-        batch_size: pictures,
-        accumulate: 1,
-        drop_remainder: true,
-        threads: 1,
-    });
+    let mut batches = data.epoch(EpochPlan { drop_remainder: true, ..EpochPlan::of(pictures) });
     let mut fastest = f64::INFINITY;
     for step in 0..steps {
         let batch = batches.next().ok_or_else(|| EngineError::Parameters("the pictures ended".into()))?;
@@ -149,7 +140,11 @@ fn run(
         device: engine.device_name(),
         step_secs: fastest,
         times: engine.layer_times(),
-        value_bytes: if engine.precision() == Precision::Fp32 { 4 } else { 2 },
+        // CPU ranks round activations to bfloat16 when they multiply; they store and exchange float32.
+        value_bytes: match device.backend.needs().host_memory || engine.precision() == Precision::Fp32 {
+            true => 4,
+            false => 2,
+        },
         state: optimizer.slots().len() as f64,
     })
 }

@@ -15,7 +15,7 @@ use messages::{
 use prost::Message as _;
 use std::collections::BTreeMap;
 
-/// Version of ONNX's operators; onnxruntime reads it since 1.12.
+/// Version of ONNX's operators. onnxruntime 1.12 and later read it.
 const OPSET: i64 = 17;
 /// Version of the format that came with [`OPSET`].
 const IR_VERSION: i64 = 8;
@@ -115,8 +115,8 @@ fn graph(
                     let attributes = vec![Attribute::int("axis", 1), Attribute::int("p", 2)];
                     graph.node.push(node("LpNormalization", "normalize", inputs, "normalize", attributes));
                     let HostTensor { shape, values } = &tensors[&weight];
-                    let rows = HostTensor { shape: shape.clone(), values: margin.rows(values, shape[1]) };
-                    graph.initializer.push(tensor(&weight, &rows));
+                    let scaled = HostTensor { shape: shape.clone(), values: margin.rows(values, shape[1]) };
+                    graph.initializer.push(tensor(&weight, &scaled));
                     inputs = vec!["normalize".into(), weight];
                 } else {
                     graph.initializer.extend([&weight, &bias].map(|name| tensor(name, &tensors[name])));
@@ -173,12 +173,12 @@ fn node(op_type: &str, name: &str, input: Vec<String>, output: &str, attribute: 
     Node { input, output: vec![output.into()], name: name.into(), op_type: op_type.into(), attribute }
 }
 
-fn tensor(name: &str, of: &HostTensor) -> Tensor {
+fn tensor(name: &str, from: &HostTensor) -> Tensor {
     Tensor {
-        dims: of.shape.iter().map(|&size| size as i64).collect(),
+        dims: from.shape.iter().map(|&size| size as i64).collect(),
         data_type: FLOAT,
         name: name.into(),
-        raw_data: bytemuck::cast_slice(&of.values).to_vec(),
+        raw_data: bytemuck::cast_slice(&from.values).to_vec(),
     }
 }
 
@@ -214,7 +214,7 @@ mod tests {
                 if !has_head {
                     network = network.without_head();
                 }
-                let what = format!("{arch:?}, {stem:?}, folded: {fold}, head: {has_head}");
+                let case = format!("{arch:?}, {stem:?}, folded: {fold}, head: {has_head}");
                 let zeros = network.parameters().into_iter().map(|p| {
                     let values = vec![0.0; p.len()];
                     (p.name, HostTensor { shape: p.shape, values })
@@ -227,25 +227,25 @@ mod tests {
                 let graph = graph.unwrap();
                 let mut known = BTreeSet::from(["input".to_owned()]);
                 for Tensor { name, dims, raw_data, .. } in &graph.initializer {
-                    assert_eq!(dims.iter().product::<i64>() * 4, raw_data.len() as i64, "{what}: {name}");
-                    assert!(known.insert(name.clone()), "{what}: {name}");
+                    assert_eq!(dims.iter().product::<i64>() * 4, raw_data.len() as i64, "{case}: {name}");
+                    assert!(known.insert(name.clone()), "{case}: {name}");
                 }
                 let mut read = BTreeSet::new();
                 for Node { name, input, output, .. } in &graph.node {
                     assert!(
                         input.iter().all(|input| known.contains(input)),
-                        "{what}: {name} reads {input:?}"
+                        "{case}: {name} reads {input:?}"
                     );
                     read.extend(input.iter().cloned());
-                    assert!(known.insert(output[0].clone()), "{what}: {output:?}");
+                    assert!(known.insert(output[0].clone()), "{case}: {output:?}");
                 }
                 known.retain(|name| !read.contains(name));
-                assert!(known.iter().eq(["output"]), "{what}: not read: {known:?}");
+                assert!(known.iter().eq(["output"]), "{case}: not read: {known:?}");
                 let norms = network.ops.iter().filter(|op| matches!(op, Op::BatchNorm { .. })).count();
                 // Flatten, and with a margin the normalisation.
                 let added = 1 + usize::from(margin.is_some());
                 let expected = network.ops.len() + added - if fold { norms } else { 0 };
-                assert_eq!(graph.node.len(), expected, "{what}");
+                assert_eq!(graph.node.len(), expected, "{case}");
             }
         }
     }

@@ -85,7 +85,7 @@ mod tests {
         Batch { labels: vec![0; own], global_samples, ..Batch::default() }
     }
 
-    /// A micro-batch without a picture on any rank is left out; one without a picture on this rank is not.
+    /// A micro-batch without a picture on any rank is left out, but not a micro-batch without a picture on only this rank.
     #[test]
     fn a_step_has_the_micro_batches_with_pictures_on_any_rank() {
         let step = [batch(0, 0), batch(8, 16), batch(0, 4), batch(0, 0)];
@@ -95,8 +95,8 @@ mod tests {
             (parts, gradient_scale)
         };
         assert_eq!(places(&config(4)), (vec![(true, false, 16.0), (false, true, 4.0)], 1.0 / 20.0));
-        let apart = EngineConfig { sync_batch_norm: false, gradients_mean: false, ..config(4) };
-        assert_eq!(places(&apart), (vec![(true, false, 8.0), (false, true, 0.0)], 2.0 / 20.0));
+        let local = EngineConfig { sync_batch_norm: false, gradients_mean: false, ..config(4) };
+        assert_eq!(places(&local), (vec![(true, false, 8.0), (false, true, 0.0)], 2.0 / 20.0));
         let weighted =
             step.map(|step| Batch { global_weight: Some(1.5 * step.global_samples as f64), ..step });
         assert_eq!(Prologue::of(&weighted, &config(4), 2).unwrap().gradient_scale, 1.0 / 30.0);
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn more_micro_batches_than_a_step_has_are_refused() {
+    fn too_many_micro_batches_are_refused() {
         let full = [batch(8, 8), batch(8, 8)];
         assert_eq!(Prologue::of(&full, &config(2), 1).unwrap().parts.len(), 2);
         let refused = Prologue::of(&full, &config(1), 1).unwrap_err().to_string();

@@ -42,13 +42,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_of_a_bucket_are_all_of_it_and_equally_long() {
+    fn parts_of_a_bucket_cover_it_and_are_equally_long() {
         for len in [0, 1, 5, 6, 7, 1000] {
             for ranks in 1..9 {
                 let parts: Vec<_> = (0..ranks).map(|rank| Share { rank, ranks }.of(len)).collect();
                 assert!(parts.iter().flat_map(Clone::clone).eq(0..len), "{len} over {ranks}: {parts:?}");
-                let most = Share { rank: 0, ranks }.part_len(len);
-                assert!(parts.iter().all(|part| part.len() <= most) && most * ranks < len + ranks);
+                let part_len = Share { rank: 0, ranks }.part_len(len);
+                assert!(parts.iter().all(|part| part.len() <= part_len) && part_len * ranks < len + ranks);
             }
         }
     }

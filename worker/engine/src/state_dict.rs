@@ -197,11 +197,11 @@ mod tests {
             for (place, rank) in ranks.iter().enumerate() {
                 assert_eq!(writers.part_of(*rank), Some((place + 1, ranks.len())));
                 let mut own = state.clone();
-                writers.retain(&mut own, |of| of == *rank);
+                writers.retain(&mut own, |writer| writer == *rank);
                 let OptimizerState { slots, updates } = own.optimizer.unwrap();
                 let average = own.average.unwrap_or_default();
                 let values = [&own.parameters, &slots, &average]
-                    .map(|of| of.values().map(|t| t.values.len()).sum::<usize>());
+                    .map(|tensors| tensors.values().map(|t| t.values.len()).sum::<usize>());
                 loads.push(values.iter().sum::<usize>());
                 all.parameters.extend(own.parameters);
                 let optimizer =

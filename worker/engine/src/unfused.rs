@@ -1,4 +1,5 @@
-//! Tests of networks with operations that cannot be fused, on the CPU engine: against PyTorch, and fused against unfused.
+//! Tests of networks with operations that cannot be fused, on the CPU engine: compared with PyTorch, and
+//! fused compared with unfused.
 
 use super::{Engine, EngineConfig, LossConfig, Optimizer, build_cpu};
 use crate::net::{Network, Role};
@@ -28,7 +29,7 @@ pub(super) fn network(image_size: usize) -> Network {
     net
 }
 
-/// A network whose tensors have several readers: a batch norm behind a ReLU whose output is also the shortcut, a sum of a tensor
+/// A network whose tensors have several readers: a batch norm after a ReLU whose output is also the shortcut, a sum of a tensor
 /// with itself, a pooling with a shortcut around it, an addition of linear layers.
 fn many_readers() -> Network {
     let mut net = Network::new("many readers", 12, 3, 10);

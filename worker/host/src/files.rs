@@ -252,7 +252,7 @@ mod tests {
         symlink("/proc/self/mem", at("unreadable")).unwrap();
         let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n";
         fs::write(at("pointer"), pointer).unwrap();
-        for (name, words) in [
+        for (name, detail) in [
             ("pipe", "is a named pipe (FIFO), not a regular file"),
             ("socket", "is a socket, not a regular file"),
             ("zero", "is a device, not a regular file"),
@@ -263,8 +263,8 @@ mod tests {
             ("unreadable", "cannot be read: Input/output error"),
             ("pointer", "is a Git LFS pointer, not the file that it stands for: run `git lfs pull`"),
         ] {
-            let said = read(&at(name), 100).unwrap_err();
-            assert!(said.starts_with(words), "{name}: {said}");
+            let message = read(&at(name), 100).unwrap_err();
+            assert!(message.starts_with(detail), "{name}: {message}");
             assert_eq!(stat(&at(name)).is_ok(), ["unreadable", "pointer"].contains(&name), "{name}");
         }
         assert_eq!(read(dir.path(), 9).unwrap_err(), "is a folder, not a file");

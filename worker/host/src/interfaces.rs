@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_speed_is_what_the_driver_reports_or_unknown() {
+    fn the_speed_is_the_driver_s_or_unknown() {
         let folder = tempfile::tempdir().unwrap();
         for (name, speed) in [("fast", "100000\n"), ("down", "-1\n"), ("odd", "4294967295\n"), ("none", "")] {
             std::fs::create_dir(folder.path().join(name)).unwrap();

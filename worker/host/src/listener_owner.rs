@@ -17,14 +17,14 @@ pub fn listener_owners(address: IpAddr, port: u16) -> Vec<u32> {
     [read("tcp"), read("tcp6")].iter().flat_map(|table| owners(table, address, port)).collect()
 }
 
-/// The owners in such a table that listen on `address` and `port`.
+/// As [`listener_owners`], according to one table.
 fn owners(table: &str, address: IpAddr, port: u16) -> Vec<u32> {
     let row = |line: &str| -> Option<u32> {
         let columns: Vec<&str> = line.split_whitespace().collect();
         let (host, its_port) = columns.get(1)?.split_once(':')?;
         let takes = |host: IpAddr| host.to_canonical() == address || host.is_unspecified();
-        let ours = u16::from_str_radix(its_port, 16).ok()? == port && takes(parse(host)?);
-        (ours && *columns.get(3)? == LISTEN).then(|| columns.get(7)?.parse().ok())?
+        let fits = u16::from_str_radix(its_port, 16).ok()? == port && takes(parse(host)?);
+        (fits && *columns.get(3)? == LISTEN).then(|| columns.get(7)?.parse().ok())?
     };
     table.lines().skip(1).filter_map(row).collect()
 }
@@ -51,21 +51,21 @@ mod tests {
     #[test]
     fn a_listener_of_this_account_is_found_and_a_free_port_has_no_owner() {
         let own = rustix::process::getuid().as_raw();
-        for (bound, asked) in
+        for (bound, address) in
             [("127.0.0.1:0", "127.0.0.1"), ("0.0.0.0:0", "127.0.0.1"), ("[::1]:0", "::1"), ("[::]:0", "::1")]
         {
-            // This machine has no IPv6.
+            // Fails without IPv6.
             let Ok(listener) = TcpListener::bind(bound) else {
                 assert!(bound.starts_with('['), "{bound}");
                 continue;
             };
             let port = listener.local_addr().unwrap().port();
-            assert_eq!(listener_owners(asked.parse().unwrap(), port), [own], "{bound}");
-            let other = if asked == "::1" { "::2" } else { "127.0.0.2" };
+            assert_eq!(listener_owners(address.parse().unwrap(), port), [own], "{bound}");
+            let other = if address == "::1" { "::2" } else { "127.0.0.2" };
             let takes_all = bound.starts_with('0') || bound.starts_with("[::]");
             assert_eq!(!listener_owners(other.parse().unwrap(), port).is_empty(), takes_all, "{bound}");
             drop(listener);
-            assert_eq!(listener_owners(asked.parse().unwrap(), port), [0; 0], "{bound}");
+            assert_eq!(listener_owners(address.parse().unwrap(), port), [0; 0], "{bound}");
         }
     }
 

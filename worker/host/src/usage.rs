@@ -291,13 +291,13 @@ mod tests {
             (None, Rates::default()),
             "there is no previous measurement"
         );
-        let over = AtomicBool::new(false);
+        let stop = AtomicBool::new(false);
         let spin = || {
-            while !over.load(Ordering::Relaxed) {
+            while !stop.load(Ordering::Relaxed) {
                 std::hint::spin_loop();
             }
         };
-        // One thread per CPU keeps the machine busy, whatever else runs.
+        // One thread per CPU keeps the machine busy.
         let busiest = std::thread::scope(|scope| {
             (0..first.cpus.ceil() as usize).for_each(|_| drop(scope.spawn(spin)));
             let began = Instant::now();
@@ -306,7 +306,7 @@ mod tests {
                 std::thread::sleep(Duration::from_millis(300));
                 busiest = sampler.sample().cpu_utilization.unwrap();
             }
-            over.store(true, Ordering::Relaxed);
+            stop.store(true, Ordering::Relaxed);
             busiest
         });
         assert!((0.8..=1.0).contains(&busiest), "{busiest}");
@@ -333,7 +333,7 @@ mod tests {
         let found = rates(&before, &now);
         assert_eq!((found.disk_read, found.disk_written), (Some(0.0), Some(1000.0)));
         assert_eq!((found.network_received, found.network_sent), (None, None));
-        // A disk was removed; and two measurements have the same time.
+        // A disk was removed, or two measurements have the same time.
         assert_eq!(rates(&now, &Counters { disk: Some((0, 0)), ..now }).disk_read, None);
         assert_eq!(utilization(&now, &now, 4.0), None);
         // A container with a limit of one and a half CPUs.

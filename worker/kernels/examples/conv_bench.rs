@@ -1,13 +1,13 @@
 //! GFLOP/s of every convolution of a network, and their total time in a training step:
-//! `cargo run --release -p lockstep-kernels --example conv_bench [NETWORK|all] [REPEATS] [THREADS] [BATCH]`.
+//! `cargo run --release -p lockstep-kernels --example conv_bench [NETWORK|all] [REPEATS] [THREADS] [BATCH|default] [bf16]`.
 //! Networks: resnet20, resnet18 (CIFAR stem), resnet50 and resnext50_32x4d (ImageNet stem; for the latter only
-//! convolutions that resnet50 does not have). Default: one thread.
+//! convolutions that resnet50 does not have). Default: one thread, float32.
 //!
 //! Times are minima over the repeats, to reduce the effect of other work on the machine.
 
 #![allow(clippy::print_stdout)]
 
-use lockstep_kernels::conv::{ConvShape, Scratch, backward_input, backward_weight, forward};
+use lockstep_kernels::conv::{ConvShape, Format, Scratch, backward_input, backward_weight, forward};
 use std::time::Instant;
 
 /// Layers: `(number of such layers, [size, in_c, out_c, kernel, stride])`. In a network with 32 groups, 3x3 layers with
@@ -88,6 +88,7 @@ fn main() {
     let repeats = arguments.next().and_then(|n| n.parse().ok()).unwrap_or(7);
     let threads = arguments.next().and_then(|n| n.parse().ok()).unwrap_or(1);
     let batch_wanted: Option<usize> = arguments.next().and_then(|n| n.parse().ok());
+    let format = if arguments.next().is_some() { Format::Bfloat16 } else { Format::Float32 };
     match rayon::ThreadPoolBuilder::new().num_threads(threads).build() {
         Ok(pool) => pool.install(|| {
             for (name, batch, layers, groups) in [
@@ -97,7 +98,7 @@ fn main() {
                 ("resnext50_32x4d", 32, RESNEXT50, 32),
             ] {
                 if wanted.as_deref().is_none_or(|wanted| wanted == name || wanted == "all") {
-                    network(name, batch_wanted.unwrap_or(batch), layers, groups, repeats);
+                    network(name, batch_wanted.unwrap_or(batch), layers, groups, repeats, format);
                 }
             }
         }),
@@ -105,9 +106,11 @@ fn main() {
     }
 }
 
-fn network(name: &str, batch: usize, layers: &[Layer], groups: usize, repeats: usize) {
-    println!("{name}, {batch} pictures of 32 x 32: GFLOP/s forward, input gradient, weight gradient");
-    let mut scratch = Scratch::default();
+fn network(name: &str, batch: usize, layers: &[Layer], groups: usize, repeats: usize, format: Format) {
+    println!(
+        "{name}, {batch} pictures of 32 x 32, {format:?}: GFLOP/s forward, input gradient, weight gradient"
+    );
+    let mut scratch = Scratch::new(format);
     let mut totals = [0.0; 3];
     for (count, [size, in_c, out_c, kernel, stride]) in layers.iter().copied() {
         let s = ConvShape {

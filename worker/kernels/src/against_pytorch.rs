@@ -88,7 +88,9 @@ fn grouped_convolution() {
 fn compare_convolution(fixtures: &Fixtures<'_>, name: &str, numbers: [usize; 7]) {
     let [batch, side, in_c, out_c, kernel, stride, groups] = numbers;
     for instructions in conv::Instructions::ALL {
-        let Some(mut scratch) = Scratch::with_instructions(instructions) else { continue };
+        let Some(mut scratch) = Scratch::with_instructions(instructions, conv::Format::Float32) else {
+            continue;
+        };
         let padding = kernel / 2;
         let (in_h, in_w, row_padding) = (side, side, padding);
         let s = ConvShape { batch, in_h, in_w, in_c, out_c, kernel, stride, padding, row_padding, groups };

@@ -1,4 +1,5 @@
-//! 2-d convolution without bias, float32: forward, gradient of the input, gradient of the weights.
+//! 2-d convolution without bias: forward, gradient of the input, gradient of the weights. Inputs, weights and gradients are float32; a
+//! [`Scratch`] has the [`Format`] in which they are multiplied.
 //!
 //! Activations are NHWC. Weights are one flat slice of [`ConvShape::weight_len`] values in blocks of
 //! [`LANES`] output channels: `[out_c / LANES][kernel][kernel][in_c][lane]`, the last block having
@@ -19,7 +20,7 @@ mod weight;
 
 pub use memory::Scratch;
 pub use shape::ConvShape;
-pub use tile::Instructions;
+pub use tile::{Format, Instructions};
 
 /// Output channels in a block of weights: the floats in a 512-bit register.
 pub const LANES: usize = 16;
@@ -81,9 +82,23 @@ fn check(s: &ConvShape, x: usize, w: usize, y: usize) {
 /// If the length of a slice does not match `s`.
 pub fn forward(s: &ConvShape, x: &[f32], w: &[f32], y: &mut [f32], scratch: &mut Scratch) {
     check(s, x.len(), w.len(), y.len());
-    let merged = grouped::merged(s);
+    run_forward(s, x, w, y, None, scratch);
+}
+
+fn run_forward(
+    s: &ConvShape,
+    x: &[f32],
+    w: &[f32],
+    y: &mut [f32],
+    sums: Option<&mut [f64]>,
+    scratch: &mut Scratch,
+) {
+    let tiles = scratch.tiles;
+    let merged = grouped::merged(s, LANES * tiles.values);
     let w = grouped::merge(s, &merged, w, &mut scratch.merged);
-    product::Pass::forward(&merged).run(x, w, y, None, scratch.tiles, &scratch.benches);
+    let pass = product::Pass::forward(&merged);
+    let w = pass.pack_weights(w, tiles, &mut scratch.weights);
+    pass.run(x, w, y, sums, tiles, &scratch.benches);
 }
 
 /// [`forward`], and the sums for batch normalisation: for every output channel the sum over all pixels, then for
@@ -104,9 +119,7 @@ pub fn forward_with_sums(
 ) -> Vec<f64> {
     check(s, x.len(), w.len(), y.len());
     let mut sums = vec![0.0; 2 * s.out_c];
-    let merged = grouped::merged(s);
-    let w = grouped::merge(s, &merged, w, &mut scratch.merged);
-    product::Pass::forward(&merged).run(x, w, y, Some(&mut sums), scratch.tiles, &scratch.benches);
+    run_forward(s, x, w, y, Some(&mut sums), scratch);
     sums
 }
 
@@ -116,7 +129,7 @@ pub fn forward_with_sums(
 /// If the length of a slice does not match `s`.
 pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scratch: &mut Scratch) {
     check(s, dx.len(), w.len(), dy.len());
-    let merged = grouped::merged(s);
+    let merged = grouped::merged(s, LANES * scratch.tiles.values);
     let w = grouped::merge(s, &merged, w, &mut scratch.merged);
     let pass = product::Pass::backward(&merged);
     let w = pass.transpose(w, scratch.tiles, &mut scratch.weights);
@@ -129,7 +142,7 @@ pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scra
 /// If the length of a slice does not match `s`.
 pub fn backward_weight(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
     check(s, x.len(), dw.len(), dy.len());
-    let merged = grouped::merged(s);
+    let merged = grouped::merged(s, LANES);
     if merged.groups == s.groups {
         return weight::gradient(s, x, dy, dw, scratch);
     }

@@ -27,24 +27,65 @@ fn unit(key: u64, index: u64) -> f64 {
     (bits as f64 + 0.5) / (1u64 << 53) as f64
 }
 
-/// `len` values of a stream, uniform in `-bound..bound`.
-pub fn uniform(key: u64, len: usize, bound: f64) -> Vec<f32> {
-    (0..len as u64).map(|i| ((2.0 * unit(key, i) - 1.0) * bound) as f32).collect()
-}
-
-/// `len` values of a stream, normal with mean 0 and standard deviation `std`, in pairs by the Box-Muller transform.
-pub fn normal(key: u64, len: usize, std: f64) -> Vec<f32> {
-    let mut values = vec![0.0f32; len];
-    values.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, values)| {
-        for (pair, out) in values.chunks_mut(2).enumerate() {
-            let first = (chunk * CHUNK + 2 * pair) as u64;
-            let radius = std * (-2.0 * libm::log(unit(key, first))).sqrt();
-            let (sin, cos) = libm::sincos(std::f64::consts::TAU * unit(key, first + 1));
-            out[0] = (radius * cos) as f32;
-            if let Some(second) = out.get_mut(1) {
-                *second = (radius * sin) as f32;
-            }
+/// Fills `values` with the values of a stream from value `first` on, uniform in `-bound..bound`.
+pub fn uniform(key: u64, first: usize, values: &mut [f32], bound: f64) {
+    in_chunks(values, |offset, values| {
+        for (number, value) in values.iter_mut().enumerate() {
+            *value = ((2.0 * unit(key, (first + offset + number) as u64) - 1.0) * bound) as f32;
         }
     });
-    values
+}
+
+/// Fills `values` with the values of a stream from value `first` on, normal with mean 0 and standard deviation `std`, in pairs by the
+/// Box-Muller transform.
+pub fn normal(key: u64, first: usize, values: &mut [f32], std: f64) {
+    // The values `index` and `index + 1`.
+    let pair = |index: usize| {
+        let radius = std * (-2.0 * libm::log(unit(key, index as u64))).sqrt();
+        let (sin, cos) = libm::sincos(std::f64::consts::TAU * unit(key, index as u64 + 1));
+        [(radius * cos) as f32, (radius * sin) as f32]
+    };
+    let (half, pairs) = values.split_at_mut((first % 2).min(values.len()));
+    if let [second] = half {
+        [_, *second] = pair(first - 1);
+    }
+    let first = first.next_multiple_of(2);
+    in_chunks(pairs, |offset, values| {
+        for (number, out) in values.chunks_mut(2).enumerate() {
+            out.copy_from_slice(&pair(first + offset + 2 * number)[..out.len()]);
+        }
+    });
+}
+
+/// Calls `fill` for all chunks of `values` with the offset of the chunk, on the threads of the current pool.
+fn in_chunks(values: &mut [f32], fill: impl Fn(usize, &mut [f32]) + Sync) {
+    if values.len() <= CHUNK {
+        return fill(0, values);
+    }
+    values.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, values)| fill(chunk * CHUNK, values));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// On any number of threads, and from any value on.
+    #[test]
+    fn a_part_of_a_stream_has_the_values_of_the_whole_stream() {
+        type Draw = fn(u64, usize, &mut [f32], f64);
+        let threads = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+        for draw in [uniform as Draw, normal] {
+            let mut one_by_one = vec![0.0; 2 * CHUNK + 5];
+            for (index, value) in one_by_one.iter_mut().enumerate() {
+                draw(9, index, std::slice::from_mut(value), 0.5);
+            }
+            for (first, len) in
+                [(0, 2 * CHUNK + 5), (1, 2 * CHUNK + 3), (7, CHUNK + 1), (4, 1), (3, 0), (6, 3)]
+            {
+                let mut part = vec![0.0; len];
+                threads.install(|| draw(9, first, &mut part, 0.5));
+                assert!(part == one_by_one[first..first + len], "{len} values from {first}");
+            }
+        }
+    }
 }

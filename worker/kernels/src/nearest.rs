@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_most_similar_vectors_are_found_and_earlier_ones_win_ties() {
+    fn the_most_similar_vectors_are_found_and_earlier_ones_precede_equals() {
         let mut nearest = Nearest::new(vec![1.0, 0.0, 0.0, 1.0], 2, 3);
         nearest.add(&[0.6, 0.8, 0.0, 1.0, 1.0, 0.0], &[3, 7, 7]);
         nearest.add(&[-1.0, 0.0, 0.8, 0.6], &[9, 3]);
@@ -81,6 +81,8 @@ mod tests {
         let mut nearest = Nearest::new([1.0, 0.0].repeat(2 * BLOCK + 1), 2, 1);
         nearest.add(&[0.0, 1.0, 1.0, 0.0], &[1, 2]);
         nearest.add(&[1.0, 0.0], &[3]);
-        assert!(nearest.found().iter().all(|of| *of == [Neighbour { similarity: 1.0, label: 2 }]));
+        assert!(
+            nearest.found().iter().all(|neighbours| *neighbours == [Neighbour { similarity: 1.0, label: 2 }])
+        );
     }
 }

@@ -52,7 +52,7 @@ mod tests {
             a * x + b * x.powi(3) + c * x.powi(5)
         };
         for (rows, columns) in [(2, 3), (3, 2)] {
-            // Diagonal, so that the entries are the singular values.
+            // The matrix is diagonal, so its entries are the singular values.
             let mut x = vec![0.0; 6];
             (x[0], x[columns + 1]) = (3.0, -4.0);
             orthogonalise(rows, &mut x);

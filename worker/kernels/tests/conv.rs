@@ -2,7 +2,7 @@
 //! different numbers of threads.
 
 use lockstep_kernels::conv::{
-    ConvShape, Instructions, Scratch, backward_input, backward_weight, forward, forward_with_sums,
+    ConvShape, Format, Instructions, Scratch, backward_input, backward_weight, forward, forward_with_sums,
     weight_from_oihw, weight_to_oihw,
 };
 
@@ -111,40 +111,53 @@ fn reference(s: &ConvShape, x: &[f32], w: &[f32], dy: &[f32]) -> [Vec<f64>; 3] {
     [y, dx, dw]
 }
 
-fn assert_close(what: &str, s: &ConvShape, got: &[f32], want: &[f64]) {
+fn assert_close(name: &str, s: &ConvShape, got: &[f32], want: &[f64]) {
     let scale = want.iter().fold(0.0f64, |m, v| m.max(v.abs()));
     for (index, (got, want)) in got.iter().zip(want).enumerate() {
         let error = (f64::from(*got) - want).abs();
         assert!(
             error <= 1e-5 * scale,
-            "{what}[{index}] is {got}, should be {want} (scale {scale}) for {s:?}"
+            "{name}[{index}] is {got}, should be {want} (scale {scale}) for {s:?}"
         );
     }
 }
 
-/// Compares the passes with the reference, on every instruction set that this machine supports.
+/// Compares the passes with the reference, in every number format and on every instruction set that this machine supports.
 fn check(shapes: &[[usize; 8]]) {
     let shapes: Vec<_> = shapes.iter().copied().map(shape).collect();
     check_all(&shapes);
 }
 
 fn check_all(shapes: &[ConvShape]) {
-    for instructions in Instructions::ALL {
-        if let Some(scratch) = Scratch::with_instructions(instructions) {
-            check_on(shapes, scratch);
+    for (format, s) in Format::ALL.into_iter().flat_map(|format| shapes.iter().map(move |s| (format, s))) {
+        let (x, w, dy) = (values(s.input_len(), 1), values(s.weight_len(), 2), values(s.output_len(), 3));
+        // The passes round their inputs themselves.
+        let rounded = |values: &[f32]| match format {
+            Format::Float32 => values.to_vec(),
+            Format::Bfloat16 => values.iter().map(|value| to_bfloat16(*value)).collect(),
+        };
+        let [y, dx, dw] = reference(s, &rounded(&x), &rounded(&w), &rounded(&dy));
+        for mut scratch in every_scratch(format) {
+            let got = passes(s, &x, &w, &dy, &mut scratch);
+            assert_close("y", s, &got.y, &y);
+            assert_close("dx", s, &got.dx, &dx);
+            assert_close("dw", s, &got.dw, &dw);
         }
     }
 }
 
-fn check_on(shapes: &[ConvShape], mut scratch: Scratch) {
-    for s in shapes {
-        let (x, w, dy) = (values(s.input_len(), 1), values(s.weight_len(), 2), values(s.output_len(), 3));
-        let got = passes(s, &x, &w, &dy, &mut scratch);
-        let [y, dx, dw] = reference(s, &x, &w, &dy);
-        assert_close("y", s, &got.y, &y);
-        assert_close("dx", s, &got.dx, &dx);
-        assert_close("dw", s, &got.dw, &dw);
-    }
+/// For each instruction set that this machine supports.
+fn every_scratch(format: Format) -> impl Iterator<Item = Scratch> {
+    Instructions::ALL.into_iter().filter_map(move |set| Scratch::with_instructions(set, format))
+}
+
+/// The nearest bfloat16: of two that are equally near, the one whose last bit is 0.
+fn to_bfloat16(value: f32) -> f32 {
+    let below = f32::from_bits(value.to_bits() & 0xFFFF_0000);
+    let above = f32::from_bits(below.to_bits() + 0x1_0000);
+    let (to_below, to_above) = ((value - below).abs(), (above - value).abs());
+    let takes_above = to_above < to_below || (to_above == to_below && below.to_bits() & 0x1_0000 != 0);
+    if takes_above { above } else { below }
 }
 
 #[test]
@@ -167,7 +180,7 @@ fn resnet20_at_28_and_32_pixels() {
 
 /// For ranks that share rows, the input includes the rows above and below.
 #[test]
-fn padding_of_columns_alone() {
+fn padding_of_columns_only() {
     let shapes = [[2, 9, 8, 16, 16, 3, 1, 1], [3, 13, 8, 3, 64, 7, 2, 3], [2, 5, 6, 16, 24, 3, 2, 1]];
     check_all(&shapes.map(|v| ConvShape { row_padding: 0, ..shape(v) }));
     check_all(&[ConvShape { row_padding: 0, ..grouped(4, [2, 6, 5, 32, 32, 3, 1, 1]) }]);
@@ -238,7 +251,7 @@ fn odd_shapes() {
 }
 
 #[test]
-fn resnexts_of_4_to_64_channels_a_group() {
+fn resnexts_of_4_to_64_channels_per_group() {
     check_all(&[
         grouped(32, [3, 8, 8, 128, 128, 3, 1, 1]),
         grouped(32, [3, 8, 8, 256, 256, 3, 2, 1]),
@@ -267,9 +280,9 @@ fn odd_shapes_in_groups() {
     ]);
 }
 
-/// Each group's outputs and gradients are those of a separate convolution.
+/// A change of one group's inputs changes only this group's outputs and weight gradients.
 #[test]
-fn groups_do_not_see_each_other() {
+fn groups_do_not_affect_each_other() {
     let s = grouped(4, [3, 6, 6, 16, 32, 3, 1, 1]);
     let (mut x, w, dy) = (values(s.input_len(), 1), values(s.weight_len(), 2), values(s.output_len(), 3));
     let mut scratch = Scratch::default();
@@ -291,8 +304,7 @@ fn groups_do_not_see_each_other() {
 /// The sums for batch normalisation equal those of the outputs, also if the mean is far from zero.
 #[test]
 fn sums_are_those_of_the_outputs() {
-    for instructions in Instructions::ALL {
-        let Some(mut scratch) = Scratch::with_instructions(instructions) else { continue };
+    for mut scratch in Format::ALL.into_iter().flat_map(every_scratch) {
         for s in [
             [29, 16, 16, 16, 16, 3, 1, 1],
             [3, 16, 16, 3, 40, 3, 2, 1],
@@ -322,6 +334,21 @@ fn sums_are_those_of_the_outputs() {
                 let error = (got - variance).abs();
                 assert!(error <= 1e-4 * variance, "variance {got}, should be {variance}, of {s:?}");
             }
+        }
+    }
+}
+
+/// bfloat16 has the same bits with `vdpbf16ps` and with instructions that every machine has.
+#[test]
+fn same_bits_on_every_instruction_set_in_bfloat16() {
+    let mut all = every_scratch(Format::Bfloat16);
+    let mut first = all.next().expect("every machine has plain instructions");
+    assert_eq!(first.format(), Format::Bfloat16);
+    for mut other in all {
+        for s in [shape([17, 9, 5, 17, 33, 3, 2, 1]), grouped(4, [9, 7, 7, 64, 32, 3, 1, 1])] {
+            let (x, w, dy) = (values(s.input_len(), 4), values(s.weight_len(), 5), values(s.output_len(), 6));
+            let [a, b] = [&mut first, &mut other].map(|scratch| passes(&s, &x, &w, &dy, scratch));
+            assert!(a.y == b.y && a.dx == b.dx && a.dw == b.dw, "{s:?}");
         }
     }
 }
@@ -378,13 +405,15 @@ fn weights_survive_the_round_trip() {
 
 /// NaN and infinity propagate, so that divergence is not hidden.
 #[test]
-fn nan_and_infinity_pass_through() {
+fn nan_and_infinity_propagate() {
     let s = shape([13, 5, 5, 16, 32, 3, 1, 1]);
     let (mut x, w, dy) = (values(s.input_len(), 8), values(s.weight_len(), 9), values(s.output_len(), 10));
     x[0] = f32::NAN;
     x[5 * 5 * 16] = f32::INFINITY;
-    let got = passes(&s, &x, &w, &dy, &mut Scratch::default());
-    assert!(got.y[..32].iter().all(|v| v.is_nan()));
-    assert!(got.y[5 * 5 * 32..][..32].iter().all(|v| v.is_infinite()));
-    assert!(got.y[2 * 5 * 5 * 32..].iter().all(|v| v.is_finite()));
+    for mut scratch in Format::ALL.into_iter().flat_map(every_scratch) {
+        let got = passes(&s, &x, &w, &dy, &mut scratch);
+        assert!(got.y[..32].iter().all(|v| v.is_nan()));
+        assert!(got.y[5 * 5 * 32..][..32].iter().all(|v| v.is_infinite()));
+        assert!(got.y[2 * 5 * 5 * 32..].iter().all(|v| v.is_finite()));
+    }
 }

@@ -194,35 +194,10 @@ impl Address {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use super::{
-        super::{Datasets, Warm},
-        *,
-    };
+    use super::*;
 
     pub(in super::super) fn options(server: &str) -> Options {
-        Options {
-            server: server.into(),
-            ca_file: None,
-            token: None,
-            identity: None,
-            insecure_http: false,
-            name: None,
-            dir: PathBuf::new(),
-            cpu_slots: None,
-            gpus: None,
-            only_job: None,
-            until_final: false,
-            program: None,
-            spool_bytes: 0,
-            follow_parent: false,
-            advertise: None,
-            interface: None,
-            datasets: Datasets::default(),
-            dataset_cache: None,
-            dataset_cache_bytes: 0,
-            killed_after_secs: 30,
-            warm: Warm::default(),
-        }
+        Options { server: server.into(), killed_after_secs: 30, ..Options::default() }
     }
 
     #[test]

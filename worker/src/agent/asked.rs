@@ -14,7 +14,7 @@ use std::{
 pub(super) type Asked = Arc<Mutex<Vec<String>>>;
 
 /// The status and body of the response to a method.
-type Answers = fn(method: &str) -> (&'static str, &'static str);
+type Responses = fn(method: &str) -> (&'static str, &'static str);
 
 /// Starts a server, and returns an agent's client of it.
 pub(super) fn server() -> (Remote, Asked) {
@@ -25,7 +25,7 @@ pub(super) fn server() -> (Remote, Asked) {
 }
 
 /// As [`server`], with other responses.
-pub(super) fn server_that(answers: Answers) -> (Remote, Asked) {
+pub(super) fn server_that(responses: Responses) -> (Remote, Asked) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let asked = Asked::default();
@@ -33,14 +33,14 @@ pub(super) fn server_that(answers: Answers) -> (Remote, Asked) {
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             // An interrupted request is not recorded.
-            let _ = answer(stream.unwrap(), &noted, answers);
+            let _ = respond(stream.unwrap(), &noted, responses);
         }
     });
     let address = Arc::new(address::parse(&options(&url)).unwrap());
     (Remote { address, agent_id: "id-a".into(), name: "a".into() }, asked)
 }
 
-fn answer(mut stream: TcpStream, asked: &Asked, answers: Answers) -> std::io::Result<()> {
+fn respond(mut stream: TcpStream, asked: &Asked, responses: Responses) -> std::io::Result<()> {
     let mut from = BufReader::new(stream.try_clone()?);
     let (mut first, mut length) = (String::new(), 0);
     from.read_line(&mut first)?;
@@ -56,12 +56,12 @@ fn answer(mut stream: TcpStream, asked: &Asked, answers: Answers) -> std::io::Re
         }
     }
     from.take(length).read_to_end(&mut Vec::new())?;
-    let mut words = first.split(' ');
-    let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+    let mut parts = first.split(' ');
+    let (method, path) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
     // /api/v1/agent/attempts/<job>/<attempt>
-    let behind: Vec<_> = path.split('/').skip(7).collect();
-    asked.lock().unwrap().push(format!("{method} {}", behind.join("/")));
-    let (status, body) = answers(method);
+    let rest: Vec<_> = path.split('/').skip(7).collect();
+    asked.lock().unwrap().push(format!("{method} {}", rest.join("/")));
+    let (status, body) = responses(method);
     let length = if body.is_empty() { String::new() } else { format!("content-length: {}\r\n", body.len()) };
     write!(stream, "HTTP/1.1 {status}\r\n{length}connection: close\r\n\r\n{body}")
 }

@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_agent_of_one_job_outwaits_the_server_before_fewer_ranks() {
+    fn an_agent_of_one_job_waits_longer_than_the_server() {
         let with = |min_ranks| RecoverySpec { min_ranks, wait_seconds: 300, ..RecoverySpec::default() };
         assert_eq!(next_attempt_within(&with(None)).as_secs(), 90);
         assert_eq!(next_attempt_within(&with(Some(1))).as_secs(), 390);

@@ -132,6 +132,12 @@ async fn ensure_checkpoint(
                     damaged += 1;
                     Failed::Later(why).into()
                 }
+                // The server has set the checkpoint aside. A checkpoint of another job has no replacement.
+                FetchError::Server(Failed::Never(StatusCode::UNPROCESSABLE_ENTITY, why))
+                    if stored.start.resume.is_some() =>
+                {
+                    return Err(Refusal::CheckpointDamaged(format!("on the machine {}: {why}", remote.name)));
+                }
                 error => error,
             })
             .await?;
@@ -273,6 +279,34 @@ fn refusal(remote: &Remote, error: &FetchError) -> Refusal {
         FetchError::Disk(path, error) => Refusal::NotStarted(format!("{on}: {}: {error}", path.display())),
         FetchError::Damaged(why) => {
             Refusal::NotStarted(format!("{on} fetched a damaged checkpoint from the server: {why}"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::{agent::StartAttempt, spec::JobSpec};
+
+    #[tokio::test]
+    async fn a_damaged_checkpoint_is_replaced_in_the_next_attempt_if_the_job_has_another() {
+        type Answer = fn(&str) -> (&'static str, &'static str);
+        let damaged: Answer =
+            |_| ("422 Unprocessable Entity", r#"{"code":"checkpoint_damaged","detail":"it is damaged"}"#);
+        let last: Answer = |_| ("409 Conflict", r#"{"code":"conflict","detail":"it was the last"}"#);
+        for (answer, is_own, is_replaced) in
+            [(damaged, true, true), (last, true, false), (damaged, false, false)]
+        {
+            let dir = tempfile::tempdir().unwrap();
+            let (remote, _) = super::super::asked::server_that(answer);
+            let mut start = StartAttempt::local(JobSpec::default(), "/none", 1);
+            match is_own {
+                true => start.resume = Some("1-20".into()),
+                false => start.files.pretrained = Some("another-1-20".into()),
+            }
+            let stored = StoredAttempt { start, job_dir: dir.path().into() };
+            let refused = prepare(&stored, &remote).await.unwrap_err();
+            assert_eq!(matches!(refused, Refusal::CheckpointDamaged(_)), is_replaced, "{refused:?}");
         }
     }
 }

@@ -75,16 +75,16 @@ fn to_warnings(findings: Vec<Finding>, idle: bool, has_driver: bool) -> Vec<Mach
 mod tests {
     use super::*;
 
-    fn finding(what: &str, grade: &str) -> Finding {
+    fn finding(name: &str, grade: &str) -> Finding {
         let advice = (grade != "ok").then(|| "Do something.".to_owned());
-        Finding { what: what.into(), grade: grade.into(), found: "it is so".into(), advice }
+        Finding { what: name.into(), grade: grade.into(), found: "it is so".into(), advice }
     }
 
     #[test]
     fn relevant_findings_are_reported_with_advice() {
         let all = || {
-            let of = [("CPU", "ok"), ("memory", "problem"), ("GPUs", "note"), ("GPU 0", "note")];
-            of.map(|(what, grade)| finding(what, grade)).into()
+            let findings = [("CPU", "ok"), ("memory", "problem"), ("GPUs", "note"), ("GPU 0", "note")];
+            findings.map(|(name, grade)| finding(name, grade)).into()
         };
         let found = to_warnings(all(), false, false);
         let text = "memory, when the agent started: it is so. Do something.".to_owned();

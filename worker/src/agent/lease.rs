@@ -111,7 +111,7 @@ mod tests {
         lease.extend();
         lease.set_length(Duration::from_secs(15));
         lease.extend();
-        assert_eq!(deadline(), "", "what an earlier agent wrote stays");
+        assert_eq!(deadline(), "", "an earlier agent's deadline is kept");
         lease.renew(Instant::now());
         let first = deadline();
         assert_ne!(first, "", "a rank that starts now has a deadline");

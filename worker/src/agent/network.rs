@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn options_precede_nccl_socket_ifname_and_it_precedes_the_route() {
+    fn options_precede_nccl_socket_ifname_which_precedes_the_route() {
         let loopback = Some(IpAddr::from([127, 0, 0, 1]));
         let described = |advertise, interface, variable| {
             let mut machine = crate::agent::machine::describe(std::path::Path::new("/"));

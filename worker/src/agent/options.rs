@@ -6,7 +6,7 @@ use lockstep_protocol::{agent::Slot, job::JobId};
 use std::path::PathBuf;
 
 /// The options of an agent.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Options {
     /// The server's address: `http://HOST:PORT` or `https://HOST:PORT`.
     pub server: String,

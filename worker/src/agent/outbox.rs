@@ -183,28 +183,13 @@ mod tests {
     use super::*;
     use crate::report::{Observer, Records, Reporter};
     use lockstep_protocol::{
-        agent::{AttemptRef, Ending, StartAttempt},
-        job::JobId,
+        agent::{Ending, StartAttempt},
         reason::FailureCode,
         spec::JobSpec,
     };
 
     fn held(job_dir: &std::path::Path) -> StoredAttempt {
-        let start = StartAttempt {
-            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
-            spec: JobSpec::default(),
-            dataset_path: "/none".into(),
-            world_size: 2,
-            ranks: vec![(0, 0), (1, 1)],
-            master_addr: "127.0.0.1".into(),
-            master_port: 1,
-            secret: String::new(),
-            job_dir: None,
-            resume: None,
-            pause_after: None,
-            network: None,
-            files: Default::default(),
-        };
+        let start = StartAttempt::local(JobSpec::default(), "/none", 2);
         let held = StoredAttempt { start, job_dir: job_dir.into() };
         std::fs::create_dir_all(held.attempt_dir()).unwrap();
         held
@@ -225,9 +210,9 @@ mod tests {
     }
 
     #[test]
-    fn the_end_is_sent_last_and_nothing_twice_after_reconnecting() {
+    fn the_end_is_sent_last_and_no_record_twice_after_reconnecting() {
         let dir = tempfile::tempdir().unwrap();
-        let held = held(dir.path());
+        let held = stored_attempt(dir.path());
         let attempt_dir = held.attempt_dir();
         for rank in 0..2 {
             let reporter = Reporter::create(&attempt_dir, rank).unwrap();
@@ -243,7 +228,7 @@ mod tests {
 
         let mut records = Records::append_to(&agent_events_path(&held)).unwrap();
         records.append(&AttemptEvent::Ended(Ending::Stopped)).unwrap();
-        // Another connection, to a server that has two records of rank 1 and none of rank 0.
+        // The agent reconnects to a server that has two records of rank 1 and none of rank 0.
         let mut outbox = Outbox::new(&held, &[stored(&held, Source::Rank(1), 2)]);
         let mut reports = Vec::new();
         outbox.fill(&held, true, Instant::now(), &mut reports);
@@ -260,9 +245,9 @@ mod tests {
     }
 
     #[test]
-    fn an_unreadable_file_delays_the_end_and_loses_nothing() {
+    fn an_unreadable_file_delays_the_end_without_loss() {
         let dir = tempfile::tempdir().unwrap();
-        let held = held(dir.path());
+        let held = stored_attempt(dir.path());
         let path = events_path(&held.attempt_dir(), 0);
         let mut records = Records::append_to(&path).unwrap();
         records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step: 1 }).unwrap();
@@ -275,7 +260,7 @@ mod tests {
         let mut outbox = Outbox::new(&held, &[]);
         let mut reports = Vec::new();
         outbox.fill(&held, true, Instant::now(), &mut reports);
-        assert_eq!(sources(&reports), [], "the end waits for what was said before it");
+        assert_eq!(sources(&reports), [], "the end waits for earlier reports");
 
         std::fs::remove_dir(&path).unwrap();
         std::fs::rename(&aside, &path).unwrap();
@@ -286,7 +271,7 @@ mod tests {
     #[test]
     fn a_slow_server_limits_the_reports_in_flight() {
         let dir = tempfile::tempdir().unwrap();
-        let held = held(dir.path());
+        let held = stored_attempt(dir.path());
         let mut records = Records::append_to(&events_path(&held.attempt_dir(), 0)).unwrap();
         let mut outbox = Outbox::new(&held, &[]);
         let mut sent = 0;
@@ -307,7 +292,7 @@ mod tests {
     #[test]
     fn points_are_collected_unless_the_job_is_watched() {
         let dir = tempfile::tempdir().unwrap();
-        let held = held(dir.path());
+        let held = stored_attempt(dir.path());
         let mut records = Records::append_to(&events_path(&held.attempt_dir(), 0)).unwrap();
         let mut outbox = Outbox::new(&held, &[]);
         let begin = Instant::now();
@@ -335,7 +320,7 @@ mod tests {
     #[test]
     fn bytes_in_flight_are_limited_per_attempt() {
         let dir = tempfile::tempdir().unwrap();
-        let mut held = held(dir.path());
+        let mut held = stored_attempt(dir.path());
         held.start.ranks = (0..4).map(|rank| (rank, rank)).collect();
         let text = "x".repeat(1 << 20);
         for rank in 0..4 {
@@ -370,6 +355,6 @@ mod tests {
         for rank in 0..3 {
             outbox.acknowledge(&stored(&held, Source::Rank(rank), 6));
         }
-        assert_eq!(fill(&mut outbox).len(), 6, "nothing is left out");
+        assert_eq!(fill(&mut outbox).len(), 6, "no report is left out");
     }
 }

@@ -86,7 +86,7 @@ pub(super) fn is_own_disk(stored: &StoredAttempt) -> bool {
 fn has_servers_disk(state_dir: &StateDir, job_dir: &Path, mark: Option<&str>) -> bool {
     match mark {
         Some(mark) => fs::read_to_string(job_dir.join(MARK)).is_ok_and(|found| found == mark),
-        // The server could not write the mark because its disk is full, or its version writes no marks.
+        // The server could not write the mark, because its disk is full.
         None => state_dir.server_is_here(),
     }
 }
@@ -94,45 +94,31 @@ fn has_servers_disk(state_dir: &StateDir, job_dir: &Path, mark: Option<&str>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_protocol::{
-        agent::{AttemptRef, StartFiles},
-        job::JobId,
-        spec::JobSpec,
-    };
+    use lockstep_protocol::{agent::StartFiles, spec::JobSpec};
 
     fn start(job_dir: &Path, mark: Option<&str>) -> StartAttempt {
         StartAttempt {
-            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
-            spec: JobSpec::default(),
-            dataset_path: "/none".into(),
-            world_size: 1,
-            ranks: vec![(0, 0)],
-            master_addr: "127.0.0.1".into(),
-            master_port: 1,
-            secret: String::new(),
             job_dir: Some(job_dir.to_string_lossy().into_owned()),
-            resume: None,
-            pause_after: None,
-            network: None,
             files: StartFiles { mark: mark.map(str::to_owned), ..StartFiles::default() },
+            ..StartAttempt::local(JobSpec::default(), "/none", 1)
         }
     }
 
-    /// An equal path proves nothing. The agent must read the server's mark, and be able to write to the folder.
+    /// An equal path is no proof. The agent must read the server's mark, and be able to write to the folder.
     #[test]
     fn the_servers_folder_is_used_if_its_mark_is_readable_and_it_is_writable() {
         let dir = tempfile::tempdir().unwrap();
         let state_dir = StateDir::open(&dir.path().join("agent")).unwrap();
         let job = dir.path().join("job");
         let is_own = |mark| {
-            let (stored, made) = choose_job_dir(&state_dir, start(&job, mark));
-            made.unwrap();
+            let (stored, created) = choose_job_dir(&state_dir, start(&job, mark));
+            created.unwrap();
             assert!(stored.attempt_dir().is_dir());
             assert_eq!(is_own_disk(&stored), stored.job_dir != job);
             is_own_disk(&stored)
         };
-        assert!(is_own(Some("word")), "there is no such folder");
-        assert!(!job.exists(), "and it is not made");
+        assert!(is_own(Some("word")), "the server's folder does not exist here");
+        assert!(!job.exists(), "the folder is not created");
         fs::create_dir(&job).unwrap();
         assert!(is_own(Some("word")));
         fs::write(job.join(MARK), "another").unwrap();
@@ -140,7 +126,7 @@ mod tests {
         assert!(is_own(None), "no mark, and no lock of a server on this machine");
         fs::write(job.join("attempts"), "").unwrap();
         fs::write(job.join(MARK), "word").unwrap();
-        assert!(is_own(Some("word")), "nothing can be written there, as root or not");
+        assert!(is_own(Some("word")), "no attempt can be written there, even as root");
         fs::remove_file(job.join("attempts")).unwrap();
         assert!(!is_own(Some("word")));
         // A server whose disk is full cannot write a mark, but its lock shows that it is on this machine.

@@ -18,6 +18,8 @@ pub(super) enum Refusal {
     DatasetUnusable(String),
     DiskFull(String),
     SharedMemoryTooSmall(String),
+    /// The next attempt continues from another checkpoint.
+    CheckpointDamaged(String),
     /// Any other cause.
     NotStarted(String),
 }

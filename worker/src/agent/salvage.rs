@@ -81,7 +81,7 @@ mod tests {
             write(&at, &snapshot(1, step, Some(0.5)), None).unwrap();
         }
         let mut reported = Reported::default();
-        assert_eq!(reported.unreported(&at, 1000), [], "it never ran");
+        assert_eq!(reported.unreported(&at, 1000), [], "the attempt never ran");
         let running = AttemptEvent::Running {
             total_steps: 200,
             steps_per_epoch: 200,
@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
         let mut reported = Reported::default();
-        assert_eq!(reported.lost(7, &[]), None, "it never ran");
+        assert_eq!(reported.lost(7, &[]), None, "the attempt never ran");
         reported.note(&AttemptEvent::Running {
             total_steps: 200,
             steps_per_epoch: 200,
@@ -114,20 +114,12 @@ mod tests {
         assert_eq!(reported.lost(0, &[]), None);
         let said = reported.lost(7, &[]).unwrap();
         assert!(said.contains("no checkpoint yet, steps 1 to 7 are lost"), "{said}");
-        let of_step = |step| CheckpointInfo {
-            epoch: 1,
-            step,
-            val_accuracy: None,
-            val_loss: None,
-            validation: None,
-            best: false,
-            size_bytes: 1,
-        };
+        let of_step = |step| CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() };
         reported.note(&AttemptEvent::Checkpoint(of_step(20)));
         // A checkpoint that was found damaged at the start.
         reported.note(&AttemptEvent::CheckpointRemoved { epoch: 2, step: 100 });
-        let said = reported.lost(57, &[]).unwrap();
-        assert!(said.contains("of step 20, steps 21 to 57 are lost"), "{said}");
-        assert_eq!(reported.lost(57, &[of_step(57)]), None, "the agent has found one");
+        let message = reported.lost(57, &[]).unwrap();
+        assert!(message.contains("of step 20, steps 21 to 57 are lost"), "{message}");
+        assert_eq!(reported.lost(57, &[checkpoint_of(57)]), None, "the agent has found one");
     }
 }

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_second_sample_comes_soon_and_has_rates() {
+    async fn the_second_sample_follows_soon_and_has_rates() {
         let mut samples = start(PathBuf::from("/"), &[]).unwrap();
         let with_rates = samples.wait_for(|s| s.as_ref().is_some_and(|s| s.cpu_utilization.is_some()));
         let sample =

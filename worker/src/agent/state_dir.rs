@@ -306,11 +306,11 @@ mod tests {
         assert_eq!(running_agent(dir.path()), Some(std::process::id().cast_signed()));
         let error = StateDir::open(dir.path()).unwrap_err();
         assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
-        // A server on this machine, then one on another machine, then none.
+        // A server on this machine, then a server on another machine.
         let lock = dir.path().join("server.lock");
         let server = File::create(&lock).unwrap();
         server.lock().unwrap();
-        assert!(!state_dir.server_is_gone(), "none was heard of");
+        assert!(!state_dir.server_is_gone(), "no server is known");
         state_dir.note_server(Some(&lock));
         assert!(!state_dir.server_is_gone());
         server.unlock().unwrap();
@@ -318,7 +318,7 @@ mod tests {
         state_dir.note_server(Some(&lock));
         assert!(
             !state_dir.server_is_gone(),
-            "it was not locked while the server spoke: a file of the same name"
+            "the file was not locked when the server was noted, so another machine may have a lock of this name"
         );
         state_dir.note_server(Some(Path::new("/nowhere/server.lock")));
         assert!(!state_dir.server_is_gone());
@@ -326,7 +326,7 @@ mod tests {
         // A process forked by another test may still hold the lock, until it executes another program.
         let since = std::time::Instant::now();
         while running_agent(dir.path()).is_some() {
-            assert!(since.elapsed().as_secs() < 10, "it is locked");
+            assert!(since.elapsed().as_secs() < 10, "the folder is still locked");
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
         assert_eq!(StateDir::open(dir.path()).unwrap().agent_id(), id);

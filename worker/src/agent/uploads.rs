@@ -10,7 +10,7 @@ use super::{
     state_dir::attempt_path,
 };
 use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest, OWN_DISK_NOTE};
-use lockstep_protocol::{JobId, backoff::Backoff};
+use lockstep_protocol::{JobId, agent::WhatIsNeeded, backoff::Backoff};
 use reqwest::StatusCode;
 use sha2::{Digest, Sha256};
 use std::{
@@ -30,6 +30,8 @@ const PIECE_BYTES: u64 = 4 << 20;
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
 /// If there is nothing to upload: the interval at which to ask the server whether a job's folder may be removed.
 const ASK_EVERY: Duration = Duration::from_secs(5);
+/// The same interval for a job that the server's database lacks.
+const ASK_UNKNOWN_EVERY: Duration = Duration::from_secs(3600);
 /// An empty file in the folder of a damaged checkpoint. It prevents the folder's removal, because a user may still be
 /// able to save files from it.
 const DAMAGED: &str = "DAMAGED";
@@ -63,6 +65,8 @@ struct Known {
     /// After a failure: when to try again, and the pauses after that.
     wait: Option<(Instant, Backoff)>,
     asked: Option<Instant>,
+    /// Whether the server's database lacked the attempt when this agent asked.
+    is_unknown: bool,
 }
 
 struct Uploads {
@@ -180,15 +184,22 @@ impl Uploads {
         if names.iter().any(|name| folder.join(name).join(DAMAGED).exists()) {
             return Ok(done);
         }
-        if is_held || !done || known.asked.is_some_and(|asked| asked.elapsed() < ASK_EVERY) {
+        let pause = if known.is_unknown { ASK_UNKNOWN_EVERY } else { ASK_EVERY };
+        if is_held || !done || known.asked.is_some_and(|asked| asked.elapsed() < pause) {
             return Ok(done);
         }
         known.asked = Some(Instant::now());
-        let keep = match self.remote.client(&here.attempt)?.needed().await {
-            // Files are removed only if the server itself has responded.
-            Ok(needed) => needed.keep,
-            Err(failed) => return Err(failed),
-        };
+        // Files are removed only if the server itself has responded.
+        let WhatIsNeeded { keep, unknown } = self.remote.client(&here.attempt)?.needed().await?;
+        if unknown && !known.is_unknown {
+            tracing::warn!(
+                job = %here.attempt.job,
+                folder = %job_dir.display(),
+                "the server's database lacks this attempt, as after the restore of an older backup; the job's folder stays here until \
+                 somebody removes it"
+            );
+        }
+        known.is_unknown = unknown;
         // A new attempt may have begun meanwhile.
         let is_same = OwnDiskNote::read(job_dir).is_some_and(|now| now == *here);
         if !keep && is_same && !self.is_held(here) {
@@ -330,7 +341,7 @@ mod tests {
                 Uploads { dir: dir.path().into(), remote: Arc::new(remote), jobs: HashMap::new() };
             let is_done = uploads.round().await;
             assert_eq!(*asked.lock().unwrap(), ["GET uploads/1-10"]);
-            assert_eq!(is_done, !has_rank_0, "of an earlier attempt no report is on its way");
+            assert_eq!(is_done, !has_rank_0, "without rank 0, no report of the attempt is in flight");
         }
     }
 
@@ -369,12 +380,12 @@ mod tests {
             uploads.round().await;
             let job = uploads.jobs.values().next().unwrap();
             assert_eq!(job.done.contains_key("1-10"), damaged_here, "{:?}", asked.lock().unwrap());
-            assert_eq!(job.wait.is_none(), damaged_here, "tried again after a pause");
+            assert_eq!(job.wait.is_none(), damaged_here, "the upload is retried after a pause");
             // This also holds after a restart of the agent.
             for jobs in [std::mem::take(&mut uploads.jobs), HashMap::new()] {
                 uploads.jobs = jobs;
                 uploads.round().await;
-                assert!(folder.join(names[1]).exists(), "what is whole of it may be nowhere else");
+                assert!(folder.join(names[1]).exists(), "no other copy of the intact files may exist");
             }
         }
     }

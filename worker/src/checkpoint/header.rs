@@ -181,8 +181,8 @@ mod tests {
     #[test]
     fn a_tensor_with_invalid_offsets_is_named() {
         assert_eq!(places(&two([0, 8], [8, 20], "[3]"), 12 + 8), Ok(()));
-        assert_eq!(places(&two([12, 20], [0, 12], "[3]"), 20), Ok(()), "in any order");
-        for (header, data, words) in [
+        assert_eq!(places(&two([12, 20], [0, 12], "[3]"), 20), Ok(()), "tensors may be in any order");
+        for (header, data, detail) in [
             (two([0, 8], [4, 16], "[3]"), 20, "b begins at byte 4, before a ends (byte 8)"),
             (two([0, 8], [0, 8], "[2]"), 8, "b begins at byte 0, before a ends (byte 8)"),
             (two([0, 8], [12, 24], "[3]"), 24, "b begins at byte 12, and a ends at byte 8"),
@@ -205,8 +205,8 @@ mod tests {
                 "which takes no number of bytes, and lies from byte 8 to 20",
             ),
         ] {
-            let said = places(&header, data).unwrap_err();
-            assert!(said.contains(words), "{words:?} in {said}");
+            let message = places(&header, data).unwrap_err();
+            assert!(message.contains(detail), "{detail:?} in {message}");
         }
     }
 
@@ -222,10 +222,14 @@ mod tests {
         let at = with(HEADER_BYTES);
         assert!(read(&at[..], at.len() as u64).unwrap().tensors.is_empty());
         let past = with(HEADER_BYTES + 1);
-        let Err(NoHeader::Other(said)) = read(&past[..], past.len() as u64) else { panic!("it is too long") };
-        assert!(said.contains("has 16777217 bytes; at most 16777216 are allowed"), "{said}");
+        let Err(NoHeader::Other(message)) = read(&past[..], past.len() as u64) else {
+            panic!("the header is too long")
+        };
+        assert!(message.contains("has 16777217 bytes; at most 16777216 are allowed"), "{message}");
         let letter = b"a letter to my aunt";
-        let Err(NoHeader::Other(said)) = read(&letter[..], letter.len() as u64) else { panic!("no header") };
-        assert!(said.starts_with("it has no header"), "{said}");
+        let Err(NoHeader::Other(message)) = read(&letter[..], letter.len() as u64) else {
+            panic!("no header")
+        };
+        assert!(message.starts_with("it has no header"), "{message}");
     }
 }

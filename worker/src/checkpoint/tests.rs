@@ -67,7 +67,7 @@ fn checkpoints_are_read_back_and_deterministic() {
         assert_eq!(bytes, fs::read(two.path().join("2-120").join(file)).unwrap(), "{file}");
     }
     assert_eq!(size, total);
-    // The same file, read by the crate.
+    // The safetensors crate can read the file.
     let bytes = fs::read(folder.join(MODEL)).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let tracked = file.tensor("bn1.num_batches_tracked").unwrap();
@@ -75,13 +75,11 @@ fn checkpoints_are_read_back_and_deterministic() {
     assert_eq!(tracked.data(), 120i64.to_le_bytes());
     let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
     assert_eq!(header.metadata().as_ref().unwrap()["mean"], "[mean]");
-    assert_eq!(fs::read_dir(one.path()).unwrap().count(), 1, "nothing temporary is left");
+    assert_eq!(fs::read_dir(one.path()).unwrap().count(), 1, "no temporary file is left");
 }
 
-/// `state.json` without `optimizer`, with momentum under the parameters' names: the format before slots were
-/// introduced.
 #[test]
-fn a_state_has_up_to_a_mebibyte() {
+fn the_state_file_is_limited_to_a_mebibyte() {
     let dir = tempfile::tempdir().unwrap();
     let saved = snapshot(1, 7, None);
     write(dir.path(), &saved, None).unwrap();
@@ -109,7 +107,7 @@ fn a_state_has_up_to_a_mebibyte() {
 }
 
 #[test]
-fn averaged_weights_are_in_a_separate_file_and_checked() {
+fn averaged_weights_are_in_a_separate_file_and_verified() {
     let dir = tempfile::tempdir().unwrap();
     let mut saved = snapshot(1, 3, None);
     write(dir.path(), &saved, None).unwrap();
@@ -132,8 +130,8 @@ fn averaged_weights_are_in_a_separate_file_and_checked() {
     bytes[last] ^= 1;
     fs::write(&file, bytes).unwrap();
     for error in [model_files(&file).unwrap_err(), validate(&folder).unwrap_err()] {
-        let words = "checkpoint 1-4 is damaged: ema.safetensors: its checksum does not match";
-        assert_eq!(error.to_string(), words);
+        let message = "checkpoint 1-4 is damaged: ema.safetensors: its checksum does not match";
+        assert_eq!(error.to_string(), message);
     }
     let mut saved = snapshot(1, 5, None);
     let mut average = saved.parameters.clone();
@@ -146,7 +144,7 @@ fn averaged_weights_are_in_a_separate_file_and_checked() {
 }
 
 #[test]
-fn damaged_checkpoints_are_named_and_the_newest_intact_one_is_found() {
+fn errors_name_damaged_checkpoints_and_the_newest_intact_one_is_found() {
     let dir = tempfile::tempdir().unwrap();
     assert!(newest(&dir.path().join("none")).unwrap().0.is_none());
     for step in [9, 10, 11, 100] {
@@ -159,11 +157,11 @@ fn damaged_checkpoints_are_named_and_the_newest_intact_one_is_found() {
     bytes[last] ^= 1;
     fs::write(&path, bytes).unwrap();
     fs::remove_file(dir.path().join("1-11").join(MANIFEST)).unwrap();
-    let (found, torn) = newest(dir.path()).unwrap();
+    let (found, damaged) = newest(dir.path()).unwrap();
     assert_eq!(found.unwrap().file_name().unwrap(), "1-10");
-    let torn: Vec<_> = torn.iter().map(ToString::to_string).collect();
-    assert_eq!(torn[0], "checkpoint 1-100 is damaged: model.safetensors: its checksum does not match");
-    assert!(torn[1].starts_with("checkpoint 1-11 is damaged: MANIFEST.json:"), "{torn:?}");
+    let damaged: Vec<_> = damaged.iter().map(ToString::to_string).collect();
+    assert_eq!(damaged[0], "checkpoint 1-100 is damaged: model.safetensors: its checksum does not match");
+    assert!(damaged[1].starts_with("checkpoint 1-11 is damaged: MANIFEST.json:"), "{damaged:?}");
     // Writing that step again repairs it.
     write(dir.path(), &snapshot(1, 100, None), None).unwrap();
     assert_eq!(newest(dir.path()).unwrap().0.unwrap().file_name().unwrap(), "1-100");
@@ -171,7 +169,7 @@ fn damaged_checkpoints_are_named_and_the_newest_intact_one_is_found() {
     assert!(!dir.path().join(".tmp-1-200").exists());
 }
 
-/// As when a rank is lost while rank 0 writes a checkpoint of the last step, which another rank then writes as well.
+/// If a rank is lost while rank 0 writes a checkpoint of the last step, another rank may write the same checkpoint.
 #[test]
 fn concurrent_writers_of_the_same_step_do_not_interfere() {
     let dir = tempfile::tempdir().unwrap();
@@ -214,7 +212,7 @@ fn a_temporarily_unreadable_checkpoint_is_kept() {
 }
 
 #[test]
-fn the_weights_of_a_checkpoint_are_checked_before_they_are_used_alone() {
+fn the_weights_of_a_checkpoint_are_verified_before_they_are_used() {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), &snapshot(1, 9, None), None).unwrap();
     let folder = dir.path().join("1-9");
@@ -230,10 +228,10 @@ fn the_weights_of_a_checkpoint_are_checked_before_they_are_used_alone() {
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     fs::write(&file, bytes).unwrap();
-    let words = model_files(&folder).unwrap_err().to_string();
-    assert_eq!(words, "checkpoint 1-9 is damaged: model.safetensors: its checksum does not match");
+    let message = model_files(&folder).unwrap_err().to_string();
+    assert_eq!(message, "checkpoint 1-9 is damaged: model.safetensors: its checksum does not match");
     fs::remove_file(folder.join(MANIFEST)).unwrap();
-    assert_eq!(model_files(&folder).unwrap(), [file], "somebody's own folder");
+    assert_eq!(model_files(&folder).unwrap(), [file], "without a manifest, the file is not verified");
 }
 
 #[test]
@@ -247,7 +245,7 @@ fn only_checkpoint_folder_names_are_accepted() {
 }
 
 #[test]
-fn an_unwritable_directory_is_named() {
+fn errors_name_an_unwritable_directory() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("checkpoints");
     fs::write(&file, "").unwrap();
@@ -256,7 +254,7 @@ fn an_unwritable_directory_is_named() {
 }
 
 #[test]
-fn evaluated_checkpoints_replace_unevaluated_ones_only() {
+fn evaluated_checkpoints_replace_only_unevaluated_ones() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("1-40");
     let accuracy = || load(&folder).unwrap().0.val_accuracy;
@@ -268,18 +266,18 @@ fn evaluated_checkpoints_replace_unevaluated_ones_only() {
         assert_eq!(accuracy(), is, "{now:?}");
         assert_eq!(size, size_of(&folder, &validate(&folder).unwrap()));
         assert_eq!(model(), before);
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing temporary is left");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary file is left");
     }
 }
 
-/// The error code of NFS.
+/// File systems that cannot exchange two folders atomically, such as NFS, return one of the first three errors.
 #[test]
 fn evaluated_checkpoints_are_stored_without_atomic_exchange() {
     use rustix::io::Errno;
     let dir = tempfile::tempdir().unwrap();
     let (folder, aside) = (dir.path().join("1-40"), dir.path().join(".tmp-1-40"));
     let accuracy = || load(&folder).unwrap().0.val_accuracy;
-    for (errno, stands) in
+    for (errno, succeeds) in
         [(Errno::INVAL, true), (Errno::NOSYS, true), (Errno::OPNOTSUPP, true), (Errno::IO, false)]
     {
         write(dir.path(), &snapshot(1, 40, Some(0.5)), None).unwrap();
@@ -288,16 +286,16 @@ fn evaluated_checkpoints_are_stored_without_atomic_exchange() {
         let put = files::put(&aside, &folder, |_, _| Err(errno));
         assert_eq!(
             (put.ok(), accuracy()),
-            if stands { (Some(true), Some(0.5)) } else { (None, None) },
+            if succeeds { (Some(true), Some(0.5)) } else { (None, None) },
             "{errno}"
         );
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), if stands { 1 } else { 2 }, "{errno}");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), if succeeds { 1 } else { 2 }, "{errno}");
         fs::remove_dir_all(&folder).unwrap();
     }
 }
 
 #[test]
-fn a_checkpoint_that_diverged_is_not_loaded_and_names_file_and_tensor() {
+fn errors_for_a_diverged_checkpoint_name_file_and_tensor() {
     let dir = tempfile::tempdir().unwrap();
     for (step, file, tensor, value) in [
         (1, MODEL, "fc.weight", f32::NAN),
@@ -312,9 +310,9 @@ fn a_checkpoint_that_diverged_is_not_loaded_and_names_file_and_tensor() {
         write(dir.path(), &saved, None).unwrap();
         let folder = dir.path().join(folder_name(1, step));
         validate(&folder).unwrap();
-        let words = load(&folder).unwrap_err().to_string();
+        let message = load(&folder).unwrap_err().to_string();
         for word in [&format!("checkpoint 1-{step}"), file, tensor, &format!("{value}"), "index 1"] {
-            assert!(words.contains(word), "{word} in {words}");
+            assert!(message.contains(word), "{word} in {message}");
         }
     }
 }
@@ -341,7 +339,7 @@ fn tensors_of_every_float_type_are_read_as_float32() {
 }
 
 #[test]
-fn a_pickle_is_refused_with_how_to_convert_it() {
+fn a_pickle_is_refused_with_a_command_to_convert_it() {
     let dir = tempfile::tempdir().unwrap();
     // Files written by PyTorch since 1.6, and before.
     for (name, bytes) in
@@ -369,17 +367,17 @@ fn a_pickle_is_refused_with_how_to_convert_it() {
     assert!(read_tensors(&path).unwrap_err().contains("not a whole safetensors file"));
 }
 
-/// Two ranks write, and another reader reads the folder.
+/// Each of two ranks writes a part of a checkpoint.
 #[test]
-fn parts_are_read_as_one_checkpoint_and_joined_to_the_bytes_of_a_whole_one() {
+fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
     let (whole, sharded) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let mut saved = snapshot(1, 9, Some(0.5));
     saved.average = Some(saved.parameters.clone());
     write(whole.path(), &saved, None).unwrap();
-    let with = |deals_average: bool| {
+    let write_parts = |deals_average: bool| {
         let unique = format!("x.{deals_average}");
         let folder = parts_folder(sharded.path(), &saved.state, &unique);
-        let of = |of_first: bool| {
+        let part_of = |of_first: bool| {
             let mut own = saved.clone();
             let keeps = |name: &str| name.starts_with("fc.") != of_first;
             own.parameters.retain(|name, _| keeps(name));
@@ -391,7 +389,7 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_bytes_of_a_whole_one() {
             own
         };
         let parts = [(1, true), (2, false)].map(|(number, of_first)| {
-            write_part(&folder, &of(of_first), (number, 2), deals_average).unwrap()
+            write_part(&folder, &part_of(of_first), (number, 2), deals_average).unwrap()
         });
         let files = parts.into_iter().flatten().collect();
         let size = complete_parts(sharded.path(), &folder, &saved.state, None, files).unwrap();
@@ -399,10 +397,10 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_bytes_of_a_whole_one() {
             size,
             size_of(&sharded.path().join("1-9"), &validate(&sharded.path().join("1-9")).unwrap())
         );
-        assert_eq!(fs::read_dir(sharded.path()).unwrap().count(), 1, "nothing temporary is left");
+        assert_eq!(fs::read_dir(sharded.path()).unwrap().count(), 1, "no temporary file is left");
     };
     for deals_average in [false, true] {
-        with(deals_average);
+        write_parts(deals_average);
         let folder = sharded.path().join("1-9");
         assert_eq!(folder.join(AVERAGE).exists(), !deals_average);
         assert_eq!(
@@ -430,23 +428,23 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_bytes_of_a_whole_one() {
         write(sharded.path(), &saved, None).unwrap();
         assert_eq!(fs::read(folder.join(MANIFEST)).unwrap(), before);
         fs::remove_file(folder.join("optimizer-00002-of-00002.safetensors")).unwrap();
-        let words = load(&folder).unwrap_err().to_string();
+        let message = load(&folder).unwrap_err().to_string();
         assert!(
-            words.starts_with("checkpoint 1-9 is damaged: optimizer-00002-of-00002.safetensors: "),
-            "{words}"
+            message.starts_with("checkpoint 1-9 is damaged: optimizer-00002-of-00002.safetensors: "),
+            "{message}"
         );
         fs::remove_dir_all(&folder).unwrap();
     }
     // An index must not name files outside its folder.
     let folder = sharded.path().join("theirs");
     fs::create_dir(&folder).unwrap();
-    for (text, words) in [
+    for (text, detail) in [
         (r#"{"weight_map": {"a": "../model.safetensors"}}"#, "not a plain file name"),
         (r#"{"weight_map": {}}"#, "it names no file"),
         ("{}", "weight_map"),
     ] {
         fs::write(folder.join("model.safetensors.index.json"), text).unwrap();
-        let said = model_files(&folder).unwrap_err().to_string();
-        assert!(said.contains(words), "{said}");
+        let message = model_files(&folder).unwrap_err().to_string();
+        assert!(message.contains(detail), "{message}");
     }
 }

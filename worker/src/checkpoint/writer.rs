@@ -387,19 +387,19 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let writer = CheckpointWriter::start(dir.path(), &CheckpointSpec::default(), None).unwrap();
         writer.save(snapshot(1, 1, Some(0.5)), LONG).unwrap();
-        let mut spoilt = snapshot(1, 2, Some(0.9));
-        spoilt.parameters.get_mut("fc.weight").unwrap().values[7] = f32::NAN;
-        let error = writer.save(spoilt, LONG).unwrap_err();
+        let mut diverged = snapshot(1, 2, Some(0.9));
+        diverged.parameters.get_mut("fc.weight").unwrap().values[7] = f32::NAN;
+        let error = writer.save(diverged, LONG).unwrap_err();
         assert!(matches!(error, CheckpointError::NotFinite { .. }));
-        let words = error.to_string();
+        let message = error.to_string();
         assert!(
-            words.contains("checkpoint 1-2") && words.contains("fc.weight contains NaN at index 7"),
-            "{words}"
+            message.contains("checkpoint 1-2") && message.contains("fc.weight contains NaN at index 7"),
+            "{message}"
         );
-        let mut spoilt = snapshot(1, 2, None);
-        spoilt.optimizer.get_mut("conv1.weight.exp_avg").unwrap().values[0] = f32::INFINITY;
-        let words = writer.save(spoilt, LONG).unwrap_err().to_string();
-        assert!(words.contains("optimizer's state conv1.weight.exp_avg contains inf"), "{words}");
+        let mut diverged = snapshot(1, 2, None);
+        diverged.optimizer.get_mut("conv1.weight.exp_avg").unwrap().values[0] = f32::INFINITY;
+        let message = writer.save(diverged, LONG).unwrap_err().to_string();
+        assert!(message.contains("optimizer's state conv1.weight.exp_avg contains inf"), "{message}");
         finish_and_collect_events(writer);
         assert_eq!(list(dir.path()).unwrap(), [(1, 1)]);
     }
@@ -445,10 +445,14 @@ mod tests {
             Some(CheckpointEvent::Dropped { step, .. }) => Some(step),
             other => other.map(|event| panic!("{event:?}")),
         };
-        assert_eq!((save(1, LONG), save(2, LONG)), (None, None), "one is written, one waits");
+        assert_eq!(
+            (save(1, LONG), save(2, LONG)),
+            (None, None),
+            "the first snapshot is written, the second waits"
+        );
         assert_eq!(save(3, Duration::from_millis(50)), Some(2));
         let began = Instant::now();
-        assert_eq!(save(4, LONG), Some(3), "that it hangs is known");
+        assert_eq!(save(4, LONG), Some(3), "the writer is known to hang");
         assert!(began.elapsed() < LONG);
         // The pipe responds with its end.
         drop(File::options().write(true).open(&pipe).unwrap());

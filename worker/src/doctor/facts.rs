@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn the_interface_precedes_the_ssh_address_and_it_the_default_route() {
+    fn the_interface_precedes_the_ssh_address_which_precedes_the_route() {
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
         let all = [
             ("lo".to_owned(), ip("127.0.0.1")),

@@ -277,7 +277,7 @@ mod tests {
             HandshakeTerms { secret: b"secret", purpose: PURPOSE }.call(&mut stream, 0).map(|()| stream)
         };
         let mut callers: Vec<_> = (0..MAX_CALLERS).map(|_| call().unwrap()).collect();
-        assert!(call().is_err(), "one more");
+        assert!(call().is_err(), "a caller above the limit");
         callers.pop();
         let until = Instant::now() + Duration::from_secs(10);
         while call().is_err() {

@@ -183,8 +183,7 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
             } else {
                 lockstep_data::ChangeDetection::Files
             };
-            let found =
-                lockstep_data::fingerprint::of_pictures(Path::new(&path), look).map_err(|e| e.to_string())?;
+            let found = lockstep_data::fingerprint(Path::new(&path), look).map_err(|e| e.to_string())?;
             Ok(AgentReply::Fingerprint { found })
         }
         AgentRequest::InspectDataset { path, allowed } => {
@@ -194,8 +193,8 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
             }
             let mut info = lockstep_data::inspect(&resolved).map_err(|e| e.to_string())?;
             // A dataset without a registered fingerprint is compared only among machines.
-            let found = lockstep_data::fingerprint::DatasetFingerprint::of_inspected(&resolved);
-            info.fingerprint = found.and_then(|found| serde_json::to_value(found).ok());
+            let found = lockstep_data::fingerprint(&resolved, lockstep_data::ChangeDetection::Folders);
+            info.fingerprint = found.ok().and_then(|found| serde_json::to_value(found).ok());
             let Some(resolved) = resolved.to_str() else {
                 return Err(format!("{path} leads to a folder whose name is not UTF-8; rename it"));
             };
@@ -238,45 +237,51 @@ mod tests {
         let reply = request(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
         assert_eq!(reply, Ok(AgentReply::Files { there: vec![true, false, true] }));
         let pick = Pick::Stored { split: "train".into(), class: None, shuffle: None, offset: 0, limit: 1 };
-        let asked = AgentRequest::Samples { path: here.into(), pick, allowed: None };
-        let answering = request(Path::new("/bin/false"), &asked);
-        let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("it is its turn");
-        assert!(answer.unwrap_err().contains("ended with"), "the program only fails");
+        let message = AgentRequest::Samples { path: here.into(), pick, allowed: None };
+        let responding = request(Path::new("/bin/false"), &message);
+        let response = tokio::time::timeout(Duration::from_secs(30), responding)
+            .await
+            .expect("the request is not delayed");
+        assert!(response.unwrap_err().contains("ended with"), "the program only fails");
         // Predictions do not wait for other requests either.
         drop(predictions);
         let _short = SHORT.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
-        let asked = AgentRequest::Predict { model: here.into(), pictures: Vec::new(), embed: false };
-        let predicting = request(Path::new("/bin/false"), &asked);
-        let answer = tokio::time::timeout(Duration::from_secs(30), predicting).await.expect("it is its turn");
-        assert!(answer.unwrap_err().contains("ended with"));
+        let message = AgentRequest::Predict { model: here.into(), pictures: Vec::new(), embed: false };
+        let predicting = request(Path::new("/bin/false"), &message);
+        let response = tokio::time::timeout(Duration::from_secs(30), predicting)
+            .await
+            .expect("the request is not delayed");
+        assert!(response.unwrap_err().contains("ended with"));
     }
 
     #[tokio::test]
     async fn concurrent_progress_requests_do_not_wait() {
         let _hanging = PROGRESS.acquire().await.unwrap();
-        let asked = AgentRequest::InspectProgress { path: "/nothing there".into() };
-        let answering = request(Path::new("/bin/false"), &asked);
-        let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("at once");
-        assert_eq!(answer, Ok(AgentReply::Progress { inspected: None }));
+        let message = AgentRequest::InspectProgress { path: "/nothing there".into() };
+        let responding = request(Path::new("/bin/false"), &message);
+        let response = tokio::time::timeout(Duration::from_secs(30), responding)
+            .await
+            .expect("the request is not delayed");
+        assert_eq!(response, Ok(AgentReply::Progress { inspected: None }));
     }
 
     #[test]
     fn long_replies_arrive_and_a_dead_process_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
-        let answering = |body: &str| {
+        let run_script = |body: &str| {
             let program = dir.path().join("program");
             crate::test_script::write_script(&program, body);
-            let (tell, reported) = std::sync::mpsc::channel();
+            let (sender, receiver) = std::sync::mpsc::channel();
             std::thread::spawn(move || {
-                let asked = AgentRequest::Fingerprint { path: "/data".into(), known: false };
-                let _ = tell.send(request_blocking(&program, &asked, &AtomicBool::new(false)));
+                let message = AgentRequest::Fingerprint { path: "/data".into(), known: false };
+                let _ = sender.send(request_blocking(&program, &message, &AtomicBool::new(false)));
             });
-            reported.recv_timeout(Duration::from_secs(60)).expect("it does not hang")
+            receiver.recv_timeout(Duration::from_secs(60)).expect("the request ends")
         };
-        let long = answering("printf '{\"Err\":\"%0200000d\"}' 0").unwrap();
+        let long = run_script("printf '{\"Err\":\"%0200000d\"}' 0").unwrap();
         assert_eq!(long.unwrap_err().len(), 200_000);
-        let died = answering("kill -9 $$").unwrap_err();
+        let died = run_script("kill -9 $$").unwrap_err();
         assert!(died.contains("ended with signal: 9") && was_killed(&died), "{died}");
-        assert!(!was_killed(&answering("exit 1").unwrap_err()), "it has ended by itself");
+        assert!(!was_killed(&run_script("exit 1").unwrap_err()), "the process has exited by itself");
     }
 }

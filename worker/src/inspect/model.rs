@@ -179,7 +179,7 @@ impl Model {
                     |class| format!("class {class:?}"),
                 );
                 Err(format!(
-                    "has no answer: the model computes {} for {of}; its training has diverged, choose another checkpoint",
+                    "has no result: the model computes {} for {of}; its training has diverged, choose another checkpoint",
                     values[place]
                 ))
             }

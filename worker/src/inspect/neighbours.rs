@@ -92,7 +92,7 @@ mod tests {
         // e^14.29 = 1,600,000 for class 7; e^11.43 + e^8.57 = 97,000 for class 3.
         assert_eq!(vote(&nearest, weight), Some(7));
         assert_eq!(vote(&nearest, |_| 1.0), Some(3));
-        assert_eq!(vote(&nearest[..2], |_| 1.0), Some(7), "of equals, the nearer one");
+        assert_eq!(vote(&nearest[..2], |_| 1.0), Some(7), "of equal votes, the nearer class");
         assert_eq!(vote(&[], |_| 1.0), None);
     }
 }

@@ -12,8 +12,8 @@ use std::{collections::BTreeMap, path::Path};
 const MAX_PIXELS: u64 = 256 << 20;
 
 /// Predicts the classes of pictures with the model at `path` (a checkpoint's folder, or a safetensors file). Pictures
-/// are prepared as in validation: the largest centred square is scaled, or the picture is resized and cropped at its
-/// centre; then it is normalised.
+/// are prepared as in validation: the largest centred square is scaled, the picture is resized and cropped at its
+/// centre, or the whole picture is stretched to a square. Then the picture is normalised.
 ///
 /// # Errors
 /// The model cannot be read, or its training has diverged. For a picture that cannot be read, only its own result is
@@ -37,7 +37,7 @@ pub fn embed(path: &Path, pictures: Vec<(String, Vec<u8>)>) -> Result<Vec<Predic
 /// # Errors
 /// There is no embedding, or the file cannot be written.
 pub fn write_embeddings(path: &Path, predictions: &[Prediction]) -> Result<[usize; 2], String> {
-    let found = || predictions.iter().filter_map(|of| Some((&of.name, of.embedding.as_ref()?)));
+    let found = || predictions.iter().filter_map(|p| Some((&p.name, p.embedding.as_ref()?)));
     let (names, rows): (Vec<_>, Vec<_>) = found().unzip();
     let Some(first) = rows.first() else { return Err("no picture could be read".into()) };
     let shape = [rows.len(), first.len()];
@@ -70,7 +70,7 @@ fn outputs(path: &Path, pictures: Vec<(String, Vec<u8>)>, output: Output) -> Res
         let found = if readable.is_empty() { Vec::new() } else { model.outputs(&batch)? };
         let mut found = found.into_iter();
         for ((name, _), input) in part.iter().zip(inputs) {
-            let values = input.and_then(|_| found.next().unwrap_or_else(|| Err("has no answer".into())));
+            let values = input.and_then(|_| found.next().unwrap_or_else(|| Err("has no result".into())));
             let (classes, embedding, error) = match values {
                 Ok(logits) if output == Output::Logits => {
                     (ranked(&model.classes, &softmax(&logits)), None, None)
@@ -125,7 +125,7 @@ fn ranked(classes: &[String], probabilities: &[f32]) -> Vec<Probability> {
     all
 }
 
-/// The network's input for a picture: normalised, NHWC.
+/// The network's input for a picture: normalised, HWC.
 fn input(model: &Model, bytes: &[u8]) -> Result<Vec<f32>, String> {
     if bytes.is_empty() {
         return Err("is empty".into());
@@ -179,7 +179,7 @@ mod tests {
         use base64::Engine as _;
         let content = base64::engine::general_purpose::STANDARD.encode(&large);
         let pictures = vec![NamedPicture { name: "large".into(), content }; 5];
-        // This is checked before the model is opened, which does not exist.
+        // Checked before the model, which does not exist, is opened.
         assert!(
             predict_named(Path::new("/nowhere"), pictures, false).unwrap_err().contains("(256 megapixels)")
         );

@@ -56,7 +56,7 @@ mod tests {
         ModelSpec { arch, stem, ..ModelSpec::default() }
     }
 
-    fn asked(file: &Path, model: ModelSpec, classes: u32) -> FitWeights {
+    fn fit_request(file: &Path, model: ModelSpec, classes: u32) -> FitWeights {
         let weights = file.to_str().unwrap().to_owned();
         FitWeights { weights, model, image_size: 32, channels: 3, classes, allowed: None }
     }
@@ -90,22 +90,25 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let ours = model(Arch::ResNet20, Stem::Auto);
         let file = write(dir.path(), &ours, |_| {});
-        assert_eq!(mistake(&asked(&file, ours.clone(), 10)), None);
-        assert_eq!(mistake(&asked(&file, ours.clone(), 131)), None, "a head of its own");
-        let said = mistake(&asked(&file, model(Arch::ResNet32, Stem::Auto), 10)).unwrap();
-        for words in ["does not hold a resnet32", "tensors of", "layer1.3.bn1.bias, ", "more are missing"] {
-            assert!(said.contains(words), "{words:?} in {said}");
+        assert_eq!(mistake(&fit_request(&file, ours.clone(), 10)), None);
+        assert_eq!(mistake(&fit_request(&file, ours.clone(), 131)), None, "the head may differ");
+        let message = mistake(&fit_request(&file, model(Arch::ResNet32, Stem::Auto), 10)).unwrap();
+        for part in ["does not hold a resnet32", "tensors of", "layer1.3.bn1.bias, ", "more are missing"] {
+            assert!(message.contains(part), "{part:?} in {message}");
         }
-        let said = mistake(&asked(&file, model(Arch::ResNet20, Stem::Imagenet), 10)).unwrap();
-        assert!(said.contains("(set model.stem = \"cifar\")"), "{said}");
+        let message = mistake(&fit_request(&file, model(Arch::ResNet20, Stem::Imagenet), 10)).unwrap();
+        assert!(message.contains("(set model.stem = \"cifar\")"), "{message}");
         let tensor =
             |shape: &[usize]| HostTensor { shape: shape.to_vec(), values: vec![0.0; shape.iter().product()] };
         let file = write(dir.path(), &ours, |tensors| {
             tensors.insert("bn1.bias".into(), tensor(&[9]));
             tensors.insert("layer9.bias".into(), tensor(&[1]));
         });
-        let said = mistake(&asked(&file, ours, 10)).unwrap();
-        assert!(said.contains("bn1.bias is [9], wanted [16]; layer9.bias is not in this network"), "{said}");
+        let message = mistake(&fit_request(&file, ours, 10)).unwrap();
+        assert!(
+            message.contains("bn1.bias is [9], wanted [16]; layer9.bias is not in this network"),
+            "{message}"
+        );
     }
 
     #[test]
@@ -116,8 +119,9 @@ mod tests {
         let root = dir.path().join("root");
         std::fs::create_dir_all(root.join("folder")).unwrap();
         let allowed = AllowedFolders { below: vec![root.display().to_string()], except: Vec::new() };
-        let weigh =
-            |file: &Path| mistake(&FitWeights { allowed: Some(allowed.clone()), ..asked(file, ours(), 10) });
+        let weigh = |file: &Path| {
+            mistake(&FitWeights { allowed: Some(allowed.clone()), ..fit_request(file, ours(), 10) })
+        };
         let inside = root.join("w.safetensors");
         std::fs::copy(&outside, &inside).unwrap();
         assert_eq!(weigh(&inside), None);
@@ -141,7 +145,7 @@ mod tests {
         let numbers =
             String::from_utf8_lossy(&whole[8..8 + header]).replace("\"F32\"", "\"I32\"").into_bytes();
         let whole_numbers = [&whole[..8], &numbers[..], &whole[8 + header..]].concat();
-        for (content, words) in [
+        for (content, detail) in [
             (&whole[..whole.len() - 1], "not a whole safetensors file: it has "),
             (&whole[..100], "not a whole safetensors file"),
             (&b"PK\x03\x04 and so on"[..], "is a pickle of PyTorch's"),
@@ -154,11 +158,11 @@ mod tests {
             (&whole_numbers[..], "is of type I32; supported are float32, float64, bfloat16 and float16"),
         ] {
             std::fs::write(&file, content).unwrap();
-            let said = mistake(&asked(&file, ours(), 10)).unwrap();
-            assert!(said.contains(words), "{words:?} in {said}");
+            let message = mistake(&fit_request(&file, ours(), 10)).unwrap();
+            assert!(message.contains(detail), "{detail:?} in {message}");
         }
         std::fs::remove_file(&file).unwrap();
-        let said = mistake(&asked(&file, ours(), 10)).unwrap();
-        assert!(said.contains("other.safetensors"), "{said}");
+        let message = mistake(&fit_request(&file, ours(), 10)).unwrap();
+        assert!(message.contains("other.safetensors"), "{message}");
     }
 }

@@ -1,11 +1,10 @@
-//! A rank from its configuration file to its checkpoint, on a test backend in the registry.
+//! Runs a rank from its configuration to its checkpoint, also on a test backend in the registry.
 
 use super::*;
 use crate::{checkpoint, toy};
 use lockstep_host::{gpu::RankGpu, tensors::NamedTensors};
 use lockstep_protocol::{
-    agent::{AllowedFolders, AttemptRef, StartAttempt},
-    job::JobId,
+    agent::{AllowedFolders, StartAttempt},
     spec::{Arch, JobSpec, Validation},
 };
 use std::{fs, os::unix::fs::symlink, path::PathBuf};
@@ -13,7 +12,7 @@ use std::{fs, os::unix::fs::symlink, path::PathBuf};
 const STEPS: u64 = 3;
 
 /// Writes a dataset of IDX files: 32 training and 8 validation pictures of 8 x 8 pixels.
-fn dataset(folder: &Path) {
+fn write_dataset(folder: &Path) {
     fs::create_dir(folder).unwrap();
     for (name, count) in [("train", 32u32), ("t10k", 8)] {
         let header = |kind: u32, sizes: &[u32]| -> Vec<u8> {
@@ -28,7 +27,7 @@ fn dataset(folder: &Path) {
     }
 }
 
-/// Runs a rank with the GPU `gpu` and a modified order to start, in a separate folder.
+/// Runs a rank in `folder` with the GPU `gpu`. `change` modifies the order to start the rank.
 fn run(
     folder: &Path,
     gpu: Option<RankGpu>,
@@ -36,7 +35,7 @@ fn run(
 ) -> Result<Outcome, RankError> {
     let data = folder.join("dataset");
     if !data.exists() {
-        dataset(&data);
+        write_dataset(&data);
     }
     let mut spec = JobSpec::default();
     spec.model.arch = Arch::ResNet20;
@@ -46,21 +45,7 @@ fn run(
     spec.train.steps = Some(STEPS);
     spec.train.global_batch_size = Some(8);
     let mut config = RankConfig {
-        start: StartAttempt {
-            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
-            spec,
-            dataset_path: data.to_string_lossy().into_owned(),
-            world_size: 1,
-            ranks: vec![(0, 0)],
-            master_addr: "127.0.0.1".into(),
-            master_port: 1,
-            secret: String::new(),
-            job_dir: None,
-            resume: None,
-            pause_after: None,
-            network: None,
-            files: Default::default(),
-        },
+        start: StartAttempt { master_port: 1, ..StartAttempt::local(spec, data.to_string_lossy(), 1) },
         rank: 0,
         slot: 0,
         local_ranks: 1,
@@ -83,7 +68,7 @@ fn last_weights(folder: &Path) -> PathBuf {
 }
 
 /// Trains with the GPU `gpu`, and returns the weights of the last checkpoint.
-fn trained(gpu: Option<RankGpu>) -> NamedTensors {
+fn train_with(gpu: Option<RankGpu>) -> NamedTensors {
     let folder = tempfile::tempdir().unwrap();
     let outcome = run(folder.path(), gpu, |_| {}).unwrap();
     assert_eq!(outcome, Outcome::Finished { step: STEPS });
@@ -100,7 +85,7 @@ fn links_out_of_the_allowed_folders_are_refused() {
     run(&at("private"), None, |_| {}).unwrap();
     let allowed = AllowedFolders { below: vec![at("root").display().to_string()], except: Vec::new() };
     let (weights, data) = (at("root/w.safetensors"), at("root/dataset"));
-    let begun = |job: &str| {
+    let start_job = |job: &str| {
         run(&at(job), None, |start| {
             start.spec.model.pretrained = Some(weights.display().to_string());
             start.dataset_path = data.display().to_string();
@@ -108,9 +93,9 @@ fn links_out_of_the_allowed_folders_are_refused() {
             start.files.dataset_in = Some(allowed.clone());
         })
     };
-    dataset(&data);
+    write_dataset(&data);
     symlink(last_weights(&at("private")), &weights).unwrap();
-    let why = begun("first").unwrap_err().to_string();
+    let why = start_job("first").unwrap_err().to_string();
     assert!(why.contains("model.pretrained: ") && why.contains("--dataset-root"), "{why}");
     assert!(!last_weights(&at("first")).exists());
 
@@ -118,43 +103,44 @@ fn links_out_of_the_allowed_folders_are_refused() {
     fs::copy(last_weights(&at("private")), &weights).unwrap();
     fs::remove_dir_all(&data).unwrap();
     symlink(at("private/dataset"), &data).unwrap();
-    let why = begun("second").unwrap_err().to_string();
+    let why = start_job("second").unwrap_err().to_string();
     assert!(why.contains("root/dataset, or where its links lead,"), "{why}");
 
     fs::remove_file(&data).unwrap();
-    dataset(&at("root/elsewhere"));
+    write_dataset(&at("root/elsewhere"));
     symlink("elsewhere", &data).unwrap();
     assert_eq!(
-        begun("third").unwrap(),
+        start_job("third").unwrap(),
         Outcome::Finished { step: STEPS },
-        "it leads elsewhere below the root"
+        "the link stays below the root"
     );
 }
 
 #[test]
 fn a_third_backend_trains_a_rank_on_its_own_device() {
     let gpu = RankGpu { ordinal: 1, visible: vec!["GPU-a".into(), toy::device("b")] };
-    let weights = trained(Some(gpu));
+    let weights = train_with(Some(gpu));
     // Another test may end the calls in progress at any time.
-    let asked = || {
+    let calls = || {
         let all = toy::ASKED.lock().unwrap().clone();
-        all.into_iter().filter(|what| !what.starts_with("abort")).collect::<Vec<_>>()
+        all.into_iter().filter(|call| !call.starts_with("abort")).collect::<Vec<_>>()
     };
-    assert_eq!(asked(), ["preflight for 1 ranks", "warm-up of device 1 for 1 ranks", "engine on device 1"]);
+    assert_eq!(calls(), ["preflight for 1 ranks", "warm-up of device 1 for 1 ranks", "engine on device 1"]);
     // The test backend computes as the CPU engine does, so the weights must have the same bits.
-    assert!(weights == trained(None), "other weights than on the CPU");
-    assert_eq!(asked().len(), 3, "the CPU's rank is not its own");
+    assert!(weights == train_with(None), "other weights than on the CPU");
+    assert_eq!(calls().len(), 3, "a rank on the CPU calls no other backend");
 }
 
 /// As when the watchdog, the agent's lease or a signal ends a rank.
 #[test]
 fn ending_a_rank_ends_work_on_a_third_backend() {
     let why = "steps have stopped for 60 s";
-    let noted = || toy::ASKED.lock().unwrap().iter().filter(|what| **what == format!("abort: {why}")).count();
+    let aborts =
+        || toy::ASKED.lock().unwrap().iter().filter(|call| **call == format!("abort: {why}")).count();
     toy::device("");
-    assert_eq!(noted(), 0);
+    assert_eq!(aborts(), 0);
     RankState::default().abort(why);
-    assert_eq!(noted(), 1, "{:?}", toy::ASKED.lock().unwrap());
+    assert_eq!(aborts(), 1, "{:?}", toy::ASKED.lock().unwrap());
     assert!(
         registry::may_run_exit_handlers(Duration::ZERO),
         "a backend still waits, though it had nothing to end"
@@ -164,10 +150,10 @@ fn ending_a_rank_ends_work_on_a_third_backend() {
 #[test]
 fn unencrypted_traffic_is_reported_with_advice() {
     for on_cores in [true, false] {
-        let words = unencrypted_warning(on_cores);
-        assert!(words.contains("are not encrypted") && words.contains("private network"), "{words}");
-        assert_eq!(words.contains("nor does NCCL authenticate them"), !on_cores, "{words}");
-        assert_eq!(words.lines().count(), 1);
+        let message = unencrypted_warning(on_cores);
+        assert!(message.contains("are not encrypted") && message.contains("private network"), "{message}");
+        assert_eq!(message.contains("nor does NCCL authenticate them"), !on_cores, "{message}");
+        assert_eq!(message.lines().count(), 1);
     }
 }
 
@@ -175,12 +161,12 @@ fn unencrypted_traffic_is_reported_with_advice() {
 fn ranks_of_different_backends_are_refused_with_the_rank() {
     use lockstep_comm::rendezvous::loopback::{rendezvous_config, unused_port};
     let port = unused_port();
-    let said: Vec<String> = std::thread::scope(|scope| {
+    let errors: Vec<String> = std::thread::scope(|scope| {
         let ranks = [(0, "cuda"), (1, "cuda"), (2, "cpu")].map(|(rank, backend)| {
             scope.spawn(move || {
                 let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
                 let refused = check_backends(&store, backend).unwrap_err();
-                // The store ends with rank 0's.
+                // The store closes when rank 0 drops it.
                 store.barrier("done").unwrap();
                 assert!(!refused.is_retriable());
                 refused.to_string()
@@ -188,6 +174,6 @@ fn ranks_of_different_backends_are_refused_with_the_rank() {
         });
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    assert!(said[0].starts_with("rank 2 computes with cpu and rank 0 with cuda"), "{}", said[0]);
-    assert!(said.iter().all(|other| *other == said[0]));
+    assert!(errors[0].starts_with("rank 2 computes with cpu and rank 0 with cuda"), "{}", errors[0]);
+    assert!(errors.iter().all(|other| *other == errors[0]));
 }

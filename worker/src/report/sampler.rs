@@ -91,15 +91,15 @@ mod tests {
         let (sender, reports) = mpsc::channel();
         let observer = Arc::new(Reports(Mutex::new(sender)));
         let progress = Arc::new(AtomicU64::new(3));
-        let looks = Arc::new(AtomicU64::new(0));
-        let counted = looks.clone();
-        let look = move || {
+        let measurements = Arc::new(AtomicU64::new(0));
+        let counted = measurements.clone();
+        let measure = move || {
             counted.fetch_add(1, Ordering::Relaxed);
             vec![("gpu_power_watts", 650.5), ("gpu_memory_bytes", 3e9)]
         };
         let every = Duration::from_millis(1);
-        let sampler = Sampler::start("made up", every, observer, progress.clone(), look).unwrap();
-        // `measure` continues only when the test lets it.
+        let sampler = Sampler::start("test", every, observer, progress.clone(), measure).unwrap();
+        // The sampler measures again only after progress.
         progress.store(7, Ordering::Relaxed);
         let next = || reports.recv_timeout(Duration::from_secs(20)).unwrap();
         assert_eq!(next(), ("gpu_power_watts".into(), 7, 650.5));
@@ -109,6 +109,6 @@ mod tests {
         let began = Instant::now();
         drop(sampler);
         assert!(began.elapsed() < Duration::from_secs(10));
-        assert_eq!(looks.load(Ordering::Relaxed), 2, "it was read while nothing moved");
+        assert_eq!(measurements.load(Ordering::Relaxed), 2, "the sampler measured without progress");
     }
 }

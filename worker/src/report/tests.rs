@@ -16,7 +16,7 @@ fn removed(step: u64) -> AttemptEvent {
 }
 
 #[test]
-fn a_record_undone_by_a_full_disk_is_waited_for() {
+fn a_reader_waits_for_a_record_that_a_full_disk_has_truncated() {
     let dir = tempfile::tempdir().unwrap();
     let path = events_path(dir.path(), 0);
     let mut records = Records::append_to(&path).unwrap();
@@ -41,7 +41,7 @@ fn a_record_undone_by_a_full_disk_is_waited_for() {
     let mut tail = Tail::open(&path, 0);
     assert_eq!(tail.poll().unwrap().len(), 1);
     for _ in 0..20_000 {
-        assert!(tail.poll().expect("nothing is wrong with the file").is_empty());
+        assert!(tail.poll().expect("the file is valid").is_empty());
     }
     stop.store(true, std::sync::atomic::Ordering::Relaxed);
     writer.join().unwrap();
@@ -87,7 +87,7 @@ fn a_point_is_readable_soon_without_a_flush() {
     reporter.metric("loss", 1, 1.0);
     let began = Instant::now();
     while tail.poll().unwrap().is_empty() {
-        assert!(began.elapsed() < Duration::from_secs(10), "the point never came");
+        assert!(began.elapsed() < Duration::from_secs(10), "the point was never readable");
         std::thread::yield_now();
     }
 }
@@ -101,7 +101,7 @@ fn a_rank_of_an_attempt_runs_once() {
 }
 
 #[test]
-fn an_incomplete_end_waits_and_is_truncated_by_the_next_writer() {
+fn an_incomplete_record_is_truncated_by_the_next_writer() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("agent.events");
     let mut records = Records::append_to(&path).unwrap();
@@ -146,16 +146,16 @@ fn damage_in_the_middle_is_an_error() {
 }
 
 #[test]
-fn a_record_has_up_to_64_mib() {
+fn records_are_limited_to_64_mib() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("rank.0.events");
-    // A record that begins like this is incomplete.
-    let begins = |bytes: u32| {
+    // Polls a file with only the beginning of a record of `bytes` bytes.
+    let poll_beginning = |bytes: u32| {
         std::fs::write(&path, [bytes.to_le_bytes(), [0; 4]].concat()).unwrap();
         Tail::open(&path, 0).poll()
     };
-    assert_eq!(begins(64 << 20).unwrap(), []);
-    let error = begins((64 << 20) + 1).unwrap_err().to_string();
+    assert_eq!(poll_beginning(64 << 20).unwrap(), []);
+    let error = poll_beginning((64 << 20) + 1).unwrap_err().to_string();
     assert!(error.contains("record 0 at byte 0 is damaged: it claims 67108865 bytes"), "{error}");
     // Such a record cannot be written either.
     let path = dir.path().join("rank.1.events");
@@ -169,7 +169,7 @@ fn a_record_has_up_to_64_mib() {
 }
 
 #[test]
-fn loss_lines_follow_the_rule() {
+fn loss_lines_are_printed_at_the_chosen_steps() {
     let mut every_third = LossLines::new(3);
     let lines: Vec<_> = (1..=7).filter_map(|s| every_third.line(1, s, 7, 2.302_585_4)).collect();
     assert_eq!(lines, ["epoch: 1 step: 3, loss is 2.3025854", "epoch: 1 step: 6, loss is 2.3025854"]);

@@ -244,7 +244,7 @@ mod tests {
     use std::process::Command;
 
     /// A group of one rank that sleeps, and its process id.
-    fn asleep(orphans: Orphans) -> (RankGroup<()>, i32) {
+    fn sleeping_group(orphans: Orphans) -> (RankGroup<()>, i32) {
         let mut command = Command::new("sleep");
         let process = RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Own).unwrap();
         let pid = process.identity.pid;
@@ -259,31 +259,31 @@ mod tests {
 
     #[test]
     fn dropping_a_group_treats_orphans_as_configured() {
-        let (ranks, pid) = asleep(Orphans::Kill);
+        let (ranks, pid) = sleeping_group(Orphans::Kill);
         drop(ranks);
-        assert!(!runs(pid), "it is waited for");
-        let (ranks, pid) = asleep(Orphans::Terminate);
+        assert!(!runs(pid), "the drop waits for the rank");
+        let (ranks, pid) = sleeping_group(Orphans::Terminate);
         drop(ranks);
         let until = Instant::now() + Duration::from_secs(20);
         while runs(pid) {
-            assert!(Instant::now() < until, "it was not asked to end");
+            assert!(Instant::now() < until, "the rank was not asked to end");
             std::thread::yield_now();
         }
-        let (ranks, pid) = asleep(Orphans::Stay);
+        let (ranks, pid) = sleeping_group(Orphans::Stay);
         drop(ranks);
         assert!(runs(pid));
         kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
     }
 
     #[test]
-    fn only_a_more_urgent_stop_counts_and_its_ends_are_no_cause() {
-        let (mut ranks, pid) = asleep(Orphans::Kill);
+    fn only_a_more_urgent_stop_counts_and_ends_after_it_are_no_cause() {
+        let (mut ranks, pid) = sleeping_group(Orphans::Kill);
         ranks.stop(Stop::Kill);
-        // A less urgent order is ignored: otherwise the group would wait for the checkpoint of a killed rank.
+        // A less urgent order is ignored. Otherwise the group would wait for the checkpoint of a killed rank.
         ranks.stop(Stop::Save { within: Duration::from_secs(1000) });
         let until = Instant::now() + Duration::from_secs(20);
         while !ranks.has_ended() {
-            assert!(Instant::now() < until, "process {pid} is still there");
+            assert!(Instant::now() < until, "process {pid} still runs");
             ranks.poll();
         }
         assert_eq!(ranks.ends().map(|end| end.exit).collect::<Vec<_>>(), [Some(Exit::Signal(9))]);

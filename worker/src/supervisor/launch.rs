@@ -172,11 +172,7 @@ mod tests {
         *,
     };
     use crate::toy;
-    use lockstep_protocol::{
-        agent::{AttemptRef, RankNetwork},
-        job::JobId,
-        spec::JobSpec,
-    };
+    use lockstep_protocol::{agent::RankNetwork, spec::JobSpec};
     use rustix::process::Signal;
     use std::time::{Duration, Instant};
 
@@ -188,23 +184,8 @@ mod tests {
     }
 
     fn config(job_dir: &Path) -> RankConfig {
-        let start = StartAttempt {
-            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
-            spec: JobSpec::default(),
-            dataset_path: "/none".into(),
-            world_size: 1,
-            ranks: vec![(0, 0)],
-            master_addr: "127.0.0.1".into(),
-            master_port: 1,
-            secret: String::new(),
-            job_dir: None,
-            resume: None,
-            pause_after: None,
-            network: None,
-            files: Default::default(),
-        };
         let config = RankConfig {
-            start,
+            start: StartAttempt { master_port: 1, ..StartAttempt::local(JobSpec::default(), "/none", 1) },
             rank: 0,
             slot: 0,
             local_ranks: 1,
@@ -224,7 +205,7 @@ mod tests {
             if let Some(exit) = process.poll() {
                 return exit;
             }
-            assert!(began.elapsed() < Duration::from_secs(20), "it never ended");
+            assert!(began.elapsed() < Duration::from_secs(20), "the process never ended");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -254,11 +235,11 @@ mod tests {
         };
         let mut config = config(dir.path());
         config.gpu = Some(RankGpu { ordinal: 0, visible: vec!["GPU-b".into(), "GPU-a".into()] });
-        let said = printed(&config);
-        assert!(said.starts_with("GPU-b,GPU-a|"), "{said}");
+        let output = printed(&config);
+        assert!(output.starts_with("GPU-b,GPU-a|"), "{output}");
         // The rest of the environment is inherited from the launcher.
         let home = std::env::var("HOME").unwrap_or_default();
-        assert!(said.trim_end().ends_with(&format!("|{home}")), "{said}");
+        assert!(output.trim_end().ends_with(&format!("|{home}")), "{output}");
         // A job on CPU cores gets no GPU.
         config.start.spec.parallel.device = lockstep_protocol::spec::Device::Cpu;
         assert!(!printed(&config).contains("GPU-b"));
@@ -277,19 +258,19 @@ mod tests {
         assert_eq!(printed.trim_end(), device);
     }
 
-    /// What it prints says whether it was a spare process.
-    const EITHER: &str = "if [ \"$2\" = --spare ]; then\npath=$(cat)\n[ \"$path\" ] || exit 9\nexec >\"${path%json}stderr\"\n\
+    /// A script that prints whether it was started as a spare process.
+    const SPARE_OR_NEW: &str = "if [ \"$2\" = --spare ]; then\npath=$(cat)\n[ \"$path\" ] || exit 9\nexec >\"${path%json}stderr\"\n\
         echo spare\nelse echo new\nfi\nexec sleep 1000";
 
     #[test]
     fn a_spare_becomes_the_rank_unless_a_new_process_would_differ() {
         let dir = tempfile::tempdir().unwrap();
-        let script = program(dir.path(), EITHER);
+        let script = program(dir.path(), SPARE_OR_NEW);
         let gpu = RankGpu { ordinal: 1, visible: vec![toy::device("a"), toy::device("b")] };
         let spare = || Spare::start(&script, &gpu).unwrap();
-        let mut left = spare();
-        left.process().tell(b"").unwrap();
-        assert_eq!(wait(left.process()), Exit::Status(9), "its agent has ended");
+        let mut orphan = spare();
+        orphan.process().tell(b"").unwrap();
+        assert_eq!(wait(orphan.process()), Exit::Status(9), "the spare's agent has ended");
 
         type Change = fn(&mut Spare, &mut RankConfig, &Path);
         let cases: [(Change, &str); 4] = [
@@ -303,7 +284,7 @@ mod tests {
                 "new",
             ),
             // The program was replaced by another version.
-            (|_, _, script| crate::test_script::write_script(script, EITHER), "new"),
+            (|_, _, script| crate::test_script::write_script(script, SPARE_OR_NEW), "new"),
         ];
         for (change, printed) in cases {
             let dir = tempfile::tempdir().unwrap();
@@ -316,14 +297,14 @@ mod tests {
             let began = Instant::now();
             let mut text = String::new();
             while text.is_empty() {
-                assert!(began.elapsed() < Duration::from_secs(20), "it printed nothing");
+                assert!(began.elapsed() < Duration::from_secs(20), "the rank printed nothing");
                 text = fs::read_to_string(file("stderr")).unwrap();
             }
             assert_eq!(text.trim_end(), printed);
             let written: RankConfig = serde_json::from_slice(&fs::read(file("json")).unwrap()).unwrap();
             let expected = if printed == "spare" { Some(gpu.clone()) } else { config.gpu.clone() };
             assert_eq!(written.gpu, expected);
-            // The next agent adopts either.
+            // The next agent adopts the rank in either case.
             let mut adopted = RankProcess::adopt(&config.attempt_dir(), 0);
             assert_eq!(adopted.poll(), None);
             adopted.signal(Signal::KILL);

@@ -212,8 +212,8 @@ mod tests {
     #[test]
     fn killing_a_rank_in_our_process_group_spares_this_process() {
         let mut command = Command::new("sleep");
-        let mut process =
-            RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Inherited).expect("sleep is there");
+        let mut process = RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Inherited)
+            .expect("sleep is installed");
         assert_eq!((process.poll(), process.remaining().len()), (None, 1));
         process.kill_and_wait();
         assert_eq!(process.poll(), Some(Exit::Signal(9)));
@@ -224,7 +224,7 @@ mod tests {
     fn a_process_with_a_reused_id_and_its_group_are_not_killed() {
         let mut command = Command::new("sleep");
         let mut stranger =
-            RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Own).expect("sleep is there");
+            RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Own).expect("sleep is installed");
         let Identity { pid, start_time, boot_id } = &stranger.identity;
         let before = Identity { pid: *pid, start_time: start_time - 1, boot_id: boot_id.clone() };
         let mut rank = RankProcess::adopted(0, Some(before));

@@ -45,7 +45,7 @@ mod tests {
         let first = rank_usage(dir.path(), 3).unwrap();
         let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
         while rank_usage(dir.path(), 3).unwrap().cpu_secs <= first.cpu_secs {
-            assert!(std::time::Instant::now() < until, "it never used any CPU time");
+            assert!(std::time::Instant::now() < until, "the process never used CPU time");
         }
         assert!(first.memory_bytes > 1 << 20, "{first:?}");
         write(&Identity { start_time: own.start_time + 1, ..own });

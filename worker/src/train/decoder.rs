@@ -79,12 +79,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gpu_rank_decodes_jpeg_unless_told_otherwise() {
-        let of = |value: &str| DecoderChoice::of(Some(OsStr::new(value)));
+    fn a_gpu_rank_decodes_jpeg_by_default() {
+        let choice = |value: &str| DecoderChoice::of(Some(OsStr::new(value)));
         assert_eq!(DecoderChoice::of(None), Ok(DecoderChoice::Auto));
-        assert_eq!(of(""), Ok(DecoderChoice::Auto));
-        assert_eq!((of("cpu"), of("gpu")), (Ok(DecoderChoice::Cores), Ok(DecoderChoice::Gpu)));
-        assert!(of("shared").unwrap_err().contains("auto, cpu or gpu"));
+        assert_eq!(choice(""), Ok(DecoderChoice::Auto));
+        assert_eq!((choice("cpu"), choice("gpu")), (Ok(DecoderChoice::Cores), Ok(DecoderChoice::Gpu)));
+        assert!(choice("shared").unwrap_err().contains("auto, cpu or gpu"));
         // Whether the rank has a GPU, the dataset has JPEG files, and the job is deterministic.
         for (choice, job, expected) in [
             (DecoderChoice::Auto, (true, true, false), Ok(())),

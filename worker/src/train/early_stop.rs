@@ -88,11 +88,11 @@ mod tests {
             min_delta,
             goal: None,
         };
-        // Equal values are no improvement; an improvement resets the count.
+        // Equal values are no improvement, and an improvement resets the count.
         let (number, why) = end(&stop("val_accuracy", 2, 0.0), &[0.5, 0.5, 0.6, 0.6, 0.6, 0.9]).unwrap();
         assert_eq!(number, 5);
         assert_eq!(why, "validation accuracy has not improved on the 60.0 % of epoch 3 in 2 validations");
-        // Small steps up to the best plus min_delta are none either.
+        // Small steps up to the best value plus min_delta are no improvement either.
         let (number, why) =
             end(&stop("val_accuracy", 3, 0.25), &[0.5, 0.625, 0.75, 0.75, 0.875, 1.0]).unwrap();
         assert_eq!(number, 4);

@@ -48,7 +48,7 @@ impl Run<'_> {
         self.throughput.report("evaluating");
         if !self.training.spec.parallel.sync_batch_norm {
             // Running statistics differ between ranks. The checkpoint has those of rank 0.
-            self.engine.broadcast_parameters()?;
+            self.engine.broadcast_statistics()?;
         }
         let Some(evaluation) = self.validation_pass("the validation's loss")? else { return Ok(false) };
         let averaged = match self.has_average()? {

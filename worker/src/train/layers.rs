@@ -4,9 +4,12 @@
 mod histogram;
 
 use super::{Run, TrainError, Training};
-use crate::planning::Planned;
+use crate::planning::{self, Planned};
 use histogram::histograms;
-use lockstep_engine::net::{Network, TensorId};
+use lockstep_engine::{
+    net::{Network, TensorId},
+    plan::Plan,
+};
 use lockstep_host::usage::largest_memory;
 use lockstep_protocol::{agent::AttemptEvent, network::NetworkDescription};
 
@@ -47,17 +50,21 @@ impl Layers {
         let mut layers = Self { timed: step + TIMED_STEP, ..Self::default() };
         if training.is_first() {
             (layers.description, layers.outputs) = network.describe();
-            if let Some(planned) = planned {
-                layers.description = planned.describe(network);
+            let parallel = &training.spec.parallel;
+            match planned {
+                Some(planned) => layers.description = planned.describe(network),
+                None if parallel.is_hybrid() => {
+                    layers.description.plan = Some(planning::describe(&Plan::of(parallel), network));
+                }
+                None => {}
             }
             training.observer.event(&AttemptEvent::Network(layers.description.clone()));
         }
         layers
     }
 
-    /// Records that a step took `secs`. After enough steps, returns the predicted and the measured time in
-    /// milliseconds.
-    fn compare(&mut self, step: u64, secs: f64) -> Option<[f32; 2]> {
+    /// Records that a step took `secs`. After enough steps, returns the measured time in milliseconds.
+    fn compare(&mut self, step: u64, secs: f64) -> Option<f32> {
         let plan = self.description.plan.as_mut()?;
         if step <= self.timed || plan.measured_step_ms.is_some() {
             return None;
@@ -69,7 +76,7 @@ impl Layers {
         self.step_secs.sort_by(f64::total_cmp);
         let measured = (1e3 * self.step_secs[COMPARED_STEPS / 2]) as f32;
         plan.measured_step_ms = Some(measured);
-        Some([plan.step_ms, measured])
+        Some(measured)
     }
 
     /// The position of a parameter in the network: the position of its layer, and weights before biases.
@@ -121,12 +128,14 @@ impl Run<'_> {
 
     /// Reports the measured memory, and the measured and the predicted time of a step, when enough steps are done.
     pub(super) fn compare_step_time(&mut self, step: u64, secs: f64) {
-        let Some([predicted, measured]) = self.layers.compare(step, secs) else { return };
+        let Some(measured) = self.layers.compare(step, secs) else { return };
         let on_device = Some(self.engine.memory_bytes()).filter(|bytes| *bytes > 0);
         if let Some(plan) = &mut self.layers.description.plan {
             plan.measured_memory_bytes = on_device.or_else(largest_memory);
+            let predicted =
+                plan.predicted.as_ref().map(|of| format!("; predicted were {:.1} ms", of.step_ms));
+            self.training.log([format!("a step takes {measured:.1} ms{}", predicted.unwrap_or_default())]);
         }
-        self.training.log([format!("a step takes {measured:.1} ms; predicted were {predicted:.1} ms")]);
         self.training.observer.event(&AttemptEvent::Network(self.layers.description.clone()));
     }
 

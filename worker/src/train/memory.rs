@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_may_need_all_memory_and_not_a_byte_more() {
+    fn a_run_may_need_all_memory_but_not_more() {
         let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
         let network = resnet::build(&model, 32, 3, 10).unwrap();
         let cpu = Needs { host_memory: true, ..Needs::default() };
@@ -112,14 +112,14 @@ mod tests {
         // Weights are counted once.
         let all = 2 * needed.each + parameters;
         assert!(check(&needed, all).is_ok());
-        let said = check(&needed, all - 1).unwrap_err().to_string();
-        for words in [
+        let message = check(&needed, all - 1).unwrap_err().to_string();
+        for part in [
             "64 pictures of 32 x 32 pixels",
             "resnet20",
             "for the 2 ranks of this machine",
             "train.accumulate",
         ] {
-            assert!(said.contains(words), "{words} in {said}");
+            assert!(message.contains(part), "{part} in {message}");
         }
         // The batch is limited by the number of pictures.
         let few = RequiredMemory::of(&network, &config(64), cpu, 2, (10, 2));

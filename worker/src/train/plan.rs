@@ -272,7 +272,7 @@ pub(super) fn build_engine(
     backend.check(spec).map_err(TrainError::Impossible)?;
     let (largest, others) = plan.training_sizes.split_last().unwrap_or((&plan.evaluation_size, &[]));
     let network = plan.network.resized(*largest);
-    let initial = net::init::initial_parameters(&network, spec.model.zero_init_residual, spec.train.seed);
+    let initial = net::init::InitialParameters::new(&network, spec.model.zero_init_residual, spec.train.seed);
     let mut engine = backend.build(BuildArgs {
         network: Arc::new(network),
         initial: &initial,
@@ -305,9 +305,9 @@ mod tests {
     fn a_last_step_with_fewer_pictures_than_ranks_is_named() {
         let mut spec = JobSpec::default();
         spec.data.drop_remainder = false;
-        let words = filled_up(&spec, 17, 16, 2).unwrap();
+        let message = filled_up(&spec, 17, 16, 2).unwrap();
         let named = "has 1 picture for 2 micro-batches, so 1 of the epoch's first pictures";
-        assert!(words.contains(named), "{words}");
+        assert!(message.contains(named), "{message}");
         for (samples, parts) in [(17, 1), (16, 2), (18, 2), (31, 8)] {
             assert_eq!(filled_up(&spec, samples, 16, parts), None, "{samples} {parts}");
         }

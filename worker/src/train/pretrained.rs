@@ -173,7 +173,7 @@ mod tests {
         let put = |name: &'static str, shape: &'static [usize]| {
             problems(&|given| drop(given.insert(name.into(), tensor(shape))))
         };
-        for (said, wanted) in [
+        for (problem, wanted) in [
             (
                 put("layer1.0.conv2.weight", &[128, 128, 3, 3]),
                 "layer1.0.conv2.weight is [128, 128, 3, 3], wanted [16, 16, 3, 3]",
@@ -197,47 +197,48 @@ mod tests {
                 "it contains several networks, under \"\" and \"ema.\": keep the tensors of one",
             ),
         ] {
-            assert!(said.ends_with(wanted), "{said}");
+            assert!(problem.ends_with(wanted), "{problem}");
         }
         let deeper = under("module.", network(Arch::ResNet32, Stem::Cifar, 3, 10, 1));
-        let said = replace_weights(deeper, small(10, 2), "fc").unwrap_err();
+        let problem = replace_weights(deeper, small(10, 2), "fc").unwrap_err();
         assert!(
-            said.starts_with("module.layer1.3.bn1.bias, ") && said.contains(" and 57 more are not in "),
-            "{said}"
+            problem.starts_with("module.layer1.3.bn1.bias, ") && problem.contains(" and 57 more are not in "),
+            "{problem}"
         );
     }
 
     #[test]
     fn a_colour_convolution_is_summed_for_grey_and_others_are_refused() {
-        let of = |stem: Stem, channels: usize| network(Arch::ResNet18, stem, channels, 10, 1);
-        let (weights, mapping) = replace_weights(of(Stem::Imagenet, 3), of(Stem::Imagenet, 1), "fc").unwrap();
+        let weights_of = |stem: Stem, channels: usize| network(Arch::ResNet18, stem, channels, 10, 1);
+        let (weights, mapping) =
+            replace_weights(weights_of(Stem::Imagenet, 3), weights_of(Stem::Imagenet, 1), "fc").unwrap();
         assert!(mapping.notes("fc")[0].contains("conv1.weight takes RGB and the pictures are grey"));
-        let (theirs, ours) = (&of(Stem::Imagenet, 3)["conv1.weight"], &weights["conv1.weight"]);
+        let (theirs, ours) = (&weights_of(Stem::Imagenet, 3)["conv1.weight"], &weights["conv1.weight"]);
         assert_eq!(ours.shape, [64, 1, 7, 7]);
         for (at, sum) in ours.values.iter().enumerate() {
             let (filter, place) = (at / 49, at % 49);
             let channels = [0, 1, 2].map(|channel| theirs.values[(filter * 3 + channel) * 49 + place]);
             assert_eq!(*sum, channels.iter().sum::<f32>());
         }
-        for (given, wanted, said) in [
+        for (given, wanted, problem) in [
             (
-                of(Stem::Imagenet, 3),
-                of(Stem::Cifar, 3),
+                weights_of(Stem::Imagenet, 3),
+                weights_of(Stem::Cifar, 3),
                 "conv1.weight is [64, 3, 7, 7], wanted [64, 3, 3, 3] (set model.stem = \"imagenet\")",
             ),
             (
-                of(Stem::Cifar, 3),
-                of(Stem::Imagenet, 1),
+                weights_of(Stem::Cifar, 3),
+                weights_of(Stem::Imagenet, 1),
                 "conv1.weight is [64, 3, 3, 3], wanted [64, 1, 7, 7] (set model.stem = \"cifar\")",
             ),
             (
-                of(Stem::Cifar, 1),
-                of(Stem::Cifar, 3),
+                weights_of(Stem::Cifar, 1),
+                weights_of(Stem::Cifar, 3),
                 "conv1.weight is [64, 1, 3, 3], wanted [64, 3, 3, 3] (these weights are for pictures of 1 channel, and \
                  those of data.dataset have 3)",
             ),
         ] {
-            assert_eq!(replace_weights(given, wanted, "fc").unwrap_err(), said);
+            assert_eq!(replace_weights(given, wanted, "fc").unwrap_err(), problem);
         }
     }
 }

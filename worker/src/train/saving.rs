@@ -291,10 +291,10 @@ mod tests {
     fn a_slow_checkpoint_gets_a_warning() {
         let within = Duration::from_secs(20);
         assert_eq!(slow_checkpoint_warning(Duration::from_secs(10), within), None);
-        let words = slow_checkpoint_warning(Duration::from_millis(10_001), within).unwrap();
+        let message = slow_checkpoint_warning(Duration::from_millis(10_001), within).unwrap();
         assert!(
-            words.starts_with("a checkpoint takes 10.0 s to write") && words.contains("have 20 s"),
-            "{words}"
+            message.starts_with("a checkpoint takes 10.0 s to write") && message.contains("have 20 s"),
+            "{message}"
         );
     }
 

@@ -1,7 +1,7 @@
 //! The initial state of a run: new weights, given weights, or a checkpoint. Rank 0 reads files and sends their
 //! content to the other ranks, which need not have the files.
 
-use super::{TrainError, Training, plan::RunPlan, pretrained};
+use super::{TrainError, Training, plan::RunPlan, pretrained, replicas::compare_replicas};
 use crate::{
     checkpoint::{self, Best, CheckpointError, OWN_DISK_NOTE, State, StopProgress},
     precision::SkippedSteps,
@@ -106,7 +106,15 @@ pub(super) fn begin(
         weights.insert(name.into(), whitening(data, skips)?);
         engine.set_parameters(&weights)?;
     }
-    if pretrained.is_some() || whitened.is_some() || training.spec.parallel.parameter_broadcast {
+    let parallel = &training.spec.parallel;
+    let sends = match pretrained {
+        // The ranks have set their parts of the same weights above.
+        Some(_) => !parallel.is_hybrid(),
+        None if whitened.is_some() => true,
+        // Every rank draws the same weights, unless the ranks' programs differ. A comparison is faster than sending a wide head.
+        None => parallel.parameter_broadcast && compare_replicas(training, engine)?.is_some(),
+    };
+    if sends {
         engine.broadcast_parameters()?;
     }
     let mut divisions = Vec::new();

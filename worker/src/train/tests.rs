@@ -1,5 +1,5 @@
-//! Runs whose float16 overflows, and stops that arrive while bfloat16 takes over. The engines in these tests train
-//! nothing; the training loop is tested.
+//! Tests of the training loop with simulated engines: runs whose float16 overflows, and stop requests during the switch to
+//! bfloat16.
 
 mod scripted;
 
@@ -46,7 +46,7 @@ impl Observer for Log {
 }
 
 /// A job of two epochs of 20 steps, in a separate folder.
-struct Bench {
+struct TestJob {
     folder: tempfile::TempDir,
     ranks: u32,
     /// The rank that has other weights from the beginning.
@@ -57,7 +57,7 @@ struct Bench {
 
 /// The result of a run.
 #[derive(Debug)]
-struct Ended {
+struct RunResult {
     /// By rank.
     outcomes: Vec<Outcome>,
     /// The formats of rank 0's engines, in the order in which they were built.
@@ -66,11 +66,11 @@ struct Ended {
     evaluated_in_bfloat16: u32,
     /// The log of rank 0.
     log: String,
-    /// By rank: how often its weights were copied from its engines.
+    /// By rank: how often the weights were copied from its engines.
     copied: Vec<u32>,
 }
 
-impl Bench {
+impl TestJob {
     fn new(ranks: u32) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let dataset = folder.path().join("dataset");
@@ -105,7 +105,7 @@ impl Bench {
     }
 
     /// Trains on all ranks. Only the last rank is asked to stop.
-    fn train(&self, overflow: Overflow, stop_in: StopIn, resume: Option<&str>) -> Ended {
+    fn train(&self, overflow: Overflow, stop_in: StopIn, resume: Option<&str>) -> RunResult {
         let ranks = self.all_ranks(overflow, stop_in, resume).into_iter().enumerate();
         let mut ranks = ranks.map(|(rank, ended)| ended.unwrap_or_else(|e| panic!("rank {rank}: {e}")));
         let mut first = ranks.next().unwrap();
@@ -121,7 +121,7 @@ impl Bench {
         overflow: Overflow,
         stop_in: StopIn,
         resume: Option<&str>,
-    ) -> Vec<Result<Ended, TrainError>> {
+    ) -> Vec<Result<RunResult, TrainError>> {
         let port = unused_port();
         std::thread::scope(|scope| {
             let rank = |rank| scope.spawn(move || self.rank(rank, port, overflow, stop_in, resume));
@@ -137,7 +137,7 @@ impl Bench {
         overflow: Overflow,
         stop_in: StopIn,
         resume: Option<&str>,
-    ) -> Result<Ended, TrainError> {
+    ) -> Result<RunResult, TrainError> {
         let stop: Arc<AtomicBool> = Arc::default();
         let is_asked = rank + 1 == self.ranks;
         let timeout = Duration::from_secs(60);
@@ -159,13 +159,13 @@ impl Bench {
                 if is_asked && stop_in == StopIn::Fallback {
                     training.stop.store(true, Ordering::Relaxed);
                 }
-                // As for engines on GPUs.
+                // Engines on GPUs have this barrier, too.
                 if let Some(store) = &training.store {
                     store.barrier("gradients/1").map_err(std::io::Error::other)?;
                 }
             }
             let (evaluated, stop) = (evaluated.clone(), stop.clone());
-            let tell = is_asked && stop_in == StopIn::Validation;
+            let stops = is_asked && stop_in == StopIn::Validation;
             let mut batches = 0;
             let engine = Scripted {
                 precision,
@@ -179,8 +179,8 @@ impl Bench {
                     batches += 1;
                     match precision {
                         Precision::Bf16 => _ = evaluated.fetch_add(1, Ordering::Relaxed),
-                        // The first batch is voted on. The next vote would be 256 batches later.
-                        _ if batches == 2 && tell => stop.store(true, Ordering::Relaxed),
+                        // Ranks have voted after the first batch. The next vote would be 256 batches later.
+                        _ if batches == 2 && stops => stop.store(true, Ordering::Relaxed),
                         _ => {}
                     }
                 }),
@@ -215,7 +215,7 @@ impl Bench {
             stop_within: Duration::from_secs(20),
         };
         let outcome = train_with(&training, &build)?;
-        Ok(Ended {
+        Ok(RunResult {
             outcomes: vec![outcome],
             engines: engines.into_inner().unwrap(),
             evaluated_in_bfloat16: evaluated.load(Ordering::Relaxed),
@@ -241,59 +241,59 @@ const BOTH: [Precision; 2] = [Precision::Fp16, Precision::Bf16];
 #[test]
 fn a_stop_during_a_switch_to_bfloat16_in_an_epoch_writes_a_checkpoint() {
     for ranks in [1, 2] {
-        let bench = Bench::new(ranks);
-        let ended = bench.train(Overflow::Gradients, StopIn::Fallback, None);
+        let job = TestJob::new(ranks);
+        let ended = job.train(Overflow::Gradients, StopIn::Fallback, None);
         // Five consecutive skipped steps are too many.
         assert_eq!(ended.outcomes, vec![Outcome::Stopped { step: 5 }; ranks as usize], "{}", ended.log);
         assert_eq!(ended.engines, BOTH);
         assert!(ended.log.contains("asked to stop: stopped after step 5"), "{}", ended.log);
-        let state = bench.state("1-5");
+        let state = job.state("1-5");
         assert_eq!((state.step, state.precision), (5, Some(Precision::Bf16)));
-        assert_eq!((state.skipped_steps.total, bench.weight("1-5")), (5, 0.0));
+        assert_eq!((state.skipped_steps.total, job.weight("1-5")), (5, 0.0));
 
-        let ended = bench.train(Overflow::Gradients, StopIn::Never, Some("1-5"));
+        let ended = job.train(Overflow::Gradients, StopIn::Never, Some("1-5"));
         assert_eq!(ended.outcomes, vec![Outcome::Finished { step: 40 }; ranks as usize], "{}", ended.log);
-        assert_eq!(ended.engines, [Precision::Bf16], "it does not go back to float16");
-        assert_eq!(bench.weight("2-40"), 35.0, "all other steps are done, once each");
+        assert_eq!(ended.engines, [Precision::Bf16], "float16 is not used again");
+        assert_eq!(job.weight("2-40"), 35.0, "each of the other steps is done once");
     }
 }
 
 #[test]
 fn a_stop_before_a_switch_to_bfloat16_does_not_reconnect_ranks() {
     for ranks in [1, 2] {
-        let bench = Bench::new(ranks);
-        let ended = bench.train(Overflow::Validation, StopIn::Validation, None);
+        let job = TestJob::new(ranks);
+        let ended = job.train(Overflow::Validation, StopIn::Validation, None);
         assert_eq!(ended.outcomes, vec![Outcome::Stopped { step: 20 }; ranks as usize], "{}", ended.log);
-        assert_eq!(ended.engines, [Precision::Fp16], "bfloat16 is left to the run that continues");
+        assert_eq!(ended.engines, [Precision::Fp16], "only the continued run switches to bfloat16");
         assert!(ended.log.contains("the evaluation after step 20 is interrupted"), "{}", ended.log);
-        let state = bench.state("1-20");
+        let state = job.state("1-20");
         assert_eq!((state.precision, state.val_loss), (Some(Precision::Fp16), None));
 
-        let ended = bench.train(Overflow::Validation, StopIn::Never, Some("1-20"));
+        let ended = job.train(Overflow::Validation, StopIn::Never, Some("1-20"));
         assert_eq!(ended.outcomes, vec![Outcome::Finished { step: 40 }; ranks as usize], "{}", ended.log);
         assert_eq!(ended.engines, BOTH);
-        assert!(bench.state("1-20").val_loss.is_some(), "the evaluation is caught up on");
+        assert!(job.state("1-20").val_loss.is_some(), "the evaluation is done later");
     }
 }
 
 #[test]
 fn a_pause_after_a_pending_evaluation_keeps_its_values() {
-    let bench = Bench { pause_after: Some(1), ..Bench::new(1) };
-    bench.train(Overflow::Validation, StopIn::Validation, None);
-    assert_eq!(bench.state("1-20").val_loss, None);
-    let ended = bench.train(Overflow::Validation, StopIn::Never, Some("1-20"));
+    let job = TestJob { pause_after: Some(1), ..TestJob::new(1) };
+    job.train(Overflow::Validation, StopIn::Validation, None);
+    assert_eq!(job.state("1-20").val_loss, None);
+    let ended = job.train(Overflow::Validation, StopIn::Never, Some("1-20"));
     assert_eq!(ended.outcomes, [Outcome::Paused { step: 20 }], "{}", ended.log);
-    assert!(bench.state("1-20").val_loss.is_some());
+    assert!(job.state("1-20").val_loss.is_some());
 }
 
 #[test]
 fn a_stop_during_a_switch_to_bfloat16_in_an_evaluation_ends_all_ranks() {
     for ranks in [1, 2] {
-        let bench = Bench::new(ranks);
-        let ended = bench.train(Overflow::Validation, StopIn::Fallback, None);
+        let job = TestJob::new(ranks);
+        let ended = job.train(Overflow::Validation, StopIn::Fallback, None);
         assert_eq!(ended.outcomes, vec![Outcome::Stopped { step: 20 }; ranks as usize], "{}", ended.log);
         assert_eq!((&ended.engines[..], ended.evaluated_in_bfloat16), (&BOTH[..], 0));
-        let state = bench.state("1-20");
+        let state = job.state("1-20");
         assert_eq!((state.precision, state.val_loss), (Some(Precision::Bf16), None));
     }
 }
@@ -301,25 +301,25 @@ fn a_stop_during_a_switch_to_bfloat16_in_an_evaluation_ends_all_ranks() {
 #[test]
 fn differing_weights_end_the_run_before_a_checkpoint() {
     for (ranks, differs, named) in [(2, 1, "ranks 0 and 1"), (3, 0, "rank 0"), (3, 2, "rank 2")] {
-        let bench = Bench { differs: Some(differs), ..Bench::new(ranks) };
-        for ended in bench.all_ranks(Overflow::Nothing, StopIn::Never, None) {
+        let job = TestJob { differs: Some(differs), ..TestJob::new(ranks) };
+        for ended in job.all_ranks(Overflow::Nothing, StopIn::Never, None) {
             let error = ended.unwrap_err();
             let wanted = format!("the weights of {named} differ from ");
             assert!(error.to_string().starts_with(&wanted), "{error}");
             assert!(error.to_string().contains("No checkpoint of these weights is written"), "{error}");
             assert!(error.is_retriable() && !error.is_secondary());
         }
-        assert_eq!(fs::read_dir(bench.folder.path().join("checkpoints")).unwrap().count(), 0);
+        assert_eq!(fs::read_dir(job.folder.path().join("checkpoints")).unwrap().count(), 0);
     }
 }
 
 #[test]
 fn only_rank_0_of_the_replicas_copies_weights_for_checkpoints() {
     let checkpoints = |ranks| {
-        let bench = Bench::new(ranks);
-        let ended = bench.train(Overflow::Nothing, StopIn::Never, None);
+        let job = TestJob::new(ranks);
+        let ended = job.train(Overflow::Nothing, StopIn::Never, None);
         assert_eq!(ended.outcomes, vec![Outcome::Finished { step: 40 }; ranks as usize], "{}", ended.log);
-        assert_eq!((bench.weight("1-20"), bench.weight("2-40")), (20.0, 40.0));
+        assert_eq!((job.weight("1-20"), job.weight("2-40")), (20.0, 40.0));
         ended.copied
     };
     let single = checkpoints(1);

@@ -4,11 +4,10 @@
 //! or after every step if a step takes longer. The step of the next vote follows from the mean duration of a step over
 //! all ranks. That mean is part of the vote, so all ranks choose the same step.
 
-use super::{Run, TrainError, parts::Parts};
+use super::{Run, TrainError, parts::Parts, replicas::compare_replicas};
 use lockstep_comm::Reduction;
 use lockstep_engine::StepResult;
 use std::{
-    collections::BTreeSet,
     sync::atomic::Ordering,
     time::{Duration, Instant},
 };
@@ -139,19 +138,7 @@ impl Run<'_> {
 
     /// Fails on all ranks unless all ranks with the same part of the network have the same weights.
     fn check_replicas(&self) -> Result<(), TrainError> {
-        let group = &self.training.group;
-        if group.size() == 1 {
-            return Ok(());
-        }
-        let own = self.engine.checksum()?.map(u64::to_le_bytes);
-        let mut all = vec![0u8; 16 * group.size() as usize];
-        group.all_gather(own.as_flattened().into(), (&mut all).into())?;
-        let (of_all, of_parts): (Vec<_>, Vec<_>) =
-            all.as_chunks::<8>().0.as_chunks::<2>().0.iter().map(|[all, part]| (*all, *part)).unzip();
-        let parallel = &self.training.spec.parallel;
-        let (of_stage, model) = (parallel.ranks_of_stage() as usize, parallel.model as usize);
-        let differing_parts = || describe_differing_ranks(&of_parts, |rank| (rank / of_stage, rank % model));
-        match describe_differing_ranks(&of_all, |rank| (rank / of_stage, 0)).or_else(differing_parts) {
+        match compare_replicas(self.training, &*self.engine)? {
             None => Ok(()),
             Some(what) => Err(TrainError::ReplicasDiffer { what, step: self.step }),
         }
@@ -161,35 +148,6 @@ impl Run<'_> {
     pub(super) fn diverged(&self, what: String) -> TrainError {
         let (step, lr) = (self.step, self.schedule.lr(self.step.saturating_sub(1)));
         TrainError::Diverged { what, step, epoch: self.plan.epoch_of(step), lr }
-    }
-}
-
-/// Compares the checksums of all ranks. Names the ranks whose weights differ from the majority's, in a sentence
-/// without a full stop. `None` if all ranks with the same part of the network (according to `part_of`) have the same
-/// weights.
-fn describe_differing_ranks(
-    checksums: &[[u8; 8]],
-    part_of: impl Fn(usize) -> (usize, usize),
-) -> Option<String> {
-    let (mut ranks, mut has_majority) = (Vec::new(), true);
-    let parts: BTreeSet<_> = (0..checksums.len()).map(&part_of).collect();
-    for part in parts {
-        let of_part = || checksums.iter().enumerate().filter(|(rank, _)| part_of(*rank) == part);
-        let count = |of: &[u8; 8]| of_part().filter(|(_, other)| *other == of).count();
-        let most = of_part().map(|(_, of)| of).max_by_key(|of| count(of))?;
-        let is_majority = 2 * count(most) > of_part().count();
-        has_majority &= is_majority;
-        ranks.extend(of_part().filter(|(_, of)| !is_majority || *of != most).map(|(rank, _)| rank));
-    }
-    ranks.sort_unstable();
-    let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
-    match &ranks[..] {
-        [] => None,
-        [one] => Some(format!("the weights of rank {one} differ from those of the others")),
-        [first @ .., last] => {
-            let others = if has_majority { "those of the others" } else { "each other" };
-            Some(format!("the weights of ranks {} and {last} differ from {others}", first.join(", ")))
-        }
     }
 }
 
@@ -210,34 +168,8 @@ mod tests {
         {
             many.voted(100, step_secs);
             assert!(!many.is_due(100 + next - 1) && many.is_due(100 + next), "{step_secs} s: {many:?}");
-            assert!(many.is_due(100 + next + 1), "one that was passed by is caught up on");
+            assert!(many.is_due(100 + next + 1), "a vote that was passed by is due later");
         }
-    }
-
-    #[test]
-    fn differing_ranks_are_named_and_all_ranks_without_a_majority() {
-        for (checksums, named) in [
-            (&[7, 7][..], None),
-            (&[7, 8][..], Some("the weights of ranks 0 and 1 differ from each other")),
-            (&[8, 7, 7][..], Some("the weights of rank 0 differ from those of the others")),
-            (&[7, 7, 8, 9, 7][..], Some("the weights of ranks 2 and 3 differ from those of the others")),
-            (&[7, 7, 8, 8][..], Some("the weights of ranks 0, 1, 2 and 3 differ from each other")),
-        ] {
-            let checksums: Vec<_> = checksums.iter().map(|of: &u64| of.to_le_bytes()).collect();
-            assert_eq!(describe_differing_ranks(&checksums, |_| (0, 0)).as_deref(), named);
-        }
-        let of_two_parts: Vec<_> = [7, 8, 7, 8, 7, 9].map(u64::to_le_bytes).to_vec();
-        let part = |rank| (0, rank % 2);
-        assert_eq!(describe_differing_ranks(&of_two_parts[..4], part), None);
-        let named = describe_differing_ranks(&of_two_parts, part);
-        assert_eq!(named.as_deref(), Some("the weights of rank 5 differ from those of the others"));
-        let of_two_stages = [7, 7, 7, 8, 8, 9].map(u64::to_le_bytes);
-        let stage = |rank| (rank / 3, 0);
-        assert_eq!(
-            describe_differing_ranks(&[&of_two_stages[..3], &[of_two_stages[3]; 3]].concat(), stage),
-            None
-        );
-        assert_eq!(describe_differing_ranks(&of_two_stages, stage), named);
     }
 
     #[test]
@@ -251,7 +183,7 @@ mod tests {
         assert!(secs >= 0.005 && secs <= began.elapsed().as_secs_f64() / 2.0, "{secs}");
         let voted = Instant::now();
         votes.voted(4, secs);
-        let anew = votes.step_secs(5);
-        assert!(anew <= voted.elapsed().as_secs_f64(), "{anew}");
+        let step_secs = votes.step_secs(5);
+        assert!(step_secs <= voted.elapsed().as_secs_f64(), "{step_secs}");
     }
 }

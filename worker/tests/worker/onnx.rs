@@ -1,4 +1,4 @@
-//! ONNX files in onnxruntime, which `tests/run` installs in `target/onnx`.
+//! Runs ONNX files in onnxruntime, which `tests/run` installs in `target/onnx`.
 
 use crate::pytorch::{config, network, sgd, weights};
 use lockstep_comm::SingleRank;
@@ -11,7 +11,7 @@ use std::{collections::BTreeMap, fs, path::Path, process::Command, sync::Arc};
 
 const CLASSES: usize = 7;
 
-/// Writes the outputs for one picture and for both, of the file with batch norms and of the folded one.
+/// For the file with batch norms and the file with folded batch norms, writes the outputs for one picture and for both.
 const SCRIPT: &str = r#"
 import sys, numpy, onnxruntime
 folder, channels, side, width, about = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
@@ -21,27 +21,27 @@ with open(f"{folder}/outputs", "wb") as out:
     for name in ["kept", "folded"]:
         session = onnxruntime.InferenceSession(f"{folder}/{name}.onnx", providers=["CPUExecutionProvider"])
         assert session.get_modelmeta().custom_metadata_map == {"classes": about}
-        [given], [made] = session.get_inputs(), session.get_outputs()
-        assert (given.name, given.shape) == ("input", ["N", channels, side, side]), (given.name, given.shape)
-        assert (made.name, made.shape) == ("output", ["N", width]), (made.name, made.shape)
+        [input], [output] = session.get_inputs(), session.get_outputs()
+        assert (input.name, input.shape) == ("input", ["N", channels, side, side]), (input.name, input.shape)
+        assert (output.name, output.shape) == ("output", ["N", width]), (output.name, output.shape)
         for batch in [pictures[:1], pictures]:
             [outputs] = session.run(["output"], {"input": batch})
             out.write(outputs.astype("<f4").tobytes())
 "#;
 
-/// Checks that onnxruntime computes what the CPU engine computes, to 1e-4 of the largest output.
-fn compare(what: &str, network: Network, weights: &NamedTensors, margin: Option<Margin>) {
+/// Checks that onnxruntime computes case the CPU engine computes, to 1e-4 of the largest output.
+fn compare(case: &str, network: Network, weights: &NamedTensors, margin: Option<Margin>) {
     let packages = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/onnx");
     assert!(packages.exists(), "onnxruntime is not in target/onnx: tests/run installs it");
     let folder = tempfile::tempdir().unwrap();
-    let metadata = BTreeMap::from([("classes".to_owned(), what.to_owned())]);
+    let metadata = BTreeMap::from([("classes".to_owned(), case.to_owned())]);
     for (file, fold) in [("kept.onnx", false), ("folded.onnx", true)] {
         let model = encode(&network, weights, margin.as_ref(), fold, &metadata).unwrap();
         fs::write(folder.path().join(file), model).unwrap();
     }
     let (side, channels) = (network.image_size, network.channels);
     let width = network.tensors[network.logits()].len();
-    let images = values(&format!("{what}.images"), 2 * side * side * channels);
+    let images = values(&format!("{case}.images"), 2 * side * side * channels);
     fs::write(folder.path().join("pictures"), bytemuck::cast_slice::<f32, u8>(&images)).unwrap();
     let batch = Batch { images, labels: vec![0; 2], indices: vec![0, 1], ..Batch::default() };
     let config = EngineConfig { loss: LossConfig { margin, ..LossConfig::default() }, ..config(2, sgd(0.0)) };
@@ -50,15 +50,15 @@ fn compare(what: &str, network: Network, weights: &NamedTensors, margin: Option<
 
     let mut python = Command::new("python3");
     python.env("PYTHONPATH", &packages).args(["-c", SCRIPT]).arg(folder.path());
-    let ran = python.args([channels, side, width].map(|n| n.to_string())).arg(what).output().unwrap();
-    assert!(ran.status.success(), "{what}: {}", String::from_utf8_lossy(&ran.stderr));
+    let ran = python.args([channels, side, width].map(|n| n.to_string())).arg(case).output().unwrap();
+    assert!(ran.status.success(), "{case}: {}", String::from_utf8_lossy(&ran.stderr));
     let theirs = fs::read(folder.path().join("outputs")).unwrap();
     let theirs: Vec<f32> = bytemuck::pod_collect_to_vec(&theirs);
     let expected = [&ours[..width], &ours[..]].concat().repeat(2);
     assert_eq!(theirs.len(), expected.len());
     let largest = ours.iter().fold(0.0, |largest: f32, value| largest.max(value.abs()));
     for (theirs, ours) in theirs.iter().zip(&expected) {
-        assert!((theirs - ours).abs() <= 1e-4 * largest, "{what}: {theirs}, not {ours}");
+        assert!((theirs - ours).abs() <= 1e-4 * largest, "{case}: {theirs}, not {ours}");
     }
 }
 
@@ -80,7 +80,7 @@ mod full {
     #[test]
     fn onnxruntime_computes_the_logits_of_every_network() {
         for (_, name) in Arch::ALL.into_iter().filter(|(arch, _)| *arch != Arch::CifarNet) {
-            // The stem is the same to all networks of a family.
+            // All networks of a family have the same stem.
             let has_both = matches!(name, "resnet18" | "resnet20" | "resnet50" | "resnext50_32x4d");
             let stems = [("cifar", 17, 1), ("imagenet", 40, 3)];
             for (stem, side, channels) in stems.into_iter().take(1 + usize::from(has_both)) {

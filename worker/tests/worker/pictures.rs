@@ -1,6 +1,6 @@
-//! Folders as people have them: every kind of picture, and everything that lies among them and is none.
+//! Folders with pictures of every format, and with files that are no pictures or cannot be read.
 
-use lockstep_data::{Picture, fingerprint::Fingerprint, inspect, loader::DataSource};
+use lockstep_data::{ChangeDetection, Picture, fingerprint, inspect, loader::DataSource};
 use lockstep_protocol::{
     dataset::DatasetInfo,
     spec::{BrokenFiles, DataSpec, ImageSize, Validation},
@@ -12,20 +12,19 @@ use std::{
     fs,
     os::unix::{ffi::OsStrExt, fs::symlink, net::UnixListener},
     path::Path,
-    sync::atomic::AtomicBool,
 };
 use tempfile::TempDir;
 
-/// A picture that no other number gives.
+/// A picture that differs for each number.
 fn picture(number: u32, width: u32, height: u32) -> image::RgbImage {
-    // Smooth, so that a JPEG file keeps nearly all of it.
+    // The picture is smooth, so JPEG compression hardly changes it.
     image::RgbImage::from_fn(width, height, |x, y| {
         image::Rgb([(x * 2 + number % 100) as u8, (y * 3) as u8, (x + y + number % 50) as u8])
     })
 }
 
-/// `train/cat` and `train/dog` of `each` PNG files.
-fn folder(dir: &Path, each: u32) {
+/// Writes `each` PNG files to each of `train/cat` and `train/dog`.
+fn write_folder(dir: &Path, each: u32) {
     for (c, class) in (0..).zip(["cat", "dog"]) {
         let home = dir.join("train").join(class);
         fs::create_dir_all(&home).expect("a folder");
@@ -44,23 +43,25 @@ fn spec(broken_files: BrokenFiles) -> DataSpec {
     }
 }
 
-/// What a job leaves out, as `skip` names it.
-fn left_out(dir: &Path) -> Vec<String> {
+/// The names of the files that a job with `broken_files = "skip"` leaves out.
+fn skipped_files(dir: &Path) -> Vec<String> {
     DataSource::open(dir, &spec(BrokenFiles::Skip), 0).expect("opens").shape.skipped
 }
 
-fn refused(dir: &Path) -> String {
+/// The error of a job with `broken_files = "fail"`.
+fn open_error(dir: &Path) -> String {
     DataSource::open(dir, &spec(BrokenFiles::Fail), 0).expect_err("must not open").to_string()
 }
 
-fn named(info: &DatasetInfo) -> BTreeSet<String> {
+/// The path of each broken file and the reason.
+fn broken_files(info: &DatasetInfo) -> BTreeSet<String> {
     info.broken.iter().map(|b| format!("{} {}", b.file, b.detail)).collect()
 }
 
 #[test]
-fn unusable_files_are_named_equally_everywhere_without_blocking() {
+fn inspections_and_jobs_name_the_same_unusable_files_without_blocking() {
     let dir = TempDir::new().expect("a folder");
-    folder(dir.path(), 3);
+    write_folder(dir.path(), 3);
     let train = dir.path().join("train");
     let cat = train.join("cat");
     let pipe = |at: &Path| mknodat(CWD, at, FileType::Fifo, Mode::RUSR, 0).expect("a pipe");
@@ -85,7 +86,7 @@ fn unusable_files_are_named_equally_everywhere_without_blocking() {
     symlink("gone", train.join("fox")).expect("a link");
     symlink("..", train.join("round")).expect("a link");
     symlink("gone", dir.path().join("val")).expect("a link");
-    // None of these is a picture, is named like one, or is where a job reads.
+    // Ignored: files that are neither pictures nor named like pictures, empty folders, hidden files, and files outside a split.
     fs::write(cat.join("Thumbs.db"), b"not a picture").expect("writes");
     fs::write(cat.join("notes"), b"BM is not all there is to a bitmap").expect("writes");
     fs::write(train.join("labels.csv"), "a,b").expect("writes");
@@ -114,7 +115,7 @@ fn unusable_files_are_named_equally_everywhere_without_blocking() {
     ];
     let info = inspect(dir.path()).expect("readable");
     assert_eq!((info.classes.join(" "), info.splits[0].per_class.clone()), ("cat dog".into(), vec![3, 3]));
-    let all = named(&info);
+    let all = broken_files(&info);
     for (name, detail) in expected {
         let fits = |text: &&String| text.contains(&format!("{name} {detail}"));
         assert!(all.iter().any(|text| fits(&text)), "{name} {detail} is not in {all:#?}");
@@ -125,7 +126,7 @@ fn unusable_files_are_named_equally_everywhere_without_blocking() {
     let words = refused(dir.path());
     assert!(words.starts_with("17 broken files: "), "{words}");
     // And the check before it starts neither refuses nor waits.
-    assert!(Fingerprint::of(dir.path(), &AtomicBool::new(false)).is_ok());
+    assert!(fingerprint(dir.path(), ChangeDetection::Files).is_ok());
 }
 
 #[test]
@@ -138,7 +139,7 @@ fn every_kind_of_picture_is_read_and_truncated_files_are_named() {
         let saved = picture(1, 48, 48);
         let path = home.join(format!("whole.{name}"));
         match name {
-            // Of few colours, as the format has them.
+            // Few colours, because a GIF file has a palette.
             "gif" => image::RgbaImage::from_fn(48, 48, |x, _| image::Rgba([x as u8 / 16 * 60, 9, 200, 255]))
                 .save(path),
             _ => saved.save(path),
@@ -154,47 +155,47 @@ fn every_kind_of_picture_is_read_and_truncated_files_are_named() {
     fs::create_dir_all(dir.path().join("train/dog")).expect("a folder");
     picture(2, 48, 48).save(dir.path().join("train/dog/whole.png")).expect("writes");
     let info = inspect(dir.path()).expect("readable");
-    let all = named(&info);
+    let all = broken_files(&info);
     assert_eq!((info.splits[0].samples, info.broken_count), (7, 6), "{all:#?}");
     assert!(
         formats.iter().all(|name| all.iter().any(|text| text.contains(&format!("cut.{name} ")))),
         "{all:#?}"
     );
-    assert_eq!(left_out(dir.path()).into_iter().collect::<BTreeSet<_>>(), all);
+    assert_eq!(skipped_files(dir.path()).into_iter().collect::<BTreeSet<_>>(), all);
 }
 
 #[test]
 fn pictures_with_trailing_data_are_complete() {
     let dir = TempDir::new().expect("a folder");
-    folder(dir.path(), 1);
+    write_folder(dir.path(), 1);
     let home = dir.path().join("train/cat");
     let mut jpeg = std::io::Cursor::new(Vec::new());
     picture(5, 64, 48).write_to(&mut jpeg, image::ImageFormat::Jpeg).expect("writes");
     let jpeg = jpeg.into_inner();
     let png = fs::read(home.join("0.png")).expect("readable");
-    // A motion photograph's film, in whose data a scan seems to begin; a second picture, as stereo cameras and gain maps
-    // have it, whole and cut off.
+    // The film of a motion photograph, which contains the marker of a scan; a second picture, as of stereo cameras and gain
+    // maps, whole and truncated.
     let film =
         [b"\0\0\0\x20ftypisom\0\0\x02\0isomiso2mp41\0\0\x10\0mdat".as_slice(), &[0xff, 0xda, 0, 12, 7, 7]]
             .concat();
-    for (number, behind) in [&film[..], &jpeg, &jpeg[..jpeg.len() / 2]].into_iter().enumerate() {
-        fs::write(home.join(format!("{number}.jpg")), [&jpeg, behind].concat()).expect("writes");
-        fs::write(home.join(format!("behind {number}.png")), [&png, behind].concat()).expect("writes");
+    for (number, trailing) in [&film[..], &jpeg, &jpeg[..jpeg.len() / 2]].into_iter().enumerate() {
+        fs::write(home.join(format!("{number}.jpg")), [&jpeg, trailing].concat()).expect("writes");
+        fs::write(home.join(format!("trailing {number}.png")), [&png, trailing].concat()).expect("writes");
     }
     let info = inspect(dir.path()).expect("readable");
     assert_eq!((info.broken_count, info.splits[0].per_class[0]), (0, 7), "{:?}", info.broken);
-    assert_eq!(left_out(dir.path()), Vec::<String>::new());
-    // Cut off before its own end, with a film behind it: that is not its end.
+    assert_eq!(skipped_files(dir.path()), Vec::<String>::new());
+    // A truncated picture with a film after it is still truncated.
     fs::write(home.join("cut.jpg"), [&jpeg[..jpeg.len() - 40], &film].concat()).expect("writes");
-    assert!(refused(dir.path()).contains("cut.jpg is cut off: a Jpeg picture without its end"));
+    assert!(open_error(dir.path()).contains("cut.jpg is cut off: a Jpeg picture without its end"));
 }
 
 #[test]
-fn large_pictures_count_like_small_ones() {
+fn large_and_small_pictures_have_equal_weight_in_the_mean() {
     let dir = TempDir::new().expect("a folder");
     let home = dir.path().join("train/cat");
     fs::create_dir_all(&home).expect("a folder");
-    // One large and dark, three small and bright: as many pixels as 400 of the small ones.
+    // One large dark picture, which has the pixels of 300 small pictures, and three small bright ones.
     image::RgbImage::from_pixel(400, 300, image::Rgb([0, 0, 0])).save(home.join("0.png")).expect("writes");
     fs::create_dir_all(dir.path().join("train/dog")).expect("a folder");
     for number in 1..4 {
@@ -212,7 +213,7 @@ fn large_pictures_count_like_small_ones() {
         );
         assert!((info.std[channel] - job.std[channel]).abs() < 1e-4, "{:?} {:?}", info.std, job.std);
     }
-    // Of a picture that is not square, a job sees the middle.
+    // A job reads the central square of a picture that is not square.
     image::RgbImage::from_fn(300, 100, |x, _| image::Rgb([if (100..200).contains(&x) { 0 } else { 255 }; 3]))
         .save(home.join("0.png"))
         .expect("writes");
@@ -220,7 +221,7 @@ fn large_pictures_count_like_small_ones() {
     assert!((info.mean[0] - expected[0]).abs() < 1e-4, "{:?}", info.mean);
 }
 
-/// A PNG file that says it has so many pixels, all of them black.
+/// A black PNG file of this size.
 fn black(width: u32, height: u32) -> Vec<u8> {
     use flate2::{Compression, write::ZlibEncoder};
     use std::io::Write;
@@ -231,7 +232,7 @@ fn black(width: u32, height: u32) -> Vec<u8> {
         [length.as_slice(), &checked, &check].concat()
     };
     let mut packed = ZlibEncoder::new(Vec::new(), Compression::fast());
-    // Grey, one bit a pixel, and a byte of filter a row.
+    // One grey bit per pixel, and one filter byte per row.
     let row = vec![0; 1 + width.div_ceil(8) as usize];
     (0..height).for_each(|_| packed.write_all(&row).expect("packs"));
     let header = [width.to_be_bytes().as_slice(), &height.to_be_bytes(), &[1, 0, 0, 0, 0]].concat();
@@ -246,35 +247,38 @@ fn black(width: u32, height: u32) -> Vec<u8> {
 
 #[test]
 fn pictures_above_the_size_limit_are_refused_with_a_reason() {
-    let most = 64 << 20;
-    let (width, height) = (1 << 16, most >> 16);
+    let max_pixels = 64 << 20;
+    let (width, height) = (1 << 16, max_pixels >> 16);
     let largest = Picture::decode(&black(width, height)).expect("is read");
     assert_eq!((largest.width, largest.height), (width, height));
     drop(largest);
     let bomb = black(width, height + 1);
     assert!(bomb.len() < 1 << 20, "{} bytes become 200 MB", bomb.len());
-    let words = Picture::decode(&bomb).expect_err("must not be decoded");
+    let message = Picture::decode(&bomb).expect_err("must not be decoded");
     let advice = "scale it down, or save it as baseline JPEG, which is scaled down as it is read";
-    assert_eq!(words, format!("is 65536 x 1025 pixels; at most 64 megapixels are allowed: {advice}"));
-    // Whatever its header promises.
+    assert_eq!(message, format!("is 65536 x 1025 pixels; at most 64 megapixels are allowed: {advice}"));
+    // A header with an absurd size.
     let mut absurd = black(8, 8);
     absurd[16..24].copy_from_slice(&[0x7f, 0xff, 0xff, 0xff, 0x7f, 0xff, 0xff, 0xff]);
     let check = crc32fast::hash(&absurd[12..29]).to_be_bytes();
     absurd[29..33].copy_from_slice(&check);
-    let words = Picture::decode(&absurd).expect_err("must not be decoded");
+    let message = Picture::decode(&absurd).expect_err("must not be decoded");
     assert!(
-        words.contains("2147483647 x 2147483647 pixels") || words.contains("cannot be decoded"),
-        "{words}"
+        message.contains("2147483647 x 2147483647 pixels") || message.contains("cannot be decoded"),
+        "{message}"
     );
 
-    // A file of which nothing is there but its length.
+    // A sparse file, which has a length but no data.
     let dir = TempDir::new().expect("a folder");
-    folder(dir.path(), 1);
+    write_folder(dir.path(), 1);
     let sparse = fs::File::create(dir.path().join("train/cat/sparse.jpg")).expect("writes");
     sparse.set_len((512 << 20) + 1).expect("writes");
-    assert!(refused(dir.path()).contains("sparse.jpg has 536870913 bytes; at most 536870912 are allowed"));
+    assert!(open_error(dir.path()).contains("sparse.jpg has 536870913 bytes; at most 536870912 are allowed"));
     sparse.set_len(512 << 20).expect("writes");
-    assert!(refused(dir.path()).contains("sparse.jpg is not a JPEG, PNG"), "it is read, and is no picture");
+    assert!(
+        open_error(dir.path()).contains("sparse.jpg is not a JPEG, PNG"),
+        "the file is read, but is no picture"
+    );
 }
 
 #[test]
@@ -290,23 +294,23 @@ fn a_jpeg_of_too_many_pixels_is_scaled_down_as_it_is_read() {
     assert_eq!((picture.width, picture.height), (4100, 4101));
     let row = |y: usize| &picture.pixels[y * 4100 * 3..][..4100 * 3];
     assert!(row(1990).iter().all(|v| v.abs_diff(40) < 3) && row(2010).iter().all(|v| v.abs_diff(220) < 3));
-    // All of its coefficients would be in memory at a time.
+    // A progressive JPEG is refused, because all of its coefficients would be in memory.
     let frame = file.windows(2).position(|marker| marker == [0xff, 0xc0]).expect("a frame");
     file[frame + 1] = 0xc2;
-    let words = Picture::decode(&file).expect_err("must not be decoded");
+    let message = Picture::decode(&file).expect_err("must not be decoded");
     let advice = "save it as baseline JPEG, which is scaled down as it is read";
-    assert_eq!(words, format!("is 8200 x 8201 pixels; at most 64 megapixels are allowed: {advice}"));
+    assert_eq!(message, format!("is 8200 x 8201 pixels; at most 64 megapixels are allowed: {advice}"));
 }
 
 #[test]
-fn tiff_pictures_that_are_not_read_are_refused_with_advice() {
+fn unsupported_tiff_pictures_are_refused_with_advice() {
     let tiff = |picture: image::DynamicImage| {
         let mut file = std::io::Cursor::new(Vec::new());
         picture.write_to(&mut file, image::ImageFormat::Tiff).expect("writes");
         file.into_inner()
     };
     // With another PhotometricInterpretation (tag 262, a short).
-    let said_to_be = |picture: image::DynamicImage, kind: u8| {
+    let with_interpretation = |picture: image::DynamicImage, kind: u8| {
         let mut file = tiff(picture);
         let tag = file.windows(4).position(|tag| tag == [6, 1, 3, 0]).expect("the tag");
         file[tag + 8] = kind;
@@ -315,14 +319,14 @@ fn tiff_pictures_that_are_not_read_are_refused_with_advice() {
     let (grey, colours) = (image::DynamicImage::new_luma8(6, 4), image::DynamicImage::new_rgb8(6, 4));
     let as_png = "save it as RGB or grey of 8 or 16 bits, or as PNG";
     for (kind, file, advice) in [
-        ("palette", said_to_be(grey, 3), as_png),
-        ("YCbCr", said_to_be(colours.clone(), 6), as_png),
-        ("CIE Lab", said_to_be(colours.clone(), 8), as_png),
-        ("ICC Lab", said_to_be(colours, 9), as_png),
+        ("palette", with_interpretation(grey, 3), as_png),
+        ("YCbCr", with_interpretation(colours.clone(), 6), as_png),
+        ("CIE Lab", with_interpretation(colours.clone(), 8), as_png),
+        ("ICC Lab", with_interpretation(colours, 9), as_png),
         ("float", tiff(image::DynamicImage::new_rgb32f(6, 4)), "convert it to 8 or 16 bits"),
     ] {
-        let words = Picture::decode(&file).expect_err(kind);
-        assert!(words.contains(advice), "{kind}: {words}");
+        let message = Picture::decode(&file).expect_err(kind);
+        assert!(message.contains(advice), "{kind}: {message}");
     }
 }
 
@@ -335,9 +339,12 @@ fn values_of_12_bits_in_16_are_refused_instead_of_read_as_black() {
             Picture::decode(&file.into_inner())
         };
         let grey = |value: fn(u32) -> u16| image::ImageBuffer::from_fn(8, 8, |x, _| image::Luma([value(x)]));
-        let words = decode(grey(|x| x as u16 * 585).into()).expect_err("must not be read");
-        assert!(words.contains("values of up to 4095 in 16 bits") && words.contains("scale"), "{words}");
-        // Alpha is no value.
+        let message = decode(grey(|x| x as u16 * 585).into()).expect_err("must not be read");
+        assert!(
+            message.contains("values of up to 4095 in 16 bits") && message.contains("scale"),
+            "{message}"
+        );
+        // Alpha values do not count.
         let clear = image::ImageBuffer::from_fn(8, 8, |x, _| image::Rgba([x as u16, 7, 9, u16::MAX]));
         assert!(decode(image::DynamicImage::ImageRgba16(clear)).is_err(), "{format:?}");
         assert!(decode(grey(|x| x as u16 * 586).into()).is_ok(), "{format:?}");
@@ -350,57 +357,57 @@ fn a_folder_without_usable_files_is_refused_with_a_reason() {
     let dir = TempDir::new().expect("a folder");
     let train = dir.path().join("train");
     fs::create_dir_all(train.join(OsStr::from_bytes(b"caf\xe9"))).expect("a folder");
-    let words = inspect(dir.path()).expect_err("no dataset").to_string();
-    assert!(words.contains("no usable class folder") && words.contains("not UTF-8"), "{words}");
+    let message = inspect(dir.path()).expect_err("no dataset").to_string();
+    assert!(message.contains("no usable class folder") && message.contains("not UTF-8"), "{message}");
     fs::remove_dir_all(&train).expect("removes");
     symlink("gone", &train).expect("a link");
-    let words = inspect(dir.path()).expect_err("no dataset").to_string();
-    assert!(words.contains("train is a link to gone, which does not exist"), "{words}");
+    let message = inspect(dir.path()).expect_err("no dataset").to_string();
+    assert!(message.contains("train is a link to gone, which does not exist"), "{message}");
 }
 
-/// As torchvision's `ImageFolder` does ("Found no valid file for the classes ..."): as a class it would be one that no network
-/// can learn, and left out it would give the others other numbers.
+/// As in torchvision's `ImageFolder` ("Found no valid file for the classes ..."): no network can learn a class without pictures,
+/// and leaving the class out would renumber the other classes.
 #[test]
 fn classes_without_pictures_are_refused_everywhere() {
     let dir = TempDir::new().expect("a folder");
-    folder(dir.path(), 2);
-    let all = |words: &str| {
+    write_folder(dir.path(), 2);
+    let check = |expected: &str| {
         let inspected = inspect(dir.path()).expect_err("no dataset").to_string();
-        for said in [inspected, refused(dir.path())] {
-            assert!(said.contains(words), "{words} in {said}");
+        for message in [inspected, open_error(dir.path())] {
+            assert!(message.contains(expected), "{expected} in {message}");
         }
     };
-    // Of the training split, also once the dataset is known; and of one that measures.
+    // In the training split, also after the dataset was inspected; then in the validation split.
     for class in ["train/ant", "train/zebra"] {
         inspect(dir.path()).expect("readable");
         let class = dir.path().join(class);
         fs::create_dir(&class).expect("a folder");
-        all(&format!("class folder {} has no picture: add pictures", class.display()));
+        check(&format!("class folder {} has no picture: add pictures", class.display()));
         fs::write(class.join("notes.txt"), "no picture").expect("writes");
         fs::create_dir(class.join("nothing in it")).expect("a folder");
-        all(&format!("class folder {} has no picture", class.display()));
+        check(&format!("class folder {} has no picture", class.display()));
         fs::remove_dir_all(&class).expect("removes");
     }
     let class = dir.path().join("val/cat");
     fs::create_dir_all(&class).expect("a folder");
-    all(&format!("class folder {} has no picture", class.display()));
+    check(&format!("class folder {} has no picture", class.display()));
 }
 
 #[test]
 fn a_folder_with_only_validation_pictures_is_refused_with_advice() {
     let dir = TempDir::new().expect("a folder");
-    folder(dir.path(), 2);
+    write_folder(dir.path(), 2);
     fs::rename(dir.path().join("train"), dir.path().join("val")).expect("renames");
-    let words = inspect(dir.path()).expect_err("no dataset").to_string();
+    let message = inspect(dir.path()).expect_err("no dataset").to_string();
     assert!(
-        words.contains("it has val/<class>/ and no train/<class>/: put training pictures there"),
-        "{words}"
+        message.contains("it has val/<class>/ and no train/<class>/: put training pictures there"),
+        "{message}"
     );
     let command = format!("ln -s val '{}'", dir.path().join("train").display());
-    assert!(words.contains(&command), "{words}");
-    let made = std::process::Command::new("sh").args(["-c", &command]).status();
-    assert!(made.expect("a shell").success());
-    let info = inspect(dir.path()).expect("what it said to do is enough");
+    assert!(message.contains(&command), "{message}");
+    let status = std::process::Command::new("sh").args(["-c", &command]).status();
+    assert!(status.expect("a shell").success());
+    let info = inspect(dir.path()).expect("the advice was followed");
     let splits: Vec<_> = info.splits.iter().map(|split| (split.name.as_str(), split.samples)).collect();
     assert_eq!(splits, [("train", 4), ("val", 4)]);
 }
@@ -411,10 +418,10 @@ fn unreadable_cifar_files_are_named_without_blocking() {
     fs::write(dir.path().join("data_batch_1.bin"), [vec![3], vec![7; 3072]].concat()).expect("writes");
     mknodat(CWD, dir.path().join("data_batch_2.bin"), FileType::Fifo, Mode::RUSR, 0).expect("a pipe");
     symlink("gone", dir.path().join("data_batch_3.bin")).expect("a link");
-    let all = named(&inspect(dir.path()).expect("readable"));
+    let all = broken_files(&inspect(dir.path()).expect("readable"));
     assert_eq!(all.len(), 2, "{all:?}");
-    assert_eq!(left_out(dir.path()).into_iter().collect::<BTreeSet<_>>(), all);
-    assert!(refused(dir.path()).contains("data_batch_2.bin is a named pipe"));
+    assert_eq!(skipped_files(dir.path()).into_iter().collect::<BTreeSet<_>>(), all);
+    assert!(open_error(dir.path()).contains("data_batch_2.bin is a named pipe"));
     mknodat(CWD, dir.path().join("batches.meta.txt"), FileType::Fifo, Mode::RUSR, 0).expect("a pipe");
-    assert!(refused(dir.path()).contains("batches.meta.txt is a named pipe"));
+    assert!(open_error(dir.path()).contains("batches.meta.txt is a named pipe"));
 }

@@ -1,4 +1,4 @@
-//! Whole networks against PyTorch (`tests/pytorch/fixtures`, written by `make_fixtures.py` there).
+//! Compares whole networks with PyTorch, whose results `tests/pytorch/make_fixtures.py` has written to `tests/pytorch/fixtures`.
 
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::{Batch, Mix};
@@ -23,13 +23,13 @@ struct Architecture {
     image_size: usize,
     channels: usize,
     classes: usize,
-    /// The first ten classes of each of two pictures.
+    /// Logits of the first ten classes for each of two pictures.
     logits: Vec<Vec<f32>>,
     #[serde(flatten)]
     parameters: Parameters,
 }
 
-/// Names and shapes in order, or the hash of a text of them.
+/// Names and shapes of the parameters in order, or a hash of them.
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Parameters {
@@ -38,17 +38,17 @@ enum Parameters {
 }
 
 impl Parameters {
-    fn check(&self, network: &Network, what: &str) {
+    fn check(&self, network: &Network, name: &str) {
         let ours: Vec<_> = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
         match self {
-            Parameters::Parameters(theirs) => assert_eq!(ours, *theirs, "{what}"),
+            Parameters::Parameters(theirs) => assert_eq!(ours, *theirs, "{name}"),
             Parameters::ParametersSha256(theirs) => {
-                let line = |(name, shape): &(String, Vec<usize>)| {
+                let line = |(parameter, shape): &(String, Vec<usize>)| {
                     let shape: Vec<_> = shape.iter().map(usize::to_string).collect();
-                    format!("{name} {}\n", shape.join("x"))
+                    format!("{parameter} {}\n", shape.join("x"))
                 };
                 let text: String = ours.iter().map(line).collect();
-                assert_eq!(hex::encode(Sha256::digest(&text)), *theirs, "{what}:\n{text}");
+                assert_eq!(hex::encode(Sha256::digest(&text)), *theirs, "{name}:\n{text}");
             }
         }
     }
@@ -60,7 +60,7 @@ pub(crate) fn network(arch: &str, stem: &str, image_size: usize, channels: usize
     resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, image_size, channels, classes).unwrap()
 }
 
-/// `fill` of `make_fixtures.py`.
+/// The weights of `fill` in `make_fixtures.py`.
 pub(crate) fn weights(network: &Network) -> NamedTensors {
     let by_fan_in = network.arch.contains("resnext") || network.arch.contains("wide");
     let fan_in = network.tensors[network.logits() - 1].len();
@@ -118,12 +118,12 @@ pub(crate) fn config(batch_size: usize, optimizer: Optimizer) -> EngineConfig {
 }
 
 #[test]
-fn names_shapes_and_logits_of_every_resnet() {
+fn names_shapes_and_logits_of_every_resnet_match_pytorch() {
     compare_architectures("architectures.json", 10);
 }
 
 #[test]
-fn names_shapes_and_logits_of_resnexts_and_wide_resnets() {
+fn names_shapes_and_logits_of_other_resnets_match_pytorch() {
     compare_architectures("resnexts.json", 5);
 }
 
@@ -157,7 +157,7 @@ struct Run {
     losses: Vec<f32>,
 }
 
-/// A run's own settings, in addition to those that all have.
+/// A run with its own optimizer settings.
 #[derive(Deserialize)]
 struct OptimizerRun {
     #[serde(flatten)]
@@ -167,8 +167,8 @@ struct OptimizerRun {
     decay_norm_and_bias: bool,
 }
 
-/// Trains `arch` as the fixture's script did, and compares every loss.
-fn follow(arch: &str, name: &str, run: &Run, optimizer: Optimizer, tolerance: f32) {
+/// Trains `arch` as `make_fixtures.py` did, and compares every loss.
+fn compare_losses(arch: &str, name: &str, run: &Run, optimizer: Optimizer, tolerance: f32) {
     let mut engine = engine(network(arch, "cifar", run.image_size, 3, 10), run.batch_size, optimizer);
     assert_eq!(run.losses.len(), 20);
     for (step, expected) in run.losses.iter().enumerate() {
@@ -187,7 +187,7 @@ fn twenty_training_steps_follow_pytorch_s_losses() {
     let runs: BTreeMap<String, Run> = fixture("training.json");
     assert_eq!(runs.len(), 2);
     for (arch, run) in runs {
-        follow(&arch, &arch, &run, sgd(5e-4), 1e-3);
+        compare_losses(&arch, &arch, &run, sgd(5e-4), 1e-3);
     }
 }
 
@@ -197,10 +197,10 @@ fn twenty_training_steps_of_adamw_and_lamb_follow_pytorch_s_losses() {
     let runs: BTreeMap<String, OptimizerRun> =
         serde_json::from_value(fixture.remove("runs").unwrap()).unwrap();
     assert_eq!(runs.len(), 4);
-    for (name, of) in runs {
-        let OptimizerRun { run, optimizer: kind, weight_decay, decay_norm_and_bias } = of;
+    for (name, settings) in runs {
+        let OptimizerRun { run, optimizer: kind, weight_decay, decay_norm_and_bias } = settings;
         let optimizer = Optimizer { kind, weight_decay, decay_norm_and_bias, ..Optimizer::default() };
-        follow("resnet20", &name, &run, optimizer, 1e-4);
+        compare_losses("resnet20", &name, &run, optimizer, 1e-4);
     }
 }
 
@@ -212,17 +212,17 @@ struct SmoothedRun {
     label_smoothing: f32,
     #[serde(default)]
     mixes: Vec<Mixed>,
-    /// Of each step's mixed pictures, evenly spread from the first value to the last.
+    /// Values of each step's mixed pictures, evenly spaced from the first to the last.
     #[serde(default)]
     pixels: Vec<Vec<f32>>,
     decay: Option<f64>,
     every: Option<usize>,
-    /// Of the average after the last step.
+    /// Values of the average after the last step.
     #[serde(default)]
-    tensors: BTreeMap<String, Momentum>,
+    tensors: BTreeMap<String, TensorValues>,
 }
 
-/// What torchvision drew for a batch; with cutmix also the cut's centre and lambda before the borders cut it.
+/// Torchvision's random numbers for a batch. With cutmix, also the cut's centre, and lambda before the borders clip the cut.
 #[derive(Deserialize)]
 struct Mixed {
     lambda: f32,
@@ -247,10 +247,10 @@ impl SmoothedRun {
 fn twenty_training_steps_on_mixed_pictures_follow_pytorch_s_losses() {
     let runs: BTreeMap<String, SmoothedRun> = fixture("mixing.json");
     for name in ["mixup", "cutmix"] {
-        let of = &runs[name];
-        let (side, mut engine) = (of.run.image_size, of.engine());
-        assert_eq!((of.mixes.len(), of.pixels.len(), of.run.losses.len()), (20, 20, 20));
-        for (step, mixed) in of.mixes.iter().enumerate() {
+        let expected = &runs[name];
+        let (side, mut engine) = (expected.run.image_size, expected.engine());
+        assert_eq!((expected.mixes.len(), expected.pixels.len(), expected.run.losses.len()), (20, 20, 20));
+        for (step, mixed) in expected.mixes.iter().enumerate() {
             let cut = mixed.rows.zip(mixed.columns).map(|both| <[_; 2]>::from(both).map(|[a, b]| a..b));
             let mix = Mix { lambda: mixed.lambda, cut };
             if let (Some(drawn), Some(centre)) = (mixed.drawn, mixed.centre) {
@@ -258,17 +258,18 @@ fn twenty_training_steps_on_mixed_pictures_follow_pytorch_s_losses() {
             }
             assert_eq!(mix.cut.is_some(), name == "cutmix");
             // The first picture is mixed with the last one.
-            let mut batch = batch("resnet20", of.run.batch_size, side, step);
+            let mut batch = batch("resnet20", expected.run.batch_size, side, step);
             let last = batch.images[batch.images.len() - side * side * 3..].to_vec();
             batch.images.extend(last);
             batch.labels.extend(batch.labels.last().copied());
             batch.indices = vec![0; batch.labels.len()];
             let batch = mix.apply(batch, side, 3);
-            for (i, theirs) in of.pixels[step].iter().enumerate() {
+            for (i, theirs) in expected.pixels[step].iter().enumerate() {
                 let ours = batch.images[i * (batch.images.len() - 1) / 15];
                 assert!((ours - theirs).abs() < 1e-6, "{name}, step {step}, value {i}: {ours}, not {theirs}");
             }
-            let (loss, wanted) = (engine.train_step(&[batch], of.run.lr).unwrap().loss, of.run.losses[step]);
+            let (loss, wanted) =
+                (engine.train_step(&[batch], expected.run.lr).unwrap().loss, expected.run.losses[step]);
             assert!(
                 (loss - wanted).abs() <= 1e-4 * wanted,
                 "{name}, step {step}: {loss} instead of {wanted}"
@@ -280,29 +281,29 @@ fn twenty_training_steps_on_mixed_pictures_follow_pytorch_s_losses() {
 #[test]
 fn averaged_weights_of_twenty_steps_match_pytorch() {
     let runs: BTreeMap<String, SmoothedRun> = fixture("mixing.json");
-    let of = &runs["average"];
-    let (mut engine, every) = (of.engine(), of.every.unwrap());
-    for (step, wanted) in of.run.losses.iter().enumerate() {
-        let batch = batch("resnet20", of.run.batch_size, of.run.image_size, step);
-        let loss = engine.train_step(&[batch], of.run.lr).unwrap().loss;
+    let expected = &runs["average"];
+    let (mut engine, every) = (expected.engine(), expected.every.unwrap());
+    for (step, wanted) in expected.run.losses.iter().enumerate() {
+        let batch = batch("resnet20", expected.run.batch_size, expected.run.image_size, step);
+        let loss = engine.train_step(&[batch], expected.run.lr).unwrap().loss;
         assert!((loss - wanted).abs() <= 1e-4 * wanted, "step {step}: {loss} instead of {wanted}");
         if (step + 1) % every == 0 {
-            engine.average(of.decay.unwrap()).unwrap();
+            engine.average(expected.decay.unwrap()).unwrap();
         }
     }
     let average = engine.averaged().unwrap().unwrap();
-    assert!(of.tensors.len() > 40, "{} tensors", of.tensors.len());
-    for (name, wanted) in &of.tensors {
+    assert!(expected.tensors.len() > 40, "{} tensors", expected.tensors.len());
+    for (name, wanted) in &expected.tensors {
         let ours = &average[name].values;
         for (i, value) in wanted.values.iter().enumerate() {
             let found = f64::from(ours[i * (ours.len() - 1) / 15]);
-            let apart = (found - value).abs();
-            assert!(apart <= 1e-4 * wanted.norm, "{name}, value {i}: {found} instead of {value}");
+            let difference = (found - value).abs();
+            assert!(difference <= 1e-4 * wanted.norm, "{name}, value {i}: {found} instead of {value}");
         }
     }
 }
 
-/// Pictures of `training` in `make_fixtures.py`: a class is a pattern under noise.
+/// A batch of `training` in `make_fixtures.py`. All pictures of a class have one pattern, with noise.
 fn batch(arch: &str, batch_size: usize, image_size: usize, step: usize) -> Batch {
     let picture = image_size * image_size * 3;
     let patterns = values(&format!("{arch}.patterns"), 10 * picture);
@@ -325,14 +326,14 @@ struct Step {
     image_size: usize,
     lr: f32,
     losses: Vec<f32>,
-    /// After the first step: gradient and weight decay.
-    momentum: BTreeMap<String, Momentum>,
+    /// Momentum after the first step, which is the gradient plus weight decay.
+    momentum: BTreeMap<String, TensorValues>,
 }
 
 #[derive(Deserialize)]
-struct Momentum {
+struct TensorValues {
     norm: f64,
-    /// Evenly spread over the tensor, from its first value to its last.
+    /// Values of the tensor, evenly spaced from the first to the last.
     values: Vec<f64>,
 }
 
@@ -360,8 +361,8 @@ fn a_step_of_a_grouped_network_matches_pytorch() {
             assert!((norm / wanted.norm - 1.0).abs() <= 1e-3, "{name}: norm {norm}, not {}", wanted.norm);
             for (i, value) in wanted.values.iter().enumerate() {
                 let found = f64::from(ours[i * (ours.len() - 1) / (wanted.values.len() - 1)]);
-                let apart = (found - value).abs();
-                assert!(apart <= 3e-4 * wanted.norm, "{name}, value {i}: {found} instead of {value}");
+                let difference = (found - value).abs();
+                assert!(difference <= 3e-4 * wanted.norm, "{name}, value {i}: {found} instead of {value}");
             }
         }
     }

@@ -1,5 +1,5 @@
-//! Progressive resizing: pictures of each epoch's size, and engines that go from one size to another as if they had been
-//! built for it.
+//! Progressive resizing: each epoch has pictures of its size, and an engine that changes its size computes the same as an
+//! engine that is built for the new size.
 
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::{Batch, DataSource, EpochPlan};
@@ -30,7 +30,7 @@ fn engine(network: Arc<Network>) -> Box<dyn Engine> {
     build_cpu(network, &initial, config, Arc::new(SingleRank)).expect("an engine")
 }
 
-/// Pictures that differ from step to step; the last batch of an epoch may have fewer.
+/// A batch of `pictures` pictures, which differ between steps.
 fn batch(side: usize, step: usize, pictures: usize) -> Batch {
     let value = |i: usize| (((i * 31 + step * 977) % 509) as f32 / 254.5 - 1.0) * 1.5;
     Batch {
@@ -60,13 +60,13 @@ fn a_resized_network_equals_one_built_for_that_size() {
 fn changing_the_image_size_gives_the_bits_of_a_new_engine() {
     for (arch, stem, sides, checked) in [
         (Arch::ResNet20, Stem::Cifar, [16, 24], 32),
-        // With max pooling; a network whose gradients are not summed exactly.
+        // A network with max pooling, whose gradients are not summed exactly.
         (Arch::ResNet18, Stem::Imagenet, [24, 32], 40),
     ] {
         let model = ModelSpec { arch, stem, ..ModelSpec::default() };
         let mut one = engine(network(&model, sides[1]));
         one.take_sizes(&sides[..1], &[checked]).expect("room");
-        // Back and forth, with a smaller batch at the end of each: no buffer is left from another size.
+        // The size changes back and forth, and a smaller batch follows. Values of another size must not remain in any buffer.
         for (visit, side) in [sides[0], sides[1], sides[0], sides[1]].into_iter().enumerate() {
             let mut fresh = engine(network(&model, side));
             fresh.set_parameters(&one.parameters().unwrap()).unwrap();
@@ -89,7 +89,7 @@ fn changing_the_image_size_gives_the_bits_of_a_new_engine() {
             assert_eq!(one.eval_step(&validation).unwrap(), measures.eval_step(&validation).unwrap());
             assert_eq!(one.predict(&validation).unwrap(), measures.predict(&validation).unwrap());
         }
-        let error = one.set_image_size(48).expect_err("nobody asked for it").to_string();
+        let error = one.set_image_size(48).expect_err("an unknown size").to_string();
         assert!(error.contains("48 pixels"), "{error}");
         let error =
             one.train_step(&[batch(sides[0], 0, BATCH)], 0.05).expect_err("of another size").to_string();
@@ -111,16 +111,7 @@ impl Pictures {
 }
 
 fn plan(epoch: u32, first_step: u64) -> EpochPlan {
-    EpochPlan {
-        epoch,
-        first_step,
-        rank: 0,
-        world_size: 1,
-        batch_size: 500,
-        accumulate: 1,
-        drop_remainder: true,
-        threads: 2,
-    }
+    EpochPlan { epoch, first_step, drop_remainder: true, threads: 2, ..EpochPlan::of(500) }
 }
 
 #[test]
@@ -143,24 +134,24 @@ fn epochs_and_validation_have_pictures_of_their_sizes() {
             if ![1, 2, 9].contains(&epoch) {
                 continue;
             }
-            let alike = fixed(side);
-            // From the middle of the epoch, as after a restart.
+            let reference = fixed(side);
+            // These batches begin in the middle of the epoch, as after a restart.
             let ours: Vec<Batch> = scheduled.epoch(plan(epoch, 14)).map(Result::unwrap).collect();
-            let theirs: Vec<Batch> = alike.epoch(plan(epoch, 14)).map(Result::unwrap).collect();
+            let theirs: Vec<Batch> = reference.epoch(plan(epoch, 14)).map(Result::unwrap).collect();
             assert!(ours.len() == 2 && ours == theirs, "epoch {epoch}");
             let seen = scheduled.picture(false, 7, Some(epoch)).unwrap();
             assert_eq!((seen.1.width, seen.1.height), (side, side));
-            assert!(seen == alike.picture(false, 7, Some(epoch)).unwrap(), "epoch {epoch}");
+            assert!(seen == reference.picture(false, 7, Some(epoch)).unwrap(), "epoch {epoch}");
         }
-        let alike = fixed(40);
+        let reference = fixed(40);
         let first = |source: &DataSource| source.validation(0, 1, 100, 1).next().unwrap().unwrap();
-        assert!(first(&scheduled) == first(&alike), "validation");
-        assert!(scheduled.picture(true, 3, None).unwrap() == alike.picture(true, 3, None).unwrap());
+        assert!(first(&scheduled) == first(&reference), "validation");
+        assert!(scheduled.picture(true, 3, None).unwrap() == reference.picture(true, 3, None).unwrap());
     }
 }
 
 #[test]
-fn validation_may_be_larger_than_the_dataset_s_own_size_and_not_smaller() {
+fn validation_may_be_larger_than_the_dataset_s_own_size_but_not_smaller() {
     let larger = bundled().open(&DataSpec { validation_size: Some(32), ..DataSpec::default() });
     assert_eq!((larger.shape.image_size, larger.shape.training_size(0)), (32, 28));
     let smaller = DataSpec { validation_size: Some(26), ..DataSpec::default() };

@@ -1,4 +1,4 @@
-//! What jobs make of pictures in folders: the same at any number of ranks and threads, after a resume, and in the
+//! Transforms of pictures in folders. Results are equal at any number of ranks and threads, after a resume, and in the
 //! preview.
 
 use lockstep_data::{
@@ -28,7 +28,8 @@ fn folder(pictures: u32) -> TempDir {
     dir
 }
 
-fn everything() -> DataSpec {
+/// A specification with all transforms.
+fn all_transforms() -> DataSpec {
     DataSpec {
         validation: Validation::Fraction(0.25),
         image_size: Some(ImageSize::Fixed(24)),
@@ -48,16 +49,7 @@ fn open(dir: &Path, spec: &DataSpec) -> DataSource {
 }
 
 fn plan(rank: u32, world_size: u32) -> EpochPlan {
-    EpochPlan {
-        epoch: 1,
-        first_step: 0,
-        rank,
-        world_size,
-        batch_size: 8 / world_size as usize,
-        accumulate: 1,
-        drop_remainder: true,
-        threads: 1,
-    }
+    EpochPlan { epoch: 1, rank, world_size, drop_remainder: true, ..EpochPlan::of(8 / world_size as usize) }
 }
 
 fn batches(source: &DataSource, plan: EpochPlan) -> Vec<Batch> {
@@ -68,41 +60,41 @@ fn batches(source: &DataSource, plan: EpochPlan) -> Vec<Batch> {
 fn a_step_has_the_same_pixels_at_any_number_of_ranks_and_threads_and_after_a_resume() {
     let dir = folder(64);
     for spec in [
-        everything(),
-        DataSpec { augment: Augment::Rand, ..everything() },
+        all_transforms(),
+        DataSpec { augment: Augment::Rand, ..all_transforms() },
         // Padded crops in training, whole pictures in validation.
-        DataSpec { random_resized_crop: false, resize_size: Some(28), ..everything() },
+        DataSpec { random_resized_crop: false, resize_size: Some(28), ..all_transforms() },
     ] {
         let source = open(dir.path(), &spec);
-        let alone = batches(&source, plan(0, 1));
-        assert!(alone.len() > 4 && alone.len() as u64 == source.shape.train_samples / 8);
+        let single = batches(&source, plan(0, 1));
+        assert!(single.len() > 4 && single.len() as u64 == source.shape.train_samples / 8);
         for world_size in [2, 4] {
             let again = open(dir.path(), &spec);
             let ranks: Vec<_> = (0..world_size).map(|r| batches(&again, plan(r, world_size))).collect();
-            for (step, whole) in alone.iter().enumerate() {
+            for (step, whole) in single.iter().enumerate() {
                 let joined: Vec<f32> = ranks.iter().flat_map(|b| b[step].images.clone()).collect();
                 assert!(joined == whole.images, "step {step} of {world_size} ranks");
             }
         }
         for threads in [2, 5] {
-            assert!(batches(&source, EpochPlan { threads, ..plan(0, 1) }) == alone, "{threads} threads");
+            assert!(batches(&source, EpochPlan { threads, ..plan(0, 1) }) == single, "{threads} threads");
         }
         let rest = batches(&open(dir.path(), &spec), EpochPlan { first_step: 4, threads: 3, ..plan(0, 1) });
-        assert!(rest == alone[4..]);
-        assert!(batches(&source, EpochPlan { epoch: 2, ..plan(0, 1) })[0].images != alone[0].images);
-        let checked = |threads| -> Vec<Batch> {
+        assert!(rest == single[4..]);
+        assert!(batches(&source, EpochPlan { epoch: 2, ..plan(0, 1) })[0].images != single[0].images);
+        let validation_batches = |threads| -> Vec<Batch> {
             open(dir.path(), &spec).validation(0, 1, 5, threads).map(|b| b.expect("readable")).collect()
         };
-        assert!(checked(1) == checked(4));
-        let validated = checked(3).iter().map(|b| b.labels.len() as u64).sum::<u64>();
+        assert!(validation_batches(1) == validation_batches(4));
+        let validated = validation_batches(3).iter().map(|b| b.labels.len() as u64).sum::<u64>();
         assert!(validated > 5 && validated == source.shape.validation_samples);
     }
 }
 
 #[test]
-fn the_preview_is_what_the_network_gets() {
+fn the_preview_shows_the_network_s_input() {
     let dir = folder(32);
-    let source = open(dir.path(), &everything());
+    let source = open(dir.path(), &all_transforms());
     let byte = |v: &f32| ((v * 0.25 + 0.5) * 255.0).round() as u8;
     let mut erased = 0;
     for batch in batches(&source, plan(0, 1)) {
@@ -112,7 +104,7 @@ fn the_preview_is_what_the_network_gets() {
             erased += usize::from(pixels.iter().filter(|v| **v == 0.0).count() >= 3 * 8);
         }
     }
-    // Half of 24; no byte is 0 after this normalisation.
+    // About half of 24 pictures. Only erased values are 0, because no byte is normalised to 0.
     assert!((5..20).contains(&erased), "{erased} of 24 have a rectangle that is 0");
     for batch in source.validation(0, 1, 3, 1).map(|b| b.expect("readable")) {
         for (index, pixels) in batch.indices.iter().zip(batch.images.chunks_exact(24 * 24 * 3)) {
@@ -132,20 +124,20 @@ fn transforms_do_not_affect_each_other_s_random_numbers() {
         augment: Augment::None,
         random_erasing: 0.0,
         validation: Validation::Split("none".into()),
-        ..everything()
+        ..all_transforms()
     };
     let images = |spec: &DataSpec| batches(&open(dir.path(), spec), plan(0, 1)).remove(0).images;
     let plain = images(&crops);
     let row = 24 * 3;
-    let (mut turned, mut same) = (0, 0);
+    let (mut flips_seen, mut same) = (0, 0);
     let flipped = images(&DataSpec { vertical_flip: true, ..crops.clone() });
     for (a, b) in plain.chunks_exact(24 * row).zip(flipped.chunks_exact(24 * row)) {
         let upside_down: Vec<f32> = a.chunks_exact(row).rev().flatten().copied().collect();
         same += u32::from(a == b);
-        turned += u32::from(upside_down == b);
+        flips_seen += u32::from(upside_down == b);
     }
-    assert_eq!(same + turned, 8);
-    assert!(same > 0 && turned > 0, "{same} of 8 as they were");
+    assert_eq!(same + flips_seen, 8);
+    assert!(same > 0 && flips_seen > 0, "{same} of 8 unchanged");
     let erased = images(&DataSpec { random_erasing: 1.0, ..crops });
     let changed = plain.iter().zip(&erased).filter(|(a, b)| a != b);
     assert!(changed.clone().count() > 0 && changed.clone().all(|(_, b)| *b == 0.0));
@@ -171,14 +163,14 @@ fn alternating_flips_show_both_views_in_two_epochs_and_borders_reflect() {
     let mirrored = |pixels: &[u8]| -> Vec<u8> {
         pixels.chunks_exact(16 * 3).flat_map(|row| row.chunks_exact(3).rev().flatten().copied()).collect()
     };
-    let mut turned = 0;
+    let mut flips_seen = 0;
     for place in 0..8 {
         let (plain, first) =
             (flips.picture(false, place, None).expect("readable").1.pixels, pixels(&flips, place, 0));
         assert!(pixels(&flips, place, 1) == mirrored(&first) && pixels(&flips, place, 2) == first, "{place}");
-        turned += u32::from(plain != first);
+        flips_seen += u32::from(plain != first);
     }
-    assert!((1..8).contains(&turned), "{turned} of 8 are mirrored in the first epoch");
+    assert!((1..8).contains(&flips_seen), "{flips_seen} of 8 are mirrored in the first epoch");
 
     // All values of a reflected crop are in the picture; a black border adds zeros.
     let crops = DataSpec { crop_padding: 4, horizontal_flip: false, ..spec };
@@ -197,9 +189,9 @@ fn alternating_flips_show_both_views_in_two_epochs_and_borders_reflect() {
 #[test]
 fn only_padded_crops_and_flips_run_on_the_engine() {
     let pictures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist");
-    let of = |spec: DataSpec| DataSource::open(&pictures, &spec, 0).expect("opens");
-    assert!(of(DataSpec::default()).resident().is_some());
-    assert!(!of(DataSpec::default()).is_prepared_each_step());
+    let open_bundled = |spec: DataSpec| DataSource::open(&pictures, &spec, 0).expect("opens");
+    assert!(open_bundled(DataSpec::default()).resident().is_some());
+    assert!(!open_bundled(DataSpec::default()).is_prepared_each_step());
     for spec in [
         DataSpec { random_resized_crop: true, ..DataSpec::default() },
         DataSpec { resize_size: Some(32), ..DataSpec::default() },
@@ -208,9 +200,9 @@ fn only_padded_crops_and_flips_run_on_the_engine() {
         DataSpec { augment: Augment::Rand, ..DataSpec::default() },
         DataSpec { random_erasing: 0.1, ..DataSpec::default() },
     ] {
-        let mut source = of(spec.clone());
+        let mut source = open_bundled(spec.clone());
         assert!(source.resident().is_none() && source.is_prepared_each_step(), "{spec:?}");
-        // Bytes cannot hold what is 0 after normalisation.
+        // Bytes cannot represent a value of 0 after normalisation.
         source.set_format(BatchFormat::Bytes);
         let batch = source.epoch(plan(0, 1)).next().expect("a batch").expect("readable");
         let normalised = spec.random_erasing > 0.0;
@@ -221,36 +213,39 @@ fn only_padded_crops_and_flips_run_on_the_engine() {
 #[test]
 fn validation_is_resized_and_cropped_in_imagenet_s_proportion() {
     let dir = folder(8);
-    let source = open(dir.path(), &DataSpec { image_size: Some(ImageSize::Fixed(28)), ..everything() });
+    let source = open(dir.path(), &DataSpec { image_size: Some(ImageSize::Fixed(28)), ..all_transforms() });
     assert_eq!(source.shape.resize, Some(32));
-    assert_eq!(open(dir.path(), &DataSpec { resize_size: Some(30), ..everything() }).shape.resize, Some(30));
-    let plain = DataSpec { random_resized_crop: false, ..everything() };
+    assert_eq!(
+        open(dir.path(), &DataSpec { resize_size: Some(30), ..all_transforms() }).shape.resize,
+        Some(30)
+    );
+    let plain = DataSpec { random_resized_crop: false, ..all_transforms() };
     assert_eq!(open(dir.path(), &plain).shape.resize, None);
-    // The dataset's own size counts, too.
+    // Without image_size, the dataset's own size is compared.
     let pictures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist");
     let error = DataSource::open(&pictures, &DataSpec { resize_size: Some(27), ..DataSpec::default() }, 0);
-    let words = error.expect_err("must not open").to_string();
-    assert!(words.contains("data.resize_size") && words.contains("give 32 or more"), "{words}");
+    let message = error.expect_err("must not open").to_string();
+    assert!(message.contains("data.resize_size") && message.contains("give 32 or more"), "{message}");
     assert!(
         DataSource::open(&pictures, &DataSpec { resize_size: Some(28), ..DataSpec::default() }, 0).is_ok()
     );
 }
 
 #[test]
-fn a_file_that_breaks_while_a_job_runs_is_named() {
+fn errors_name_a_file_that_breaks_while_a_job_runs() {
     let dir = folder(16);
-    let source = open(dir.path(), &everything());
+    let source = open(dir.path(), &all_transforms());
     for class in ["cat", "dog"] {
         for entry in fs::read_dir(dir.path().join("train").join(class)).expect("a folder") {
             fs::write(entry.expect("a file").path(), "no picture").expect("writes");
         }
     }
     for threads in [1, 4] {
-        let first = source.epoch(EpochPlan { threads, ..plan(0, 1) }).next().expect("an answer");
-        let words = first.expect_err("is broken").to_string();
+        let first = source.epoch(EpochPlan { threads, ..plan(0, 1) }).next().expect("a result");
+        let message = first.expect_err("is broken").to_string();
         assert!(
-            words.contains("/train/") && words.contains("has changed since it was first inspected"),
-            "{words}"
+            message.contains("/train/") && message.contains("has changed since it was first inspected"),
+            "{message}"
         );
     }
 }
@@ -259,11 +254,11 @@ fn fixtures() -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/pytorch/fixtures/pictures/decoding")
 }
 
-/// Against `ImageOps.exif_transpose(Image.open(file)).convert("RGB")`.
+/// Compares with `ImageOps.exif_transpose(Image.open(file)).convert("RGB")`.
 #[test]
 fn every_format_has_pillow_s_pixels() {
     let mut seen = 0;
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     for entry in fs::read_dir(fixtures()).expect("fixtures") {
         let path = entry.expect("a file").path();
         let name = path.file_name().expect("a name").to_string_lossy().into_owned();
@@ -275,21 +270,21 @@ fn every_format_has_pillow_s_pixels() {
         {
             Ok(found) => found,
             Err(error) => {
-                wrong.push(format!("{name} {error}"));
+                failures.push(format!("{name} {error}"));
                 continue;
             }
         };
         assert_eq!((found.width, found.height), expected.dimensions(), "{name}");
         let apart = found.pixels.iter().zip(expected.as_raw()).map(|(a, b)| a.abs_diff(*b));
-        // Decoders of lossy formats may differ in how they interpolate colours; the rest leaves no choice.
+        // Decoders of lossy formats may interpolate colours differently. Other formats have exact pixels.
         let lossy = name.ends_with(".jpg") || name.starts_with("lossy") || name.starts_with("cmyk");
         let largest = apart.clone().max().unwrap_or(0);
         let mean = apart.map(f64::from).sum::<f64>() / found.pixels.len() as f64;
         if largest > if lossy { 4 } else { 0 } || mean > 0.5 {
-            wrong.push(format!("{name}: {mean:.3} apart in the mean, {largest} at most"));
+            failures.push(format!("{name}: {mean:.3} apart in the mean, {largest} at most"));
         }
         seen += 1;
     }
-    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert!(failures.is_empty(), "{failures:#?}");
     assert!(seen >= 34, "{seen} files");
 }

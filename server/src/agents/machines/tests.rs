@@ -154,11 +154,7 @@ fn what_is_wrong_is_said_in_words() {
         memory_bytes: 1,
         disk_free_bytes: 1,
         version: env!("CARGO_PKG_VERSION").into(),
-        address: None,
-        interface: None,
-        interface_mbits: None,
-        network_id: None,
-        nvlink_groups: Vec::new(),
+        ..Machine::default()
     };
     let age = Duration::from_secs(1);
     let good = Newest { sample: sample(0.5, 0), age, clock_behind_ms: Some(CLOCK_MS) };

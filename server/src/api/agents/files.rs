@@ -10,7 +10,7 @@ use crate::{
     api::checkpoints::{self, files as checkpoint_files},
     auth::{Auth, access::Caller},
     checkpoints::{
-        Checkpoints,
+        Checkpoints, artifact_checks,
         uploads::{PIECE_BYTES, Refused, Upload},
     },
     datasets::notes,
@@ -19,7 +19,7 @@ use crate::{
         error::{Code, Error, Problem, Result, blocking, disk},
         extract::{Path, Query},
     },
-    store::Store,
+    store::{CheckpointRow, Store},
 };
 use axum::{
     Extension, Json,
@@ -29,7 +29,10 @@ use axum::{
     response::Response,
 };
 use bytes::Bytes;
-use lockstep_protocol::agent::{AttemptRef, UploadState, WhatIsNeeded};
+use lockstep_protocol::{
+    JobId,
+    agent::{AttemptRef, UploadState, WhatIsNeeded},
+};
 use serde::Deserialize;
 use serde_json::Value;
 use std::sync::Arc;
@@ -77,16 +80,47 @@ pub(crate) async fn needed(
     headers: HeaderMap,
 ) -> Result<Json<WhatIsNeeded>> {
     let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
-    let row = store.job(&asking.attempt.job).await?;
-    let keep = row.is_some_and(|row| !row.job.state.is_final() && row.job.attempt <= attempt);
-    Ok(Json(WhatIsNeeded { keep }))
+    let job = &asking.attempt.job;
+    let unknown = match store.job(job).await? {
+        Some(row) if row.job.attempt >= attempt => {
+            let keep = row.job.attempt == attempt && !row.job.state.is_final();
+            return Ok(Json(WhatIsNeeded { keep, unknown: false }));
+        }
+        // The database is older than the attempt.
+        Some(_) => true,
+        None => !was_deleted(&auth, &*store, job).await?,
+    };
+    if unknown {
+        let agent = asking.agent_id.as_str();
+        tracing::warn!(
+            %job, attempt, agent,
+            "an agent has the folder of an attempt that the database lacks, as after the restore of a backup; the agent keeps jobs/{job} in \
+             its data directory"
+        );
+    }
+    Ok(Json(WhatIsNeeded { keep: unknown, unknown }))
+}
+
+/// Whether the audit log has the deletion of a job.
+async fn was_deleted(auth: &Auth, store: &dyn Store, job: &JobId) -> Result<bool> {
+    // Entries are written after the response.
+    auth.audit.flush().await;
+    let deletion = format!("DELETE /api/v1/jobs/{{id}} /api/v1/jobs/{job}");
+    // A later request to delete the job again has failed.
+    let entries = store.audit(None, "", &deletion, 100).await?;
+    Ok(entries.iter().any(|entry| entry.status < 400))
 }
 
 /// Download a file of a checkpoint to the agent that continues from it
+///
+/// If the checkpoint from which the attempt should continue is damaged and the job has another checkpoint, the damaged checkpoint is set
+/// aside: the job's next attempt continues from the previous one.
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("id" = String, Path), ("file" = String, Path)),
     responses((status = 200, content_type = "application/octet-stream"), (status = 206, description = "The requested range"),
-        (status = 403, body = Problem), (status = 404, body = Problem)))]
+        (status = 403, body = Problem), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "The checkpoint is damaged, and the job has no other checkpoint"),
+        (status = 422, body = Problem, description = "The checkpoint is damaged: end the attempt")))]
 pub(crate) async fn file(
     State(auth): State<Arc<Auth>>,
     State(checkpoints): State<Arc<Checkpoints>>,
@@ -111,7 +145,41 @@ pub(crate) async fn file(
         let text = format!("{name} fetches checkpoint {id} ({megabytes:.1} MB) from the server");
         checkpoints.events.log_once(&asking.attempt.job, attempt, "fetched", text).await;
     }
-    checkpoint_files::file(State(checkpoints), Path((id, file)), request).await
+    match checkpoint_files::file(State(Arc::clone(&checkpoints)), Path((id, file)), request).await {
+        Err(Error::Of(Code::CheckpointDamaged, _) | Error::NotFound(_)) if row.job == asking.attempt.job => {
+            Err(fall_back(&checkpoints, &row).await?)
+        }
+        response => response,
+    }
+}
+
+/// Sets a damaged checkpoint aside and removes its row, as ranks on this disk do, if the job has another checkpoint. Returns the response.
+async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow) -> Result<Error> {
+    let copies = checkpoints.copies(&row.job).await?;
+    let rows = checkpoints.store.checkpoints(&row.job).await?;
+    let mut others = rows.iter().filter(|other| other.id != row.id);
+    if !others.any(|other| checkpoints.is_kept(other, copies.get(&other.id))) {
+        return Ok(Error::Conflict(
+            format!(
+                "checkpoint {} is damaged, and no valid checkpoint is left to continue from; submit the job again to begin from the start",
+                row.id
+            ),
+            None,
+        ));
+    }
+    let folder = checkpoints.folder(row);
+    if folder.exists() {
+        let then = "the job continues from the previous one";
+        artifact_checks::set_damaged_aside(checkpoints, row, then).await.map_err(|e| disk(&e))?;
+    }
+    // An undamaged folder has replaced the damaged one meanwhile.
+    if !folder.exists() {
+        let _removing = checkpoints.removing.lock().await;
+        checkpoints.remove(&row.job, vec![(row.info.epoch, row.info.step)]).await?;
+    }
+    let detail =
+        format!("checkpoint {} is damaged; the next attempt continues from the previous checkpoint", row.id);
+    Ok(Error::Of(Code::CheckpointDamaged, detail))
 }
 
 /// Report the dataset's fingerprint at a job's first start

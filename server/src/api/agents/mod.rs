@@ -10,7 +10,7 @@ pub(crate) mod socket;
 
 use super::{
     jobs,
-    list::{Elements, List, ListParams, Page},
+    list::{Elements, List, ListParams, list_of},
 };
 use crate::{
     agents::{
@@ -53,11 +53,7 @@ pub(crate) struct AgentList {
     total: Option<u64>,
 }
 
-impl From<Page<Agent>> for AgentList {
-    fn from(page: Page<Agent>) -> Self {
-        Self { agents: page.elements, next_cursor: page.next_cursor, total: page.total }
-    }
-}
+list_of!(AgentList, agents: Agent);
 
 const LIST: List<Agent> = List {
     name: "agents",

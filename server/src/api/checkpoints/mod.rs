@@ -5,7 +5,7 @@ pub(crate) mod files;
 pub(crate) mod fork;
 pub(crate) mod predict;
 
-use super::list::{Elements, List, ListParams, Page};
+use super::list::{Elements, List, ListParams, list_of};
 use crate::{
     api::jobs,
     checkpoints::{
@@ -92,11 +92,7 @@ pub(crate) struct CheckpointList {
     total: Option<u64>,
 }
 
-impl From<Page<Checkpoint>> for CheckpointList {
-    fn from(page: Page<Checkpoint>) -> Self {
-        Self { checkpoints: page.elements, next_cursor: page.next_cursor, total: page.total }
-    }
-}
+list_of!(CheckpointList, checkpoints: Checkpoint);
 
 const LIST: List<Checkpoint> = List {
     name: "checkpoints",

@@ -6,7 +6,7 @@ pub(crate) mod pages;
 pub(crate) mod uploads;
 
 use super::{
-    list::{Elements, List, ListParams, Page},
+    list::{Elements, List, ListParams, list_of},
     to_the_end,
 };
 use crate::{
@@ -55,11 +55,7 @@ pub(crate) struct DatasetList {
     total: Option<u64>,
 }
 
-impl From<Page<Dataset>> for DatasetList {
-    fn from(page: Page<Dataset>) -> Self {
-        Self { datasets: page.elements, next_cursor: page.next_cursor, total: page.total }
-    }
-}
+list_of!(DatasetList, datasets: Dataset);
 
 const LIST: List<Dataset> = List {
     name: "datasets",

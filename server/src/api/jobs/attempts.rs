@@ -3,7 +3,7 @@
 use crate::{
     api::{
         jobs,
-        list::{Elements, List, ListParams, Page},
+        list::{Elements, List, ListParams, list_of},
     },
     http::{
         error::{Problem, Result},
@@ -31,11 +31,7 @@ pub(crate) struct AttemptList {
     total: Option<u64>,
 }
 
-impl From<Page<Attempt>> for AttemptList {
-    fn from(page: Page<Attempt>) -> Self {
-        Self { attempts: page.elements, next_cursor: page.next_cursor, total: page.total }
-    }
-}
+list_of!(AttemptList, attempts: Attempt);
 
 const LIST: List<Attempt> = List {
     name: "attempts",

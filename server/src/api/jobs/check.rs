@@ -402,7 +402,7 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
             (Some(kind), Device::Auto) => (
                 "/train/precision",
                 format!(
-                    "no machine online has a {}, and CPU ranks compute in fp32; use fp32 or auto",
+                    "no machine online has a {}; use fp32 or auto, or bf16 with parallel.device = \"cpu\" on processors with AVX512-BF16",
                     kind.slot_name
                 ),
             ),

@@ -199,15 +199,7 @@ mod tests {
             device: "CPU".into(),
             axis_ms: Some(AxisTimes::default()),
         };
-        let checkpoint = CheckpointInfo {
-            epoch: 1,
-            step: 2,
-            val_accuracy: None,
-            val_loss: None,
-            validation: None,
-            best: false,
-            size_bytes: 1,
-        };
+        let checkpoint = CheckpointInfo { epoch: 1, step: 2, size_bytes: 1, ..CheckpointInfo::default() };
         let alert = Alert { title: "t".into(), text: String::new(), level: AlertLevel::Warn };
         let bodies = [
             EventBody::State { state: JobState::Running, reason: None, cause: None, attempt: 1 },

@@ -1,7 +1,7 @@
 //! Projects: names by which jobs are grouped.
 
 use crate::{
-    api::list::{Elements, List, ListParams, Page},
+    api::list::{Elements, List, ListParams, list_of},
     auth::access::Caller,
     http::{
         error::{Problem, Result},
@@ -42,11 +42,7 @@ pub(crate) struct Project {
     newest_at: Timestamp,
 }
 
-impl From<Page<Project>> for ProjectList {
-    fn from(page: Page<Project>) -> Self {
-        Self { projects: page.elements, next_cursor: page.next_cursor, total: page.total }
-    }
-}
+list_of!(ProjectList, projects: Project);
 
 const LIST: List<Project> = List {
     name: "projects",

@@ -4,7 +4,7 @@ pub(crate) mod pages;
 
 use super::{
     checkpoints,
-    list::{Elements, List, ListParams, Page},
+    list::{Elements, List, ListParams, list_of},
 };
 use crate::{
     auth::{Auth, access::Caller},
@@ -47,11 +47,7 @@ pub(crate) struct ModelList {
     total: Option<u64>,
 }
 
-impl From<Page<Model>> for ModelList {
-    fn from(page: Page<Model>) -> Self {
-        Self { models: page.elements, next_cursor: page.next_cursor, total: page.total }
-    }
-}
+list_of!(ModelList, models: Model);
 
 const LIST: List<Model> = List {
     name: "models",

@@ -6,7 +6,7 @@ pub(crate) mod oidc;
 pub(crate) mod pages;
 pub(crate) mod tokens;
 
-use super::list::{Elements, List, ListParams, Page};
+use super::list::{Elements, List, ListParams, list_of};
 use crate::{
     auth::{
         Auth,
@@ -73,11 +73,7 @@ pub(crate) struct PersonList {
     total: Option<u64>,
 }
 
-impl From<Page<Person>> for PersonList {
-    fn from(page: Page<Person>) -> Self {
-        Self { people: page.elements, next_cursor: page.next_cursor, total: page.total }
-    }
-}
+list_of!(PersonList, people: Person);
 
 const LIST: List<Person> = List {
     name: "people",

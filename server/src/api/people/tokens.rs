@@ -1,7 +1,7 @@
 //! Tokens: make, list, revoke.
 
 use crate::{
-    api::list::{Elements, Key, List, ListParams, Page},
+    api::list::{Elements, Key, List, ListParams, list_of},
     auth::{
         Auth,
         access::{Caller, Secret},
@@ -65,11 +65,7 @@ pub(crate) struct TokenList {
     total: Option<u64>,
 }
 
-impl From<Page<Token>> for TokenList {
-    fn from(page: Page<Token>) -> Self {
-        Self { tokens: page.elements, next_cursor: page.next_cursor, total: page.total }
-    }
-}
+list_of!(TokenList, tokens: Token);
 
 const LIST: List<Token> = List {
     name: "tokens",

@@ -2,6 +2,7 @@
 //! parameters are settings. Requests, responses and errors follow `mlflow/protos/service.proto` and `mlflow/store/tracking/rest_store.py`.
 
 pub(crate) mod artifacts;
+mod models;
 
 use super::{LAST_STEP, NAME_CHARS, NewRun, begin, columns, number};
 use crate::{
@@ -87,8 +88,8 @@ fn invalid_value(key: &str, value: &Value) -> Refusal {
 
 fn no_call(method: &Method, name: &str) -> Refusal {
     let detail = format!(
-        "Lockstep has no call {method} {:?} of MLflow's: it supports experiments, runs, parameters, metrics, tags and artifacts of runs, and \
-         no registered models or traces",
+        "Lockstep has no call {method} {:?} of MLflow's: it supports experiments, and runs with parameters, metrics, tags, artifacts \
+         and logged models, and no registered models or traces",
         shortened(name)
     );
     refuse("ENDPOINT_NOT_FOUND", detail)
@@ -278,8 +279,8 @@ impl Parts {
                 self.tell(asked, RunChange { values, ..RunChange::default() }).await?;
                 nothing
             }
-            // The inputs of a run are not stored.
-            ("POST", "runs/log-inputs") => {
+            // The inputs of a run are not stored, and its models are its folders.
+            ("POST", "runs/log-inputs" | "runs/outputs") => {
                 self.tell(asked, RunChange::default()).await?;
                 nothing
             }
@@ -288,9 +289,13 @@ impl Parts {
                 let path = asked.text("path")?.unwrap_or_default();
                 artifacts::of_run(&self.config, &self.seen(asked).await?, path).await?
             }
-            // No model is logged. Clients send this before they list the artifacts in a folder.
+            ("POST", "logged-models") => self.create_model(asked).await?,
+            // Clients send this before they list the artifacts in a folder, and find a model there.
             ("POST", "logged-models/search") => json!({"models": []}),
-            _ => return Err(no_call(method, name)),
+            _ => match name.strip_prefix(models::PREFIX) {
+                Some(address) => self.model(method, address).await?,
+                None => return Err(no_call(method, name)),
+            },
         })
     }
 

@@ -154,16 +154,12 @@ async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result
     let now = crate::now();
     let started_at = new.started_at.and_then(|ms| Timestamp::from_millisecond(ms).ok());
     let external = External { id: new.id, config: config.clone(), summary: Map::new(), values: new.values };
+    let at = started_at.map_or(now, |at| at.min(now));
     let job = NewJob {
-        id: id.clone(),
-        spec,
         annotation: Annotation { notes: new.notes.unwrap_or_default(), tags },
-        at: started_at.map_or(now, |at| at.min(now)),
-        idempotency: None,
-        fork: None,
         owner: caller.owner().map(str::to_owned),
-        trial: None,
         external: Some(external),
+        ..NewJob::of(id.clone(), spec, at)
     };
     if let Some(job) = runs.create(job).await? {
         return Ok((StatusCode::CREATED, job));

@@ -4,7 +4,7 @@ pub(crate) mod pages;
 
 use super::{
     jobs::{check::LaunchQuery, check_sweep, idempotency_key},
-    list::{Elements, List, ListParams, Page},
+    list::{Elements, List, ListParams, list_of},
     to_the_end,
 };
 use crate::{
@@ -47,11 +47,7 @@ pub(crate) struct SweepList {
     total: Option<u64>,
 }
 
-impl From<Page<Sweep>> for SweepList {
-    fn from(page: Page<Sweep>) -> Self {
-        Self { sweeps: page.elements, next_cursor: page.next_cursor, total: page.total }
-    }
-}
+list_of!(SweepList, sweeps: Sweep);
 
 const LIST: List<Sweep> = List {
     name: "sweeps",

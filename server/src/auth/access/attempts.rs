@@ -142,14 +142,10 @@ impl Attempts {
 
     /// Uncounts the last attempt, because its password was correct.
     pub(super) fn succeeded(&self, name: &str, from: IpAddr) {
+        self.not_checked(name, from);
         let mut counters = self.counters();
-        let from = client_key(from);
-        let pair = (name.to_owned(), from);
-        if counters.familiar.contains_key(&pair) {
-            take_back(&mut counters.familiar, &pair);
-        } else {
-            take_back(&mut counters.addresses, &from);
-            take_back(&mut counters.names, &pair.0);
+        let pair = (name.to_owned(), client_key(from));
+        if !counters.familiar.contains_key(&pair) {
             forget_oldest(&mut counters.familiar, NAMES);
             counters.familiar.insert(pair, (0, Instant::now()));
         }

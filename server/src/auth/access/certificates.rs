@@ -58,19 +58,9 @@ impl Access {
                 past.hash = Secret::token().map_err(|_| Denied::Unknown)?.hash;
                 self.put_token(past);
             }
-            let token = Token {
-                id: id.clone(),
-                name: format!("certificate {name}").chars().take(100).collect(),
-                scope: Scope::Agent,
-                agent: Some(name.to_owned()),
-                agent_id: None,
-                owner: None,
-                created_at: now,
-                expires_at: None,
-                revoked_at: None,
-                made_with: None,
-                last_used_at: None,
-            };
+            let shown = format!("certificate {name}").chars().take(100).collect();
+            let agent = Some(name.to_owned());
+            let token = Token { agent, ..Token::of(id.clone(), shown, Scope::Agent, now) };
             // The hash of a secret that is dropped here. The row is stored when an agent is bound to it.
             let hash = Secret::token().map_err(|_| Denied::Unknown)?.hash;
             self.put_token(TokenRow { token, hash });

@@ -84,19 +84,9 @@ impl Access {
     pub(crate) fn put_person(&self, row: PersonRow) {
         let name = row.person.name.clone();
         // Represented as a token, so that code that names a caller or checks its scope handles people and tokens alike.
-        let token = Token {
-            id: row.principal(),
-            name: name.clone(),
-            scope: row.person.role.scope(),
-            agent: None,
-            agent_id: None,
-            owner: Some(name.clone()),
-            created_at: row.person.created_at,
-            expires_at: None,
-            revoked_at: None,
-            made_with: None,
-            last_used_at: None,
-        };
+        let (scope, at) = (row.person.role.scope(), row.person.created_at);
+        let token =
+            Token { owner: Some(name.clone()), ..Token::of(row.principal(), name.clone(), scope, at) };
         let ended = CancellationToken::new();
         if row.person.disabled_at.is_some() {
             ended.cancel();

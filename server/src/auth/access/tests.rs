@@ -1,19 +1,7 @@
 use super::*;
 
 fn row(id: &str, scope: Scope, secret: &Secret) -> TokenRow {
-    let token = Token {
-        id: id.into(),
-        name: id.into(),
-        scope,
-        agent: None,
-        agent_id: None,
-        owner: None,
-        created_at: crate::now(),
-        expires_at: None,
-        revoked_at: None,
-        made_with: None,
-        last_used_at: None,
-    };
+    let token = Token::of(id.into(), id.into(), scope, crate::now());
     TokenRow { token, hash: secret.hash.clone() }
 }
 

@@ -104,8 +104,8 @@ pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
 /// Requests that check a specification and change nothing.
 const CHECKS: [&str; 2] = ["/api/v1/jobs/validate", "/api/v1/jobs/{id}/fork/check"];
 
-/// Requests that a program sends many times a minute and that are not recorded: reports of a run, and parts of an upload. The creation and
-/// deletion of a run, and an upload that becomes a dataset, are recorded. A run's end is in the run's history.
+/// Requests that a program sends many times a minute and that are not recorded, except by DELETE: reports of a run, and parts of an
+/// upload. The creation and deletion of a run, and an upload that becomes a dataset, are recorded. A run's end is in the run's history.
 const NOT_AUDITED: [&str; 7] = [
     "/api/v1/runs/{id}",
     "/api/v1/runs/{id}/records",
@@ -126,7 +126,8 @@ pub(crate) fn is_upload(method: &Method, route: Option<&str>) -> bool {
 pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
     // Requests of an agent for its job are not recorded: no person made them, and there would be an entry for each part of a file.
     let is_agents = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
-    let is_listed = CHECKS.iter().chain(&NOT_AUDITED).any(|listed| route == Some(*listed));
+    let is_listed =
+        method != Method::DELETE && CHECKS.iter().chain(&NOT_AUDITED).any(|listed| route == Some(*listed));
     !is_safe(method) && !is_agents && !is_listed && !is_upload(method, route)
 }
 

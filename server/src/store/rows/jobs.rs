@@ -31,6 +31,24 @@ pub struct NewJob {
     pub external: Option<External>,
 }
 
+impl NewJob {
+    /// A job without tags, notes and an owner.
+    pub fn of(id: JobId, spec: JobSpec, at: Timestamp) -> Self {
+        let annotation = Annotation::default();
+        Self {
+            id,
+            spec,
+            annotation,
+            at,
+            idempotency: None,
+            fork: None,
+            owner: None,
+            trial: None,
+            external: None,
+        }
+    }
+}
+
 /// The job after a change, and the events that the change stored.
 #[derive(Debug, Clone)]
 pub struct Changed {

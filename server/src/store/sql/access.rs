@@ -44,13 +44,13 @@ fn session(row: &DbRow) -> Result<SessionRow> {
 }
 
 impl SqlStore {
-    pub(super) async fn list_tokens(&self) -> Result<Vec<TokenRow>> {
+    pub(in crate::store) async fn tokens(&self) -> Result<Vec<TokenRow>> {
         let rows =
             sqlx::query("SELECT * FROM tokens ORDER BY created_at, id").fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(token)))
     }
 
-    pub(super) async fn upsert_token(&self, row: &TokenRow) -> Result<()> {
+    pub(in crate::store) async fn put_token(&self, row: &TokenRow) -> Result<()> {
         let TokenRow { token, hash } = row;
         let milliseconds = |at: Option<Timestamp>| at.map(Timestamp::as_millisecond);
         sqlx::query(
@@ -76,7 +76,7 @@ impl SqlStore {
         Ok(())
     }
 
-    pub(super) async fn write_token_use(&self, used: &[(String, Timestamp)]) -> Result<()> {
+    pub(in crate::store) async fn note_token_use(&self, used: &[(String, Timestamp)]) -> Result<()> {
         let mut db = self.begin().await?;
         for (id, at) in used {
             sqlx::query("UPDATE tokens SET last_used_at = $2 WHERE id = $1")
@@ -88,7 +88,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn list_sessions(&self, now: Timestamp) -> Result<Vec<SessionRow>> {
+    pub(in crate::store) async fn sessions(&self, now: Timestamp) -> Result<Vec<SessionRow>> {
         let rows = sqlx::query("SELECT * FROM sessions WHERE expires_at > $1 ORDER BY created_at, hash")
             .bind(now.as_millisecond())
             .fetch_all(&self.reader)
@@ -96,7 +96,7 @@ impl SqlStore {
         Ok(readable(rows.iter().map(session)))
     }
 
-    pub(super) async fn insert_session(&self, session: &SessionRow) -> Result<()> {
+    pub(in crate::store) async fn add_session(&self, session: &SessionRow) -> Result<()> {
         sqlx::query("INSERT INTO sessions (hash, token_id, created_at, expires_at) VALUES ($1, $2, $3, $4)")
             .bind(&session.hash)
             .bind(&session.token_id)
@@ -107,12 +107,12 @@ impl SqlStore {
         Ok(())
     }
 
-    pub(super) async fn delete_session(&self, hash: &str) -> Result<()> {
+    pub(in crate::store) async fn remove_session(&self, hash: &str) -> Result<()> {
         sqlx::query("DELETE FROM sessions WHERE hash = $1").bind(hash).execute(&self.writer).await?;
         Ok(())
     }
 
-    pub(super) async fn remove_old_access(&self, now: Timestamp, before: Timestamp) -> Result<()> {
+    pub(in crate::store) async fn purge_access(&self, now: Timestamp, before: Timestamp) -> Result<()> {
         for (query, at) in [
             (
                 "DELETE FROM sessions WHERE hash IN (SELECT hash FROM sessions WHERE expires_at <= $1 LIMIT $2)",

@@ -21,7 +21,7 @@ fn agent(row: &DbRow) -> Result<AgentRow> {
 }
 
 impl SqlStore {
-    pub(super) async fn upsert_agents(&self, agents: &[AgentRow]) -> Result<()> {
+    pub(in crate::store) async fn put_agents(&self, agents: &[AgentRow]) -> Result<()> {
         let mut db = self.begin().await?;
         for agent in agents {
             sqlx::query("INSERT INTO agents VALUES ($1, $2, $3, $4, $5) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
@@ -37,7 +37,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn delete_agent(&self, id: &str) -> Result<()> {
+    pub(in crate::store) async fn remove_agent(&self, id: &str) -> Result<()> {
         let mut db = self.begin().await?;
         for query in [
             "DELETE FROM agents WHERE id = $1",
@@ -49,7 +49,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn find_agents(&self, name: &str, id: &str) -> Result<Vec<AgentRow>> {
+    pub(in crate::store) async fn agents_called(&self, name: &str, id: &str) -> Result<Vec<AgentRow>> {
         let rows = sqlx::query("SELECT * FROM agents WHERE name = $1 OR id = $2 ORDER BY name, id")
             .bind(plain(name))
             .bind(plain(id))
@@ -58,18 +58,18 @@ impl SqlStore {
         Ok(readable(rows.iter().map(agent)))
     }
 
-    pub(super) async fn list_agents(&self) -> Result<Vec<AgentRow>> {
+    pub(in crate::store) async fn agents(&self) -> Result<Vec<AgentRow>> {
         let rows = sqlx::query("SELECT * FROM agents ORDER BY name, id").fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(agent)))
     }
 
-    pub(super) async fn read_draining(&self) -> Result<Vec<String>> {
+    pub(in crate::store) async fn draining(&self) -> Result<Vec<String>> {
         Ok(sqlx::query_scalar("SELECT agent_id FROM draining ORDER BY agent_id")
             .fetch_all(&self.reader)
             .await?)
     }
 
-    pub(super) async fn write_draining(&self, agent: &str, draining: bool) -> Result<()> {
+    pub(in crate::store) async fn set_draining(&self, agent: &str, draining: bool) -> Result<()> {
         let query = if draining {
             "INSERT INTO draining (agent_id) VALUES ($1) ON CONFLICT (agent_id) DO NOTHING"
         } else {

@@ -17,7 +17,7 @@ fn push_annotated(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
 }
 
 impl SqlStore {
-    pub(super) async fn read_annotations(
+    pub(in crate::store) async fn annotations(
         &self,
         seen_by: Option<&str>,
         behind: &str,
@@ -41,13 +41,13 @@ impl SqlStore {
         Ok(AnnotationPage { jobs: readable(rows.into_iter().map(read)).into_iter().collect(), next })
     }
 
-    pub(super) async fn number_of_annotations(&self, seen_by: Option<&str>) -> Result<u64> {
+    pub(in crate::store) async fn count_annotations(&self, seen_by: Option<&str>) -> Result<u64> {
         let mut query = QueryBuilder::new("SELECT count(*)");
         push_annotated(&mut query, seen_by);
         Ok(uint(query.build_query_scalar().fetch_one(&self.reader).await?))
     }
 
-    pub(super) async fn write_annotation(
+    pub(in crate::store) async fn annotate(
         &self,
         job: &JobId,
         notes: Option<&str>,
@@ -68,7 +68,7 @@ impl SqlStore {
         Ok(Annotation { notes, tags: from_json(&tags)? })
     }
 
-    pub(super) async fn write_priority(&self, job: &JobId, priority: i32) -> Result<()> {
+    pub(in crate::store) async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()> {
         let mut db = self.begin().await?;
         let spec = with_key(&mut db, job, "priority", priority.into()).await?;
         sqlx::query("UPDATE jobs SET priority = $1, spec = $2 WHERE id = $3")
@@ -80,7 +80,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn write_project(&self, job: &JobId, project: &str) -> Result<()> {
+    pub(in crate::store) async fn set_project(&self, job: &JobId, project: &str) -> Result<()> {
         let mut db = self.begin().await?;
         let spec = with_key(&mut db, job, "project", project.into()).await?;
         sqlx::query("UPDATE jobs SET project = $1, spec = $2 WHERE id = $3")

@@ -23,11 +23,10 @@ use std::collections::HashMap;
 
 /// Condition for jobs whose slots may become free for other jobs: preemptible jobs, and jobs whose ranks are ending. SQLite uses the index `jobs_yielding` only if the index's condition has the same
 /// text.
-pub(super) const YIELDS: &str =
-    "(preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running'))";
+const YIELDS: &str = "(preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running'))";
 
 impl SqlStore {
-    pub(super) async fn list_attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
+    pub(in crate::store) async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
         let rows = sqlx::query(
             "SELECT a.*, j.state AS job_state, j.cause AS job_cause, j.fencing_token AS job_fencing_token FROM attempts a \
              JOIN jobs j ON j.id = a.job_id WHERE j.id = $1 AND j.deleted_at IS NULL ORDER BY a.attempt",
@@ -38,7 +37,7 @@ impl SqlStore {
         Ok(readable(rows.iter().map(|row| attempt(job, row))))
     }
 
-    pub(super) async fn places_of(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>> {
+    pub(in crate::store) async fn places(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>> {
         let places: Option<String> =
             sqlx::query_scalar("SELECT places FROM attempts WHERE job_id = $1 AND attempt = $2")
                 .bind(job.as_str())
@@ -48,7 +47,7 @@ impl SqlStore {
         Ok(places.map(|places| read(job.as_str(), "places", &places)).unwrap_or_default())
     }
 
-    pub(super) async fn write_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()> {
+    pub(in crate::store) async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()> {
         let mut db = self.begin().await?;
         let own_disks: Option<String> =
             sqlx::query_scalar("SELECT own_disks FROM attempts WHERE job_id = $1 AND attempt = $2")
@@ -71,7 +70,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn read_given_place(
+    pub(in crate::store) async fn given_place(
         &self,
         attempt: &AttemptRef,
         agent_id: &str,
@@ -94,7 +93,7 @@ impl SqlStore {
         }))
     }
 
-    pub(super) async fn make_attempts(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
+    pub(in crate::store) async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
         let mut db = self.begin().await?;
         fault_point("claim.begin")?;
         let made = make_attempts(&mut db, claims).await?;
@@ -104,8 +103,16 @@ impl SqlStore {
         Ok(made)
     }
 
+    pub(in crate::store) async fn occupants(&self) -> Result<Vec<Occupant>> {
+        self.list_occupants("TRUE").await
+    }
+
+    pub(in crate::store) async fn yielding(&self) -> Result<Vec<Occupant>> {
+        self.list_occupants(YIELDS).await
+    }
+
     /// Jobs that hold slots and fulfil `condition`.
-    pub(super) async fn list_occupants(&self, condition: &'static str) -> Result<Vec<Occupant>> {
+    async fn list_occupants(&self, condition: &'static str) -> Result<Vec<Occupant>> {
         let query = format!(
             "SELECT id, priority, preemptible, state, stop, cause FROM jobs WHERE fencing_token IS NOT NULL \
              AND deleted_at IS NULL AND {condition} ORDER BY priority, created_at DESC, id DESC"
@@ -130,7 +137,7 @@ impl SqlStore {
         Ok(readable(rows.iter().map(occupant)))
     }
 
-    pub(super) async fn list_live(&self) -> Result<Vec<AttemptRow>> {
+    pub(in crate::store) async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
         let rows = sqlx::query(
             "SELECT a.fencing_token, a.fencing_secret, a.job_id, a.attempt, a.places, j.stop, j.state FROM attempts a \
              JOIN jobs j ON j.id = a.job_id AND j.fencing_token = a.fencing_token WHERE j.deleted_at IS NULL ORDER BY a.fencing_token",

@@ -27,7 +27,7 @@ pub(super) fn entry(row: &DbRow) -> Result<AuditEntry> {
 }
 
 impl SqlStore {
-    pub(super) async fn insert_audit(&self, entries: &[AuditEntry]) -> Result<()> {
+    pub(in crate::store) async fn add_audit(&self, entries: &[AuditEntry]) -> Result<()> {
         let mut db = self.begin().await?;
         for entry in entries {
             sqlx::query(
@@ -49,7 +49,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn read_audit(
+    pub(in crate::store) async fn audit(
         &self,
         before: Option<&str>,
         who: &str,
@@ -77,7 +77,7 @@ impl SqlStore {
         Ok(readable(rows.iter().map(entry)))
     }
 
-    pub(super) async fn remove_old_audit(&self, before: Timestamp, keep: u32) -> Result<bool> {
+    pub(in crate::store) async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool> {
         let old = sqlx::query(
             "DELETE FROM audit WHERE id IN (SELECT id FROM audit WHERE at < $1 ORDER BY at LIMIT $2)",
         )

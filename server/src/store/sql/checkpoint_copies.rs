@@ -46,7 +46,7 @@ pub(super) async fn forget_replaced(
 }
 
 impl SqlStore {
-    pub(super) async fn read_copies(
+    pub(in crate::store) async fn copies(
         &self,
         job: &JobId,
         object_store: &str,
@@ -101,7 +101,11 @@ impl SqlStore {
         Ok(agents)
     }
 
-    pub(super) async fn read_stored(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>> {
+    pub(in crate::store) async fn stored_checkpoint(
+        &self,
+        store: &str,
+        id: &str,
+    ) -> Result<Option<StoredCheckpoint>> {
         let row = sqlx::query("SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id = $2")
             .bind(store)
             .bind(id)
@@ -114,7 +118,7 @@ impl SqlStore {
         Ok(Some(StoredCheckpoint { id: id.to_owned(), manifest, parts: row.try_get("parts")? }))
     }
 
-    pub(super) async fn write_damaged(&self, location: &str, id: &str) -> Result<bool> {
+    pub(in crate::store) async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool> {
         let mut db = self.begin().await?;
         let done = sqlx::query(
             "INSERT INTO checkpoint_copies (checkpoint_id, location, state) SELECT $1, $2, $3 \
@@ -130,7 +134,7 @@ impl SqlStore {
         Ok(done.rows_affected() > 0)
     }
 
-    pub(super) async fn forget_damage(&self, store: &str) -> Result<()> {
+    pub(in crate::store) async fn forget_damaged(&self, store: &str) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query(
             "UPDATE checkpoint_copies SET state = CASE WHEN manifest IS NULL THEN 'copying' ELSE 'complete' END \
@@ -142,14 +146,23 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn list_uploaded(&self, store: &str, limit: u32) -> Result<Vec<String>> {
+    pub(in crate::store) async fn uploaded_checkpoints(
+        &self,
+        store: &str,
+        limit: u32,
+    ) -> Result<Vec<String>> {
         let ids = sqlx::query_scalar(
             "SELECT checkpoint_id FROM checkpoint_copies WHERE location = $1 AND manifest IS NOT NULL LIMIT $2",
         );
         Ok(ids.bind(store).bind(i64::from(limit)).fetch_all(&self.reader).await?)
     }
 
-    pub(super) async fn list_abandoned(&self, store: &str, behind: &str, limit: u32) -> Result<Vec<String>> {
+    pub(in crate::store) async fn abandoned_checkpoints(
+        &self,
+        store: &str,
+        behind: &str,
+        limit: u32,
+    ) -> Result<Vec<String>> {
         let ids = sqlx::query_scalar(
             "SELECT checkpoint_id FROM checkpoint_copies WHERE location = $1 AND checkpoint_id > $2 AND NOT EXISTS (SELECT 1 FROM \
              checkpoints WHERE checkpoints.id = checkpoint_copies.checkpoint_id) ORDER BY checkpoint_id LIMIT $3",
@@ -157,7 +170,11 @@ impl SqlStore {
         Ok(ids.bind(store).bind(behind).bind(i64::from(limit)).fetch_all(&self.reader).await?)
     }
 
-    pub(super) async fn upsert_stored(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool> {
+    pub(in crate::store) async fn put_stored_checkpoint(
+        &self,
+        store: &str,
+        stored: &StoredCheckpoint,
+    ) -> Result<bool> {
         let mut db = self.begin().await?;
         let done = sqlx::query(
             "INSERT INTO checkpoint_copies (checkpoint_id, location, state, manifest, parts) SELECT $1, $2, $3, $4, $5 \
@@ -183,7 +200,7 @@ impl SqlStore {
         Ok(done.rows_affected() > 0)
     }
 
-    pub(super) async fn read_artifact_marker(&self, store: &str) -> Result<Option<ArtifactMarker>> {
+    pub(in crate::store) async fn artifact_marker(&self, store: &str) -> Result<Option<ArtifactMarker>> {
         let found = sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE store = $1").bind(store);
         let found: Option<String> = found.fetch_optional(&self.reader).await?;
         Ok(found.map(|found| match found.strip_prefix(RESTORED) {
@@ -192,14 +209,14 @@ impl SqlStore {
         }))
     }
 
-    pub(super) async fn find_marker(&self, marker: &str) -> Result<Option<bool>> {
+    pub(in crate::store) async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>> {
         let found = sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE marker IN ($1, $2)");
         let found = found.bind(marker).bind(format!("{RESTORED}{marker}"));
         let found: Option<String> = found.fetch_optional(&self.reader).await?;
         Ok(found.map(|found| found != marker))
     }
 
-    pub(super) async fn write_own_marker(&self, restored: &str, own: &str) -> Result<()> {
+    pub(in crate::store) async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query("UPDATE artifact_stores SET marker = $2 WHERE marker = $1")
             .bind(format!("{RESTORED}{restored}"))
@@ -209,7 +226,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn upsert_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
+    pub(in crate::store) async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query(
             "UPDATE checkpoint_copies SET location = $1 WHERE location <> $1 AND location IN (SELECT store FROM artifact_stores \
@@ -233,7 +250,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn delete_stored(&self, store: &str, id: &str) -> Result<()> {
+    pub(in crate::store) async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
             .bind(id)

@@ -60,7 +60,7 @@ async fn watermark(db: &mut Connection, job: &JobId) -> Result<u64> {
 }
 
 impl SqlStore {
-    pub(super) async fn read_metric_extent(
+    pub(in crate::store) async fn metric_extent(
         &self,
         job: &JobId,
         filter: &MetricFilter,
@@ -81,7 +81,7 @@ impl SqlStore {
         Ok((watermark, ends.0.map(uint).zip(ends.1.map(uint))))
     }
 
-    pub(super) async fn read_metric_chunks(
+    pub(in crate::store) async fn metric_chunks(
         &self,
         job: &JobId,
         level: u32,
@@ -108,7 +108,10 @@ impl SqlStore {
         Ok((watermark, rows.iter().map(chunk).collect::<Result<_>>()?))
     }
 
-    pub(super) async fn read_newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)> {
+    pub(in crate::store) async fn newest_metric_chunks(
+        &self,
+        job: &JobId,
+    ) -> Result<(u64, Vec<MetricChunk>)> {
         let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
         let watermark = watermark(&mut db, job).await?;
         let rows = sqlx::query(
@@ -125,7 +128,7 @@ impl SqlStore {
         Ok((watermark, rows.iter().map(chunk).collect::<Result<_>>()?))
     }
 
-    pub(super) async fn write_metric_chunks(
+    pub(in crate::store) async fn put_metric_chunks(
         &self,
         job: &JobId,
         after: u64,

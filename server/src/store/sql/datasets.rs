@@ -35,12 +35,12 @@ pub(super) async fn require_dataset(db: &mut Connection, name: &str) -> Result<(
 }
 
 impl SqlStore {
-    pub(super) async fn list_datasets(&self) -> Result<Vec<Dataset>> {
+    pub(in crate::store) async fn datasets(&self) -> Result<Vec<Dataset>> {
         let rows = sqlx::query("SELECT * FROM datasets ORDER BY name").fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(dataset)))
     }
 
-    pub(super) async fn read_dataset(&self, name: &str) -> Result<Option<Dataset>> {
+    pub(in crate::store) async fn dataset(&self, name: &str) -> Result<Option<Dataset>> {
         let row = sqlx::query("SELECT * FROM datasets WHERE name = $1")
             .bind(plain(name))
             .fetch_optional(&self.reader)
@@ -48,7 +48,7 @@ impl SqlStore {
         row.as_ref().map(dataset).transpose()
     }
 
-    pub(super) async fn insert_dataset(&self, dataset: &Dataset) -> Result<()> {
+    pub(in crate::store) async fn add_dataset(&self, dataset: &Dataset) -> Result<()> {
         let done = sqlx::query(
             "INSERT INTO datasets (name, path, info, added_at, owner, private) VALUES ($1, $2, $3, $4, $5, $6) \
              ON CONFLICT (name) DO NOTHING",
@@ -64,7 +64,7 @@ impl SqlStore {
         if done.rows_affected() == 0 { Err(StoreError::NameTaken(dataset.name.clone())) } else { Ok(()) }
     }
 
-    pub(super) async fn replace_dataset_info(&self, dataset: &Dataset) -> Result<()> {
+    pub(in crate::store) async fn update_dataset(&self, dataset: &Dataset) -> Result<()> {
         let done = sqlx::query("UPDATE datasets SET info = $1 WHERE name = $2 AND added_at = $3")
             .bind(json(&dataset.info)?)
             .bind(plain(&dataset.name))
@@ -74,7 +74,7 @@ impl SqlStore {
         if done.rows_affected() == 0 { Err(StoreError::NotFound("dataset")) } else { Ok(()) }
     }
 
-    pub(super) async fn delete_dataset(&self, name: &str) -> Result<()> {
+    pub(in crate::store) async fn remove_dataset(&self, name: &str) -> Result<()> {
         // Checks the jobs in the same transaction. So a concurrently submitted job is either stored before, or does not find the dataset.
         let mut db = self.begin().await?;
         let specs: Vec<String> = sqlx::query_scalar(

@@ -49,7 +49,7 @@ async fn edit(db: &mut Connection, changes: &[(&JobId, &Change)]) -> Result<Vec<
 }
 
 impl SqlStore {
-    pub(super) async fn edit_job(&self, id: &JobId, change: Change) -> Result<Changed> {
+    pub(in crate::store) async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed> {
         let mut db = self.begin().await?;
         let changed =
             edit(&mut db, &[(id, &change)]).await?.pop().flatten().ok_or(StoreError::NotFound("job"))?;
@@ -57,7 +57,10 @@ impl SqlStore {
         Ok(changed)
     }
 
-    pub(super) async fn edit_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<Changed>>> {
+    pub(in crate::store) async fn change_jobs(
+        &self,
+        changes: &[(JobId, Change)],
+    ) -> Result<Vec<Option<Changed>>> {
         let mut db = self.begin().await?;
         let changes: Vec<_> = changes.iter().map(|(id, change)| (id, change)).collect();
         let changed = edit(&mut db, &changes).await?;
@@ -65,7 +68,7 @@ impl SqlStore {
         Ok(changed)
     }
 
-    pub(super) async fn remove_job(&self, id: &JobId) -> Result<()> {
+    pub(in crate::store) async fn delete_job(&self, id: &JobId) -> Result<()> {
         let mut db = self.begin().await?;
         let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;
         let state = row.job.state;

@@ -33,7 +33,7 @@ fn parent(row: &DbRow) -> Option<Parent> {
 }
 
 impl SqlStore {
-    pub(super) async fn read_history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
+    pub(in crate::store) async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
         let mut events = Vec::new();
         for kind in ["state", "alert"] {
             // As in the condition of the index `events_history`.
@@ -71,7 +71,7 @@ impl SqlStore {
             .fetch_all(&self.reader)
             .await?;
         }
-        // Counts in the order of `list_waiting`, which ignores fair share.
+        // Counts in the order of `waiting`, which ignores fair share.
         let before_it: i64 = sqlx::query_scalar(
             "SELECT COUNT(*) FROM jobs WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
              AND (priority > $1 OR (priority = $1 AND (created_at, id) < ($2, $3)))",

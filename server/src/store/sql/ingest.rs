@@ -121,7 +121,7 @@ fn acknowledgement(attempt: AttemptRef, source: Source, records: u64) -> Acknowl
 }
 
 impl SqlStore {
-    pub(super) async fn store_reports(&self, reports: &[Report]) -> Result<Vec<Ingested>> {
+    pub(in crate::store) async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>> {
         let mut db = self.begin().await?;
         fault_point("ingest.begin")?;
         let mut jobs = load(&mut db, reports).await?;
@@ -164,7 +164,7 @@ impl SqlStore {
         Ok(answers)
     }
 
-    pub(super) async fn store_records(
+    pub(in crate::store) async fn append_records(
         &self,
         records: &RunRecords,
         change: RecordsChange,
@@ -194,7 +194,7 @@ impl SqlStore {
         Ok(Appended::Stored { records, changed: Box::new(changed) })
     }
 
-    pub(super) async fn read_acknowledged(
+    pub(in crate::store) async fn acknowledged(
         &self,
         attempt: &AttemptRef,
         agent_id: &str,

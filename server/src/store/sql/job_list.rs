@@ -256,7 +256,7 @@ fn value(row: &DbRow, holds: Holds) -> Result<SortValue> {
 }
 
 impl SqlStore {
-    pub(super) async fn list_jobs(&self, filter: &JobFilter) -> Result<Page> {
+    pub(in crate::store) async fn jobs(&self, filter: &JobFilter) -> Result<Page> {
         let limit = if filter.limit == 0 { DEFAULT_PAGE_SIZE } else { filter.limit.min(MAX_PAGE_SIZE) };
         let (by, holds, nullable) = expression(&filter.sort.by);
         let order = if filter.sort.descending { "DESC" } else { "ASC" };
@@ -288,7 +288,7 @@ impl SqlStore {
         Ok(Page { jobs, next })
     }
 
-    pub(super) async fn count_jobs(&self, filter: &JobFilter) -> Result<u64> {
+    pub(in crate::store) async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64> {
         let mut query = QueryBuilder::new(
             "SELECT count(*) FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id",
         );
@@ -296,7 +296,7 @@ impl SqlStore {
         Ok(uint(query.build_query_scalar().fetch_one(&self.reader).await?))
     }
 
-    pub(super) async fn list_projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>> {
+    pub(in crate::store) async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>> {
         let mut query = QueryBuilder::new("SELECT project, state, count(*), max(created_at) FROM jobs");
         push_seen(&mut query, seen_by);
         query.push(" GROUP BY project, state ORDER BY project, state");

@@ -334,12 +334,12 @@ async fn find_by_key(db: &mut Connection, (key, request): &(String, String)) -> 
 }
 
 impl SqlStore {
-    pub(super) async fn read_made_before(&self, key: &(String, String)) -> Result<Option<Job>> {
+    pub(in crate::store) async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>> {
         let mut db = self.reader.acquire().await?;
         find_by_key(&mut db, key).await
     }
 
-    pub(super) async fn insert_job(&self, new: NewJob) -> Result<Created> {
+    pub(in crate::store) async fn create_job(&self, new: NewJob) -> Result<Created> {
         let mut db = self.begin().await?;
         fault_point("create.begin")?;
         if let Some(key) = &new.idempotency
@@ -406,7 +406,7 @@ impl SqlStore {
         Ok(Created::New(Box::new(changed)))
     }
 
-    pub(super) async fn read_job(&self, id: &JobId) -> Result<Option<JobRow>> {
+    pub(in crate::store) async fn job(&self, id: &JobId) -> Result<Option<JobRow>> {
         load(&mut *self.reader.acquire().await?, id).await
     }
 }

@@ -151,7 +151,7 @@ fn row(row: &DbRow) -> Result<HistogramRow> {
 }
 
 impl SqlStore {
-    pub(super) async fn read_histogram_index(&self, job: &JobId) -> Result<HistogramIndex> {
+    pub(in crate::store) async fn histogram_index(&self, job: &JobId) -> Result<HistogramIndex> {
         let mut db = self.reader.acquire().await?;
         let steps = steps(&mut db, job).await?;
         let Some(newest) = steps.last() else { return Ok(HistogramIndex::default()) };
@@ -167,7 +167,7 @@ impl SqlStore {
         Ok(HistogramIndex { layers, steps })
     }
 
-    pub(super) async fn read_histograms(
+    pub(in crate::store) async fn histograms(
         &self,
         job: &JobId,
         filter: &HistogramFilter,
@@ -190,7 +190,7 @@ impl SqlStore {
         rows.iter().map(row).collect()
     }
 
-    pub(super) async fn read_network(&self, job: &JobId) -> Result<Option<NetworkDescription>> {
+    pub(in crate::store) async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>> {
         let found: Option<String> = sqlx::query_scalar("SELECT description FROM networks WHERE job_id = $1")
             .bind(job.as_str())
             .fetch_optional(&self.reader)

@@ -80,7 +80,7 @@ pub(super) async fn require_unregistered(
 }
 
 impl SqlStore {
-    pub(super) async fn insert_version(&self, new: &NewVersion) -> Result<u32> {
+    pub(in crate::store) async fn add_model_version(&self, new: &NewVersion) -> Result<u32> {
         let mut db = self.begin().await?;
         let row = load(&mut db, &new.job).await?.ok_or(StoreError::NotFound("job"))?;
         let state = row.job.state;
@@ -139,7 +139,7 @@ impl SqlStore {
         Ok(to_u32(version))
     }
 
-    pub(super) async fn list_versions(&self, model: Option<&str>) -> Result<Vec<VersionRow>> {
+    pub(in crate::store) async fn model_versions(&self, model: Option<&str>) -> Result<Vec<VersionRow>> {
         let model = model.map(plain);
         let mut db = self.reader.acquire().await?;
         let of_model = "($1 IS NULL OR model = $1)";
@@ -159,12 +159,17 @@ impl SqlStore {
         Ok(versions)
     }
 
-    pub(super) async fn list_registered(&self, job: &JobId) -> Result<Vec<String>> {
+    pub(in crate::store) async fn registered_checkpoints(&self, job: &JobId) -> Result<Vec<String>> {
         let query = "SELECT checkpoint_id FROM model_versions WHERE job_id = $1 AND deleted_at IS NULL";
         Ok(sqlx::query_scalar(query).bind(job.as_str()).fetch_all(&self.reader).await?)
     }
 
-    pub(super) async fn write_alias(&self, model: &str, alias: &str, version: Option<u32>) -> Result<()> {
+    pub(in crate::store) async fn set_model_alias(
+        &self,
+        model: &str,
+        alias: &str,
+        version: Option<u32>,
+    ) -> Result<()> {
         let Some(version) = version else {
             let done = sqlx::query("DELETE FROM model_aliases WHERE model = $1 AND alias = $2")
                 .bind(plain(model))
@@ -186,7 +191,7 @@ impl SqlStore {
         if done.rows_affected() == 0 { Err(StoreError::NotFound("version")) } else { Ok(()) }
     }
 
-    pub(super) async fn delete_version(&self, model: &str, version: u32) -> Result<()> {
+    pub(in crate::store) async fn remove_model_version(&self, model: &str, version: u32) -> Result<()> {
         let done = sqlx::query(
             "UPDATE model_versions SET deleted_at = $3 WHERE model = $1 AND version = $2 AND deleted_at IS NULL \
              AND NOT EXISTS (SELECT 1 FROM model_aliases a WHERE a.model = $1 AND a.version = $2)",

@@ -17,7 +17,7 @@ fn table_and_key(of: PanelsOf<'_>) -> (&'static str, &'static str, String) {
 }
 
 impl SqlStore {
-    pub(super) async fn read_panels(&self, of: PanelsOf<'_>) -> Result<Option<Vec<Panel>>> {
+    pub(in crate::store) async fn panels(&self, of: PanelsOf<'_>) -> Result<Option<Vec<Panel>>> {
         let (table, key, name) = table_and_key(of);
         let query = format!("SELECT panels FROM {table} WHERE {key} = $1");
         let found: Option<String> =
@@ -29,7 +29,11 @@ impl SqlStore {
         }))
     }
 
-    pub(super) async fn write_panels(&self, of: PanelsOf<'_>, panels: Option<&[Panel]>) -> Result<()> {
+    pub(in crate::store) async fn put_panels(
+        &self,
+        of: PanelsOf<'_>,
+        panels: Option<&[Panel]>,
+    ) -> Result<()> {
         let (table, key, name) = table_and_key(of);
         let Some(panels) = panels else {
             let query = format!("DELETE FROM {table} WHERE {key} = $1");

@@ -35,13 +35,13 @@ fn owned(row: &DbRow) -> Result<Owned> {
 }
 
 impl SqlStore {
-    pub(super) async fn list_people(&self) -> Result<Vec<PersonRow>> {
+    pub(in crate::store) async fn people(&self) -> Result<Vec<PersonRow>> {
         let query = "SELECT people.*, issuer, subject FROM people LEFT JOIN identities ON person = name ORDER BY name";
         let rows = sqlx::query(query).fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(person)))
     }
 
-    pub(super) async fn list_refused(&self) -> Result<Vec<Identity>> {
+    pub(in crate::store) async fn refused_identities(&self) -> Result<Vec<Identity>> {
         let rows: Vec<(String, String)> =
             sqlx::query_as("SELECT issuer, subject FROM identities WHERE person IS NULL")
                 .fetch_all(&self.reader)
@@ -49,7 +49,7 @@ impl SqlStore {
         Ok(rows.into_iter().map(|(issuer, subject)| Identity { issuer, subject }).collect())
     }
 
-    pub(super) async fn upsert_person(&self, row: &PersonRow) -> Result<()> {
+    pub(in crate::store) async fn put_person(&self, row: &PersonRow) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query(
             "INSERT INTO people (name, hash, role, created_at, disabled_at) VALUES ($1, $2, $3, $4, $5) \
@@ -89,7 +89,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn delete_person(&self, row: &PersonRow, at: Timestamp) -> Result<()> {
+    pub(in crate::store) async fn remove_person(&self, row: &PersonRow, at: Timestamp) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query("DELETE FROM people WHERE name = $1").bind(&row.person.name).execute(&mut *db).await?;
         sqlx::query("UPDATE identities SET person = NULL WHERE person = $1")
@@ -108,7 +108,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn read_owned_job(&self, id: &JobId) -> Result<Option<Owned>> {
+    pub(in crate::store) async fn owned_job(&self, id: &JobId) -> Result<Option<Owned>> {
         let row = sqlx::query("SELECT owner, private FROM jobs WHERE id = $1 AND deleted_at IS NULL")
             .bind(id.as_str())
             .fetch_optional(&self.reader)
@@ -116,7 +116,7 @@ impl SqlStore {
         row.as_ref().map(owned).transpose()
     }
 
-    pub(super) async fn list_hidden_from(&self, owner: &str) -> Result<Vec<JobId>> {
+    pub(in crate::store) async fn jobs_hidden_from(&self, owner: &str) -> Result<Vec<JobId>> {
         let ids: Vec<String> = sqlx::query_scalar(
             "SELECT id FROM jobs WHERE private <> 0 AND (owner IS NULL OR owner <> $1) AND deleted_at IS NULL",
         )
@@ -126,7 +126,7 @@ impl SqlStore {
         Ok(ids.iter().filter_map(|id| id.parse().ok()).collect())
     }
 
-    pub(super) async fn read_owned_dataset(&self, name: &str) -> Result<Option<Owned>> {
+    pub(in crate::store) async fn owned_dataset(&self, name: &str) -> Result<Option<Owned>> {
         let row = sqlx::query("SELECT owner, private FROM datasets WHERE name = $1")
             .bind(plain(name))
             .fetch_optional(&self.reader)

@@ -17,7 +17,7 @@ fn found(id: Option<String>) -> Result<Option<JobId>> {
 }
 
 impl SqlStore {
-    pub(super) async fn read_first_seq(&self, job: &JobId) -> Result<u64> {
+    pub(in crate::store) async fn first_seq(&self, job: &JobId) -> Result<u64> {
         let removed: Option<i64> =
             sqlx::query_scalar("SELECT removed FROM metric_compaction WHERE job_id = $1")
                 .bind(job.as_str())
@@ -26,7 +26,7 @@ impl SqlStore {
         Ok(removed.map_or(0, uint) + 1)
     }
 
-    pub(super) async fn find_with_points(
+    pub(in crate::store) async fn oldest_with_points(
         &self,
         before: Timestamp,
         behind: Option<&JobId>,
@@ -44,7 +44,7 @@ impl SqlStore {
         found(id)
     }
 
-    pub(super) async fn remove_some_points(&self, job: &JobId) -> Result<bool> {
+    pub(in crate::store) async fn remove_points(&self, job: &JobId) -> Result<bool> {
         let id = job.as_str();
         let mut db = self.begin().await?;
         // `removed` is advanced first, so that streams begin after the points that are deleted below.
@@ -67,13 +67,13 @@ impl SqlStore {
         Ok(done.rows_affected() > 0)
     }
 
-    pub(super) async fn find_deleted(&self) -> Result<Option<JobId>> {
+    pub(in crate::store) async fn oldest_deleted(&self) -> Result<Option<JobId>> {
         let oldest = "SELECT id FROM jobs WHERE deleted_at IS NOT NULL ORDER BY deleted_at LIMIT 1";
         let id: Option<String> = sqlx::query_scalar(oldest).fetch_optional(&self.reader).await?;
         found(id)
     }
 
-    pub(super) async fn purge_some(&self, id: &JobId) -> Result<()> {
+    pub(in crate::store) async fn purge_deleted(&self, id: &JobId) -> Result<()> {
         let id = id.as_str();
         let events = "DELETE FROM events WHERE job_id = $1 AND seq <= (SELECT max(seq) FROM \
             (SELECT seq FROM events WHERE job_id = $1 ORDER BY seq LIMIT $2) AS first)";

@@ -16,7 +16,10 @@ use std::collections::HashMap;
 const PAGE_SIZE: i64 = 1000;
 
 impl SqlStore {
-    pub(super) async fn list_waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)> {
+    pub(in crate::store) async fn waiting(
+        &self,
+        from: &QueuePlace,
+    ) -> Result<(Vec<JobRow>, Option<QueuePlace>)> {
         let query = format!(
             "{JOB} WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
              AND (priority < $1 OR (priority = $1 AND (created_at, id) > ($2, $3))) \
@@ -40,7 +43,7 @@ impl SqlStore {
         Ok((readable(rows.iter().map(job_row)), next))
     }
 
-    pub(super) async fn read_jobs(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
+    pub(in crate::store) async fn jobs_of(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
         let mut found = Vec::with_capacity(ids.len());
         for ids in batch::split(ids) {
             let placeholders = batch::values(ids.len(), 1);
@@ -53,7 +56,7 @@ impl SqlStore {
         Ok(found)
     }
 
-    pub(super) async fn list_waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>> {
+    pub(in crate::store) async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>> {
         let rows: Vec<(String, i64, i64, String)> = sqlx::query_as(
             "SELECT id, last_seq, priority, project FROM jobs \
              WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL",
@@ -68,7 +71,7 @@ impl SqlStore {
         Ok(readable(rows.into_iter().map(version)).into_iter().collect())
     }
 
-    pub(super) async fn sum_shares(&self, by: FairShare) -> Result<HashMap<String, u64>> {
+    pub(in crate::store) async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>> {
         let share = match by {
             FairShare::Off => return Ok(HashMap::new()),
             FairShare::Owner => "COALESCE(owner, '')",

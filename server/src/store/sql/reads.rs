@@ -85,14 +85,19 @@ fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
 }
 
 impl SqlStore {
-    pub(super) async fn list_unfinished(&self) -> Result<Vec<Job>> {
+    pub(in crate::store) async fn unfinished(&self) -> Result<Vec<Job>> {
         let query =
             format!("{JOB} WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL");
         let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(|r| Ok(job_row(r)?.job))))
     }
 
-    pub(super) async fn read_events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>> {
+    pub(in crate::store) async fn events(
+        &self,
+        job: &JobId,
+        after: u64,
+        limit: u32,
+    ) -> Result<Vec<EventRow>> {
         let rows = sqlx::query(
             "SELECT seq, at, attempt, rank, body, points FROM events WHERE job_id = $1 AND seq > $2 \
              ORDER BY seq LIMIT $3",
@@ -105,7 +110,7 @@ impl SqlStore {
         rows.iter().map(event_row).collect()
     }
 
-    pub(super) async fn read_metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage> {
+    pub(in crate::store) async fn metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage> {
         // One snapshot, so that a stream from `as_of_seq` continues exactly after the columns.
         let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
         let as_of: Option<i64> =
@@ -146,7 +151,7 @@ impl SqlStore {
         Ok(page)
     }
 
-    pub(super) async fn read_logs(&self, job: &JobId, filter: &LogFilter) -> Result<LogPage> {
+    pub(in crate::store) async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<LogPage> {
         let order = if filter.newest { "DESC" } else { "ASC" };
         let query = format!(
             "SELECT seq, at, body FROM events {BY_LOG} WHERE job_id = $1 AND kind = 'log' \
@@ -174,7 +179,7 @@ impl SqlStore {
         Ok(LogPage { events: readable(events), ends, full })
     }
 
-    pub(super) async fn read_rank_reports(
+    pub(in crate::store) async fn rank_reports(
         &self,
         job: &JobId,
         attempt: u32,
@@ -195,7 +200,7 @@ impl SqlStore {
         Ok(readable(rows.iter().map(|(rank, seq, body)| Ok((to_u32(*rank), event(job, *seq, body)?)))))
     }
 
-    pub(super) async fn read_checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>> {
+    pub(in crate::store) async fn checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>> {
         let rows = sqlx::query("SELECT * FROM checkpoints WHERE job_id = $1 ORDER BY step DESC, epoch DESC")
             .bind(job.as_str())
             .fetch_all(&self.reader)
@@ -203,7 +208,11 @@ impl SqlStore {
         Ok(readable(rows.iter().map(checkpoint_row)))
     }
 
-    pub(super) async fn read_checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>> {
+    pub(in crate::store) async fn checkpoints_behind(
+        &self,
+        id: &str,
+        limit: u32,
+    ) -> Result<Vec<CheckpointRow>> {
         let rows = sqlx::query("SELECT * FROM checkpoints WHERE id > $1 ORDER BY id LIMIT $2")
             .bind(id)
             .bind(i64::from(limit))
@@ -212,7 +221,7 @@ impl SqlStore {
         Ok(readable(rows.iter().map(checkpoint_row)))
     }
 
-    pub(super) async fn read_checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>> {
+    pub(in crate::store) async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>> {
         let row = sqlx::query("SELECT * FROM checkpoints WHERE id = $1")
             .bind(plain(id))
             .fetch_optional(&self.reader)
@@ -220,7 +229,7 @@ impl SqlStore {
         row.as_ref().map(checkpoint_row).transpose()
     }
 
-    pub(super) async fn count(&self) -> Result<Counts> {
+    pub(in crate::store) async fn counts(&self) -> Result<Counts> {
         let rows: Vec<(String, i64)> =
             sqlx::query_as("SELECT state, count(*) FROM jobs WHERE deleted_at IS NULL GROUP BY state")
                 .fetch_all(&self.reader)

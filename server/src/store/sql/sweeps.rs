@@ -60,7 +60,7 @@ pub(super) async fn require_over(db: &mut Connection, trial: &TrialOf, state: Jo
 }
 
 impl SqlStore {
-    pub(super) async fn insert_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<bool> {
+    pub(in crate::store) async fn add_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<bool> {
         let done = sqlx::query(
             "INSERT INTO sweeps (id, name, project, state, spec, settings, rungs, specs, owner, private, created_at) \
              VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT DO NOTHING",
@@ -81,30 +81,30 @@ impl SqlStore {
         Ok(done.rows_affected() > 0)
     }
 
-    pub(super) async fn list_sweeps(&self) -> Result<Vec<SweepRow>> {
+    pub(in crate::store) async fn sweeps(&self) -> Result<Vec<SweepRow>> {
         let query = format!("{SWEEP} ORDER BY created_at DESC, id");
         let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(sweep)))
     }
 
-    pub(super) async fn list_unfinished_sweeps(&self) -> Result<Vec<SweepRow>> {
+    pub(in crate::store) async fn unfinished_sweeps(&self) -> Result<Vec<SweepRow>> {
         let query = format!("{SWEEP} WHERE finished_at IS NULL ORDER BY created_at, id");
         let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(sweep)))
     }
 
-    pub(super) async fn read_sweep(&self, id: &str) -> Result<Option<SweepRow>> {
+    pub(in crate::store) async fn sweep(&self, id: &str) -> Result<Option<SweepRow>> {
         let query = sqlx::query(AssertSqlSafe(format!("{SWEEP} WHERE id = $1"))).bind(plain(id));
         query.fetch_optional(&self.reader).await?.as_ref().map(sweep).transpose()
     }
 
-    pub(super) async fn read_sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>> {
+    pub(in crate::store) async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>> {
         let query = sqlx::query_scalar("SELECT specs FROM sweeps WHERE id = $1").bind(plain(id));
         let specs: Option<String> = query.fetch_optional(&self.reader).await?;
         specs.map_or_else(|| Ok(Vec::new()), |specs| from_json(&specs))
     }
 
-    pub(super) async fn write_sweep_state(
+    pub(in crate::store) async fn set_sweep_state(
         &self,
         id: &str,
         state: SweepState,
@@ -124,7 +124,7 @@ impl SqlStore {
         Ok(done.rows_affected() > 0)
     }
 
-    pub(super) async fn remove_sweep(&self, id: &str) -> Result<bool> {
+    pub(in crate::store) async fn delete_sweep(&self, id: &str) -> Result<bool> {
         let mut db = self.begin().await?;
         let query = "DELETE FROM sweeps WHERE id = $1 AND finished_at IS NOT NULL";
         let deleted = sqlx::query(query).bind(plain(id)).execute(&mut *db).await?.rows_affected() > 0;
@@ -136,7 +136,7 @@ impl SqlStore {
         Ok(deleted)
     }
 
-    pub(super) async fn list_trials(&self, sweep: &str) -> Result<Vec<JobRow>> {
+    pub(in crate::store) async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>> {
         let query = format!("{JOB} WHERE jobs.sweep = $1 AND jobs.deleted_at IS NULL ORDER BY jobs.trial");
         let rows = sqlx::query(AssertSqlSafe(query)).bind(plain(sweep)).fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(job_row)))

@@ -142,12 +142,12 @@ fn delivery(row: &DbRow) -> Result<Delivery> {
 }
 
 impl SqlStore {
-    pub(super) async fn list_webhooks(&self) -> Result<Vec<WebhookRow>> {
+    pub(in crate::store) async fn webhooks(&self) -> Result<Vec<WebhookRow>> {
         let rows = sqlx::query("SELECT * FROM webhooks ORDER BY id").fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(webhook)))
     }
 
-    pub(super) async fn upsert_webhook(&self, row: &WebhookRow) -> Result<()> {
+    pub(in crate::store) async fn put_webhook(&self, row: &WebhookRow) -> Result<()> {
         let Webhook { id, url, form, project, events, enabled, created_at } = &row.webhook;
         sqlx::query(
             "INSERT INTO webhooks (id, url, form, project, events, enabled, created_at, secret) \
@@ -168,7 +168,7 @@ impl SqlStore {
         Ok(())
     }
 
-    pub(super) async fn delete_webhook(&self, id: &str) -> Result<()> {
+    pub(in crate::store) async fn remove_webhook(&self, id: &str) -> Result<()> {
         let mut db = self.begin().await?;
         for text in
             ["DELETE FROM webhooks WHERE id = $1", "DELETE FROM webhook_deliveries WHERE webhook_id = $1"]
@@ -178,14 +178,14 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn list_deliveries(&self, webhook: &str, limit: u32) -> Result<Vec<Delivery>> {
+    pub(in crate::store) async fn deliveries(&self, webhook: &str, limit: u32) -> Result<Vec<Delivery>> {
         let text = "SELECT * FROM webhook_deliveries WHERE webhook_id = $1 ORDER BY id DESC LIMIT $2";
         let rows = sqlx::query(text).bind(webhook).bind(i64::from(limit)).fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(delivery)))
     }
 
-    pub(super) async fn list_next_deliveries(&self) -> Result<Vec<(WebhookRow, Delivery)>> {
-        let mut webhooks = self.list_webhooks().await?;
+    pub(in crate::store) async fn next_deliveries(&self) -> Result<Vec<(WebhookRow, Delivery)>> {
+        let mut webhooks = self.webhooks().await?;
         webhooks.retain(|row| row.webhook.enabled);
         if webhooks.is_empty() {
             return Ok(Vec::new());
@@ -203,7 +203,7 @@ impl SqlStore {
         Ok(readable(rows.iter().map(delivery)).into_iter().filter_map(with_webhook).collect())
     }
 
-    pub(super) async fn insert_delivery(&self, delivery: &Delivery) -> Result<()> {
+    pub(in crate::store) async fn add_delivery(&self, delivery: &Delivery) -> Result<()> {
         sqlx::query(
             "INSERT INTO webhook_deliveries (id, webhook_id, event, payload, created_at, attempts) \
              VALUES ($1, $2, $3, $4, $5, $6)",
@@ -219,7 +219,7 @@ impl SqlStore {
         Ok(())
     }
 
-    pub(super) async fn write_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()> {
+    pub(in crate::store) async fn note_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query("UPDATE webhook_deliveries SET attempts = $2, next_at = $3 WHERE id = $1")
             .bind(&delivery.id)
@@ -244,7 +244,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn remove_old_deliveries(&self, before: Timestamp) -> Result<()> {
+    pub(in crate::store) async fn purge_deliveries(&self, before: Timestamp) -> Result<()> {
         sqlx::query("DELETE FROM webhook_deliveries WHERE created_at < $1")
             .bind(before.as_millisecond())
             .execute(&self.writer)

@@ -89,6 +89,18 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     post("runs/set-tag", of(json!({"key": "colour", "value": "red"}))).await;
     post("runs/delete-tag", of(json!({"key": "gone"}))).await;
     post("runs/log-inputs", of(json!({"datasets": []}))).await;
+    // A model is a folder of its run.
+    let made = json!({"experiment_id": "shoes", "name": "net", "source_run_id": id, "tags": [{"key": "a", "value": "b"}]});
+    let made = post("logged-models", made).await;
+    let model = &made["model"]["info"];
+    assert_eq!(
+        (model["artifact_uri"].as_str(), model["status"].as_str()),
+        (Some(format!("mlflow-artifacts:/{id}/net").as_str()), Some("LOGGED_MODEL_READY"))
+    );
+    post("runs/outputs", of(json!({"models": [{"model_id": model["model_id"], "step": 0}]}))).await;
+    let model = format!("logged-models/{}", model["model_id"].as_str().unwrap());
+    post(&format!("{model}/params"), json!({"params": [{"key": "lr", "value": "0.1"}]})).await;
+    assert_eq!(get(&model, json!({})).await, made);
     let found = get("runs/get", of(json!({}))).await;
     let data = &found["run"]["data"];
     let pairs = |key: &str| -> Vec<(String, Value)> {
@@ -218,6 +230,22 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
             400,
             "INVALID_PARAMETER_VALUE",
             "no filter",
+        ),
+        (
+            "POST",
+            "logged-models",
+            json!({"experiment_id": "shoes", "name": "net"}),
+            400,
+            "INVALID_PARAMETER_VALUE",
+            "mlflow.start_run",
+        ),
+        (
+            "GET",
+            "logged-models/m-nothing",
+            json!({}),
+            404,
+            "RESOURCE_DOES_NOT_EXIST",
+            "Logged model with ID 'm-nothing' not found.",
         ),
         (
             "POST",

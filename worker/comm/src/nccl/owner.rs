@@ -171,24 +171,24 @@ mod tests {
                         })
                     })
                     .collect();
-                for who in ["first", "second"] {
+                for reason in ["first", "second"] {
                     let (owner, fake) = (&owner, &fake);
                     scope.spawn(move || {
                         while fake.calls.load(Ordering::SeqCst) < round % 7 {
                             std::thread::yield_now();
                         }
-                        owner.abort(who);
+                        owner.abort(reason);
                     });
                 }
                 callers.into_iter().map(|caller| caller.join().unwrap()).collect()
             });
             assert!(
                 !fake.misused.load(Ordering::SeqCst),
-                "round {round}: used after it was freed, or by two"
+                "round {round}: used after it was freed, or by two threads at a time"
             );
             assert_eq!(fake.freed.load(Ordering::SeqCst), 1, "round {round}: freed once");
             assert!(reasons.iter().all(|r| *r == reasons[0]), "{reasons:?}");
-            assert!(owner.take().is_none(), "what was aborted has no orderly end");
+            assert!(owner.take().is_none(), "an aborted handle cannot be taken");
         }
     }
 
@@ -216,7 +216,7 @@ mod tests {
             come_back.send(()).unwrap();
             hanging.join().unwrap();
         });
-        assert_eq!(fake.freed.load(Ordering::SeqCst), 1, "by the call that came back");
+        assert_eq!(fake.freed.load(Ordering::SeqCst), 1, "freed by the call that returned");
         assert!(!fake.misused.load(Ordering::SeqCst));
     }
 
@@ -225,7 +225,7 @@ mod tests {
         let fake = Fake::default();
         let owner = Owner::new(&fake);
         let acquire = owner.acquire().unwrap();
-        assert!(owner.take().is_none(), "it is in use");
+        assert!(owner.take().is_none(), "the handle is in use");
         drop(acquire);
         assert!(owner.take().is_some());
         owner.abort("too late");

@@ -334,9 +334,9 @@ mod tests {
             queries.set(queries.get() + 1);
             Ok(queries.get() >= after)
         };
-        let gone =
+        let check_neighbours =
             || Err(CommError::Disconnected { operation: "all_reduce", peer: 1, detail: String::new() });
-        wait_until_done("all_reduce", query, gone, Duration::from_secs(60))
+        wait_until_done("all_reduce", query, check_neighbours, Duration::from_secs(60))
     }
 
     #[test]

@@ -27,7 +27,7 @@ fn gpu_a_group_of_one_gathers_and_is_aborted() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_an_abort_while_other_threads_ask_for_errors() {
+fn gpu_an_abort_is_safe_while_other_threads_ask_for_errors() {
     for round in 0..5 {
         let store = Store::join(rendezvous_config(unused_port(), 0, 1)).unwrap();
         let patience = Duration::from_secs(60);
@@ -56,7 +56,7 @@ fn gpu_an_abort_while_other_threads_ask_for_errors() {
 }
 
 #[test]
-fn without_nccl_its_absence_is_an_error_that_says_how_to_get_it() {
+fn a_missing_nccl_is_an_error() {
     if libraries::ready(&[Library::Driver, Library::Nccl]).is_ok() {
         return;
     }
@@ -128,7 +128,7 @@ fn gpus_every_call_matches_the_ring() {
 
 #[test]
 #[ignore = "needs 2 GPUs"]
-fn gpus_a_part_is_aborted_without_the_whole_and_ranks_that_disagree_get_an_error() {
+fn gpus_a_subgroup_is_aborted_alone_and_disagreeing_ranks_get_an_error() {
     on_gpus(2, |group| {
         let part = group.split(Some(0), -(group.rank().cast_signed())).unwrap().unwrap();
         assert_eq!((part.rank(), part.size()), (1 - group.rank(), 2));
@@ -147,6 +147,6 @@ fn gpus_a_part_is_aborted_without_the_whole_and_ranks_that_disagree_get_an_error
             _ => count(&group).unwrap_err(),
         };
         assert!(matches!(error, CommError::Mismatch { .. } | CommError::Disconnected { .. }), "{error}");
-        assert!(began.elapsed() < Duration::from_secs(20), "NCCL alone would wait forever");
+        assert!(began.elapsed() < Duration::from_secs(20), "NCCL itself would wait forever");
     });
 }

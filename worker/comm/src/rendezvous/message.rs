@@ -61,13 +61,13 @@ mod tests {
     use std::net::TcpListener;
 
     /// The error of a message with the length `claimed` that is not a request.
-    fn said(claimed: u32) -> String {
+    fn receive_error(claimed: u32) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let sent = std::thread::spawn(move || {
             let mut stream = TcpStream::connect(address).unwrap();
             stream.write_all(&claimed.to_le_bytes()).unwrap();
-            // If the length is rejected, the rest is not read.
+            // If the length is refused, the rest is not read.
             let _ = stream.write_all(&vec![0xc1; claimed as usize]);
         });
         let (mut stream, _) = listener.accept().unwrap();
@@ -80,7 +80,13 @@ mod tests {
 
     #[test]
     fn a_message_above_a_mebibyte_is_refused() {
-        assert!(!said(MAX_MESSAGE_BYTES).contains("bytes"), "it is read, and is no request");
-        assert_eq!(said(MAX_MESSAGE_BYTES + 1), "a message of 1048577 bytes; at most 1048576 are allowed");
+        assert!(
+            !receive_error(MAX_MESSAGE_BYTES).contains("bytes"),
+            "the message is read, but is not a request"
+        );
+        assert_eq!(
+            receive_error(MAX_MESSAGE_BYTES + 1),
+            "a message of 1048577 bytes; at most 1048576 are allowed"
+        );
     }
 }

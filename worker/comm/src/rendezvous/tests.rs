@@ -32,7 +32,7 @@ fn ranks_exchange_values_and_count() {
 }
 
 #[test]
-fn missing_ranks_are_named() {
+fn errors_name_missing_ranks() {
     let port = unused_port();
     let store =
         Store::join(RendezvousConfig { timeout: Duration::from_millis(50), ..rendezvous_config(port, 0, 4) })
@@ -42,9 +42,9 @@ fn missing_ranks_are_named() {
     assert_eq!(error.to_string(), "ranks 1 and 3 have not arrived after 0 s (ring)");
 }
 
-/// As on a machine where a rank compiles kernels before it arrives.
+/// A rank may compile kernels before it arrives.
 #[test]
-fn an_exchange_may_wait_longer_than_ranks_take_to_meet() {
+fn an_exchange_may_wait_longer_than_the_rendezvous_time_out() {
     const SHORT: Duration = Duration::from_millis(50);
     let port = unused_port();
     let config = move |rank| RendezvousConfig { timeout: SHORT, ..rendezvous_config(port, rank, 2) };

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-/// A connection to send to and a connection to receive from. Both may be the same.
+/// The connections for sending and for receiving. Both may be the same.
 pub(super) struct Link<'a> {
     pub(super) next: &'a TcpStream,
     pub(super) next_rank: u32,
@@ -28,8 +28,8 @@ impl Link<'_> {
         while sent < length || sink.wanted() > 0 {
             let mut moved = false;
             if sent < length {
-                let of_out = sent.saturating_sub(header.len());
-                let block = &out[of_out..out.len().min(of_out + BLOCK_BYTES)];
+                let start = sent.saturating_sub(header.len());
+                let block = &out[start..out.len().min(start + BLOCK_BYTES)];
                 // The header and the first bytes share a packet if they fit.
                 let written = match &header[sent.min(header.len())..] {
                     [] => next.write(block),

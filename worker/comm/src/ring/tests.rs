@@ -24,7 +24,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 #[test]
-fn sums_are_right_and_bit_equal_at_any_size() {
+fn sums_are_correct_and_bit_equal_at_any_size() {
     for world in 1..=5 {
         for length in [0, 1, 7, 1023, 8192, 8193, 1_000_003] {
             let run = || {
@@ -61,7 +61,7 @@ fn same_bits<T: Copy + PartialEq + std::fmt::Debug>(of_ranks: &[Vec<T>], bits: i
 }
 
 #[test]
-fn sums_in_double_precision_are_right_and_bit_equal_at_any_size() {
+fn sums_in_double_precision_are_correct_and_bit_equal_at_any_size() {
     // The longest vector that is gathered whole, one value more, and a length with uneven parts.
     let limit = MAX_GATHERED_BYTES / 8;
     for world in 1..=5 {
@@ -104,19 +104,20 @@ fn sums_of_float32_gradients_in_double_precision_do_not_depend_on_their_order() 
 }
 
 #[test]
-fn a_long_sum_sends_less_than_twice_the_vector_whatever_the_number_of_ranks() {
+fn a_long_sum_sends_less_than_twice_the_vector_on_any_number_of_ranks() {
     let length = 40_000;
     for world in [2, 3, 5, 8] {
         let sent = on_ranks(world, TIMEOUT, |ring| {
-            let of = |reduce: &dyn Fn()| {
+            let sent_by = |reduce: &dyn Fn()| {
                 let bytes = || ring.sent_bytes();
                 let before = bytes();
                 reduce();
                 bytes() - before
             };
-            let double = of(&|| ring.all_reduce((&mut vec![1.0f64; length]).into(), Reduction::Sum).unwrap());
+            let double =
+                sent_by(&|| ring.all_reduce((&mut vec![1.0f64; length]).into(), Reduction::Sum).unwrap());
             let single =
-                of(&|| ring.all_reduce((&mut vec![1.0f32; length]).into(), Reduction::Mean).unwrap());
+                sent_by(&|| ring.all_reduce((&mut vec![1.0f32; length]).into(), Reduction::Mean).unwrap());
             (double, single)
         });
         let n = u64::from(world);
@@ -131,7 +132,7 @@ fn a_long_sum_sends_less_than_twice_the_vector_whatever_the_number_of_ranks() {
 }
 
 #[test]
-fn broadcast_gather_f64_and_barrier() {
+fn broadcasts_gathers_sums_and_barriers_work_at_any_size() {
     for world in 1..=5 {
         on_ranks(world, TIMEOUT, |ring| {
             for length in [0, 1, 1000, 200_001] {
@@ -191,16 +192,16 @@ fn ranks_that_disagree_get_an_error() {
 }
 
 #[test]
-fn a_silent_rank_times_out_and_a_dead_one_does_not_take_that_long() {
+fn a_silent_rank_times_out_and_a_dead_rank_is_detected_sooner() {
     let timeout = Duration::from_millis(300);
-    let over = std::sync::Barrier::new(3);
+    let done = std::sync::Barrier::new(3);
     let results = on_ranks(3, timeout, |ring| {
         if ring.rank() == 1 {
-            over.wait();
+            done.wait();
             return None;
         }
         let error = ring.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum).unwrap_err();
-        over.wait();
+        done.wait();
         Some(error)
     });
     let timed_out = |e: &CommError| matches!(e, CommError::TimedOut { secs, .. } if *secs == 0.3);
@@ -234,7 +235,7 @@ fn waiting_ranks_detect_lost_neighbours_immediately() {
             if let Err(error) = ring.check("a step") {
                 break error;
             }
-            assert!(began.elapsed() < Duration::from_secs(20), "nobody noticed");
+            assert!(began.elapsed() < Duration::from_secs(20), "no rank noticed the loss");
             std::thread::yield_now();
         };
         assert!(matches!(error, CommError::Disconnected { operation: "a step", .. }), "{error}");
@@ -244,10 +245,10 @@ fn waiting_ranks_detect_lost_neighbours_immediately() {
 #[test]
 fn abort_ends_a_call_from_another_thread() {
     // Rank 1 is silent until the abort, so rank 0 sees no other reason to end.
-    let over = std::sync::Barrier::new(2);
+    let done = std::sync::Barrier::new(2);
     let results = on_ranks(2, Duration::from_secs(600), |ring| {
         if ring.rank() == 1 {
-            over.wait();
+            done.wait();
             return ring.barrier().unwrap_err();
         }
         let error = std::thread::scope(|scope| {
@@ -256,13 +257,13 @@ fn abort_ends_a_call_from_another_thread() {
             ring.abort("asked to stop");
             waiting.join().unwrap()
         });
-        over.wait();
+        done.wait();
         error
     });
     assert_eq!(results[0].to_string(), "all_reduce: aborted: asked to stop");
     // Rank 1 notices by the header that arrived, or by the closed connection.
-    let found_out = matches!(results[1], CommError::Disconnected { .. } | CommError::Mismatch { .. });
-    assert!(found_out, "{:?}", results[1]);
+    let noticed = matches!(results[1], CommError::Disconnected { .. } | CommError::Mismatch { .. });
+    assert!(noticed, "{:?}", results[1]);
 }
 
 /// `cargo test --release -p lockstep-comm ring::tests::speed -- --ignored --nocapture`
@@ -299,6 +300,6 @@ fn a_rank_with_another_secret_is_kept_out_of_the_ring() {
 }
 
 #[test]
-fn on_loopback_no_rank_s_neighbour_is_elsewhere() {
+fn on_loopback_every_neighbour_is_on_this_machine() {
     assert_eq!(on_ranks(3, TIMEOUT, |ring| ring.next_is_elsewhere().unwrap()), [false; 3]);
 }

@@ -3,7 +3,7 @@
 use super::{
     VARIABLE,
     layout::{Head, group_bytes},
-    mapping::{Anonymous, Mapping, SharedSlice},
+    mapping::{Mapping, MemFile, SharedSlice},
 };
 use lockstep_host::boot_id;
 use serde::{Deserialize, Serialize};
@@ -24,13 +24,13 @@ pub(super) struct ShmDescriptor {
 }
 
 /// The memory, mapped in this process.
-pub(super) type Opened = (Anonymous, Arc<Mapping>);
+pub(super) type Opened = (MemFile, Arc<Mapping>);
 
 /// Allocates memory for `world` ranks, or returns the reason of the failure.
 pub(super) fn make(world: usize) -> Result<(ShmDescriptor, Opened), String> {
     check_enabled()?;
     let made = || -> io::Result<Opened> {
-        let file = Anonymous::create()?;
+        let file = MemFile::create()?;
         file.grow(0, group_bytes(world))?;
         let memory = file.map(0, group_bytes(world))?;
         Ok((file, memory))
@@ -52,7 +52,7 @@ pub(super) fn open(descriptor: &ShmDescriptor, world: usize) -> Result<Opened, S
         return Err("runs on another machine than rank 0".into());
     }
     let open = || -> io::Result<Opened> {
-        let file = Anonymous::of_process(descriptor.pid, descriptor.fd)?;
+        let file = MemFile::of_process(descriptor.pid, descriptor.fd)?;
         let memory = file.map(0, group_bytes(world))?;
         Ok((file, memory))
     };

@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-/// A multiple of the page size: of 4 KiB on x86-64, and of up to 64 KiB elsewhere.
+/// A multiple of every page size: 4 KiB on x86-64, up to 64 KiB elsewhere.
 const PAGE: usize = 64 << 10;
 
 /// `bytes`, rounded up to whole pages.
@@ -24,9 +24,9 @@ pub(super) fn whole_pages(bytes: usize) -> usize {
 
 /// An anonymous file in memory (memfd).
 #[derive(Debug)]
-pub(super) struct Anonymous(File);
+pub(super) struct MemFile(File);
 
-impl Anonymous {
+impl MemFile {
     /// An empty file that is sealed against shrinking, so mapped pages cannot disappear.
     pub(super) fn create() -> io::Result<Self> {
         let fd = rustix::fs::memfd_create("lockstep", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
@@ -44,7 +44,7 @@ impl Anonymous {
         self.0.as_raw_fd()
     }
 
-    /// Allocates `bytes` of zeros at `offset` now. Otherwise, a lack of memory at the first access would be a SIGBUS.
+    /// Allocates `bytes` of zeros at `offset` now. Otherwise, the first access without free memory raises SIGBUS.
     pub(super) fn grow(&self, offset: usize, bytes: usize) -> io::Result<()> {
         Ok(rustix::fs::fallocate(&self.0, FallocateFlags::empty(), offset as u64, bytes as u64)?)
     }
@@ -95,7 +95,7 @@ pub struct SharedSlice<T> {
 
 #[derive(Debug)]
 enum Owner<T> {
-    This { _values: Vec<T> },
+    Own { _values: Vec<T> },
     Shared { _mapping: Arc<Mapping> },
 }
 
@@ -107,7 +107,7 @@ unsafe impl<T: Sync> Sync for SharedSlice<T> {}
 impl<T> From<Vec<T>> for SharedSlice<T> {
     fn from(mut values: Vec<T>) -> Self {
         let start = NonNull::new(values.as_mut_ptr()).unwrap_or(NonNull::dangling());
-        Self { start, len: values.len(), _owner: Owner::This { _values: values } }
+        Self { start, len: values.len(), _owner: Owner::Own { _values: values } }
     }
 }
 

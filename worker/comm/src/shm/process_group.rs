@@ -3,7 +3,7 @@
 use super::{
     SharedMemory, descriptor,
     layout::{Head, Line, SLOT_VALUES, group_bytes, slots_at},
-    mapping::{Anonymous, Mapping, SharedSlice, whole_pages},
+    mapping::{Mapping, MemFile, SharedSlice, whole_pages},
     wait_queue::WaitQueue,
 };
 use crate::{
@@ -23,7 +23,7 @@ pub struct ShmProcessGroup {
     ring: Arc<Ring>,
     /// Whether a waiting rank may spin, because each rank has a core.
     spins: bool,
-    file: Anonymous,
+    file: MemFile,
     head: SharedSlice<Head>,
     lines: SharedSlice<Line>,
     slots: [SharedSlice<f64>; 2],
@@ -100,7 +100,7 @@ impl ShmProcessGroup {
         })
     }
 
-    fn new(ring: Arc<Ring>, file: Anonymous, memory: &Arc<Mapping>) -> Self {
+    fn new(ring: Arc<Ring>, file: MemFile, memory: &Arc<Mapping>) -> Self {
         let world = ring.size() as usize;
         let slots = |half| slots_at(world) + half * world * SLOT_VALUES * size_of::<f64>();
         // SAFETY: any bits are valid numbers, and `round` decides which rank uses which slot when.
@@ -115,7 +115,7 @@ impl ShmProcessGroup {
     }
 
     #[cfg(test)]
-    pub(super) fn file(&self) -> &Anonymous {
+    pub(super) fn file(&self) -> &MemFile {
         &self.file
     }
 

@@ -1,4 +1,4 @@
-//! Ranks of one machine, as threads that each map the memory.
+//! Shared memory of ranks that are threads, each of which maps the memory.
 
 use super::*;
 use crate::{
@@ -23,13 +23,13 @@ fn on_ranks<T: Send>(
     body: impl Fn(Arc<ShmProcessGroup>) -> T + Sync,
 ) -> Vec<T> {
     let connect = |store: &Store, ring: Arc<Ring>| {
-        ShmProcessGroup::among(&ring, |what, value| store.exchange(what, value)).unwrap().unwrap()
+        ShmProcessGroup::among(&ring, |name, value| store.exchange(name, value)).unwrap().unwrap()
     };
     on_connected_ranks(world, timeout, connect, body)
 }
 
 #[test]
-fn sums_of_any_length_are_the_same_on_every_rank_call_after_call() {
+fn sums_of_any_length_are_equal_on_every_rank_in_every_call() {
     for world in [1, 2, 3, 5] {
         let results = on_ranks(world, TIMEOUT, |group| {
             let mut all = Vec::new();
@@ -79,11 +79,11 @@ fn ranks_see_each_other_s_writes_and_work_while_waiting() {
         #[allow(unsafe_code)]
         let (numbers, others): (SharedSlice<AtomicU64>, SharedSlice<AtomicU64>) =
             unsafe { (memory.view(0, 3), second.view(8, 2)) };
-        assert!(others.iter().all(|n| n.load(Ordering::Acquire) == 0), "memory of its own, zeroed");
+        assert!(others.iter().all(|n| n.load(Ordering::Acquire) == 0), "separate memory, zeroed");
         let rank = group.rank() as usize;
         group.barrier().unwrap();
         if rank == 0 {
-            // By then the other ranks are asleep.
+            // Long enough for the other ranks to fall asleep.
             std::thread::sleep(Duration::from_millis(300));
         }
         numbers[rank].store(7 + rank as u64, Ordering::Release);
@@ -119,15 +119,15 @@ fn ranks_that_disagree_get_an_error() {
 }
 
 #[test]
-fn a_silent_rank_times_out_by_name_and_a_dead_one_is_detected_immediately() {
-    let over = std::sync::Barrier::new(3);
+fn errors_name_a_silent_rank_and_a_dead_rank_is_detected_immediately() {
+    let done = std::sync::Barrier::new(3);
     let errors = on_ranks(3, Duration::from_millis(300), |group| {
         if group.rank() == 1 {
-            over.wait();
+            done.wait();
             return None;
         }
         let error = group.all_reduce((&mut [0.0f64; 10]).into(), Reduction::Sum).unwrap_err();
-        over.wait();
+        done.wait();
         Some(error)
     });
     let timed_out = |e: &&CommError| matches!(e, CommError::TimedOut { peer: 1, secs, .. } if *secs == 0.3);
@@ -140,7 +140,7 @@ fn a_silent_rank_times_out_by_name_and_a_dead_one_is_detected_immediately() {
         let began = Instant::now();
         let error = group.all_reduce((&mut [0.0f64; 10]).into(), Reduction::Sum).unwrap_err();
         assert!(began.elapsed() < Duration::from_secs(5));
-        assert!(group.barrier().is_err(), "the group is over");
+        assert!(group.barrier().is_err(), "the group has ended");
         Some(error)
     });
     for error in errors.iter().flatten() {

@@ -36,10 +36,10 @@ fn invalid_calls_are_refused_and_the_group_continues() {
                     "the input is float64 and the output is float32",
                 ),
             ];
-            for (result, words) in refused {
+            for (result, detail) in refused {
                 let error = result.unwrap_err();
                 assert!(matches!(error, CommError::Invalid { .. }), "{error}");
-                assert!(error.to_string().contains(words), "{error}");
+                assert!(error.to_string().contains(detail), "{error}");
             }
             group.all_reduce((&mut two).into(), Reduction::Sum).unwrap();
             group.barrier().unwrap();
@@ -51,7 +51,7 @@ fn invalid_calls_are_refused_and_the_group_continues() {
 type OnRank = fn(&dyn ProcessGroup) -> Result<(), CommError>;
 
 #[test]
-fn differing_calls_of_ranks_are_named() {
+fn errors_name_differing_calls_of_ranks() {
     let cases: [(OnRank, OnRank, &str, &str); 8] = [
         (
             |g| g.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum),
@@ -102,7 +102,7 @@ fn differing_calls_of_ranks_are_named() {
             let errors = on_ranks(kind, 2, TIMEOUT, |group| {
                 let call = if group.rank() == 0 { first } else { second };
                 let error = call(group.as_ref()).unwrap_err();
-                assert!(group.barrier().is_err(), "the group is over");
+                assert!(group.barrier().is_err(), "the group has ended");
                 error.to_string()
             });
             let both = |e: &String| e.contains(one) && e.contains(other);
@@ -115,19 +115,19 @@ fn differing_calls_of_ranks_are_named() {
 fn receivers_refuse_messages_of_another_length_or_type() {
     for kind in KINDS {
         for wrong in [Values::F32(&[0.0; 3]), Values::F64(&[0.0; 2]), Values::U8(&[])] {
-            let over = Barrier::new(2);
+            let done = Barrier::new(2);
             on_ranks(kind, 2, TIMEOUT, |group| {
                 if group.rank() == 0 {
                     group.send(wrong, 1).unwrap();
-                    over.wait();
+                    done.wait();
                     return;
                 }
                 let error = group.recv((&mut [0.0f32; 2]).into(), 0).unwrap_err();
-                let words = error.to_string();
+                let message = error.to_string();
                 assert!(matches!(error, CommError::Mismatch { peer: 0, .. }), "{error}");
                 let sent = format!("send of {} {} values", wrong.len(), wrong.data_type().name());
-                assert!(words.contains(&sent) && words.contains("send of 2 float32 values"), "{words}");
-                over.wait();
+                assert!(message.contains(&sent) && message.contains("send of 2 float32 values"), "{message}");
+                done.wait();
             });
         }
     }
@@ -136,16 +136,16 @@ fn receivers_refuse_messages_of_another_length_or_type() {
 #[test]
 fn a_missing_message_times_out_with_the_sender_s_name() {
     for kind in KINDS {
-        let over = Barrier::new(4);
+        let done = Barrier::new(4);
         on_ranks(kind, 4, Duration::from_millis(300), |group| {
             if group.rank() == 0 {
                 // Rank 2 is not a neighbour, and never sends.
                 let error = group.recv((&mut [0u8]).into(), 2).unwrap_err();
                 assert!(matches!(error, CommError::TimedOut { operation: "recv", peer: 2, .. }), "{error}");
             }
-            over.wait();
+            done.wait();
         });
-        // An exited rank is noticed sooner.
+        // An exited rank is detected sooner.
         on_ranks(kind, 2, Duration::from_secs(600), |group| {
             if group.rank() == 1 {
                 return;
@@ -173,13 +173,13 @@ fn an_abort_ends_the_wait_for_a_message() {
     for kind in KINDS {
         // One sender has not sent a message yet, and the other has.
         for connected in [false, true] {
-            let over = Barrier::new(2);
+            let done = Barrier::new(2);
             on_ranks(kind, 2, Duration::from_secs(600), |group| {
                 if group.rank() == 1 {
                     if connected {
                         group.send((&[1u8]).into(), 0).unwrap();
                     }
-                    over.wait();
+                    done.wait();
                     return;
                 }
                 if connected {
@@ -190,7 +190,7 @@ fn an_abort_ends_the_wait_for_a_message() {
                     group.abort("enough");
                     assert_eq!(waiting.join().unwrap().to_string(), "recv: aborted: enough");
                 });
-                over.wait();
+                done.wait();
             });
         }
     }

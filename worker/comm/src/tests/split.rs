@@ -31,9 +31,9 @@ fn ranks_of_a_color_are_a_group_in_the_order_of_their_keys() {
             let (wanted_rank, wanted_size) = [(2, 3), (0, 2), (1, 3), (1, 2), (0, 3)][rank as usize];
             assert_eq!((part.rank(), part.size()), (wanted_rank, wanted_size));
             assert_eq!(sum_of(part.as_ref(), rank), [6.0, 4.0][rank as usize % 2]);
-            let mut who = vec![0.0f64; part.size() as usize];
-            part.all_gather((&[f64::from(rank)]).into(), (&mut who).into()).unwrap();
-            assert_eq!(who, [vec![4.0, 2.0, 0.0], vec![1.0, 3.0]][rank as usize % 2]);
+            let mut members = vec![0.0f64; part.size() as usize];
+            part.all_gather((&[f64::from(rank)]).into(), (&mut members).into()).unwrap();
+            assert_eq!(members, [vec![4.0, 2.0, 0.0], vec![1.0, 3.0]][rank as usize % 2]);
             // The concurrent group, and messages, with the rank numbers of the new group.
             let concurrent = part.concurrent().unwrap();
             assert_eq!(sum_of(concurrent.as_ref(), 1), f64::from(part.size()));
@@ -42,7 +42,7 @@ fn ranks_of_a_color_are_a_group_in_the_order_of_their_keys() {
             let previous = (part.rank() + part.size() - 1) % part.size();
             let mut from = [0];
             part.recv((&mut from).into(), previous).unwrap();
-            assert_eq!(f64::from(from[0]), who[previous as usize]);
+            assert_eq!(f64::from(from[0]), members[previous as usize]);
             match (kind, part.shared_memory(100).unwrap()) {
                 (Kind::Shm, Err(why)) => panic!("{why}"),
                 (Kind::Ring, Ok(_)) => panic!("a ring has no memory to share"),
@@ -55,7 +55,7 @@ fn ranks_of_a_color_are_a_group_in_the_order_of_their_keys() {
 }
 
 #[test]
-fn a_group_that_was_split_is_split_again_down_to_one() {
+fn a_subgroup_can_be_split_again_down_to_one_rank() {
     for kind in KINDS {
         on_ranks(kind, 4, TIMEOUT, |all| {
             let half = all.split(Some(all.rank() / 2), 0).unwrap().unwrap();
@@ -102,7 +102,7 @@ fn aborting_a_subgroup_does_not_affect_other_groups() {
 #[test]
 fn aborting_a_group_aborts_all_its_subgroups() {
     for kind in KINDS {
-        let over = Barrier::new(4);
+        let done = Barrier::new(4);
         on_ranks(kind, 4, Duration::from_secs(600), |all| {
             let part = all.split(Some(all.rank() / 2), 0).unwrap().unwrap();
             let inner = part.split(Some(0), 0).unwrap().unwrap();
@@ -117,7 +117,7 @@ fn aborting_a_group_aborts_all_its_subgroups() {
                 assert!(matches!(part.barrier(), Err(CommError::Aborted { .. })));
                 assert!(matches!(all.split(None, 0), Err(CommError::Aborted { .. })));
             }
-            over.wait();
+            done.wait();
         });
     }
 }
@@ -171,10 +171,10 @@ fn subgroups_connect_over_their_parent_group() {
                 assert!(matches!(Exchange::of(ring.as_ref(), Some(&store)), Exchange::Store(..)));
                 let pair = ring.split((rank > 0).then_some(1), 0).unwrap();
                 if let Some(pair) = &pair {
-                    let place = Exchange::of(pair.as_ref(), Some(&store));
-                    assert!(matches!(place, Exchange::Group(_)));
-                    let said = format!("rank {rank}");
-                    let all = place.exchange("test", "names", said.as_bytes()).unwrap();
+                    let exchange = Exchange::of(pair.as_ref(), Some(&store));
+                    assert!(matches!(exchange, Exchange::Group(_)));
+                    let name = format!("rank {rank}");
+                    let all = exchange.exchange("test", "names", name.as_bytes()).unwrap();
                     assert_eq!(all, [b"rank 1", b"rank 2"]);
                 }
                 store.barrier("done").unwrap();

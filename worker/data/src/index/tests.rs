@@ -1,4 +1,4 @@
-//! What the index saves, and which changes it must still notice.
+//! Which files need not be read because of the index, and which changes must still be detected.
 
 mod folders;
 
@@ -49,16 +49,16 @@ impl Fixture {
         self.data.path().join("train").join(name)
     }
 
-    fn kept(&self, extension: &str) -> Option<PathBuf> {
+    fn cached_file(&self, extension: &str) -> Option<PathBuf> {
         let all = fs::read_dir(self.cache.path()).unwrap().map(|entry| entry.unwrap().path());
         all.into_iter().find(|path| path.extension().is_some_and(|e| e == extension))
     }
 
     /// Changes the entries of the index. A process that reads the files instead does not see the change.
-    fn say(&self, alter: impl Fn(&mut Entry)) {
+    fn edit_index(&self, alter: impl Fn(&mut Entry)) {
         let folders = fs::read_dir(self.data.path().join("train")).unwrap();
         let names = folders.map(|entry| Path::new("train").join(entry.unwrap().file_name()));
-        say(&self.store(), self.data.path(), names.collect(), alter);
+        edit_index(&self.store(), self.data.path(), names.collect(), alter);
     }
 
     fn widths(&self) -> Vec<u32> {
@@ -68,7 +68,7 @@ impl Fixture {
     }
 }
 
-fn say(store: &IndexStore, dataset: &Path, containers: Vec<PathBuf>, alter: impl Fn(&mut Entry)) {
+fn edit_index(store: &IndexStore, dataset: &Path, containers: Vec<PathBuf>, alter: impl Fn(&mut Entry)) {
     let (builder, facts) = store.begin(dataset).unwrap().unwrap();
     let mut blocks = Vec::new();
     for path in &containers {
@@ -102,73 +102,74 @@ fn counts(catalog: &Catalog) -> (usize, Vec<String>) {
 }
 
 /// Opens the dataset as ranks do, trusting unchanged folders.
-fn at_folders(place: &Fixture) -> Catalog {
-    Catalog::open_with(place.data.path(), &place.store().trusting_folders()).unwrap()
+fn open_trusting_folders(fixture: &Fixture) -> Catalog {
+    Catalog::open_with(fixture.data.path(), &fixture.store().trusting_folders()).unwrap()
 }
 
 #[test]
 fn only_changed_files_are_read_again() {
-    let place = Fixture::new(2, 4);
-    let first = place.open().unwrap();
+    let fixture = Fixture::new(2, 4);
+    let first = fixture.open().unwrap();
     assert_eq!(counts(&first), (8, vec![]));
     assert!(
-        place.kept("index").is_some()
-            && place.kept("part").is_none_or(|p| fs::metadata(p).unwrap().len() == 0)
+        fixture.cached_file("index").is_some()
+            && fixture.cached_file("part").is_none_or(|p| fs::metadata(p).unwrap().len() == 0)
     );
-    place.say(|entry| entry.width = 77);
-    assert_eq!(place.widths(), [77; 8], "it was read");
+    fixture.edit_index(|entry| entry.width = 77);
+    assert_eq!(fixture.widths(), [77; 8], "the index was read");
     // The same size and modification time with other content: the file is read, and found not to be a picture.
-    let size = fs::metadata(place.picture("class-0000/000001.png")).unwrap().len() as usize;
-    replace(&place.picture("class-0000/000001.png"), &vec![b'x'; size]);
-    let (pictures, broken) = counts(&place.open().unwrap());
+    let size = fs::metadata(fixture.picture("class-0000/000001.png")).unwrap().len() as usize;
+    replace(&fixture.picture("class-0000/000001.png"), &vec![b'x'; size]);
+    let (pictures, broken) = counts(&fixture.open().unwrap());
     assert_eq!((pictures, broken.len()), (7, 1), "{broken:?}");
     assert!(broken[0].contains("class-0000/000001.png is text"), "{broken:?}");
     // A picture was added, one removed, and one repaired.
-    image::RgbImage::new(5, 5).save(place.picture("class-0001/new.png")).unwrap();
-    fs::remove_file(place.picture("class-0001/000000.png")).unwrap();
-    fs::remove_file(place.picture("class-0000/000001.png")).unwrap();
-    fs::hard_link(place.picture("class-0000/000002.png"), place.picture("class-0000/000001.png")).unwrap();
-    let last = place.open().unwrap();
+    image::RgbImage::new(5, 5).save(fixture.picture("class-0001/new.png")).unwrap();
+    fs::remove_file(fixture.picture("class-0001/000000.png")).unwrap();
+    fs::remove_file(fixture.picture("class-0000/000001.png")).unwrap();
+    fs::hard_link(fixture.picture("class-0000/000002.png"), fixture.picture("class-0000/000001.png"))
+        .unwrap();
+    let last = fixture.open().unwrap();
     assert_eq!(counts(&last), (8, vec![]));
     let Samples::Listed(listing) = &last.splits[0].samples else { panic!("{last:?}") };
     let all: Vec<_> = (0..8).map(|i| (listing.name(i), listing.dimensions(i))).collect();
-    assert_eq!(all[1], (place.picture("class-0000/000001.png").display().to_string(), (6, 4)));
-    assert_eq!(all[7], (place.picture("class-0001/new.png").display().to_string(), (5, 5)));
+    assert_eq!(all[1], (fixture.picture("class-0000/000001.png").display().to_string(), (6, 4)));
+    assert_eq!(all[7], (fixture.picture("class-0001/new.png").display().to_string(), (5, 5)));
 }
 
 #[test]
 fn datasets_open_without_an_index_if_small_or_without_cache() {
-    let place = Fixture::new(1, 3);
-    assert_eq!(counts(&place.open().unwrap()).0, 3);
-    assert!(place.kept("index").is_none(), "three are too few");
-    let place = Fixture::new(1, 4);
-    fs::write(place.cache.path().join("file"), "").unwrap();
-    let store = IndexStore::at(&place.cache.path().join("file/inside"), 4);
-    assert_eq!(counts(&Catalog::open_with(place.data.path(), &store).unwrap()).0, 4);
-    assert_eq!(counts(&place.open().unwrap()).0, 4);
-    assert!(place.kept("index").is_some(), "four are enough");
+    let fixture = Fixture::new(1, 3);
+    assert_eq!(counts(&fixture.open().unwrap()).0, 3);
+    assert!(fixture.cached_file("index").is_none(), "three pictures are too few");
+    let fixture = Fixture::new(1, 4);
+    fs::write(fixture.cache.path().join("file"), "").unwrap();
+    let store = IndexStore::at(&fixture.cache.path().join("file/inside"), 4);
+    assert_eq!(counts(&Catalog::open_with(fixture.data.path(), &store).unwrap()).0, 4);
+    assert_eq!(counts(&fixture.open().unwrap()).0, 4);
+    assert!(fixture.cached_file("index").is_some(), "four pictures are enough");
 }
 
 #[test]
 fn results_of_an_interrupted_run_are_reused() {
-    let place = Fixture::new(2, 4);
-    place.open().unwrap();
-    place.say(|entry| entry.width = 77);
+    let fixture = Fixture::new(2, 4);
+    fixture.open().unwrap();
+    fixture.edit_index(|entry| entry.width = 77);
     // The index was never finished: its blocks are in the part file, and the second class's block is truncated.
-    let index = place.kept("index").unwrap();
+    let index = fixture.cached_file("index").unwrap();
     let bytes = fs::read(&index).unwrap();
     fs::remove_file(&index).unwrap();
     fs::write(index.with_extension("part"), &bytes[..bytes.len() - 7]).unwrap();
-    let mut widths = place.widths();
+    let mut widths = fixture.widths();
     widths.sort_unstable();
-    assert_eq!(widths, [6, 6, 6, 6, 77, 77, 77, 77], "only what was torn off is read");
+    assert_eq!(widths, [6, 6, 6, 6, 77, 77, 77, 77], "only the class of the truncated block is read");
     assert!(index.exists());
 }
 
 #[test]
 fn a_damaged_index_is_rebuilt() {
     let place = Fixture::new(2, 4);
-    let identity = |catalog: &Catalog| catalog.fingerprint(place.data.path()).unwrap();
+    let identity = |catalog: &Catalog| catalog.fingerprint(place.data.path());
     let whole = identity(&place.open().unwrap());
     let index = place.kept("index").unwrap();
     let bytes = fs::read(&index).unwrap();
@@ -176,59 +177,57 @@ fn a_damaged_index_is_rebuilt() {
         let mut damaged = bytes.clone();
         damaged[at] ^= 0x10;
         fs::write(&index, &damaged).unwrap();
-        assert_eq!(identity(&place.open().unwrap()), whole, "byte {at}");
+        assert_eq!(identity(&fixture.open().unwrap()), whole, "byte {at}");
     }
     for length in (0..bytes.len()).step_by(11) {
         fs::write(&index, &bytes[..length]).unwrap();
-        assert_eq!(identity(&place.open().unwrap()), whole, "{length} bytes");
+        assert_eq!(identity(&fixture.open().unwrap()), whole, "{length} bytes");
     }
 }
 
 #[test]
 fn moved_or_touched_pictures_are_the_same_dataset() {
     let place = Fixture::new(2, 4);
-    let first = place.open().unwrap().fingerprint(place.data.path()).unwrap();
+    let print = |place: &Fixture| place.open().unwrap().fingerprint(place.data.path());
+    let first = print(&place);
     assert_eq!(first.pictures, 8);
     let copy = Fixture::new(2, 4);
-    assert_eq!(copy.open().unwrap().fingerprint(copy.data.path()).unwrap(), first);
+    assert_eq!(print(&copy), first);
     touch(&place.picture("class-0000/000000.png"), 60);
-    assert_eq!(place.open().unwrap().fingerprint(place.data.path()).unwrap(), first);
+    assert_eq!(print(&place), first);
     // Other content of the same size.
-    let name = place.picture("class-0000/000000.png");
+    let name = fixture.picture("class-0000/000000.png");
     let mut bytes = fs::read(&name).unwrap();
     // Decoders ignore bytes after the picture's end, but the file is another one.
     bytes.push(0);
-    for (place, content) in [(&place, &bytes), (&copy, &bytes)] {
-        fs::remove_file(place.picture("class-0000/000000.png")).unwrap();
-        fs::write(place.picture("class-0000/000000.png"), content).unwrap();
+    for (fixture, content) in [(&fixture, &bytes), (&copy, &bytes)] {
+        fs::remove_file(fixture.picture("class-0000/000000.png")).unwrap();
+        fs::write(fixture.picture("class-0000/000000.png"), content).unwrap();
     }
-    let second = place.open().unwrap().fingerprint(place.data.path()).unwrap();
-    assert_ne!(second.names_sha256, first.names_sha256, "another size");
+    let second = print(&place);
+    assert_ne!(second, first, "another size");
     *bytes.last_mut().unwrap() = 1;
     fs::write(&name, &bytes).unwrap();
     touch(&name, 120);
-    let third = place.open().unwrap().fingerprint(place.data.path()).unwrap();
-    assert_eq!(third.names_sha256, second.names_sha256);
-    assert_ne!(third.contents_sha256, second.contents_sha256);
+    let third = print(&place);
+    assert_eq!(third.picture_bytes, second.picture_bytes);
+    assert_ne!(third, second, "other content");
     fs::rename(&name, place.picture("class-0000/another.png")).unwrap();
-    assert_ne!(
-        place.open().unwrap().fingerprint(place.data.path()).unwrap().names_sha256,
-        third.names_sha256
-    );
+    assert_ne!(print(&place), third, "another name");
 }
 
 #[test]
 fn temporarily_unreadable_files_are_checked_again() {
-    let place = Fixture::new(1, 4);
+    let fixture = Fixture::new(1, 4);
     // A regular file that no user can read, not even root.
-    let odd = place.picture("class-0000/odd.png");
+    let odd = fixture.picture("class-0000/odd.png");
     std::os::unix::fs::symlink("/proc/self/mem", &odd).unwrap();
-    let (pictures, broken) = counts(&place.open().unwrap());
+    let (pictures, broken) = counts(&fixture.open().unwrap());
     assert!(pictures == 4 && broken[0].contains("odd.png cannot be read: Input/output error"), "{broken:?}");
-    let index = fs::metadata(place.kept("index").unwrap()).unwrap().modified().unwrap();
-    place.open().unwrap();
-    let later = fs::metadata(place.kept("index").unwrap()).unwrap().modified().unwrap();
-    assert_eq!(index, later, "nothing was learned, so nothing is written");
+    let index = fs::metadata(fixture.cached_file("index").unwrap()).unwrap().modified().unwrap();
+    fixture.open().unwrap();
+    let later = fs::metadata(fixture.cached_file("index").unwrap()).unwrap().modified().unwrap();
+    assert_eq!(index, later, "the index was not written again");
 }
 
 #[test]
@@ -243,8 +242,8 @@ fn shards_are_cached_until_they_change() {
     let store = IndexStore::at(cache.path(), 0).with_min_unknown(0);
     let open = || Catalog::open_with(data.path(), &store);
     assert_eq!(open().unwrap().splits[0].labels.len(), 6);
-    say(&store, data.path(), vec!["train.tar".into()], |entry| entry.label = Some("cat".into()));
-    assert_eq!(open().unwrap().classes, ["cat"], "it was read");
+    edit_index(&store, data.path(), vec!["train.tar".into()], |entry| entry.label = Some("cat".into()));
+    assert_eq!(open().unwrap().classes, ["cat"], "the index was read");
     replace(&shard, &vec![0; bytes.len()]);
     assert!(open().unwrap_err().to_string().contains("holds no sample"));
     fs::write(&shard, &bytes).unwrap();
@@ -254,13 +253,13 @@ fn shards_are_cached_until_they_change() {
 
 #[test]
 fn machines_that_share_a_cache_have_separate_indexes() {
-    let place = Fixture::new(1, 4);
-    if fs::metadata(place.data.path()).unwrap().created().is_err() {
+    let fixture = Fixture::new(1, 4);
+    if fs::metadata(fixture.data.path()).unwrap().created().is_err() {
         // The file system reports no birth times, so it does not distinguish the folders.
         return;
     }
     // Two machines, each with its own folder at this path.
-    let (here, there) = (place.data.path().to_owned(), tempfile::tempdir().unwrap());
+    let (here, there) = (fixture.data.path().to_owned(), tempfile::tempdir().unwrap());
     let copies = ["first", "second"].map(|name| there.path().join(name));
     let mount = |copy: &Path| fs::rename(copy, &here).unwrap();
     let unmount = |copy: &Path| fs::rename(&here, copy).unwrap();
@@ -271,83 +270,83 @@ fn machines_that_share_a_cache_have_separate_indexes() {
     fs::rename(there.path().join("train"), copies[1].join("train")).unwrap();
     for (copy, width) in copies.iter().zip([71, 72]) {
         mount(copy);
-        place.open().unwrap();
-        place.say(|entry| entry.width = width);
+        fixture.open().unwrap();
+        fixture.edit_index(|entry| entry.width = width);
         unmount(copy);
     }
     for (copy, width) in copies.iter().zip([71, 72]) {
         mount(copy);
-        assert_eq!(place.widths(), [width; 4]);
+        assert_eq!(fixture.widths(), [width; 4]);
         unmount(copy);
     }
     mount(&copies[0]);
-    // Copying a dataset anew for each job does not fill the cache: other indexes are removed after a month without
-    // use.
-    let used = fs::read_dir(place.cache.path()).unwrap().map(|entry| entry.unwrap().path());
+    // A dataset may be copied again for each job. Indexes that were not used for a month are removed, so the cache does not
+    // fill up.
+    let used = fs::read_dir(fixture.cache.path()).unwrap().map(|entry| entry.unwrap().path());
     let indexes: Vec<_> = used.filter(|path| path.extension().is_some_and(|e| e == "index")).collect();
     assert_eq!(indexes.len(), 2);
     for index in &indexes {
         let old = SystemTime::now() - Duration::from_secs(31 * 24 * 3600);
         fs::File::options().write(true).open(index).unwrap().set_modified(old).unwrap();
     }
-    touch(&place.picture("class-0000/000001.png"), 5);
-    place.open().unwrap();
+    touch(&fixture.picture("class-0000/000001.png"), 5);
+    fixture.open().unwrap();
     assert_eq!(indexes.iter().filter(|index| index.exists()).count(), 1);
 }
 
 #[test]
 fn files_broken_for_another_version_are_checked_again() {
-    let place = Fixture::new(1, 4);
-    place.open().unwrap();
-    place.say(|entry| {
+    let fixture = Fixture::new(1, 4);
+    fixture.open().unwrap();
+    fixture.edit_index(|entry| {
         entry.width = 77;
         if entry.name == b"000001.png" {
             entry.broken = Some("is of a kind that is not read".into());
         }
     });
-    let (pictures, broken) = counts(&place.open().unwrap());
+    let (pictures, broken) = counts(&fixture.open().unwrap());
     assert!(pictures == 3 && broken[0].contains("of a kind that is not read"), "{broken:?}");
-    let newer = place.store().of_reader(u32::MAX);
-    let reopened = Catalog::open_with(place.data.path(), &newer).unwrap();
+    let newer = fixture.store().of_reader(u32::MAX);
+    let reopened = Catalog::open_with(fixture.data.path(), &newer).unwrap();
     assert_eq!(counts(&reopened), (4, vec![]));
     let Samples::Listed(listing) = &reopened.splits[0].samples else { panic!("{reopened:?}") };
     let widths: Vec<_> = (0..4).map(|i| listing.dimensions(i).0).collect();
-    assert_eq!(widths, [77, 6, 77, 77], "the others are not");
+    assert_eq!(widths, [77, 6, 77, 77], "other pictures are not read");
 }
 
 #[test]
 fn a_few_pictures_are_checked_without_the_lock() {
-    let place = Fixture::new(1, 8);
+    let fixture = Fixture::new(1, 8);
     let open =
-        |few: usize| Catalog::open_with(place.data.path(), &place.store().with_min_unknown(few)).unwrap();
+        |few: usize| Catalog::open_with(fixture.data.path(), &fixture.store().with_min_unknown(few)).unwrap();
     assert_eq!(counts(&open(9)).0, 8);
-    assert!(place.kept("index").is_none() && place.kept("lock").is_none());
+    assert!(fixture.cached_file("index").is_none() && fixture.cached_file("lock").is_none());
     assert_eq!(counts(&open(8)).0, 8);
-    assert!(place.kept("index").is_some());
+    assert!(fixture.cached_file("index").is_some());
 }
 
 #[test]
 fn progress_is_reported_only_while_an_index_is_built() {
-    let place = Fixture::new(1, 4);
-    place.open().unwrap();
-    let (store, dataset) = (place.store(), place.data.path());
+    let fixture = Fixture::new(1, 4);
+    fixture.open().unwrap();
+    let (store, dataset) = (fixture.store(), fixture.data.path());
     let at = Progress { done: 1, total: 4 };
     let (mut builder, _) = store.begin(dataset).unwrap().unwrap();
     builder.publish(at);
     assert_eq!(store.progress(dataset), Some(at));
     // A killed process leaves its progress file.
-    let file = place.kept("progress").unwrap();
+    let file = fixture.cached_file("progress").unwrap();
     let left = fs::read(&file).unwrap();
     drop(builder);
     fs::write(&file, left).unwrap();
     // A process that another test starts may inherit the lock's file for a moment.
     let deadline = std::time::Instant::now() + Duration::from_secs(30);
     while store.progress(dataset).is_some() {
-        assert!(std::time::Instant::now() < deadline, "nobody makes one");
+        assert!(std::time::Instant::now() < deadline, "no index is being built");
         std::thread::yield_now();
     }
-    let (_making, _) = store.begin(dataset).unwrap().unwrap();
-    assert_eq!(store.progress(dataset), None, "nothing of this one yet");
+    let (_builder, _) = store.begin(dataset).unwrap().unwrap();
+    assert_eq!(store.progress(dataset), None, "this build has reported no progress yet");
 }
 
 #[test]
@@ -373,18 +372,22 @@ fn pictures_are_read_without_known_sizes() {
 fn many_pictures() {
     let count = std::env::var("LOCKSTEP_INDEX_PICTURES").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000);
     let began = std::time::Instant::now();
-    let place = Fixture::new(1000, count / 1000);
-    eprintln!("{count} files in 1000 folders: made in {:.1} s", began.elapsed().as_secs_f64());
+    let fixture = Fixture::new(1000, count / 1000);
+    eprintln!("{count} files in 1000 folders: created in {:.1} s", began.elapsed().as_secs_f64());
     for look in ["first", "second", "third", "folders'", "folders' second"] {
         let began = std::time::Instant::now();
-        let catalog = if look.starts_with("folders'") { at_folders(&place) } else { place.open().unwrap() };
+        let catalog = if look.starts_with("folders'") {
+            open_trusting_folders(&fixture)
+        } else {
+            fixture.open().unwrap()
+        };
         assert_eq!(counts(&catalog), (count, vec![]));
         let status = fs::read_to_string("/proc/self/status").unwrap();
-        let most = status.lines().find(|l| l.starts_with("VmHWM")).unwrap_or_default().to_owned();
+        let peak_memory = status.lines().find(|l| l.starts_with("VmHWM")).unwrap_or_default().to_owned();
         eprintln!(
-            "{look} look: {:.2} s; index {:.1} MB; {most}",
+            "{look} look: {:.2} s; index {:.1} MB; {peak_memory}",
             began.elapsed().as_secs_f64(),
-            fs::metadata(place.kept("index").unwrap()).unwrap().len() as f64 / 1e6
+            fs::metadata(fixture.cached_file("index").unwrap()).unwrap().len() as f64 / 1e6
         );
     }
 }

@@ -143,7 +143,7 @@ mod tests {
     use std::{collections::BTreeMap, fs, path::Path};
     use tempfile::TempDir;
 
-    const EACH: u32 = 20;
+    const PER_CLASS: u32 = 20;
 
     /// Index, label and first pixel of a sample.
     type Sample = (u64, u32, [u32; 3]);
@@ -154,7 +154,7 @@ mod tests {
         for (c, class) in (0..).zip(["cat", "dog"]) {
             let home = dir.path().join("train").join(class);
             fs::create_dir_all(&home).unwrap();
-            for number in 0..EACH {
+            for number in 0..PER_CLASS {
                 let colour = image::Rgb([c * 90, number as u8 * 9, 7]);
                 image::RgbImage::from_pixel(8, 8, colour)
                     .save(home.join(format!("{number:02}.png")))
@@ -178,29 +178,20 @@ mod tests {
         DataSource::open_with_room(dir, &spec, 3, 0).unwrap()
     }
 
-    fn none() -> Validation {
+    fn no_validation() -> Validation {
         Validation::Split("none".into())
     }
 
-    /// The samples that all ranks see in two epochs, by place in the order of steps.
-    fn seen(dir: &Path, world_size: u32) -> BTreeMap<(u32, usize), Vec<Sample>> {
+    /// The samples that all ranks read in two epochs, by epoch and step.
+    fn read_samples(dir: &Path, world_size: u32) -> BTreeMap<(u32, usize), Vec<Sample>> {
         let mut all: BTreeMap<_, Vec<_>> = BTreeMap::new();
         for rank in 0..world_size {
-            let source = open(dir, BrokenFiles::Skip, none());
+            let source = open(dir, BrokenFiles::Skip, no_validation());
             // As if the pictures had been readable when the job began.
             break_some(dir);
             for epoch in 0..2 {
                 let batch_size = 8 / world_size as usize;
-                let plan = EpochPlan {
-                    epoch,
-                    first_step: 0,
-                    rank,
-                    world_size,
-                    batch_size,
-                    accumulate: 1,
-                    drop_remainder: false,
-                    threads: 2,
-                };
+                let plan = EpochPlan { epoch, rank, world_size, threads: 2, ..EpochPlan::of(batch_size) };
                 for (step, batch) in source.epoch(plan).enumerate() {
                     let batch = batch.unwrap();
                     assert_eq!(batch.global_samples, 8);
@@ -213,7 +204,7 @@ mod tests {
                     all.entry((epoch, step)).or_default().extend(samples);
                 }
             }
-            mend(dir);
+            repair(dir);
         }
         all
     }
@@ -227,7 +218,7 @@ mod tests {
         fs::write(dir.join("train/cat/05.png"), "I am no picture").unwrap();
     }
 
-    fn mend(dir: &Path) {
+    fn repair(dir: &Path) {
         for name in ["cat/04.png", "cat/05.png", "dog/19.png"] {
             let path = dir.join("train").join(name);
             fs::rename(path.with_extension("away"), &path).unwrap();
@@ -237,21 +228,21 @@ mod tests {
     #[test]
     fn replacements_do_not_depend_on_the_number_of_ranks() {
         let dir = folder();
-        let alone = seen(dir.path(), 1);
-        assert_eq!(alone.len(), 10, "five steps in each of two epochs");
-        assert_eq!(seen(dir.path(), 2), alone);
-        assert_eq!(seen(dir.path(), 4), alone);
+        let single = read_samples(dir.path(), 1);
+        assert_eq!(single.len(), 10, "five steps in each of two epochs");
+        assert_eq!(read_samples(dir.path(), 2), single);
+        assert_eq!(read_samples(dir.path(), 4), single);
         for epoch in 0..2 {
             let mut counts = BTreeMap::new();
-            for samples in alone.iter().filter(|((e, _), _)| *e == epoch).map(|(_, samples)| samples) {
+            for samples in single.iter().filter(|((e, _), _)| *e == epoch).map(|(_, samples)| samples) {
                 for (index, label, colour) in samples {
-                    let class = index / u64::from(EACH);
+                    let class = index / u64::from(PER_CLASS);
                     assert_eq!((u64::from(*label), colour[0], colour[2]), (class, class as u32 * 90, 7));
-                    assert_eq!(u64::from(colour[1]), index % u64::from(EACH) * 9);
+                    assert_eq!(u64::from(colour[1]), index % u64::from(PER_CLASS) * 9);
                     *counts.entry(*index).or_insert(0) += 1;
                 }
             }
-            assert_eq!(counts.values().sum::<i32>(), 40, "every place is taken");
+            assert_eq!(counts.values().sum::<i32>(), 40, "all steps are full");
             let missing: Vec<u64> = (0..40).filter(|i| !counts.contains_key(i)).collect();
             assert_eq!(missing, [4, 5, 39]);
         }
@@ -260,25 +251,19 @@ mod tests {
     #[test]
     fn consecutive_broken_pictures_have_different_replacements() {
         let dir = folder();
-        let source = open(dir.path(), BrokenFiles::Skip, none());
+        let source = open(dir.path(), BrokenFiles::Skip, no_validation());
         for number in 2..16 {
             fs::remove_file(dir.path().join(format!("train/cat/{number:02}.png"))).unwrap();
         }
-        let plan = EpochPlan {
-            epoch: 0,
-            first_step: 0,
-            rank: 0,
-            world_size: 1,
-            batch_size: 40,
-            accumulate: 1,
-            drop_remainder: false,
-            threads: 2,
-        };
+        let plan = EpochPlan { threads: 2, ..EpochPlan::of(40) };
         let batch = source.epoch(plan).next().unwrap().unwrap();
         let mut counts = BTreeMap::new();
         batch.indices.iter().for_each(|index| *counts.entry(*index).or_insert(0) += 1);
         assert!(counts.values().all(|times| *times <= 5), "{counts:?}");
-        assert!(batch.labels.iter().filter(|label| **label == 1).count() > 20, "of other classes, too");
+        assert!(
+            batch.labels.iter().filter(|label| **label == 1).count() > 20,
+            "replacements have other classes, too"
+        );
         assert_eq!(source.newly_broken().1, 14);
     }
 
@@ -306,34 +291,30 @@ mod tests {
     }
 
     #[test]
-    fn the_first_broken_picture_is_fatal_without_skip_and_too_many_with_it() {
+    fn without_skip_one_broken_picture_is_fatal_and_with_skip_too_many_are() {
         let dir = folder();
-        let plan = EpochPlan {
-            epoch: 0,
-            first_step: 0,
-            rank: 0,
-            world_size: 1,
-            batch_size: 8,
-            accumulate: 1,
-            drop_remainder: false,
-            threads: 1,
-        };
+        let plan = EpochPlan::of(8);
         let first_error =
             |source: &DataSource| source.epoch(plan).find_map(Result::err).map(|e| e.to_string());
-        let strict = open(dir.path(), BrokenFiles::Fail, none());
-        let (few, many) =
-            (open(dir.path(), BrokenFiles::Skip, none()), open(dir.path(), BrokenFiles::Skip, none()));
+        let strict = open(dir.path(), BrokenFiles::Fail, no_validation());
+        let (few, many) = (
+            open(dir.path(), BrokenFiles::Skip, no_validation()),
+            open(dir.path(), BrokenFiles::Skip, no_validation()),
+        );
         break_some(dir.path());
-        let words = first_error(&strict).expect("an error");
-        assert!(words.contains(".png "), "{words}");
+        let message = first_error(&strict).expect("an error");
+        assert!(message.contains(".png "), "{message}");
         // Sixteen pictures may break in any split; seventeen are too many.
-        mend(dir.path());
+        repair(dir.path());
         let remove =
             |number: usize| fs::remove_file(dir.path().join(format!("train/cat/{number:02}.png"))).unwrap();
         (0..16).for_each(remove);
         assert_eq!(first_error(&few), None);
         remove(16);
-        let words = first_error(&many).expect("an error");
-        assert!(words.contains("17 of ") && words.contains("pictures cannot be read any more"), "{words}");
+        let message = first_error(&many).expect("an error");
+        assert!(
+            message.contains("17 of ") && message.contains("pictures cannot be read any more"),
+            "{message}"
+        );
     }
 }

@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn six_views_match_pytorch_and_their_weights_sum_to_one() {
-        // A picture of 3 x 3 pixels whose values are their places.
+        // A picture of 3 x 3 pixels whose values are their positions.
         let batch = Batch { images: (0..9).map(|v| v as f32).collect(), ..Batch::default() };
         let view = |flip, shift| View { flip, shift, weight: 1.0 }.apply(&batch, 3, 1).images;
         assert_eq!(view(false, 0), batch.images);

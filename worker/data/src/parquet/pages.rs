@@ -202,10 +202,10 @@ mod tests {
                 Ok(())
             };
             assert!(read(1000).is_ok());
-            let words = super::super::UnusableFile::from(read(1001).unwrap_err()).detail;
+            let message = super::super::UnusableFile::from(read(1001).unwrap_err()).detail;
             assert!(
-                words.starts_with("has a page of 1001 bytes") && words.contains("at most 1000"),
-                "{words}"
+                message.starts_with("has a page of 1001 bytes") && message.contains("at most 1000"),
+                "{message}"
             );
         }
     }
@@ -215,15 +215,15 @@ mod tests {
         let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
         gzip.write_all(&[0; 5000]).unwrap();
         let data = gzip.finish().unwrap();
-        // The stream alone; after a gzip header that claims less; after levels and the first bytes of another stream.
+        // The stream by itself, after a gzip header that claims fewer bytes, and after levels and the beginning of another stream.
         for (before, holds) in [(&b""[..], 5000), (&header(9)[..], 5000), (&b"\x03\x1f\x8b\x08"[..], 5000)] {
             let content = [before, &data].concat();
             let read = |max_bytes: u64| {
                 pages(&content, false, true, max_bytes).get_bytes(0, content.len()).map(drop)
             };
             assert!(read(holds).is_ok());
-            let words = super::super::UnusableFile::from(read(holds - 1).unwrap_err()).detail;
-            assert!(words.contains("has a page of 5000 bytes or more"), "{words}");
+            let message = super::super::UnusableFile::from(read(holds - 1).unwrap_err()).detail;
+            assert!(message.contains("has a page of 5000 bytes or more"), "{message}");
         }
         let twice = [&data[..], &data].concat();
         assert!(pages(&twice, false, true, 9999).get_bytes(0, twice.len()).is_err());

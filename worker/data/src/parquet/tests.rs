@@ -11,15 +11,16 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/parquet")
 }
 
-fn nowhere() -> IndexStore {
+/// A store that keeps no index.
+fn no_index() -> IndexStore {
     IndexStore::at(Path::new("/nowhere"), usize::MAX)
 }
 
 fn open(path: &Path) -> Result<Catalog, DataError> {
-    Catalog::open_with(path, &nowhere())
+    Catalog::open_with(path, &no_index())
 }
 
-fn refused(path: &Path) -> String {
+fn open_error(path: &Path) -> String {
     open(path).unwrap_err().to_string()
 }
 
@@ -36,14 +37,15 @@ fn broken(catalog: &Catalog) -> Vec<String> {
 }
 
 /// A folder with a copy of a fixture.
-fn with(name: &str) -> (tempfile::TempDir, PathBuf) {
+fn copy_fixture(name: &str) -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("train.parquet");
     fs::copy(fixtures().join(name), &file).unwrap();
     (dir, file)
 }
 
-fn agrees(catalog: &Catalog, part: &str) {
+/// Compares all samples with those that were written.
+fn assert_samples(catalog: &Catalog, part: &str) {
     let text = fs::read(fixtures().join("expected.json")).expect("the fixture");
     let expected: Value = serde_json::from_slice(&text).expect("JSON");
     let mut wanted = expected[part].as_array().expect("a list").iter();
@@ -66,7 +68,7 @@ fn agrees(catalog: &Catalog, part: &str) {
             }
         }
     }
-    assert_eq!(wanted.next(), None, "all rows are there");
+    assert_eq!(wanted.next(), None, "all rows were read");
 }
 
 #[test]
@@ -75,11 +77,10 @@ fn files_of_datasets_are_read_with_class_names() {
     for path in ["hub", "hub/data", "hub/data/{train,validation}-0000{0..1}-of-0000{1..2}.parquet"] {
         let catalog = open(&fixtures().join(path)).expect("opens");
         assert_eq!((catalog.format.name(), catalog.classes.join(" ")), ("parquet", "cat dog fox".into()));
-        agrees(&catalog, "hub");
+        assert_samples(&catalog, "hub");
         // Three of the pattern's eight files exist.
         assert_eq!(broken(&catalog).len(), if path.contains('{') { 5 } else { 0 }, "{:?}", broken(&catalog));
     }
-    assert!(crate::fingerprint::has_pictures(&fixtures().join("hub")));
 }
 
 #[test]
@@ -87,20 +88,20 @@ fn files_of_pyarrow_are_read_with_every_codec_and_encoding() {
     for codec in ["none", "snappy", "gzip", "zstd"] {
         let catalog = open(&fixtures().join(format!("plain/train-{codec}.parquet"))).expect("opens");
         assert_eq!((catalog.splits.len(), broken(&catalog)), (1, vec![]), "{codec}");
-        agrees(&catalog, "plain");
+        assert_samples(&catalog, "plain");
     }
     let all = open(&fixtures().join("plain")).expect("opens");
     assert_eq!(all.splits[0].labels.len(), 160);
 }
 
 #[test]
-fn invalid_rows_are_named_and_others_read() {
-    let (dir, _) = with("odd/rows.parquet");
+fn invalid_rows_are_reported_and_other_rows_are_read() {
+    let (dir, _) = copy_fixture("odd/rows.parquet");
     let catalog = open(dir.path()).expect("opens");
     assert_eq!(catalog.splits[0].labels, [0, 2]);
     assert!(listing(&catalog, 0).name(1).ends_with("train.parquet/6"));
     assert!(listing(&catalog, 0).picture(1).is_ok());
-    let words = broken(&catalog);
+    let messages = broken(&catalog);
     for (row, detail) in [
         (1, "has no picture: its bytes are null"),
         (2, "has no picture: its bytes are null"),
@@ -109,13 +110,13 @@ fn invalid_rows_are_named_and_others_read() {
         (5, "has no class"),
     ] {
         let fits = |text: &&String| text.contains(&format!("train.parquet/{row} {detail}"));
-        assert!(words.iter().any(|text| fits(&text)), "{row} {detail} is not in {words:#?}");
+        assert!(messages.iter().any(|text| fits(&text)), "{row} {detail} is not in {messages:#?}");
     }
-    assert_eq!(words.len(), 5, "{words:#?}");
+    assert_eq!(messages.len(), 5, "{messages:#?}");
 }
 
 #[test]
-fn files_without_the_columns_say_which_they_have() {
+fn errors_for_missing_columns_list_the_columns_of_the_file() {
     for (name, wanted) in [
         (
             "no-label",
@@ -129,14 +130,17 @@ fn files_without_the_columns_say_which_they_have() {
             "is compressed with brotli, which is not supported; write it with snappy, zstd, gzip or none",
         ),
     ] {
-        let (dir, _) = with(&format!("odd/{name}.parquet"));
-        let words = refused(dir.path());
-        assert!(words.contains("holds no sample that can be used") && words.contains(wanted), "{words}");
+        let (dir, _) = copy_fixture(&format!("odd/{name}.parquet"));
+        let message = open_error(dir.path());
+        assert!(
+            message.contains("holds no sample that can be used") && message.contains(wanted),
+            "{message}"
+        );
     }
 }
 
 #[test]
-fn files_with_different_class_names_are_refused() {
+fn files_with_different_class_names_are_open_error() {
     let dir = tempfile::tempdir().unwrap();
     let hub = fixtures().join("hub/data/train-00000-of-00002.parquet");
     fs::copy(&hub, dir.path().join("train-0.parquet")).unwrap();
@@ -146,13 +150,13 @@ fn files_with_different_class_names_are_refused() {
     assert!(!places.is_empty());
     places.into_iter().for_each(|place| bytes[place + 1..place + 4].copy_from_slice(b"elk"));
     fs::write(dir.path().join("train-1.parquet"), bytes).unwrap();
-    let words = refused(dir.path());
-    assert!(words.contains("train-1.parquet name their classes differently"), "{words}");
+    let message = open_error(dir.path());
+    assert!(message.contains("train-1.parquet name their classes differently"), "{message}");
 }
 
 #[test]
-fn truncated_and_foreign_files_are_named() {
-    let (dir, file) = with("plain/train-none.parquet");
+fn errors_name_truncated_and_foreign_files() {
+    let (dir, file) = copy_fixture("plain/train-none.parquet");
     let whole = fs::read(&file).unwrap();
     for (bytes, wanted) in [
         (&b""[..], "is empty"),
@@ -163,8 +167,8 @@ fn truncated_and_foreign_files_are_named() {
         (&whole[..whole.len() / 2], "is cut off: a Parquet file without its footer"),
     ] {
         fs::write(&file, bytes).unwrap();
-        let words = refused(dir.path());
-        assert!(words.contains("train.parquet") && words.contains(wanted), "{words}");
+        let message = open_error(dir.path());
+        assert!(message.contains("train.parquet") && message.contains(wanted), "{message}");
     }
     // A footer that is longer than the file, of the maximum size, and larger.
     for (length, wanted) in
@@ -174,14 +178,14 @@ fn truncated_and_foreign_files_are_named() {
         let at = bytes.len() - 8;
         bytes[at..at + 4].copy_from_slice(&length.to_le_bytes());
         fs::write(&file, &bytes).unwrap();
-        let words = refused(dir.path());
-        assert!(words.contains(wanted), "{length}: {words}");
+        let message = open_error(dir.path());
+        assert!(message.contains(wanted), "{length}: {message}");
     }
 }
 
 #[test]
 fn a_damaged_row_group_is_named_and_others_are_read() {
-    let (dir, file) = with("plain/train-snappy.parquet");
+    let (dir, file) = copy_fixture("plain/train-snappy.parquet");
     let mut bytes = fs::read(&file).unwrap();
     let reader = super::ParquetFile::open(&file).unwrap();
     let (start, length) = reader.metadata.row_group(1).column(reader.columns.picture).byte_range();
@@ -189,33 +193,33 @@ fn a_damaged_row_group_is_named_and_others_are_read() {
     fs::write(&file, &bytes).unwrap();
     let catalog = open(dir.path()).expect("opens");
     assert_eq!(catalog.splits[0].labels.len(), 16 + 8);
-    let words = broken(&catalog).join("\n");
+    let message = broken(&catalog).join("\n");
     assert!(
-        words.contains("train.parquet is damaged") && words.contains("row group 1 (rows 16 to 31)"),
-        "{words}"
+        message.contains("train.parquet is damaged") && message.contains("row group 1 (rows 16 to 31)"),
+        "{message}"
     );
 }
 
 /// A picture with changed bytes may still decode; the page's checksum reveals the change.
 #[test]
 fn a_page_with_a_wrong_checksum_is_damaged() {
-    let (dir, file) = with("odd/checksums.parquet");
+    let (dir, file) = copy_fixture("odd/checksums.parquet");
     let whole = open(dir.path()).expect("opens");
     assert_eq!((whole.splits[0].labels.len(), broken(&whole)), (8, vec![]));
     let mut bytes = fs::read(&file).unwrap();
     let pixels = bytes.windows(4).position(|found| found == b"IDAT").expect("a picture") + 10;
     bytes[pixels] ^= 0x10;
     fs::write(&file, &bytes).unwrap();
-    let words = refused(dir.path());
-    assert!(words.contains("damaged") && words.contains("row group 0"), "{words}");
+    let message = open_error(dir.path());
+    assert!(message.contains("damaged") && message.contains("row group 0"), "{message}");
 }
 
-/// Changes one bit of every `step`-th byte. The file must be read or rejected, without a panic.
-fn damage_does_not_end_the_program(step: usize) {
+/// Changes one bit of every `step`-th byte. The file must be read or refused, without a panic.
+fn read_damaged_files(step: usize) {
     for name in
         ["hub/data/train-00001-of-00002.parquet", "plain/train-zstd.parquet", "plain/train-none.parquet"]
     {
-        let (dir, file) = with(name);
+        let (dir, file) = copy_fixture(name);
         let whole = fs::read(&file).unwrap();
         for at in (0..whole.len()).step_by(step) {
             let mut damaged = whole.clone();
@@ -231,19 +235,19 @@ fn damage_does_not_end_the_program(step: usize) {
 
 #[test]
 fn no_damage_causes_a_panic() {
-    damage_does_not_end_the_program(31);
+    read_damaged_files(31);
 }
 
 mod full {
     #[test]
     fn no_damage_at_more_positions_causes_a_panic() {
-        super::damage_does_not_end_the_program(3);
+        super::read_damaged_files(3);
     }
 }
 
 #[test]
 fn changed_files_are_detected_and_touched_ones_accepted() {
-    let (dir, file) = with("plain/train-none.parquet");
+    let (dir, file) = copy_fixture("plain/train-none.parquet");
     let catalog = open(dir.path()).expect("opens");
     let listing = listing(&catalog, 0);
     let before: Picture = listing.picture(20).expect("decodes");
@@ -254,23 +258,23 @@ fn changed_files_are_detected_and_touched_ones_accepted() {
     assert_eq!(listing.picture(20).expect("decodes"), before);
     fs::copy(fixtures().join("odd/rows.parquet"), &file).unwrap();
     assert!(listing.read(20).unwrap_err().to_string().contains("no longer exists: its file now has 7 rows"));
-    let words = listing.read(3).unwrap_err().to_string();
-    assert!(words.contains("train.parquet/3 has changed since it was first inspected"), "{words}");
+    let message = listing.read(3).unwrap_err().to_string();
+    assert!(message.contains("train.parquet/3 has changed since it was first inspected"), "{message}");
 }
 
 #[test]
-fn the_footer_of_a_file_that_was_touched_is_read_once_for_each_new_stamp() {
-    let (dir, file) = with("plain/train-none.parquet");
+fn the_footer_of_a_touched_file_is_read_once_per_stamp() {
+    let (dir, file) = copy_fixture("plain/train-none.parquet");
     let catalog = open(dir.path()).expect("opens");
-    let touched = |ahead: u64| {
+    let touch = |ahead: u64| {
         let handle = fs::File::options().write(true).open(&file).unwrap();
         handle.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(ahead)).unwrap();
         crate::index::Stamp { size: ahead, modified_ns: 0 }
     };
-    let (first, known) = (touched(60), super::ParquetFile::open(&file).unwrap());
+    let (first, known) = (touch(60), super::ParquetFile::open(&file).unwrap());
     let once = known.reopened(&file, first).unwrap();
     assert!(std::sync::Arc::ptr_eq(&once, &known.reopened(&file, first).unwrap()));
-    let second = touched(120);
+    let second = touch(120);
     let twice = known.reopened(&file, second).unwrap();
     assert!(!std::sync::Arc::ptr_eq(&once, &twice));
     assert!(std::sync::Arc::ptr_eq(&twice, &known.reopened(&file, second).unwrap()));
@@ -280,13 +284,13 @@ fn the_footer_of_a_file_that_was_touched_is_read_once_for_each_new_stamp() {
 
 #[test]
 fn rows_are_checked_again_after_a_change_of_their_file() {
-    let (dir, file) = with("plain/train-none.parquet");
+    let (dir, file) = copy_fixture("plain/train-none.parquet");
     let cache = tempfile::tempdir().unwrap();
     let store = IndexStore::at(cache.path(), 0);
     let first = Catalog::open_with(dir.path(), &store).expect("opens");
     let second = Catalog::open_with(dir.path(), &store).expect("opens");
     assert_eq!(second.fingerprint(dir.path()), first.fingerprint(dir.path()));
-    // The pages are gone, but not the footer.
+    // Overwrites pages, but not the footer.
     let mut bytes = fs::read(&file).unwrap();
     bytes[4..3000].fill(0);
     fs::write(&file, &bytes).unwrap();
@@ -341,14 +345,14 @@ fn an_unlabelled_test_split_is_omitted_and_reported() {
         DataSource::open(dir.path(), &DataSpec { validation, crop_padding: 0, ..DataSpec::default() }, 0)
     };
     assert_eq!(open("validation").expect("opens").shape.validation_samples, 2);
-    let words = open("test").expect_err("refused").to_string();
-    assert!(words.contains("no split \"test\" that has labels; it has train, validation"), "{words}");
+    let message = open("test").expect_err("refused").to_string();
+    assert!(message.contains("no split \"test\" that has labels; it has train, validation"), "{message}");
     // A training split is never left out, and neither is a split in which only some samples have no label.
     write(&place("test"), &[-1, 0, -1]);
     let info = inspect(dir.path()).expect("opens");
     assert_eq!((info.splits.len(), info.broken_count, info.unlabelled_note()), (3, 2, None));
     write(&place("train"), &[-1, -1]);
-    let catalog = Catalog::open_with(dir.path(), &nowhere()).expect("opens");
+    let catalog = Catalog::open_with(dir.path(), &no_index()).expect("opens");
     assert_eq!((broken(&catalog).len(), catalog.unlabelled.len()), (4, 0));
 }
 
@@ -368,5 +372,8 @@ fn reading_speed() {
     let bytes: usize = some.iter().map(|i| listing.read(*i as usize).expect("is read").len()).sum();
     let each = began.elapsed().as_secs_f64() * 1e3 / some.len() as f64;
     let mean = bytes / some.len();
-    eprintln!("{} pictures of {mean} bytes: read in {read_secs:.2} s; {each:.3} ms a picture", listing.len());
+    eprintln!(
+        "{} pictures of {mean} bytes: read in {read_secs:.2} s; {each:.3} ms per picture",
+        listing.len()
+    );
 }

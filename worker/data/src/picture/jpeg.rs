@@ -343,7 +343,7 @@ mod tests {
 
     const ORDINARY: [u8; 15] = [8, 0, 48, 0, 64, 3, 1, 0x22, 0, 2, 0x11, 1, 3, 0x11, 1];
 
-    fn with(changes: &[(usize, u8)]) -> [u8; 15] {
+    fn frame_with(changes: &[(usize, u8)]) -> [u8; 15] {
         let mut frame = ORDINARY;
         changes.iter().for_each(|(at, value)| frame[*at] = *value);
         frame
@@ -351,39 +351,39 @@ mod tests {
 
     #[test]
     fn supported_frames_are_accepted_and_others_have_reasons() {
-        let of = |bytes: &[u8]| Frame::read(bytes).and_then(|frame| frame.for_hardware());
+        let sampling_of = |bytes: &[u8]| Frame::read(bytes).and_then(|frame| frame.for_hardware());
         for (luma, columns, rows) in [(0x22, 2, 2), (0x11, 1, 1), (0x21, 2, 1), (0x12, 1, 2)] {
-            let bytes = head(0xc0, &with(&[(7, luma)]), &[], 3);
-            assert_eq!(of(&bytes), Ok(Subsampling { columns, rows }), "{luma:x}");
+            let bytes = head(0xc0, &frame_with(&[(7, luma)]), &[], 3);
+            assert_eq!(sampling_of(&bytes), Ok(Subsampling { columns, rows }), "{luma:x}");
             let frame = Frame::read(&bytes).unwrap();
             assert_eq!((frame.width, frame.height, frame.restart_interval), (64, 48, 0));
         }
         let grey = &[8, 0, 48, 0, 64, 1, 1, 0x11, 0][..];
         let cmyk = &[8, 0, 48, 0, 64, 4, 1, 0x11, 0, 2, 0x11, 0, 3, 0x11, 0, 4, 0x11, 0][..];
-        let rgb = with(&[(6, b'R'), (9, b'G'), (12, b'B')]);
+        let rgb = frame_with(&[(6, b'R'), (9, b'G'), (12, b'B')]);
         for (bytes, expected) in [
             (head(0xc2, &ORDINARY, &[], 3), CpuDecodeReason::Progressive),
             (head(0xc1, &ORDINARY, &[], 3), CpuDecodeReason::RareCoding),
             (head(0xc9, &ORDINARY, &[], 3), CpuDecodeReason::RareCoding),
-            (head(0xc0, &with(&[(0, 12)]), &[], 3), CpuDecodeReason::RareCoding),
-            (head(0xc0, &with(&[(2, 0)]), &[], 3), CpuDecodeReason::RareCoding),
+            (head(0xc0, &frame_with(&[(0, 12)]), &[], 3), CpuDecodeReason::RareCoding),
+            (head(0xc0, &frame_with(&[(2, 0)]), &[], 3), CpuDecodeReason::RareCoding),
             (head(0xc0, grey, &[], 1), CpuDecodeReason::Grey),
             (head(0xc0, cmyk, &[], 4), CpuDecodeReason::Cmyk),
-            (head(0xc0, &with(&[(7, 0x41)]), &[], 3), CpuDecodeReason::RareSubsampling),
-            (head(0xc0, &with(&[(10, 0x12)]), &[], 3), CpuDecodeReason::RareSubsampling),
+            (head(0xc0, &frame_with(&[(7, 0x41)]), &[], 3), CpuDecodeReason::RareSubsampling),
+            (head(0xc0, &frame_with(&[(10, 0x12)]), &[], 3), CpuDecodeReason::RareSubsampling),
             (head(0xc0, &ORDINARY, &[], 1), CpuDecodeReason::SeveralScans),
             (head(0xc0, &rgb, &[], 3), CpuDecodeReason::StoredAsRgb),
             (head(0xc0, &ORDINARY, &[b"\xeeAdobe\0\x64\0\0\0\0\0"], 3), CpuDecodeReason::StoredAsRgb),
             (b"\x89PNG\r\n\x1a\n".to_vec(), CpuDecodeReason::OtherFormat),
         ] {
-            assert_eq!(of(&bytes), Err(expected));
+            assert_eq!(sampling_of(&bytes), Err(expected));
         }
-        // In a JFIF file, or where Adobe's marker says YCbCr, the ids of channels have no meaning. Not every decoder
+        // In a JFIF file, or if Adobe's marker says YCbCr, the ids of channels have no meaning. Not every decoder
         // respects that.
         for before in [&b"\xe0JFIF\0\x01\x01\0\0\x01\0\x01\0\0"[..], b"\xeeAdobe\0\x64\0\0\0\0\x01"] {
-            assert!(of(&head(0xc0, &ORDINARY, &[before], 3)).is_ok());
+            assert!(sampling_of(&head(0xc0, &ORDINARY, &[before], 3)).is_ok());
             let bytes = head(0xc0, &rgb, &[before], 3);
-            assert_eq!(of(&bytes), Err(CpuDecodeReason::AmbiguousColours));
+            assert_eq!(sampling_of(&bytes), Err(CpuDecodeReason::AmbiguousColours));
             assert_eq!(Frame::read(&bytes).unwrap().colours(), ColorTransform::YCbCr);
         }
     }
@@ -416,7 +416,7 @@ mod tests {
         let file = encoded(24, 16);
         let subsampling = Subsampling { columns: 1, rows: 1 };
         assert_eq!(for_hardware(&file), Ok(Stored { width: 24, height: 16, orientation: 1, subsampling }));
-        // An EXIF block for a picture that lies on its left side.
+        // An EXIF block for a picture that is rotated to its left side.
         let exif =
             b"\xff\xe1\0\x22Exif\0\0II\x2a\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0";
         let turned = for_hardware(&[&file[..2], exif, &file[2..]].concat()).unwrap();

@@ -71,7 +71,7 @@ mod tests {
     use super::*;
     use std::io::Cursor;
 
-    fn encoded(format: ImageFormat) -> Vec<u8> {
+    fn encode(format: ImageFormat) -> Vec<u8> {
         let picture =
             image::RgbImage::from_fn(40, 30, |x, y| image::Rgb([(x * y) as u8, x as u8 * 3, 255 - y as u8]));
         let mut bytes = Cursor::new(Vec::new());
@@ -82,7 +82,7 @@ mod tests {
     #[test]
     fn data_after_the_end_of_a_picture_is_ignored() {
         for format in [ImageFormat::Jpeg, ImageFormat::Png, ImageFormat::WebP] {
-            let whole = encoded(format);
+            let whole = encode(format);
             assert!(is_whole(format, &whole), "{format:?}");
             // A video, another picture, a truncated picture, and markers without meaning here.
             for behind in
@@ -102,8 +102,8 @@ mod tests {
 
     #[test]
     fn the_end_of_a_thumbnail_is_not_the_end_of_the_picture() {
-        let whole = encoded(ImageFormat::Jpeg);
-        let thumbnail = encoded(ImageFormat::Jpeg);
+        let whole = encode(ImageFormat::Jpeg);
+        let thumbnail = encode(ImageFormat::Jpeg);
         let length = u16::try_from(thumbnail.len() + 2).unwrap().to_be_bytes();
         let with = [&whole[..2], &[0xff, 0xe1], &length, &thumbnail, &whole[2..]].concat();
         assert!(jpeg(&with));

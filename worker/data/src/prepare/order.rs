@@ -1,17 +1,17 @@
-//! The order of a split's pictures in a copy: shuffled, so that a shard that is read sequentially contains pictures of
+//! The shuffled order of a split's pictures in a prepared copy, so that a shard that is read sequentially contains pictures of
 //! all classes.
 //!
 //! Files, and members of tar files, are read individually at any offset. A row of a Parquet file is read together
 //! with its page, which has up to some hundred rows. If rows were read individually, a copy would decode each page once
-//! per row. So rows are shuffled in runs of consecutive rows, and then within windows of many runs. A window is read
-//! together.
+//! per row. So runs of consecutive rows are shuffled, and then the rows of a window of many runs. A window is read at
+//! once.
 
 use super::ORDER_SEED;
 use crate::{Random, listing::Listing};
 
 /// Number of consecutive rows in a run. The rows of a run stay in one window.
 const RUN: usize = 64;
-/// Number of pictures in a window, which need 30 MB of memory at 256 pixels.
+/// Number of pictures in a window. Their JPEG files need 30 MB of memory at 256 pixels.
 pub(super) const WINDOW: usize = 1024;
 
 /// The pictures' positions in the listing, in the order of the copy, which is equal in every copy. A shard contains
@@ -40,7 +40,7 @@ fn in_runs(split: usize, count: usize, per_shard: usize) -> Vec<u32> {
     order
 }
 
-/// Splits ascending positions into runs of consecutive positions.
+/// Splits ascending positions into runs of at most [`RUN`] consecutive positions.
 pub(super) fn runs(ascending: &[u32]) -> impl Iterator<Item = &[u32]> {
     ascending.chunk_by(|a, b| a + 1 == *b).flat_map(|run| run.chunks(RUN))
 }
@@ -61,7 +61,7 @@ mod tests {
                 continue;
             }
             assert_ne!(in_runs(1, count, per_shard), order);
-            // Neighbours in the copy come from anywhere in the split.
+            // Neighbours in the copy are rarely close in the split.
             let near = order.windows(2).filter(|two| two[0].abs_diff(two[1]) < RUN as u32).count();
             assert!(near < count / 4, "{near} of {count}");
             let mut window = order[..WINDOW].to_vec();

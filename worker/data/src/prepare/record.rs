@@ -24,7 +24,7 @@ const VERSION: u32 = 1;
 pub(super) struct Plan {
     pub(super) short_side: u32,
     pub(super) quality: u8,
-    pub(super) source: Option<PicturesFingerprint>,
+    pub(super) source: PicturesFingerprint,
     /// Number of pictures in a shard, for each split.
     pub(super) per_shard: Vec<u32>,
 }

@@ -1,4 +1,4 @@
-//! Copies of small datasets: their content, and continuation after an interruption.
+//! Prepared copies of small datasets: their content, and continuation after an interruption.
 
 mod interrupted;
 
@@ -25,7 +25,7 @@ fn picture(width: u32, height: u32, number: u32) -> RgbImage {
     })
 }
 
-fn encoded(picture: &RgbImage, format: ImageFormat) -> Vec<u8> {
+fn encode(picture: &RgbImage, format: ImageFormat) -> Vec<u8> {
     let mut to = Cursor::new(Vec::new());
     picture.write_to(&mut to, format).unwrap();
     to.into_inner()
@@ -40,14 +40,15 @@ fn folder(each: u32) -> TempDir {
             fs::create_dir_all(&home).unwrap();
             for number in 0..count {
                 let name = home.join(format!("{number:03}.png"));
-                fs::write(name, encoded(&picture(60, 40, number % 5 + c * 5), ImageFormat::Png)).unwrap();
+                fs::write(name, encode(&picture(60, 40, number % 5 + c * 5), ImageFormat::Png)).unwrap();
             }
         }
     }
     dir
 }
 
-fn nowhere() -> IndexStore {
+/// A store that keeps no index.
+fn no_index() -> IndexStore {
     IndexStore::at(Path::new("/nowhere"), usize::MAX)
 }
 
@@ -56,15 +57,15 @@ fn settings(short_side: u32) -> PrepareSettings {
 }
 
 fn run(from: &Path, to: &Path, settings: &PrepareSettings) -> Result<Prepared, DataError> {
-    prepare_with(from, to, settings, |_| {}, &nowhere())
+    prepare_with(from, to, settings, |_| {}, &no_index())
 }
 
-fn refused(from: &Path, to: &Path, settings: &PrepareSettings) -> String {
+fn prepare_error(from: &Path, to: &Path, settings: &PrepareSettings) -> String {
     run(from, to, settings).unwrap_err().to_string()
 }
 
 fn open(dir: &Path) -> Result<Catalog, DataError> {
-    Catalog::open_with(dir, &nowhere())
+    Catalog::open_with(dir, &no_index())
 }
 
 fn listing(split: &Split) -> &Listing {
@@ -92,7 +93,7 @@ fn members(shard: &Path) -> Vec<(String, Vec<u8>)> {
 }
 
 /// Settings for shards of about ten of `folder`'s pictures.
-fn in_parts() -> PrepareSettings {
+fn small_shards() -> PrepareSettings {
     PrepareSettings { shard_bytes: 10 * shard::sample_bytes(900), ..settings(16) }
 }
 
@@ -100,11 +101,11 @@ fn in_parts() -> PrepareSettings {
 fn a_copy_is_read_like_its_source() {
     let (from, to) = (folder(20), tempfile::tempdir().unwrap());
     let reported = RefCell::new(Vec::new());
-    let made =
-        prepare_with(from.path(), to.path(), &settings(20), |p| reported.borrow_mut().push(p), &nowhere());
-    let made = made.unwrap();
-    assert_eq!(made.splits, [("train".into(), 40), ("val".into(), 4)]);
-    assert_eq!((made.shards, made.kept_shards, made.broken.len()), (2, 0, 0));
+    let prepared =
+        prepare_with(from.path(), to.path(), &settings(20), |p| reported.borrow_mut().push(p), &no_index());
+    let prepared = prepared.unwrap();
+    assert_eq!(prepared.splits, [("train".into(), 40), ("val".into(), 4)]);
+    assert_eq!((prepared.shards, prepared.kept_shards, prepared.broken.len()), (2, 0, 0));
     assert_eq!(reported.borrow().last(), Some(&Progress { done: 44, total: 44 }));
     let names: Vec<_> = files_of(to.path()).into_keys().collect();
     assert_eq!(names, ["classes.txt", "prepared.json", "train-000000.tar", "val-000000.tar"]);
@@ -130,30 +131,31 @@ fn a_copy_is_read_like_its_source() {
         for (number, label) in split.labels.iter().enumerate() {
             let picture = listing(split).picture(number).unwrap();
             assert_eq!((picture.width, picture.height), (30, 20));
-            let away = |pixels: &[u8]| -> u32 {
+            let distance = |pixels: &[u8]| -> u32 {
                 pixels.iter().zip(&picture.pixels).map(|(a, b)| u32::from(a.abs_diff(*b))).sum()
             };
             let same = expected.iter().enumerate().filter(|(_, (l, _))| l == label);
-            let (away, near) = same.map(|(i, (_, pixels))| (away(pixels), i)).min().expect("one is left");
+            let (distance, nearest) =
+                same.map(|(i, (_, pixels))| (distance(pixels), i)).min().expect("a picture is left");
             // Pillow's JPEG of this quality differs by 1.4 on average; the next picture is brighter by 9 in red.
-            let mean = f64::from(away) / f64::from(30 * 20 * 3);
+            let mean = f64::from(distance) / f64::from(30 * 20 * 3);
             assert!(mean < 3.0, "{number} of {} is {mean} from the source's nearest", split.name);
-            expected.remove(near);
+            expected.remove(nearest);
         }
     }
-    // Classes are mixed: no run of one class is nearly as long as its folder.
+    // Classes are shuffled: each run of one class is much shorter than its folder.
     let labels = &copy.splits[0].labels;
     assert!(labels.chunk_by(|a, b| a == b).all(|run| run.len() < 12), "{labels:?}");
 }
 
 #[test]
-fn rows_of_parquet_files_are_all_copied_mixed_and_the_same_each_time() {
+fn rows_of_parquet_files_are_copied_in_a_fixed_shuffled_order() {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/parquet/plain");
     let source = open(&from).unwrap();
     let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let made = run(&from, one.path(), &in_parts()).unwrap();
-    assert!(made.shards > 1 && made.splits == [("train".into(), 160)], "{made:?}");
-    run(&from, two.path(), &in_parts()).unwrap();
+    let prepared = run(&from, one.path(), &small_shards()).unwrap();
+    assert!(prepared.shards > 1 && prepared.splits == [("train".into(), 160)], "{prepared:?}");
+    run(&from, two.path(), &small_shards()).unwrap();
     assert!(files_of(one.path()) == files_of(two.path()));
     let copy = open(one.path()).unwrap();
     // The classes and colours of all pictures, sorted.
@@ -166,7 +168,7 @@ fn rows_of_parquet_files_are_all_copied_mixed_and_the_same_each_time() {
         catalog.splits[0].labels.iter().enumerate().map(one).collect::<Vec<_>>()
     };
     let (before, after) = (all(&source), all(&copy));
-    assert_ne!(before, after, "mixed");
+    assert_ne!(before, after, "shuffled");
     let labels = |all: &[(u32, u32)]| {
         let mut labels: Vec<_> = all.iter().map(|(label, _)| *label).collect();
         labels.sort_unstable();
@@ -200,16 +202,7 @@ fn ranks_train_from_a_copy() {
     let source = DataSource::open(to.path(), &spec, 3).unwrap();
     let mut seen = BTreeMap::new();
     for rank in 0..2 {
-        let plan = EpochPlan {
-            epoch: 0,
-            first_step: 0,
-            rank,
-            world_size: 2,
-            batch_size: 5,
-            accumulate: 1,
-            drop_remainder: false,
-            threads: 1,
-        };
+        let plan = EpochPlan { rank, world_size: 2, ..EpochPlan::of(5) };
         for batch in source.epoch(plan) {
             let batch = batch.unwrap();
             batch.labels.iter().for_each(|label| *seen.entry(*label).or_insert(0) += 1);
@@ -237,35 +230,35 @@ fn members_have_webdataset_names_and_the_requested_size() {
 }
 
 #[test]
-fn small_upright_jpegs_are_copied_and_nothing_is_enlarged() {
+fn small_upright_jpegs_are_copied_unchanged_and_no_picture_is_enlarged() {
     let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let home = from.path().join("train/only");
     fs::create_dir_all(&home).unwrap();
-    let small = encoded(&picture(40, 32, 1), ImageFormat::Jpeg);
-    let large = encoded(&picture(40, 33, 1), ImageFormat::Jpeg);
+    let small = encode(&picture(40, 32, 1), ImageFormat::Jpeg);
+    let large = encode(&picture(40, 33, 1), ImageFormat::Jpeg);
     let grey = image::DynamicImage::ImageLuma8(image::GrayImage::new(20, 20));
     let mut grey_jpeg = Cursor::new(Vec::new());
     grey.write_to(&mut grey_jpeg, ImageFormat::Jpeg).unwrap();
-    let turned = fs::read(
+    let rotated = fs::read(
         Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("../../tests/pytorch/fixtures/pictures/decoding/orientation-6.jpg"),
     )
     .unwrap();
     for (name, bytes) in
-        [("a.jpg", &small), ("b.jpg", &large), ("c.jpg", grey_jpeg.get_ref()), ("d.jpg", &turned)]
+        [("a.jpg", &small), ("b.jpg", &large), ("c.jpg", grey_jpeg.get_ref()), ("d.jpg", &rotated)]
     {
         fs::write(home.join(name), bytes).unwrap();
     }
-    fs::write(home.join("e.png"), encoded(&picture(18, 17, 1), ImageFormat::Png)).unwrap();
+    fs::write(home.join("e.png"), encode(&picture(18, 17, 1), ImageFormat::Png)).unwrap();
     run(from.path(), to.path(), &settings(32)).unwrap();
-    let source = Picture::decode(&turned).unwrap();
+    let source = Picture::decode(&rotated).unwrap();
     let pictures: Vec<_> = members(&to.path().join("train-000000.tar"))
         .into_iter()
         .filter(|(name, _)| name.ends_with("jpg"))
         .map(|(_, bytes)| bytes)
         .collect();
-    assert_eq!(pictures.iter().filter(|bytes| **bytes == small).count(), 1, "copied as it is");
-    for other in [&large, grey_jpeg.get_ref(), &turned] {
+    assert_eq!(pictures.iter().filter(|bytes| **bytes == small).count(), 1, "copied unchanged");
+    for other in [&large, grey_jpeg.get_ref(), &rotated] {
         assert!(!pictures.contains(other));
     }
     let mut sizes: Vec<_> =
@@ -280,7 +273,7 @@ fn small_upright_jpegs_are_copied_and_nothing_is_enlarged() {
 }
 
 #[test]
-fn broken_pictures_are_fatal_or_left_out_and_named() {
+fn broken_pictures_are_named_and_fail_the_copy_or_are_left_out() {
     let from = folder(10);
     fs::write(from.path().join("train/cat/003.png"), "no picture").unwrap();
     // Header and end are intact, so only decoding reveals the damage.
@@ -290,20 +283,20 @@ fn broken_pictures_are_fatal_or_left_out_and_named() {
     bytes[middle] ^= 0xff;
     fs::write(&damaged, &bytes).unwrap();
     let to = tempfile::tempdir().unwrap();
-    let words = refused(from.path(), to.path(), &settings(16));
-    assert!(words.contains("003.png is text") && words.contains("--broken-files skip"), "{words}");
+    let message = prepare_error(from.path(), to.path(), &settings(16));
+    assert!(message.contains("003.png is text") && message.contains("--broken-files skip"), "{message}");
     assert!(files_of(to.path()).is_empty());
     let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..settings(16) };
-    let made = run(from.path(), to.path(), &skip).unwrap();
-    let named: Vec<_> = made.broken.iter().map(|broken| &broken.file[broken.file.len() - 7..]).collect();
-    assert_eq!((named, made.splits[0].1), (vec!["003.png", "004.png"], 18));
+    let prepared = run(from.path(), to.path(), &skip).unwrap();
+    let named: Vec<_> = prepared.broken.iter().map(|broken| &broken.file[broken.file.len() - 7..]).collect();
+    assert_eq!((named, prepared.splits[0].1), (vec!["003.png", "004.png"], 18));
     assert_eq!(open(to.path()).unwrap().splits[0].labels.len(), 18);
     // The picture is still reported if nothing is left to do, and is still fatal without `skip`.
     assert_eq!(run(from.path(), to.path(), &skip).unwrap().broken.len(), 2);
     fs::remove_file(from.path().join("train/cat/003.png")).unwrap();
     let fail = tempfile::tempdir().unwrap();
-    let words = refused(from.path(), fail.path(), &settings(16));
-    assert!(words.contains("004.png cannot be decoded"), "{words}");
+    let message = prepare_error(from.path(), fail.path(), &settings(16));
+    assert!(message.contains("004.png cannot be decoded"), "{message}");
 }
 
 #[test]
@@ -312,14 +305,15 @@ fn a_lost_disk_is_not_reported_as_broken_pictures() {
     assert!(!too_many(100, 1000, 1000) && too_many(101, 1000, 1000), "a tenth");
     assert!(too_many(3, 3, 3));
     let (from, to) = (folder(10), tempfile::tempdir().unwrap());
-    let gone = |_: Progress| {
+    let remove_split = |_: Progress| {
         let _ = fs::remove_dir_all(from.path().join("val"));
     };
     let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..settings(16) };
-    let words = prepare_with(from.path(), to.path(), &skip, gone, &nowhere()).unwrap_err().to_string();
+    let message =
+        prepare_with(from.path(), to.path(), &skip, remove_split, &no_index()).unwrap_err().to_string();
     assert!(
-        words.contains("cannot be read: No such file") && words.contains("Check the dataset's disk"),
-        "{words}"
+        message.contains("cannot be read: No such file") && message.contains("Check the dataset's disk"),
+        "{message}"
     );
     let names: Vec<_> = files_of(to.path()).into_keys().collect();
     assert_eq!(names, ["classes.txt", "train-000000.tar", "unfinished.json"]);
@@ -332,13 +326,13 @@ fn temporarily_unreadable_pictures_are_not_omitted_from_copies() {
     fs::rename(&odd, &kept).unwrap();
     // Reading the first byte is an input/output error.
     std::os::unix::fs::symlink("/proc/self/mem", &odd).unwrap();
-    let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..in_parts() };
-    let words = refused(from.path(), to.path(), &skip);
-    assert!(words.contains("003.png cannot be read: Input/output error"), "{words}");
+    let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..small_shards() };
+    let message = prepare_error(from.path(), to.path(), &skip);
+    assert!(message.contains("003.png cannot be read: Input/output error"), "{message}");
     assert!(files_of(to.path()).is_empty());
     fs::rename(&kept, &odd).unwrap();
-    let made = run(from.path(), to.path(), &skip).unwrap();
-    assert_eq!((made.splits[0].1, made.broken.len()), (20, 0));
+    let prepared = run(from.path(), to.path(), &skip).unwrap();
+    assert_eq!((prepared.splits[0].1, prepared.broken.len()), (20, 0));
 }
 
 #[test]
@@ -357,22 +351,22 @@ fn impossible_copies_are_refused_before_writing() {
         let _ = fs::remove_dir_all(&to);
     }
     fs::rename(from.path().join("val"), from.path().join("holdout")).unwrap();
-    let words = refused(from.path(), &to, &settings(16));
+    let message = prepare_error(from.path(), &to, &settings(16));
     assert!(
-        words.contains("has a split \"holdout\", which cannot be the prefix of a shard's name"),
-        "{words}"
+        message.contains("has a split \"holdout\", which cannot be the prefix of a shard's name"),
+        "{message}"
     );
     fs::remove_dir_all(from.path().join("holdout")).unwrap();
     fs::rename(from.path().join("train/cat"), from.path().join("train/cat ")).unwrap();
-    let words = refused(from.path(), &to, &settings(16));
-    assert!(words.contains("class \"cat \" cannot be a line of classes.txt"), "{words}");
+    let message = prepare_error(from.path(), &to, &settings(16));
+    assert!(message.contains("class \"cat \" cannot be a line of classes.txt"), "{message}");
     let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/fashion-mnist");
-    assert!(refused(&bundled, &to, &settings(16)).contains("train on it directly"));
+    assert!(prepare_error(&bundled, &to, &settings(16)).contains("train on it directly"));
     assert!(!to.exists());
     // The longest side that JPEG supports, and one pixel more.
     for (length, works) in [(65_535, true), (65_536, false)] {
-        let bytes = encoded(&RgbImage::new(length, 2), ImageFormat::Bmp);
-        let made = Encoder::new(&settings(16)).convert(bytes);
-        assert_eq!(made.is_ok(), works, "{made:?}");
+        let bytes = encode(&RgbImage::new(length, 2), ImageFormat::Bmp);
+        let prepared = Encoder::new(&settings(16)).convert(bytes);
+        assert_eq!(prepared.is_ok(), works, "{prepared:?}");
     }
 }

@@ -13,12 +13,13 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/shards")
 }
 
-fn nowhere() -> IndexStore {
+/// A store that keeps no index.
+fn no_index() -> IndexStore {
     IndexStore::at(Path::new("/nowhere"), usize::MAX)
 }
 
 fn open(path: &Path) -> Result<Catalog, DataError> {
-    Catalog::open_with(path, &nowhere())
+    Catalog::open_with(path, &no_index())
 }
 
 /// The split, name, class and picture of every sample.
@@ -44,7 +45,8 @@ fn broken(catalog: &Catalog) -> Vec<String> {
     catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect()
 }
 
-fn agrees(catalog: &Catalog, part: &str) {
+/// Compares all samples with those that were written.
+fn assert_samples(catalog: &Catalog, part: &str) {
     let text = fs::read(fixtures().join("expected.json")).expect("the fixture");
     let expected: Value = serde_json::from_slice(&text).expect("JSON");
     let (found, wanted) = (samples(catalog), expected[part].as_array().expect("a list"));
@@ -60,7 +62,7 @@ fn agrees(catalog: &Catalog, part: &str) {
             let values = picture.pixels.iter().skip(channel).step_by(3);
             let mean = values.map(|v| f64::from(*v)).sum::<f64>() / 96.0;
             let wanted = wanted["mean"][channel].as_f64().expect("a number");
-            // JPEG loses a little.
+            // JPEG is lossy.
             let close = if name.ends_with("png") || name.ends_with("webp") { 1e-9 } else { 3.0 };
             assert!((mean - wanted).abs() < close, "{name}: {mean} is not {wanted}");
         }
@@ -68,26 +70,26 @@ fn agrees(catalog: &Catalog, part: &str) {
 }
 
 #[test]
-fn what_webdataset_wrote_is_read_in_its_order() {
+fn shards_of_webdataset_are_read_in_their_order() {
     let catalog = open(&fixtures().join("numbers")).expect("opens");
     assert_eq!((catalog.format.name(), catalog.classes.join(" ")), ("webdataset", "0 1 2".into()));
     assert_eq!(broken(&catalog), Vec::<String>::new());
-    agrees(&catalog, "numbers");
-    // The same by a pattern, some of whose shards do not exist; and a single file, whose classes have names.
+    assert_samples(&catalog, "numbers");
+    // A pattern, some of whose shards do not exist, has the same samples. Then a single file, whose classes have names.
     let catalog = open(&fixtures().join("numbers/{train,val}-{000000..000001}.tar")).expect("opens");
-    agrees(&catalog, "numbers");
-    let words = broken(&catalog);
+    assert_samples(&catalog, "numbers");
+    let messages = broken(&catalog);
     assert!(
-        words.len() == 1 && words[0].contains("val-000001.tar cannot be read: No such file"),
-        "{words:?}"
+        messages.len() == 1 && messages[0].contains("val-000001.tar cannot be read: No such file"),
+        "{messages:?}"
     );
     let catalog = open(&fixtures().join("names.tar")).expect("opens");
     assert_eq!(catalog.classes.join(" "), "cat dog");
-    agrees(&catalog, "names");
+    assert_samples(&catalog, "names");
 }
 
 #[test]
-fn class_names_may_lie_beside_numbers() {
+fn classes_txt_names_numbered_classes() {
     let dir = tempfile::tempdir().unwrap();
     fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join("a.tar")).unwrap();
     fs::write(dir.path().join("classes.txt"), "cat\ndog\nfox\nnever seen\n").unwrap();
@@ -96,12 +98,12 @@ fn class_names_may_lie_beside_numbers() {
     // No name contains a split, so all shards are training data.
     assert_eq!((catalog.splits.len(), catalog.splits[0].name.as_str()), (1, "train"));
     fs::write(dir.path().join("classes.txt"), "cat\ndog\n").unwrap();
-    let words = open(dir.path()).unwrap_err().to_string();
-    assert!(words.contains("names 2 classes, but the data has 3"), "{words}");
+    let message = open(dir.path()).unwrap_err().to_string();
+    assert!(message.contains("names 2 classes, but the data has 3"), "{message}");
 }
 
 #[test]
-fn a_shard_that_is_cut_off_is_named_and_what_is_whole_of_it_is_read() {
+fn complete_samples_of_a_truncated_shard_are_read() {
     let dir = tempfile::tempdir().unwrap();
     let whole = fs::read(fixtures().join("numbers/train-000000.tar")).unwrap();
     let shard = dir.path().join("train-0.tar");
@@ -112,18 +114,21 @@ fn a_shard_that_is_cut_off_is_named_and_what_is_whole_of_it_is_read() {
     };
     // A sample has seven blocks: three headers, a class, a picture of two blocks, and a text.
     assert_eq!(cut(whole.len()), (6, String::new()));
-    let (samples, words) = cut(512 * 7 * 3 + 512 * 3 + 100);
-    assert!(samples == 3 && words.contains("is cut off in the middle of 000003.jpg"), "{samples} {words}");
-    assert!(!words.contains('\n'), "it is one mistake: {words}");
-    let (samples, words) = cut(512 * 7 * 3);
-    assert!(samples == 3 && words.contains("ends without a tar's closing blocks"), "{samples} {words}");
+    let (samples, message) = cut(512 * 7 * 3 + 512 * 3 + 100);
+    assert!(
+        samples == 3 && message.contains("is cut off in the middle of 000003.jpg"),
+        "{samples} {message}"
+    );
+    assert!(!message.contains('\n'), "there is only one error: {message}");
+    let (samples, message) = cut(512 * 7 * 3);
+    assert!(samples == 3 && message.contains("ends without a tar's closing blocks"), "{samples} {message}");
     let mut damaged = whole.clone();
     damaged[512 * 7 * 2..512 * 7 * 2 + 512].fill(b'x');
     fs::write(&shard, &damaged).unwrap();
     let catalog = open(dir.path()).expect("opens");
     assert_eq!(catalog.splits[0].labels.len(), 2);
-    let words = broken(&catalog).join("\n");
-    assert!(words.contains("is damaged after 6 members"), "{words}");
+    let message = broken(&catalog).join("\n");
+    assert!(message.contains("is damaged after 6 members"), "{message}");
     let gzip = [b"\x1f\x8b\x08\0".to_vec(), vec![0x9d; 2000]].concat();
     for (bytes, wanted) in [
         (&b""[..], "is empty"),
@@ -132,8 +137,11 @@ fn a_shard_that_is_cut_off_is_named_and_what_is_whole_of_it_is_read() {
         (&gzip, "train-0.tar is compressed with gzip, whatever its name says"),
     ] {
         fs::write(&shard, bytes).unwrap();
-        let words = open(dir.path()).unwrap_err().to_string();
-        assert!(words.contains("holds no sample that can be used") && words.contains(wanted), "{words}");
+        let message = open(dir.path()).unwrap_err().to_string();
+        assert!(
+            message.contains("holds no sample that can be used") && message.contains(wanted),
+            "{message}"
+        );
     }
 }
 
@@ -149,12 +157,12 @@ fn write(path: &Path, members: &[(&str, &[u8])]) {
 }
 
 #[test]
-fn names_of_pictures_and_classes_are_as_long_as_may_be_and_no_longer() {
+fn lengths_of_member_and_class_names_are_limited() {
     let mut png = std::io::Cursor::new(Vec::new());
     image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
     let png = png.into_inner();
-    let most = lockstep_protocol::limits::MEMBER_NAME_BYTES;
-    for (length, samples) in [(most, 2), (most + 1, 1)] {
+    let max_bytes = lockstep_protocol::limits::MEMBER_NAME_BYTES;
+    for (length, samples) in [(max_bytes, 2), (max_bytes + 1, 1)] {
         let dir = tempfile::tempdir().unwrap();
         let key = "k".repeat(length - ".png".len());
         write(
@@ -163,19 +171,19 @@ fn names_of_pictures_and_classes_are_as_long_as_may_be_and_no_longer() {
         );
         let catalog = open(dir.path()).unwrap();
         assert_eq!(catalog.splits[0].labels.len(), samples, "{length}");
-        let words = broken(&catalog).join("\n");
-        assert_eq!(words.contains("whose name takes 4097 bytes"), samples == 1, "{words}");
-        assert!(words.len() < 1000, "it is not repeated whole");
+        let message = broken(&catalog).join("\n");
+        assert_eq!(message.contains("whose name takes 4097 bytes"), samples == 1, "{message}");
+        assert!(message.len() < 1000, "the error abbreviates the name");
     }
-    let most = lockstep_protocol::limits::CLASS_NAME_BYTES;
-    for (length, refused) in [(most, false), (most + 1, true)] {
+    let max_bytes = lockstep_protocol::limits::CLASS_NAME_BYTES;
+    for (length, refused) in [(max_bytes, false), (max_bytes + 1, true)] {
         let dir = tempfile::tempdir().unwrap();
         let class = "c".repeat(length);
         write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", class.as_bytes())]);
-        let words = open(dir.path()).map(|_| String::new()).unwrap_or_else(|error| error.to_string());
-        assert_eq!(words.contains("a.cls that is empty, not text, or too long"), refused, "{words}");
+        let message = open(dir.path()).map(|_| String::new()).unwrap_or_else(|error| error.to_string());
+        assert_eq!(message.contains("a.cls that is empty, not text, or too long"), refused, "{message}");
     }
-    // A member with a class, and a member with a sample's description.
+    // A class member and a description member, of the maximum length and one byte longer.
     let (class, about) =
         ("a.cls that is empty, not text, or too long", "b.json that is not a JSON object, or too long");
     for (more, unread) in [(0, &[][..]), (1, &[class, about])] {
@@ -186,14 +194,14 @@ fn names_of_pictures_and_classes_are_as_long_as_may_be_and_no_longer() {
             [("a.png", &png), ("a.cls", &one), ("b.png", &png), ("b.json", &other)];
         let dir = tempfile::tempdir().unwrap();
         write(&dir.path().join("train.tar"), &[&both[..], &[("c.png", &png), ("c.cls", b"0")]].concat());
-        let words = broken(&open(dir.path()).unwrap());
-        assert_eq!(words.len(), unread.len(), "{words:?}");
-        assert!(words.iter().zip(unread).all(|(text, why)| text.contains(why)), "{words:?}");
+        let messages = broken(&open(dir.path()).unwrap());
+        assert_eq!(messages.len(), unread.len(), "{messages:?}");
+        assert!(messages.iter().zip(unread).all(|(text, why)| text.contains(why)), "{messages:?}");
     }
 }
 
 #[test]
-fn samples_that_are_none_are_named_with_what_they_lack() {
+fn invalid_samples_are_named_with_the_reason() {
     let dir = tempfile::tempdir().unwrap();
     let mut png = std::io::Cursor::new(Vec::new());
     image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
@@ -249,7 +257,7 @@ fn samples_that_are_none_are_named_with_what_they_lack() {
         ("__note.png", "1"),
     ];
     assert_eq!(names, wanted.map(|(name, class)| (shown(name), class.to_owned())));
-    let words = broken(&catalog);
+    let messages = broken(&catalog);
     for (name, detail) in [
         ("no-class.png", "has no class: put a member"),
         ("no-label.png", "has no class: put a member"),
@@ -261,17 +269,17 @@ fn samples_that_are_none_are_named_with_what_they_lack() {
         ("classes.png", "has a second class, in classes.coarse.cls, in its sample"),
     ] {
         let fits = |text: &&String| text.contains(&format!("train.tar/{name} {detail}"));
-        assert!(words.iter().any(|text| fits(&text)), "{name} {detail} is not in {words:#?}");
+        assert!(messages.iter().any(|text| fits(&text)), "{name} {detail} is not in {messages:#?}");
     }
-    assert_eq!(words.len(), 8, "{words:#?}");
+    assert_eq!(messages.len(), 8, "{messages:#?}");
     // The longest allowed label, and the largest allowed class number.
     write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", &[b'7'; 255])]);
     assert_eq!(open(dir.path()).expect("opens").classes[0].len(), 255);
     write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", b"99999")]);
     assert_eq!(open(dir.path()).expect("opens").classes.len(), 100_000);
     write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", b"100000")]);
-    let words = open(dir.path()).unwrap_err().to_string();
-    assert!(words.contains("is 100000; classes are numbered from 0, up to 99999"), "{words}");
+    let message = open(dir.path()).unwrap_err().to_string();
+    assert!(message.contains("is 100000; classes are numbered from 0, up to 99999"), "{message}");
 }
 
 #[test]
@@ -302,10 +310,10 @@ fn members_are_joined_to_samples_by_the_first_dot_of_their_names() {
         let found: Vec<_> = samples(&catalog).into_iter().map(|(_, name, ..)| name).collect();
         let shown = |name: &&str| dir.path().join("train.tar").join(name).display().to_string();
         assert_eq!(found, wanted.iter().chain(&["last.png"]).map(shown).collect::<Vec<_>>());
-        let words = broken(&catalog).join("\n");
-        assert!(details.iter().all(|detail| words.contains(detail)), "{members:?}: {words}");
-        assert_eq!(words.is_empty(), details.is_empty(), "{members:?}: {words}");
-        assert_eq!(words.contains("has no picture"), members.contains(&"0.txt"), "{words}");
+        let message = broken(&catalog).join("\n");
+        assert!(details.iter().all(|detail| message.contains(detail)), "{members:?}: {message}");
+        assert_eq!(message.is_empty(), details.is_empty(), "{members:?}: {message}");
+        assert_eq!(message.contains("has no picture"), members.contains(&"0.txt"), "{message}");
     }
 }
 
@@ -323,7 +331,7 @@ fn class_names_that_differ_in_unicode_normalisation_are_one() {
 }
 
 #[test]
-fn negative_labels_outside_of_the_training_split_are_none() {
+fn negative_labels_outside_the_training_split_mean_unlabelled() {
     let dir = tempfile::tempdir().unwrap();
     let mut png = std::io::Cursor::new(Vec::new());
     image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
@@ -350,8 +358,8 @@ fn negative_labels_outside_of_the_training_split_are_none() {
         shard("test.tar", [train[0], b"-1"]);
         let catalog = open(dir.path()).expect("opens");
         assert_eq!((catalog.splits[1].labels.len(), catalog.unlabelled.len()), (1, 0));
-        let words = broken(&catalog).join("\n");
-        assert!(words.contains("test.tar/b.png has the label -1, which is not a class"), "{words}");
+        let message = broken(&catalog).join("\n");
+        assert!(message.contains("test.tar/b.png has the label -1, which is not a class"), "{message}");
         std::fs::remove_file(dir.path().join("test.tar")).unwrap();
     }
     // Two classes whose names are negative numbers.
@@ -361,15 +369,15 @@ fn negative_labels_outside_of_the_training_split_are_none() {
     assert_eq!((catalog.classes.join(" "), broken(&catalog).len()), ("-1 1".into(), 0));
     // Classes with numbers and names, and a label that is not a class.
     fs::write(dir.path().join("classes.txt"), "cat\ndog\n").unwrap();
-    let words = open(dir.path()).unwrap_err().to_string();
+    let message = open(dir.path()).unwrap_err().to_string();
     assert!(
-        words.contains("classes.txt names classes by their numbers, but one sample has the label \"-1\""),
-        "{words}"
+        message.contains("classes.txt names classes by their numbers, but one sample has the label \"-1\""),
+        "{message}"
     );
 }
 
 #[test]
-fn what_lies_behind_a_tars_end_is_named() {
+fn data_after_the_end_of_a_tar_file_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let shard = dir.path().join("train.tar");
     let one = fs::read(fixtures().join("numbers/train-000000.tar")).unwrap();
@@ -378,12 +386,12 @@ fn what_lies_behind_a_tars_end_is_named() {
     fs::write(&shard, [&one[..], &one[..]].concat()).unwrap();
     let catalog = open(dir.path()).expect("opens");
     assert_eq!(catalog.splits[0].labels.len(), 6);
-    let words = broken(&catalog).join("\n");
-    assert!(words.contains("train.tar has data after its end, which would be ignored"), "{words}");
+    let message = broken(&catalog).join("\n");
+    assert!(message.contains("train.tar has data after its end, which would be ignored"), "{message}");
 }
 
 #[test]
-fn members_that_are_no_files_are_called_what_they_are() {
+fn links_and_sparse_files_in_shards_are_reported() {
     let dir = tempfile::tempdir().unwrap();
     let mut png = std::io::Cursor::new(Vec::new());
     image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
@@ -406,7 +414,7 @@ fn members_that_are_no_files_are_called_what_they_are() {
     }
     add("d.png", file, png.get_ref());
     add("d.cls", tar::EntryType::Link, b"");
-    // One block, and a hole larger than the whole shard.
+    // A sparse file with one block, and a hole that is larger than the whole shard.
     let mut header = tar::Header::new_gnu();
     header.set_entry_type(tar::EntryType::GNUSparse);
     header.set_size(512);
@@ -423,19 +431,19 @@ fn members_that_are_no_files_are_called_what_they_are() {
     tar.finish().unwrap();
     let catalog = open(dir.path()).expect("opens");
     assert_eq!(catalog.splits[0].labels.len(), 1);
-    let words = broken(&catalog).join("\n");
+    let message = broken(&catalog).join("\n");
     for wanted in [
         "has a picture b.png, which is a hard link inside its shard",
         "has a picture c.png, which is a symbolic link inside its shard",
         "d.png has a class in d.cls, which is a hard link inside its shard",
         "has a picture e.png, which is stored as a sparse file",
     ] {
-        assert!(words.contains(wanted), "{wanted} is not in {words}");
+        assert!(message.contains(wanted), "{wanted} is not in {message}");
     }
 }
 
 #[test]
-fn a_shard_that_changes_under_a_job_is_found_out_and_one_that_is_only_touched_is_not() {
+fn changed_shards_are_detected_and_touched_shards_are_accepted() {
     let dir = tempfile::tempdir().unwrap();
     let shard = dir.path().join("train.tar");
     fs::copy(fixtures().join("numbers/train-000000.tar"), &shard).unwrap();
@@ -447,12 +455,12 @@ fn a_shard_that_changes_under_a_job_is_found_out_and_one_that_is_only_touched_is
     assert!(listing.read(2).unwrap_err().to_string().contains("cannot be read"));
     fs::write(&shard, &bytes).unwrap();
     assert_eq!(listing.picture(2).expect("decodes"), before, "touched");
-    // The third picture's data.
+    // Changes the third picture's data.
     bytes[512 * 7 * 2 + 512 * 3 + 200] ^= 1;
     fs::write(&shard, &bytes).unwrap();
     assert!(listing.read(1).is_ok(), "another picture of the shard");
-    let words = listing.read(2).unwrap_err().to_string();
-    assert!(words.contains("000002.jpg has changed since it was first inspected"), "{words}");
+    let message = listing.read(2).unwrap_err().to_string();
+    assert!(message.contains("000002.jpg has changed since it was first inspected"), "{message}");
     fs::write(&shard, &bytes[..2000]).unwrap();
     assert!(listing.read(2).unwrap_err().to_string().contains("its shard now has 2000 bytes"));
 }

@@ -59,14 +59,14 @@ fn crops_and_resizes_match_torchvision() {
         let area = match (case.resized_crop, case.resize) {
             (Some([top, left, height, width]), _) => Area::Cut(Region { left, top, width, height }),
             (_, Some(resize)) => picture.centre_crop(resize, case.side),
-            _ => panic!("{} says nothing", case.file),
+            _ => panic!("{} has no operation", case.file),
         };
-        let mut made = vec![0; expected.pixels.len()];
-        Resize::default().run(picture, area, (case.side, case.side), &mut made);
-        let far = made.iter().zip(&expected.pixels).filter(|(a, b)| a.abs_diff(**b) > 1).count();
-        assert!(far * 100 <= made.len(), "{} of {}: {far} of {} values", case.file, case.of, made.len());
+        let mut actual = vec![0; expected.pixels.len()];
+        Resize::default().run(picture, area, (case.side, case.side), &mut actual);
+        let far = actual.iter().zip(&expected.pixels).filter(|(a, b)| a.abs_diff(**b) > 1).count();
+        assert!(far * 100 <= actual.len(), "{} of {}: {far} of {} values", case.file, case.of, actual.len());
         seen += 1;
-        values += made.len();
+        values += actual.len();
         apart += far;
     }
     assert!(seen >= 17 && apart * 1000 <= values, "{apart} of {values} values are more than 1 apart");
@@ -94,9 +94,9 @@ fn operations_match_torchvision() {
             "Equalize" => (Op::Equalize, "equalize"),
             other => panic!("{other}"),
         };
-        let (mut made, expected) = (read(&format!("{}.png", case.of)), read(&case.file));
-        op.apply(&mut made.pixels, case.side as usize, made.channels as usize, &mut vec![7; 3]);
-        let apart = largest_difference(&made.pixels, &expected.pixels);
+        let (mut actual, expected) = (read(&format!("{}.png", case.of)), read(&case.file));
+        op.apply(&mut actual.pixels, case.side as usize, actual.channels as usize, &mut vec![7; 3]);
+        let apart = largest_difference(&actual.pixels, &expected.pixels);
         assert!(apart == 0, "{name} {m} of {}: up to {apart} apart ({})", case.of, case.file);
         names.insert(name);
     }

@@ -6,6 +6,7 @@ use crate::{
     backend::{Backend, BuildArgs, Devices, Needs, Selection},
 };
 use lockstep_host::{cores, cpu_name, gpu::RankGpu};
+use lockstep_kernels::conv::Format;
 use lockstep_protocol::{
     agent::Slot,
     spec::{Device, JobSpec, Precision},
@@ -67,14 +68,29 @@ impl Backend for Cpu {
             let (name, slot) = (kind.name, kind.slot_name);
             return Err(format!("parallel.device = \"{name}\": this rank has no {slot}; use cpu or auto"));
         }
-        if matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16) {
-            return Err("train.precision: CPU ranks compute in fp32; use fp32 or auto".into());
-        }
-        Ok(())
+        // Another machine may run the job; its ranks check their own processor.
+        format_of(spec.train.precision, true).map(drop)
     }
 
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {
-        build(args.network, args.initial, args.config, args.comm, &args.plan)
+        let format = format_of(args.precision, Format::Bfloat16.is_fast()).map_err(EngineError::Device)?;
+        build(args.network, args.initial, args.config, args.comm, &args.plan, format)
+    }
+}
+
+/// The format of the convolutions. `has_bfloat16`: whether the processor has instructions for bfloat16.
+fn format_of(precision: Precision, has_bfloat16: bool) -> Result<Format, String> {
+    match precision {
+        Precision::Auto | Precision::Fp32 => Ok(Format::Float32),
+        Precision::Bf16 if has_bfloat16 => Ok(Format::Bfloat16),
+        Precision::Bf16 => Err(format!(
+            "train.precision = \"bf16\": the processor of this machine ({}) has no AVX512-BF16 instructions. Use fp32 or auto, or a \
+             machine whose processor has these instructions",
+            cpu_name()
+        )),
+        Precision::Fp16 => {
+            Err("train.precision: CPU ranks compute in fp32 or bf16; use fp32, bf16 or auto".into())
+        }
     }
 }
 
@@ -84,6 +100,15 @@ mod tests {
 
     fn offered(cpu_slots: u32) -> Result<Devices, String> {
         Cpu.devices(Selection { cpu_slots: Some(cpu_slots), ..Selection::default() })
+    }
+
+    #[test]
+    fn half_precision_is_bf16_on_processors_that_have_it() {
+        assert_eq!(format_of(Precision::Auto, true), Ok(Format::Float32));
+        assert_eq!(format_of(Precision::Bf16, true), Ok(Format::Bfloat16));
+        let refused = |precision, has| format_of(precision, has).unwrap_err();
+        assert!(refused(Precision::Bf16, false).contains("has no AVX512-BF16 instructions. Use fp32"));
+        assert!(refused(Precision::Fp16, true).contains("use fp32, bf16 or auto"));
     }
 
     #[test]

@@ -187,12 +187,12 @@ mod tests {
         net::Rows,
     };
     use lockstep_comm::{
-        rendezvous::{RendezvousConfig, Store, free_port},
+        rendezvous::{RendezvousConfig, Store, free_port, loopback::rendezvous_config},
         ring::Ring,
     };
     use lockstep_data::loader::Batch;
     use lockstep_kernels::synthetic::{labels, values};
-    use std::{sync::Arc, time::Duration};
+    use std::time::Duration;
 
     const RANKS: usize = 3;
 
@@ -200,16 +200,8 @@ mod tests {
     fn on_ranks<T: Send>(work: impl Fn(Group) -> T + Sync) -> Vec<T> {
         let (port, timeout) = (free_port("127.0.0.1").unwrap(), Duration::from_secs(60));
         let rank = |number| {
-            let store = Store::join(RendezvousConfig {
-                addr: "127.0.0.1".into(),
-                port,
-                secret: b"of these ranks".to_vec(),
-                rank: number,
-                world_size: RANKS as u32,
-                timeout,
-                stop: Arc::default(),
-            })
-            .unwrap();
+            let rendezvous = rendezvous_config(port, number, RANKS as u32);
+            let store = Store::join(RendezvousConfig { timeout, ..rendezvous }).unwrap();
             let ring = Ring::connect(&store, timeout).unwrap();
             store.barrier("connected").unwrap();
             work(Group::whole(ring))

@@ -57,7 +57,8 @@ impl Executor {
                 let len = out.len();
                 let shares = pictures.div_ceil(SHARE);
                 if self.scratches.len() < shares {
-                    self.scratches.resize_with(shares, Scratch::default);
+                    let format = self.scratch.format();
+                    self.scratches.resize_with(shares, || Scratch::new(format));
                 }
                 let mut parts = self.pool.alloc(shares * len);
                 parts.par_chunks_mut(len).zip(&mut self.scratches).enumerate().for_each(

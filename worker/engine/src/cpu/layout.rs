@@ -4,12 +4,13 @@
 use super::conv::{self, ConvShape};
 use crate::{
     EngineError,
+    check::read_part,
     fuse::{Conv, FusedOp, Norm},
     net::{Axes, Network, Parameter, Slice},
     optimizer::{ParameterKind, kind, tensor_name},
 };
-use lockstep_host::tensors::{HostTensor, NamedTensors};
-use std::{borrow::Cow, collections::BTreeMap, ops::Range};
+use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
+use std::{collections::BTreeMap, ops::Range};
 
 /// Number of values at which a bucket is closed: an eighth of the network, so that most gradients are
 /// being reduced before backward ends. A minimum limits the cost of calls, and a maximum is where a
@@ -51,19 +52,19 @@ impl Slot {
         spread(self.slice.as_ref(), HostTensor { shape: self.shape.clone(), values })
     }
 
-    fn import(&self, tensor: &HostTensor, flat: &mut [f32]) {
+    /// Fills the parameter's range from the tensor `name`, if there is one.
+    fn import(&self, name: &str, tensors: &dyn TensorSource, flat: &mut [f32]) {
         let ours = &mut flat[self.range.clone()];
-        let values = cut(self.slice.as_ref(), &tensor.values);
-        match &self.conv {
-            Some(shape) => conv::weight_from_oihw(shape, &values, ours),
-            None => ours.copy_from_slice(&values),
+        let read = |to: &mut [f32]| read_part(tensors, name, self.slice.as_ref(), 0, to);
+        let Some(shape) = &self.conv else {
+            read(ours);
+            return;
+        };
+        let mut values = vec![0.0; ours.len()];
+        if read(&mut values) {
+            conv::weight_from_oihw(shape, &values, ours);
         }
     }
-}
-
-/// A rank's part of the values of a whole parameter.
-pub(super) fn cut<'a>(slice: Option<&Slice>, whole: &'a [f32]) -> Cow<'a, [f32]> {
-    slice.map_or(Cow::Borrowed(whole), |slice| Cow::Owned(slice.cut(whole)))
 }
 
 /// A rank's part of a parameter in a tensor of the whole shape, with zeros for other ranks' parts.
@@ -183,11 +184,9 @@ impl Layout {
     }
 
     /// Fills the flat buffer from `tensors`, which must have been checked.
-    pub(super) fn import(&self, kept: Option<&str>, tensors: &NamedTensors, flat: &mut [f32]) {
+    pub(super) fn import(&self, kept: Option<&str>, tensors: &dyn TensorSource, flat: &mut [f32]) {
         for slot in &self.slots {
-            if let Some(tensor) = tensors.get(&tensor_name(&slot.name, kept)) {
-                slot.import(tensor, flat);
-            }
+            slot.import(&tensor_name(&slot.name, kept), tensors, flat);
         }
     }
 }

@@ -1,4 +1,5 @@
-//! The CPU engine: float32, NHWC; the reference for every other engine.
+//! The CPU engine: float32, NHWC; the reference for every other engine. Convolutions multiply in float32 or in bfloat16, which rounds their
+//! inputs, weights and gradients; everything else, the last layer included, is float32 in both formats.
 //!
 //! Work is divided into chunks that depend only on shapes, never on the number of threads or on timing:
 //! the same job on the same number of ranks gives the same bits. Networks of the CIFAR family give the
@@ -7,6 +8,8 @@
 mod average;
 mod backend;
 mod backward;
+#[cfg(test)]
+mod bfloat16;
 #[cfg(test)]
 mod cifarnet;
 mod exchange;
@@ -38,17 +41,19 @@ use super::{
     optimizer::state_shapes,
     plan::{self, Mesh, Plan},
     state_dict::{self, add_zeros},
-    unknown_size,
+    thread_pool, unknown_size,
 };
 use crate::net::Network;
 use average::Average;
 pub(super) use backend::Cpu;
 pub use backend::MOST_CPU_SLOTS;
 use executor::{Executor, part_of};
-use layout::{cut, spread};
+use layout::spread;
 use lockstep_comm::{ProcessGroup, Reduction};
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
+use lockstep_host::tensors::TensorSource;
 use lockstep_kernels::{batch_norm, conv, elementwise, linear, loss, pool};
+use lockstep_protocol::spec::Precision;
 use std::{sync::Arc, time::Duration};
 
 /// Fusion on CPUs: memory bandwidth limits cores, so batch norm, addition and ReLU are one pass.
@@ -63,25 +68,23 @@ const CAPABILITIES: Capabilities = Capabilities {
 
 pub(super) fn build(
     network: Arc<Network>,
-    initial: &NamedTensors,
+    initial: &dyn TensorSource,
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
     plan: &Plan,
+    format: conv::Format,
 ) -> Result<Box<dyn Engine>, EngineError> {
-    let threads = rayon::ThreadPoolBuilder::new()
-        .num_threads(config.threads.max(1))
-        .thread_name(|i| format!("compute-{i}"))
-        .build()
-        .map_err(|e| EngineError::Parameters(format!("cannot start {} threads: {e}", config.threads)))?;
+    let threads = thread_pool(config.threads)?;
     let mut plan = plan.clone();
     if plan.cuts.is_empty() {
         // Networks for other image sizes have the same cuts. `Executor::new` reports errors in the plan.
         plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();
     }
-    let executor = Executor::new(network.clone(), &plan, config, &comm, CAPABILITIES)?;
+    let mut executor = Executor::new(network.clone(), &plan, config, &comm, CAPABILITIES)?;
+    executor.scratch = conv::Scratch::new(format);
     let sizes = vec![network.clone()];
     let mut engine = CpuEngine { threads, executor, sizes, network, plan, comm, average: None };
-    engine.set_parameters(initial)?;
+    engine.set_from(initial)?;
     if engine.executor.state.memory().is_some() {
         engine.comm.barrier()?;
     }
@@ -176,20 +179,7 @@ impl Engine for CpuEngine {
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        check::check(&self.network, values)?;
-        if self.writes() {
-            self.executor.layout.import(None, values, &mut self.executor.state.weights);
-        }
-        for norm in &mut self.executor.norms {
-            let slice = norm.slice.as_ref();
-            if let Some(mean) = values.get(&format!("{}.running_mean", norm.name)) {
-                norm.running_mean.copy_from_slice(&cut(slice, &mean.values));
-            }
-            if let Some(var) = values.get(&format!("{}.running_var", norm.name)) {
-                norm.running_var.copy_from_slice(&cut(slice, &var.values));
-            }
-        }
-        Ok(())
+        self.set_from(values)
     }
 
     fn average(&mut self, decay: f64) -> Result<(), EngineError> {
@@ -217,8 +207,7 @@ impl Engine for CpuEngine {
         layout.import(None, values, &mut average.weights);
         for (own, norm) in average.running.iter_mut().zip(norms) {
             for (own, suffix) in own.iter_mut().zip(["running_mean", "running_var"]) {
-                let values = &values[&format!("{}.{suffix}", norm.name)].values;
-                *own = cut(norm.slice.as_ref(), values).into_owned();
+                check::read_part(values, &format!("{}.{suffix}", norm.name), norm.slice.as_ref(), 0, own);
             }
         }
         self.average = Some(average);
@@ -249,6 +238,13 @@ impl Engine for CpuEngine {
             }
         }
         Ok(())
+    }
+
+    fn precision(&self) -> Precision {
+        match self.executor.scratch.format() {
+            conv::Format::Float32 => Precision::Fp32,
+            conv::Format::Bfloat16 => Precision::Bf16,
+        }
     }
 
     fn replica(&self) -> u32 {
@@ -307,6 +303,14 @@ impl Engine for CpuEngine {
         if self.executor.state.memory().is_none() {
             self.comm.broadcast((&mut self.executor.state.weights[..]).into(), 0)?;
         }
+        self.broadcast_statistics()
+    }
+
+    fn broadcast_statistics(&mut self) -> Result<(), EngineError> {
+        if self.plan.mesh.stage > 1 || self.executor.norms.iter().any(|norm| norm.slice.is_some()) {
+            // Rank 0 has only a part of the statistics.
+            return self.broadcast_parameters();
+        }
         let mut running: Vec<f32> = self
             .executor
             .norms
@@ -356,14 +360,36 @@ impl Engine for CpuEngine {
     }
 
     fn device_name(&self) -> String {
+        let format = if self.precision() == Precision::Bf16 { ", bf16" } else { "" };
         match self.threads.current_num_threads() {
-            1 => "CPU, 1 thread".into(),
-            n => format!("CPU, {n} threads"),
+            1 => format!("CPU, 1 thread{format}"),
+            n => format!("CPU, {n} threads{format}"),
         }
     }
 }
 
 impl CpuEngine {
+    /// See [`Engine::set_parameters`].
+    fn set_from(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
+        check::check(&self.network, values)?;
+        let writes = self.writes();
+        let Executor { layout, state, norms, .. } = &mut self.executor;
+        self.threads.install(|| {
+            if writes {
+                layout.import(None, values, &mut state.weights);
+            }
+            for norm in norms {
+                let slice = norm.slice.as_ref();
+                for (own, suffix) in
+                    [(&mut norm.running_mean, "running_mean"), (&mut norm.running_var, "running_var")]
+                {
+                    check::read_part(values, &format!("{}.{suffix}", norm.name), slice, 0, own);
+                }
+            }
+        });
+        Ok(())
+    }
+
     /// Collective if ranks divide the optimizer's state: gathers the whole state, on ranks with `keep`.
     fn gathered_optimizer_state(&self, keep: bool) -> Result<Option<OptimizerState>, EngineError> {
         let Executor { layout, state, config, .. } = &self.executor;

@@ -267,10 +267,10 @@ mod tests {
                 &["train.ema_decay", "leave one of the two out"],
             ),
         ];
-        for (change, words) in cases {
+        for (change, parts) in cases {
             let refusal = refusal(change).unwrap();
-            let said = refusal.to_lowercase();
-            assert!(words.iter().all(|word| said.contains(&word.to_lowercase())), "{refusal}");
+            let message = refusal.to_lowercase();
+            assert!(parts.iter().all(|part| message.contains(&part.to_lowercase())), "{refusal}");
         }
         assert_eq!(refusal(|spec| spec.parallel.optimizer_sharding = true), None);
         assert_eq!(refusal(|spec| spec.parallel.model = 2), None);

@@ -109,7 +109,7 @@ mod tests {
             file[at] ^= 1;
             file
         };
-        for (what, damaged) in [
+        for (case, damaged) in [
             ("emptied", Vec::new()),
             ("truncated in its checksum", whole[..20].to_vec()),
             ("truncated after its checksum", whole[..32].to_vec()),
@@ -123,11 +123,11 @@ mod tests {
             ("without a sum", content.to_vec()),
         ] {
             fs::write(&path, damaged).unwrap();
-            assert_eq!(read_file(&path), None, "{what}");
-            assert!(!path.exists(), "{what}: it stays");
-            assert_eq!(read_file(&path), None, "{what}: the file was removed");
+            assert_eq!(read_file(&path), None, "{case}");
+            assert!(!path.exists(), "{case}: the file remains");
+            assert_eq!(read_file(&path), None, "{case}: the file was removed");
             write_file(dir.path(), "kernels", content).unwrap();
-            assert_eq!(read_file(&path).as_deref(), Some(content), "{what}");
+            assert_eq!(read_file(&path).as_deref(), Some(content), "{case}");
         }
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "temporary files are left");
     }

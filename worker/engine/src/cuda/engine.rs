@@ -164,10 +164,7 @@ impl Engine for CudaEngine {
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        check::check(&self.network, values)?;
-        self.device.bind()?;
-        self.device.synchronize()?;
-        self.program.set_parameters(values)
+        self.set_from(values)
     }
 
     fn average(&mut self, decay: f64) -> Result<(), EngineError> {
@@ -297,6 +294,18 @@ impl Engine for CudaEngine {
         self.program.write_flat(&flat)
     }
 
+    fn broadcast_statistics(&mut self) -> Result<(), EngineError> {
+        if self.plan.mesh.stage > 1 || self.program.state.splits_statistics() {
+            // Rank 0 has only a part of the statistics.
+            return self.broadcast_parameters();
+        }
+        self.device.bind()?;
+        self.device.synchronize()?;
+        let mut statistics = self.program.state.read_statistics()?;
+        self.comm.broadcast((&mut statistics).into(), 0)?;
+        Ok(self.program.state.write_statistics(&statistics)?)
+    }
+
     fn abandon(self: Box<Self>) {
         skip_exit_handlers();
         // Destructors would wait for the GPU, for NCCL and for each buffer; the driver frees everything at once when the
@@ -337,6 +346,14 @@ fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Resu
 }
 
 impl CudaEngine {
+    /// See [`Engine::set_parameters`].
+    pub(super) fn set_from(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
+        check::check(&self.network, values)?;
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.program.set_parameters(values)
+    }
+
     /// Collective in the model group and among stages: completes tensors, of which each rank has its part and zeros elsewhere.
     fn gather<'a>(&self, all: impl IntoIterator<Item = &'a mut NamedTensors>) -> Result<(), EngineError> {
         let Some(groups) = &self.groups else { return Ok(()) };

@@ -4,15 +4,19 @@
 //! layers, in the order in which the backward pass produces their gradients; their copy and their gradients are in the
 //! activations' format. *Vectors*: batch norm's parameters and linear layers' biases, with float32 gradients.
 
-use super::command::{Operand, Region};
+use super::{
+    command::{Operand, Region},
+    error::CudaError,
+};
 use crate::{
     EngineError,
+    check::read_part,
     fuse::{Conv, FusedOp, Norm},
     net::{Network, Role, Slice},
     optimizer::{ParameterKind, kind, tensor_name},
     sharding::Share,
 };
-use lockstep_host::tensors::{HostTensor, NamedTensors};
+use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 use std::{borrow::Cow, collections::BTreeMap, ops::Range};
 
 /// Alignment of parameters, in values: 16 bytes in any type, and whole tiles of the optimizer.
@@ -21,6 +25,9 @@ const ALIGN: usize = 1024;
 /// Number of values at which a bucket of matrices' gradients is closed (8 MB in 16 bits): large enough for
 /// NVLink's full bandwidth, small enough that the last reduction ends soon after backward.
 const BUCKET: usize = 4 << 20;
+
+/// Maximum number of values of a piece of a large matrix on its way to the GPU: 16 MB, which copies at full speed.
+const PIECE: usize = 4 << 20;
 
 /// Number of folded weights per output channel.
 const FOLDED: usize = 4 * 4 * 16;
@@ -288,50 +295,100 @@ impl Layout {
     pub(super) fn export(&self, kept: Option<&str>, flat: &[f32], into: &mut NamedTensors) {
         for slot in &self.slots {
             let ours = &flat[slot.range.clone()];
-            let mut values = vec![0.0; slot.shape.iter().product()];
-            match (slot.order, &slot.shape[..]) {
+            let len: usize = slot.shape.iter().product();
+            let values = match (slot.order, &slot.shape[..]) {
                 (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
+                    let mut values = vec![0.0; len];
                     krsc(out, inputs, height, width, padded_in, |oihw, krsc| values[oihw] = ours[krsc]);
+                    Cow::Owned(values)
                 }
                 (Order::Folded, &[out, inputs, ..]) => {
+                    let mut values = vec![0.0; len];
                     fold(out, inputs, |oihw, folded| values[oihw] = ours[folded]);
+                    Cow::Owned(values)
                 }
-                _ => {
-                    let len = values.len();
-                    values.copy_from_slice(&ours[..len]);
-                }
-            }
+                _ => Cow::Borrowed(&ours[..len]),
+            };
             let name = tensor_name(&slot.name, kept);
             let tensor = match &slot.slice {
-                None => HostTensor { shape: slot.shape.clone(), values },
+                None => HostTensor { shape: slot.shape.clone(), values: values.into_owned() },
                 Some(slice) => HostTensor { shape: slice.whole.clone(), values: slice.spread(&values) },
             };
             into.insert(name, tensor);
         }
     }
 
-    /// Converts `values`, which `check.rs` must have checked, to a flat buffer.
-    pub(super) fn import(&self, kept: Option<&str>, values: &NamedTensors) -> Result<Vec<f32>, EngineError> {
-        let mut flat = vec![0.0; self.len];
+    /// Number of values of a buffer for [`Layout::import`].
+    pub(super) fn piece(&self) -> usize {
+        self.slots.iter().map(|slot| slot.padded().len()).max().unwrap_or(0).clamp(ALIGN, PIECE)
+    }
+
+    /// Converts `tensors`, which `check.rs` must have checked, to the order of the flat buffers, and calls `write` for each piece with the
+    /// offset of its first value. `kept` is as for [`Layout::export`]; `buffer` is for pieces, so that large matrices are never whole in
+    /// host memory.
+    pub(super) fn import(
+        &self,
+        kept: Option<&str>,
+        tensors: &dyn TensorSource,
+        buffer: &mut [f32],
+        mut write: impl FnMut(usize, &[f32]) -> Result<(), CudaError>,
+    ) -> Result<(), EngineError> {
+        let room = buffer.len();
         for slot in &self.slots {
             let name = tensor_name(&slot.name, kept);
-            let tensor =
-                values.get(&name).ok_or_else(|| EngineError::Parameters(format!("`{name}` is missing")))?;
-            let ours = &mut flat[slot.range.clone()];
-            let values = match &slot.slice {
-                None => Cow::Borrowed(&tensor.values),
-                Some(slice) => Cow::Owned(slice.cut(&tensor.values)),
+            let read = |from: usize, to: &mut [f32]| match read_part(
+                tensors,
+                &name,
+                slot.slice.as_ref(),
+                from,
+                to,
+            ) {
+                true => Ok(()),
+                false => Err(EngineError::Parameters(format!("`{name}` is missing"))),
             };
+            let len: usize = slot.shape.iter().product();
+            let padded = slot.padded();
             match (slot.order, &slot.shape[..]) {
                 (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
+                    let (mut values, mut ours) = (vec![0.0; len], vec![0.0; padded.len()]);
+                    read(0, &mut values)?;
                     krsc(out, inputs, height, width, padded_in, |oihw, krsc| ours[krsc] = values[oihw]);
+                    write(padded.start, &ours)?;
                 }
                 (Order::Folded, &[out, inputs, ..]) => {
+                    let (mut values, mut ours) = (vec![0.0; len], vec![0.0; padded.len()]);
+                    read(0, &mut values)?;
                     fold(out, inputs, |oihw, folded| ours[folded] = values[oihw]);
+                    write(padded.start, &ours)?;
                 }
-                _ => ours[..values.len()].copy_from_slice(&values),
+                _ => {
+                    for from in (0..padded.len()).step_by(room) {
+                        let count = room.min(padded.len() - from);
+                        let piece = &mut buffer[..count];
+                        let (values, padding) = piece.split_at_mut(len.saturating_sub(from).min(count));
+                        if !values.is_empty() {
+                            read(from, values)?;
+                        }
+                        padding.fill(0.0);
+                        write(padded.start + from, piece)?;
+                    }
+                }
             }
         }
+        Ok(())
+    }
+
+    /// The flat buffer that [`Layout::import`] writes.
+    pub(super) fn flat(
+        &self,
+        kept: Option<&str>,
+        tensors: &dyn TensorSource,
+    ) -> Result<Vec<f32>, EngineError> {
+        let (mut flat, mut buffer) = (vec![0.0; self.len], vec![0.0; self.piece()]);
+        self.import(kept, tensors, &mut buffer, |at, piece| {
+            flat[at..at + piece.len()].copy_from_slice(piece);
+            Ok(())
+        })?;
         Ok(flat)
     }
 }
@@ -392,7 +449,7 @@ mod tests {
             Layout::new(&network, &fuse::fuse(&network, &fuse::Capabilities::default()), 4, 16, true, 1);
         let mut initial = init::initial_parameters(&network, false, 1);
         initial.retain(|name, _| !name.contains("running"));
-        let flat = layout.import(None, &initial).unwrap();
+        let flat = layout.flat(None, &initial).unwrap();
         let mut back = NamedTensors::new();
         layout.export(None, &flat, &mut back);
         assert!(back == initial);

@@ -47,7 +47,7 @@ use super::{
     Engine, EngineConfig, EngineError, EvalResult, LayerTime, LossScaling, NamedTensors, OptimizerState,
     StepResult, check, finite, plan,
     prologue::{Prologue, StepPart},
-    unknown_size,
+    thread_pool, unknown_size,
 };
 use crate::{net::Network, plan::Plan};
 pub(super) use backend::Cuda;
@@ -59,7 +59,10 @@ use lockstep_data::{
     device::DeviceDecoder,
     loader::{Batch, BatchFormat, DataSource},
 };
-use lockstep_host::gpu::libraries::{self, Library};
+use lockstep_host::{
+    gpu::libraries::{self, Library},
+    tensors::TensorSource,
+};
 use lockstep_protocol::spec::{LossScale, Precision};
 use pictures::{OnGpu, Staging};
 use profile::TimedCall;
@@ -100,7 +103,7 @@ fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDec
 /// Builds the engine on the GPU given by `gpu`.
 fn build(
     network: Arc<Network>,
-    initial: &NamedTensors,
+    initial: &dyn TensorSource,
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
     gpu: &GpuConfig,
@@ -173,7 +176,8 @@ fn build(
         groups,
         device,
     };
-    engine.set_parameters(initial)?;
+    // Initial values are drawn on these threads.
+    thread_pool(engine.config.threads)?.install(|| engine.set_from(initial))?;
     Ok(engine)
 }
 

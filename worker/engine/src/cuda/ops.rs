@@ -12,7 +12,7 @@
 //!
 //! # Operands
 //! [`Operand::NONE`] means "absent", where a field's documentation allows it. An argument states how its kernel accesses the
-//! memory; the check of a step's commands relies on that. "Moves" in a method's documentation lists the
+//! memory; the check of a step's commands relies on that. "Traffic" in a method's documentation lists the
 //! memory traffic of its kernels.
 
 mod adam;
@@ -36,7 +36,6 @@ mod through;
 pub(super) use adam::{AdamW, Lamb, Moments};
 pub(super) use block_end::BlockEnd;
 pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
-pub(super) use channels::CopyChannels;
 pub(super) use elementwise::{PlainPool, SUMMED_CHANNELS};
 pub(super) use input::{Gather, GatherMode, PadChannels, ScaleTable, Scaling};
 pub(super) use loss::{BiasedLogits, CrossEntropy, LOSS_ROWS};

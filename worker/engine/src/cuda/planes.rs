@@ -2,28 +2,33 @@
 //! difference between the float32 bits and this bfloat16. If the GPU computes in bfloat16, the weights of a split head are stored in
 //! planes: kernels compute with the first plane, so no copy is needed. `PlanarWeights` in `optimizer.cu`.
 
-/// Splits values into two planes of 16 bits each.
-pub(super) fn to_planes(values: &[f32]) -> Vec<f32> {
-    let mut planes = vec![0f32; values.len()];
-    let halves: &mut [u16] = bytemuck::cast_slice_mut(&mut planes);
-    let (nearest, rests) = halves.split_at_mut(values.len());
-    for ((value, nearest), rest) in values.iter().zip(nearest).zip(rests) {
-        let bits = value.to_bits();
-        // A NaN stays a NaN.
-        let carry = if value.is_nan() { 0 } else { 0x8000 };
-        (*nearest, *rest) = ((bits.wrapping_add(carry) >> 16) as u16, bits as u16);
-    }
-    planes
+use rayon::prelude::*;
+
+/// Number of values per task.
+const CHUNK: usize = 1 << 15;
+
+/// Splits values into two planes, which are as long as the values.
+pub(super) fn to_planes(values: &[f32], nearest: &mut [u16], rests: &mut [u16]) {
+    let planes = nearest.par_chunks_mut(CHUNK).zip(rests.par_chunks_mut(CHUNK));
+    values.par_chunks(CHUNK).zip(planes).for_each(|(values, (nearest, rests))| {
+        for ((value, nearest), rest) in values.iter().zip(nearest).zip(rests) {
+            let bits = value.to_bits();
+            // A NaN stays a NaN.
+            let carry = if value.is_nan() { 0 } else { 0x8000 };
+            (*nearest, *rest) = ((bits.wrapping_add(carry) >> 16) as u16, bits as u16);
+        }
+    });
 }
 
-/// Joins two planes to float32 values, in place.
-pub(super) fn from_planes(values: &mut [f32]) {
-    let halves: Vec<u16> = bytemuck::cast_slice(values).to_vec();
-    let (nearest, rests) = halves.split_at(values.len());
-    for ((value, nearest), rest) in values.iter_mut().zip(nearest).zip(rests) {
-        let below = i32::from(rest.cast_signed()).cast_unsigned();
-        *value = f32::from_bits((u32::from(*nearest) << 16).wrapping_add(below));
-    }
+/// Joins two planes to float32 values.
+pub(super) fn from_planes(nearest: &[u16], rests: &[u16], values: &mut [f32]) {
+    let planes = nearest.par_chunks(CHUNK).zip(rests.par_chunks(CHUNK));
+    values.par_chunks_mut(CHUNK).zip(planes).for_each(|(values, (nearest, rests))| {
+        for ((value, nearest), rest) in values.iter_mut().zip(nearest).zip(rests) {
+            let below = i32::from(rest.cast_signed()).cast_unsigned();
+            *value = f32::from_bits((u32::from(*nearest) << 16).wrapping_add(below));
+        }
+    });
 }
 
 #[cfg(test)]
@@ -31,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn planes_restore_every_number_and_the_first_plane_is_the_nearest() {
+    fn planes_restore_every_number_and_the_first_plane_is_the_nearest_bfloat16() {
         let mut values =
             vec![0.0, -0.0, 1.0, -1.0, f32::MAX, f32::MIN_POSITIVE, f32::INFINITY, f32::NEG_INFINITY];
         // Every upper half, with the ends and the middle of the lower half.
@@ -39,17 +44,21 @@ mod tests {
             [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| f32::from_bits(high << 16 | low))
         });
         values.extend(bits.filter(|value| !value.is_nan()));
-        let mut planes = to_planes(&values);
-        let halves: Vec<u16> = bytemuck::cast_slice(&planes).to_vec();
+        let there_and_back = |values: &[f32]| {
+            let (mut nearest, mut rests) = (vec![0; values.len()], vec![0; values.len()]);
+            to_planes(values, &mut nearest, &mut rests);
+            let mut back = vec![0.0; values.len()];
+            from_planes(&nearest, &rests, &mut back);
+            (nearest, back)
+        };
+        let (halves, back) = there_and_back(&values);
         for (value, half) in values.iter().zip(halves) {
             let [ours, nearest] = [half::bf16::from_bits(half), half::bf16::from_f32(*value)].map(f32::from);
             let is_as_near = f64::from(ours - value).abs() <= f64::from(nearest - value).abs();
             assert!(ours == nearest || is_as_near, "{value:e}: {ours:e}, {nearest:e}");
         }
-        from_planes(&mut planes);
-        assert!(planes.iter().zip(&values).all(|(a, b)| a.to_bits() == b.to_bits()));
-        let mut nan = to_planes(&[f32::NAN, f32::from_bits(0x7fff_ffff), f32::from_bits(0xffff_ffff)]);
-        from_planes(&mut nan);
+        assert!(back.iter().zip(&values).all(|(a, b)| a.to_bits() == b.to_bits()));
+        let (_, nan) = there_and_back(&[f32::NAN, f32::from_bits(0x7fff_ffff), f32::from_bits(0xffff_ffff)]);
         assert!(nan.iter().all(|value| value.is_nan()));
     }
 }

@@ -35,7 +35,7 @@ use emitter::{arena_bytes, emit};
 use facts::{Facts, norm_sites};
 use lockstep_comm::ProcessGroup;
 use lockstep_data::loader::BatchFormat;
-use lockstep_host::tensors::NamedTensors;
+use lockstep_host::tensors::{NamedTensors, TensorSource};
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
 mod build;
@@ -392,7 +392,7 @@ impl Program {
     }
 
     /// Replaces weights and running statistics by `values`, which must have been checked.
-    pub(super) fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+    pub(super) fn set_parameters(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
         let left = self.state.set_parameters(&self.ops, values)?;
         self.complete(left)
     }

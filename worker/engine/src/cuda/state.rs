@@ -14,10 +14,11 @@ use super::{
 };
 use crate::{
     EngineError, LossScaling, Optimizer, OptimizerState,
+    check::read_part,
     sharding::{Share, saving_in_words},
 };
 use lockstep_comm::ProcessGroup;
-use lockstep_host::tensors::{HostTensor, NamedTensors};
+use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 use std::{mem::offset_of, ops::Range};
 
 /// fp16's loss scaling, and the state of the latest step's gradients and update; `Scaler` in `optimizer.cu`.
@@ -161,9 +162,45 @@ impl State {
     }
 
     fn read_weights(&self) -> Result<Vec<f32>, CudaError> {
-        let mut weights = read(&self.weights)?;
-        from_planes(&mut weights[..self.planar]);
+        let mut weights = vec![0f32; self.layout.len];
+        let (planar, others) = weights.split_at_mut(self.planar);
+        let room = self.layout.piece();
+        let mut halves = vec![0u16; if planar.is_empty() { 0 } else { 2 * room }];
+        for (number, piece) in planar.chunks_mut(room).enumerate() {
+            let (nearest, rests) = halves[..2 * piece.len()].split_at_mut(piece.len());
+            self.weights.read(2 * number * room, nearest)?;
+            self.weights.read(2 * (self.planar + number * room), rests)?;
+            from_planes(nearest, rests, piece);
+        }
+        self.weights.read(4 * self.planar, others)?;
         Ok(weights)
+    }
+
+    /// Writes weights from value `at` on. `staging` is for weights in planes.
+    fn write_weights(&self, staging: &mut Pinned, at: usize, weights: &[f32]) -> Result<(), CudaError> {
+        if at >= self.planar {
+            return self.weights.write_at(4 * at, weights);
+        }
+        let halves: &mut [u16] = staging.values();
+        let room = halves.len() / 2;
+        for (number, piece) in weights.chunks(room).enumerate() {
+            let at = at + number * room;
+            let (nearest, rests) = halves[..2 * piece.len()].split_at_mut(piece.len());
+            to_planes(piece, nearest, rests);
+            self.weights.write_at(2 * at, nearest)?;
+            self.weights.write_at(2 * (self.planar + at), rests)?;
+        }
+        Ok(())
+    }
+
+    /// Page-locked memory for a piece of the weights, from which the GPU copies several times as fast as from other memory.
+    fn staging(&self) -> Result<Pinned, CudaError> {
+        Pinned::new(4 * self.layout.piece())
+    }
+
+    /// Page-locked memory for [`State::write_weights`].
+    fn planes_staging(&self) -> Result<Pinned, CudaError> {
+        if self.planar > 0 { self.staging() } else { Pinned::new(4) }
     }
 
     fn read_tensors(&self, weights: &[f32], running: &Buffer) -> Result<NamedTensors, EngineError> {
@@ -187,27 +224,25 @@ impl State {
     pub(super) fn set_parameters(
         &mut self,
         ops: &Ops,
-        values: &NamedTensors,
+        values: &dyn TensorSource,
     ) -> Result<Option<Kernel>, EngineError> {
-        let flat = self.flat_of(values)?;
-        self.write_flat(ops, &flat)
+        let (mut pieces, mut planes) = (self.staging()?, self.planes_staging()?);
+        self.layout
+            .import(None, values, pieces.values(), |at, piece| self.write_weights(&mut planes, at, piece))?;
+        self.running_values.write(&self.statistics_of(values))?;
+        Ok(self.update_low_precision(ops))
     }
 
-    /// The weights, then the running statistics of `values`, as one array.
-    fn flat_of(&self, values: &NamedTensors) -> Result<Vec<f32>, EngineError> {
-        let mut flat = self.layout.import(None, values)?;
+    /// The running statistics of `values`, in the order of the GPU's buffer.
+    fn statistics_of(&self, values: &dyn TensorSource) -> Vec<f32> {
         let mut statistics = vec![0f32; self.running_values.bytes / 4];
         for r in &self.running {
             for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
-                if let Some(tensor) = values.get(&format!("{}.{suffix}", r.name)) {
-                    let own = r.slice.as_ref().map(|slice| slice.cut(&tensor.values));
-                    let own = own.as_ref().unwrap_or(&tensor.values);
-                    statistics[at..at + r.channels].copy_from_slice(own);
-                }
+                let (name, own) = (format!("{}.{suffix}", r.name), &mut statistics[at..at + r.channels]);
+                read_part(values, &name, r.slice.as_ref(), 0, own);
             }
         }
-        flat.extend(statistics);
-        Ok(flat)
+        statistics
     }
 
     /// The kernels that update the average after the `steps` started steps; see [`crate::Engine::average`].
@@ -264,14 +299,13 @@ impl State {
 
     /// Replaces the average; `values` must have been checked.
     pub(super) fn set_averaged(&mut self, device: &Device, values: &NamedTensors) -> Result<(), EngineError> {
-        let flat = self.flat_of(values)?;
         if self.average.is_none() {
             self.make_room_for_average(device)?;
         }
         if let Some([weights, running]) = &self.average {
-            let (of_weights, statistics) = flat.split_at(self.layout.len);
-            weights.write(of_weights)?;
-            running.write(statistics)?;
+            let mut pieces = self.staging()?;
+            self.layout.import(None, values, pieces.values(), |at, piece| weights.write_at(4 * at, piece))?;
+            running.write(&self.statistics_of(values))?;
         }
         Ok(())
     }
@@ -279,22 +313,41 @@ impl State {
     /// The weights, then the running statistics, as one array.
     pub(super) fn read_flat(&self) -> Result<Vec<f32>, EngineError> {
         let mut flat = self.read_weights()?;
-        flat.extend(read(&self.running_values)?);
+        flat.extend(self.read_statistics()?);
         Ok(flat)
+    }
+
+    /// Whether a model group splits a batch norm's channels.
+    pub(super) fn splits_statistics(&self) -> bool {
+        self.running.iter().any(|running| running.slice.is_some())
+    }
+
+    pub(super) fn read_statistics(&self) -> Result<Vec<f32>, CudaError> {
+        read(&self.running_values)
+    }
+
+    pub(super) fn write_statistics(&self, statistics: &[f32]) -> Result<(), CudaError> {
+        self.running_values.write(statistics)
     }
 
     /// Replaces weights and running statistics. Returns a kernel that the caller must launch, if any.
     pub(super) fn write_flat(&mut self, ops: &Ops, flat: &[f32]) -> Result<Option<Kernel>, EngineError> {
         let (weights, statistics) = flat.split_at(self.layout.len);
-        let (planar, weights) = weights.split_at(self.planar);
-        self.weights.write(&to_planes(planar))?;
-        self.weights.write_at(4 * self.planar, weights)?;
+        let (planar, others) = weights.split_at(self.planar);
+        let mut planes = self.planes_staging()?;
+        self.write_weights(&mut planes, 0, planar)?;
+        self.write_weights(&mut planes, self.planar, others)?;
         self.running_values.write(statistics)?;
+        Ok(self.update_low_precision(ops))
+    }
+
+    /// A kernel that copies changed weights to their copies in the format of the computation, if there are such copies.
+    fn update_low_precision(&self, ops: &Ops) -> Option<Kernel> {
         let copied = self.planar..self.layout.matrices;
         let [weights, low_precision] = [(Region::Weights, 4), (Region::LowPrecision, 2)]
             .map(|(region, size)| Operand::new(region, size * copied.start, size * copied.len()));
         let length = copied.len() as u64;
-        Ok(self.has_low_precision().then(|| ops.to_low_precision(weights, low_precision, length)))
+        self.has_low_precision().then(|| ops.to_low_precision(weights, low_precision, length))
     }
 
     /// Loss scaling of the next step.
@@ -406,12 +459,17 @@ impl State {
 
     /// Replaces the optimizer's state. `to` must be complete.
     pub(super) fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
+        let mut pieces = self.staging()?;
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
-            let mut flat = self.layout.import(Some(name), &to.slots)?;
-            if let Some(share) = self.share {
-                flat = self.layout.own(share).flat_map(|own| flat[own].to_vec()).collect();
-            }
-            buffer.write(&flat)?;
+            let kept = Some(name);
+            let Some(share) = self.share else {
+                let write = |at: usize, piece: &[f32]| buffer.write_at(4 * at, piece);
+                self.layout.import(kept, &to.slots, pieces.values(), write)?;
+                continue;
+            };
+            let flat = self.layout.flat(kept, &to.slots)?;
+            let own: Vec<f32> = self.layout.own(share).flat_map(|own| flat[own].to_vec()).collect();
+            buffer.write(&own)?;
         }
         // No run has more updates, and bias corrections are 1 long before.
         let updates = u32::try_from(to.updates).unwrap_or(u32::MAX);

@@ -79,9 +79,9 @@ impl Statistics {
 mod tests {
     use super::*;
 
-    /// Each direction of each batch norm has room of its own in the exchange buffers and sequences, and these are full.
+    /// Each direction of each batch norm has a separate part of the exchange buffers and of the sequences. The parts fill them.
     #[test]
-    fn meetings_do_not_share_memory() {
+    fn exchanges_do_not_share_memory() {
         let (channels, world) = ([64, 8, 256], 3);
         let (statistics, bytes, sequences) = Statistics::exchanged(&channels, world);
         let (mut offset, mut counted) = (0, 0);
@@ -89,7 +89,7 @@ mod tests {
             for backward in [false, true] {
                 let Reduce::Exchange { at, sequence, .. } = statistics.reduction(norm, channels, backward)
                 else {
-                    panic!("{norm} does not meet the others");
+                    panic!("{norm} has no exchange");
                 };
                 assert_eq!((at, sequence.offset, sequence.bytes), (offset, counted, 8 * channels));
                 // Two slots of each rank's sums and sums of squares, 8 bytes each.

@@ -1,4 +1,4 @@
-//! Tests of the CUDA engine against the CPU engine. They need a GPU, so they are ignored by default;
+//! Tests that compare the CUDA engine with the CPU engine. They need a GPU, so they are ignored by default.
 //! `tests/gpu/bundle` packs them for a machine with a GPU.
 
 use crate::{
@@ -43,10 +43,14 @@ fn network(arch: Arch, stem: Stem, side: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, 10).unwrap())
 }
 
-/// One residual block and a linear layer. By [`initial`] its values stay away from zero: a ReLU that rounding sends the other way changes
-/// a gradient by 1e-3.
+/// One residual block and a linear layer. With the weights of [`initial`], values are far from zero: a ReLU that rounding switches
+/// changes a gradient by 1e-3.
 fn small_network(classes: usize) -> Arc<Network> {
-    let mut net = Network::new("a small network", 16, 3, classes);
+    Arc::new(residual_block(16, classes))
+}
+
+fn residual_block(side: usize, classes: usize) -> Network {
+    let mut net = Network::new("a residual block", side, 3, classes);
     let x = net.conv("conv1", net.input(), 32, 3, 1);
     let x = net.batch_norm("bn1", x);
     let shortcut = net.relu(x);
@@ -61,7 +65,7 @@ fn small_network(classes: usize) -> Arc<Network> {
     let x = net.relu(x);
     let x = net.global_average_pool(x);
     net.linear("fc", x, classes);
-    Arc::new(net)
+    net
 }
 
 fn config(batch_size: usize) -> EngineConfig {
@@ -151,10 +155,12 @@ fn pictures(network: &Network, count: usize, number: usize) -> Batch {
     }
 }
 
+/// The sum of squares.
 fn square(values: &[f32]) -> f64 {
     values.iter().map(|v| f64::from(*v).powi(2)).sum()
 }
 
+/// The sum of squared differences.
 fn difference(ours: &[f32], wanted: &[f32]) -> f64 {
     assert!(ours.iter().all(|v| v.is_finite()));
     ours.iter().zip(wanted).map(|(a, b)| f64::from(a - b).powi(2)).sum()
@@ -162,13 +168,13 @@ fn difference(ours: &[f32], wanted: &[f32]) -> f64 {
 
 /// Root mean square difference of the worst tensor, relative to the tensor's root mean square, or to 1/50 of
 /// the root mean square over all tensors if that is larger.
-fn apart(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String) {
+fn worst_difference(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String) {
     let count: usize = wanted.values().map(|t| t.values.len()).sum();
     let each = wanted.values().map(|t| square(&t.values)).sum::<f64>() / count as f64;
     let mut worst = (0.0, String::new());
     for (name, tensor) in wanted {
-        let least = each * tensor.values.len() as f64 / 2500.0;
-        let size = square(&tensor.values).max(least).max(1e-20);
+        let min_size = each * tensor.values.len() as f64 / 2500.0;
+        let size = square(&tensor.values).max(min_size).max(1e-20);
         let relative = (difference(&ours[name].values, &tensor.values) / size).sqrt();
         if relative > worst.0 {
             worst = (relative, name.clone());
@@ -188,18 +194,24 @@ fn apart_of_way(ours: &NamedTensors, wanted: &NamedTensors, start: &NamedTensors
 }
 
 /// Differences between one step and the CPU engine's.
-struct Apart {
+struct Differences {
     /// Logits before the step.
     logits: f64,
     loss: f64,
-    /// Gradient of the worst parameter (momentum after the first step).
+    /// Gradient of the parameter with the largest difference (momentum after the first step).
     gradient: f64,
     /// Running statistics after the step.
     statistics: f64,
+    /// The parameter with the largest difference.
     name: String,
 }
 
-fn compare_one_step(network: &Arc<Network>, batch_size: usize, precision: Precision, draw: usize) -> Apart {
+fn compare_one_step(
+    network: &Arc<Network>,
+    batch_size: usize,
+    precision: Precision,
+    draw: usize,
+) -> Differences {
     compare_step(network, batch_size, &[batch_size], &GpuConfig { precision, ..deterministic() }, draw)
 }
 
@@ -210,11 +222,11 @@ fn compare_step(
     counts: &[usize],
     gpu: &GpuConfig,
     draw: usize,
-) -> Apart {
-    CpuStep::take(network, batch_size, counts, draw).apart_from(gpu)
+) -> Differences {
+    CpuStep::compute(network, batch_size, counts, draw).compare_with(gpu)
 }
 
-/// The CPU engine's results of a step. They take long to compute, so one result serves several comparisons.
+/// The CPU engine's results of a step. Computing them is slow, so several comparisons share them.
 struct CpuStep {
     network: Arc<Network>,
     config: EngineConfig,
@@ -231,7 +243,7 @@ fn running_statistics(engine: &dyn Engine) -> NamedTensors {
 }
 
 impl CpuStep {
-    fn take(network: &Arc<Network>, batch_size: usize, counts: &[usize], draw: usize) -> CpuStep {
+    fn compute(network: &Arc<Network>, batch_size: usize, counts: &[usize], draw: usize) -> CpuStep {
         let config = EngineConfig { accumulate: counts.len(), ..config(batch_size) };
         let step: Vec<Batch> =
             counts.iter().enumerate().map(|(i, count)| pictures(network, *count, draw + 100 * i)).collect();
@@ -248,28 +260,28 @@ impl CpuStep {
         }
     }
 
-    fn apart_from(&self, gpu: &GpuConfig) -> Apart {
-        let (precision, way) = (gpu.precision, if gpu.deterministic { "deterministic" } else { "default" });
+    fn compare_with(&self, gpu: &GpuConfig) -> Differences {
+        let (precision, mode) = (gpu.precision, if gpu.deterministic { "deterministic" } else { "default" });
         let network = &self.network;
         let mut engine = cuda_as(&initial(network), network, &self.config, gpu.clone());
         let ours = engine.predict(&self.step[0]).unwrap();
         let logits = (difference(&ours, &self.logits) / square(&self.logits)).sqrt();
         let result = engine.train_step(&self.step, 0.1).unwrap();
-        let (gradient, name) = apart(&engine.optimizer_state().unwrap().slots, &self.momentum);
-        let (statistics, _) = apart(&running_statistics(engine.as_ref()), &self.running);
+        let (gradient, name) = worst_difference(&engine.optimizer_state().unwrap().slots, &self.momentum);
+        let (statistics, _) = worst_difference(&running_statistics(engine.as_ref()), &self.running);
         let loss = f64::from((result.loss - self.loss).abs() / self.loss);
         eprintln!(
-            "{} at {} px, pictures {:?}, {precision:?}, {way}: logits {logits:.1e}, loss {loss:.1e}, gradient {gradient:.1e} \
+            "{} at {} px, pictures {:?}, {precision:?}, {mode}: logits {logits:.1e}, loss {loss:.1e}, gradient {gradient:.1e} \
              ({name}), running statistics {statistics:.1e} apart",
             network.arch, network.image_size, self.counts
         );
-        Apart { logits, loss, gradient, statistics, name }
+        Differences { logits, loss, gradient, statistics, name }
     }
 }
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_operations_in_float32_are_the_cpu_engine_s() {
+fn gpu_operations_in_float32_match_the_cpu_engine() {
     for network in operations() {
         for draw in 0..3 {
             let found = compare_one_step(&network, 32, Precision::Fp32, draw);
@@ -281,7 +293,7 @@ fn gpu_operations_in_float32_are_the_cpu_engine_s() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_operations_in_16_bits_are_near_the_cpu_engine_s() {
+fn gpu_operations_in_16_bits_are_close_to_the_cpu_engine() {
     for (precision, forward, gradient) in [(Precision::Fp16, 1e-2, 1e-2), (Precision::Bf16, 1e-2, 5e-2)] {
         for network in operations() {
             // After rounding, values of a window are often equal, so the pooling may choose another maximum.
@@ -323,7 +335,7 @@ fn gpu_a_step_of_every_kind_has_a_loss() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_step_in_float32_is_the_cpu_engine_s() {
+fn gpu_a_step_in_float32_matches_the_cpu_engine() {
     for (arch, stem, side, batch) in [
         (Arch::ResNet20, Stem::Cifar, 8, 4),
         (Arch::ResNet20, Stem::Cifar, 32, 64),
@@ -339,9 +351,9 @@ fn gpu_a_step_in_float32_is_the_cpu_engine_s() {
         assert!(found.logits < 1e-4 && found.loss < 1e-4 && found.statistics < 1e-4, "{arch:?}");
         // A single ReLU of millions with another sign is visible in a small tensor. With ResNet-50's default initialisation
         // there are many: PyTorch's float32 gradients differ from its float64 gradients by up to 3e-2.
-        let most = if matches!(arch, Arch::ResNet18 | Arch::ResNet20) { 1e-2 } else { 4e-2 };
+        let bound = if matches!(arch, Arch::ResNet18 | Arch::ResNet20) { 1e-2 } else { 4e-2 };
         assert!(
-            found.gradient < most,
+            found.gradient < bound,
             "{arch:?}: the gradient of {} is {} apart",
             found.name,
             found.gradient
@@ -351,14 +363,14 @@ fn gpu_a_step_in_float32_is_the_cpu_engine_s() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_ragged_batches_and_micro_batches_are_the_cpu_engine_s() {
+fn gpu_ragged_batches_and_micro_batches_match_the_cpu_engine() {
     let network = operations().swap_remove(0);
     let config = EngineConfig { accumulate: 3, ..config(16) };
     let batches: Vec<Batch> =
         [16, 16, 5].iter().enumerate().map(|(i, n)| pictures(&network, *n, i)).collect();
     let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
     for step in 0..4 {
-        // Whole micro-batches, a ragged one, one missing, whole ones again.
+        // Only whole micro-batches; also a ragged one; only the ragged one; also a ragged one again.
         let part = [&batches[..2], &batches[..], &batches[2..], &batches[..]][step];
         let (wanted, ours) = (a.train_step(part, 0.02).unwrap(), b.train_step(part, 0.02).unwrap());
         assert_eq!((ours.samples, ours.correct), (wanted.samples, wanted.correct), "step {step}");
@@ -375,10 +387,10 @@ fn gpu_ragged_batches_and_micro_batches_are_the_cpu_engine_s() {
     assert!((ours.loss_sum - wanted.loss_sum).abs() < 1e-2 * wanted.loss_sum, "{ours:?} / {wanted:?}");
 }
 
-/// ArcFace and CosFace: logits, losses, right answers without the margin, and weights.
+/// ArcFace and CosFace: logits, losses, correct predictions without the margin, and weights.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_margin_is_the_cpu_engine_s() {
+fn gpu_a_margin_matches_the_cpu_engine() {
     let network = small_network(10);
     for (kind, precision) in [
         (LossKind::ArcFace, Precision::Fp32),
@@ -396,20 +408,23 @@ fn gpu_a_margin_is_the_cpu_engine_s() {
             [16, 5].iter().enumerate().map(|(i, n)| pictures(&network, *n, i)).collect();
         let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, precision));
         let is_exact = precision == Precision::Fp32;
-        let (least, most) = if is_exact { (1e-5, 1e-3) } else { (2e-2, 0.5) };
+        let (loss_bound, bound) = if is_exact { (1e-5, 1e-3) } else { (2e-2, 0.5) };
         for step in 0..4 {
-            let [wanted, ours] = [&mut a, &mut b].map(|of| of.train_step(&batches, 0.002).unwrap());
+            let [wanted, ours] = [&mut a, &mut b].map(|engine| engine.train_step(&batches, 0.002).unwrap());
             assert!(
-                (ours.loss - wanted.loss).abs() < least * wanted.loss,
+                (ours.loss - wanted.loss).abs() < loss_bound * wanted.loss,
                 "{kind:?} {step}: {ours:?} / {wanted:?}"
             );
             assert!(!is_exact || ours.correct == wanted.correct, "{kind:?} {step}: {ours:?} / {wanted:?}");
         }
         let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial(&network));
-        assert!(way < most, "{kind:?} {precision:?}: weights are {way} of their way apart");
+        assert!(way < bound, "{kind:?} {precision:?}: weights are {way} of their way apart");
         let (wanted, ours) = (a.predict(&batches[0]).unwrap(), b.predict(&batches[0]).unwrap());
         let logits = (difference(&ours, &wanted) / square(&wanted)).sqrt();
-        assert!(logits < most && wanted.iter().all(|v| v.abs() <= 8.001), "{kind:?} {precision:?}: {logits}");
+        assert!(
+            logits < bound && wanted.iter().all(|v| v.abs() <= 8.001),
+            "{kind:?} {precision:?}: {logits}"
+        );
     }
 }
 

@@ -142,13 +142,13 @@ fn load_engines(cudnn: &Cudnn) {
 mod tests {
     use super::*;
 
-    /// A second opening reuses the parts of the first, also for another floating-point format.
+    /// If parts are opened twice, the second call uses the parts of the first, also for another floating-point format.
     #[test]
     #[ignore = "needs a GPU"]
-    fn gpu_parts_opened_in_advance_are_used_and_sound() {
-        assert!(!is_sound(), "nothing was opened");
+    fn gpu_parts_opened_in_advance_are_valid_and_used() {
+        assert!(!is_sound(), "no parts were opened");
         begin(0, 2, None);
-        assert!(is_sound(), "it is being opened");
+        assert!(is_sound(), "parts are being opened");
         drop(open(0, DType::F16).unwrap());
         assert!(!is_sound(), "the parts were taken");
         begin(0, 1, None);

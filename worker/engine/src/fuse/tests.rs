@@ -56,7 +56,7 @@ fn a_residual_network_is_fused_to_convolutions_and_norms() {
                 if norm.shortcut.is_some() == with_shortcut && norm.relu == with_relu)
         })
     };
-    // Batch norms of the stem and inside blocks; at the ends of blocks; of the two projections.
+    // Batch norms of the stem and inside blocks, at the ends of blocks, and of the two projections.
     assert_eq!((norms(false, true), norms(true, true), norms(false, false)), (10, 9, 2));
     assert_eq!(ops.len(), 21 + 21 + 2);
 }
@@ -94,16 +94,16 @@ fn every_tensor_is_written_before_it_is_read() {
                 wgmma: has(5),
             };
             let ops = fuse(&net, &can);
-            let mut made = vec![net.input()];
+            let mut computed = vec![net.input()];
             for op in &ops {
                 for tensor in op.reads() {
-                    assert!(made.contains(&tensor), "{}: {op} with {can:?}", net.arch);
+                    assert!(computed.contains(&tensor), "{}: {op} with {can:?}", net.arch);
                 }
                 if !matches!(op, FusedOp::Norm(Norm { forward: NormForward::InShortcut, .. })) {
-                    made.push(op.output());
+                    computed.push(op.output());
                 }
             }
-            assert!(made.contains(&net.logits()), "{} with {can:?}", net.arch);
+            assert!(computed.contains(&net.logits()), "{} with {can:?}", net.arch);
         }
     }
 }

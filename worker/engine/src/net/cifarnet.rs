@@ -10,6 +10,7 @@
 
 use super::{
     Network, Parameter, Role,
+    draw::Draw,
     whitening::{KERNEL, WHITENED},
 };
 use lockstep_kernels::{batch_norm::MOMENTUM, draws::uniform};
@@ -71,27 +72,30 @@ impl Network {
 }
 
 /// Initial values of a weight or bias; `None`: as in other networks.
-pub(super) fn initial(parameter: &Parameter, key: u64) -> Option<Vec<f32>> {
+pub(super) fn initial(parameter: &Parameter, key: u64) -> Option<Draw> {
     let len = parameter.len();
     match (parameter.role, &parameter.shape[..]) {
         (Role::ConvWeight, &[_, inputs, kernel, _]) => {
             // PyTorch's default, and the identity over it.
-            let mut values = uniform(key, len, 1.0 / ((inputs * kernel * kernel) as f64).sqrt());
-            if parameter.name != WHITENED {
-                let filter = inputs * kernel * kernel;
-                for (output, values) in values.chunks_exact_mut(filter).enumerate().take(inputs) {
-                    values.fill(0.0);
-                    values[output * kernel * kernel + kernel * kernel / 2] = 1.0;
-                }
+            let filter = inputs * kernel * kernel;
+            let bound = 1.0 / (filter as f64).sqrt();
+            if parameter.name == WHITENED {
+                return Some(Draw::Uniform(key, bound));
             }
-            Some(values)
+            let mut values = vec![0.0; len];
+            uniform(key, 0, &mut values, bound);
+            for (output, values) in values.chunks_exact_mut(filter).enumerate().take(inputs) {
+                values.fill(0.0);
+                values[output * kernel * kernel + kernel * kernel / 2] = 1.0;
+            }
+            Some(Draw::Given(values))
         }
         // As if the weights had a standard deviation of 1 and the logits were divided by the number of features.
-        (Role::LinearWeight, &[_, inputs]) => Some(uniform(key, len, 3f64.sqrt() / inputs as f64)),
-        (Role::LinearBias, _) => Some(vec![0.0; len]),
+        (Role::LinearWeight, &[_, inputs]) => Some(Draw::Uniform(key, 3f64.sqrt() / inputs as f64)),
+        (Role::LinearBias, _) => Some(Draw::Constant(0.0)),
         // PyTorch's default for a convolution's bias: the whitened channels are twice the values of a patch.
         (Role::Beta, _) if parameter.name == "whiten.bias" => {
-            Some(uniform(key, len, 1.0 / (len as f64 / 2.0).sqrt()))
+            Some(Draw::Uniform(key, 1.0 / (len as f64 / 2.0).sqrt()))
         }
         _ => None,
     }

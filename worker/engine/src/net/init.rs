@@ -2,43 +2,69 @@
 //!
 //! A value depends only on (seed, parameter name, index).
 
-use super::{Network, Parameter, Role, cifarnet};
-use lockstep_host::tensors::{HostTensor, NamedTensors};
-use lockstep_kernels::draws::{key, normal, uniform};
+use super::{Network, Parameter, Role, cifarnet, draw::Draw};
+use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
+use lockstep_kernels::draws::key;
 use lockstep_protocol::spec::Arch;
+use std::collections::BTreeMap;
 
-/// Convolutions: He initialisation (normal, fan-out; as in torchvision, fan-out counts the outputs of all groups).
-/// Batch norms: ones and zeros. Linear layers: PyTorch's uniform distribution. With `zero_init_residual`, gamma of the last
-/// batch norm of each residual branch is 0, so every block starts as the identity (Goyal et al. 2017). `cifarnet` has its own.
-pub fn initial_parameters(network: &Network, zero_init_residual: bool, seed: u64) -> NamedTensors {
-    let linear_inputs = |name: &str| {
-        // The fan-in of a bias is that of the weight: `fc.bias` -> `fc.weight`.
-        let weight = name.replace(".bias", ".weight");
-        network.parameters().into_iter().find(|p| p.name == weight).map_or(1, |p| p.shape[1])
-    };
-    network
-        .parameters()
-        .into_iter()
-        .map(|p| {
+/// The initial parameters of a network. A value is drawn when an engine reads it, so a rank of a very wide network draws only the values
+/// that it keeps, and needs no memory for others.
+pub struct InitialParameters(BTreeMap<String, (Vec<usize>, Draw)>);
+
+impl InitialParameters {
+    /// Convolutions: He initialisation (normal, fan-out; as in torchvision, fan-out counts the outputs of all groups).
+    /// Batch norms: ones and zeros. Linear layers: PyTorch's uniform distribution. With `zero_init_residual`, gamma of the last
+    /// batch norm of each residual branch is 0, so every block starts as the identity (Goyal et al. 2017). `cifarnet` has its own.
+    pub fn new(network: &Network, zero_init_residual: bool, seed: u64) -> Self {
+        let parameters = network.parameters();
+        let linear_inputs = |name: &str| {
+            // The fan-in of a bias is that of the weight: `fc.bias` -> `fc.weight`.
+            let weight = name.replace(".bias", ".weight");
+            parameters.iter().find(|p| p.name == weight).map_or(1, |p| p.shape[1])
+        };
+        let draw = |p: &Parameter| {
             let key = key(seed, &p.name);
             let of_arch =
-                if network.arch == Arch::CifarNet.name() { cifarnet::initial(&p, key) } else { None };
-            let values = of_arch.unwrap_or_else(|| match p.role {
+                if network.arch == Arch::CifarNet.name() { cifarnet::initial(p, key) } else { None };
+            of_arch.unwrap_or_else(|| match p.role {
                 Role::ConvWeight => {
                     let fan_out = p.shape[0] * p.shape[2] * p.shape[3];
-                    normal(key, p.len(), (2.0 / fan_out as f64).sqrt())
+                    Draw::Normal(key, (2.0 / fan_out as f64).sqrt())
                 }
-                Role::Gamma { ends_branch } if ends_branch && zero_init_residual => vec![0.0; p.len()],
-                Role::Gamma { .. } | Role::RunningVar => vec![1.0; p.len()],
-                Role::Beta | Role::RunningMean => vec![0.0; p.len()],
+                Role::Gamma { ends_branch } if ends_branch && zero_init_residual => Draw::Constant(0.0),
+                Role::Gamma { .. } | Role::RunningVar => Draw::Constant(1.0),
+                Role::Beta | Role::RunningMean => Draw::Constant(0.0),
                 Role::LinearWeight | Role::LinearBias => {
-                    uniform(key, p.len(), 1.0 / (linear_inputs(&p.name) as f64).sqrt())
+                    Draw::Uniform(key, 1.0 / (linear_inputs(&p.name) as f64).sqrt())
                 }
-            });
-            let Parameter { name, shape, .. } = p;
-            (name, HostTensor { shape, values })
-        })
-        .collect()
+            })
+        };
+        Self(parameters.iter().map(|p| (p.name.clone(), (p.shape.clone(), draw(p)))).collect())
+    }
+}
+
+impl TensorSource for InitialParameters {
+    fn list(&self) -> Vec<(&str, &[usize], usize)> {
+        self.0.iter().map(|(name, (shape, _))| (name.as_str(), &shape[..], shape.iter().product())).collect()
+    }
+
+    fn read(&self, name: &str, from: usize, to: &mut [f32]) -> bool {
+        let Some((_, draw)) = self.0.get(name) else { return false };
+        draw.fill(from, to);
+        true
+    }
+}
+
+/// [`InitialParameters`], drawn whole.
+pub fn initial_parameters(network: &Network, zero_init_residual: bool, seed: u64) -> NamedTensors {
+    let initial = InitialParameters::new(network, zero_init_residual, seed);
+    let drawn = |(name, shape, len): (&str, &[usize], usize)| {
+        let mut values = vec![0.0; len];
+        initial.read(name, 0, &mut values);
+        (name.to_owned(), HostTensor { shape: shape.to_vec(), values })
+    };
+    initial.list().into_iter().map(drawn).collect()
 }
 
 #[cfg(test)]

@@ -32,13 +32,13 @@ mod tests {
     #[test]
     fn kept_values_grow_with_the_number_of_pixels() {
         let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-        let of = |side: usize| resnet::build(&model, side, 3, 10).unwrap();
+        let network = |side: usize| resnet::build(&model, side, 3, 10).unwrap();
         // By hand: 1 + 6 convolutions of 16 channels at 32 x 32, 6 and a shortcut of 32 channels at 16 x 16, 6 and a shortcut of
         // 64 channels at 8 x 8; a ReLU after each convolution that is not a shortcut.
         let convolutions = 7 * 16 * 1024 + 7 * 32 * 256 + 7 * 64 * 64;
-        assert_eq!(of(32).convolution_values(), convolutions);
+        assert_eq!(network(32).convolution_values(), convolutions);
         let relus = 7 * 16 * 1024 + 6 * 32 * 256 + 6 * 64 * 64;
-        assert_eq!(of(32).kept_values(), 3 * 1024 + convolutions + relus);
-        assert_eq!(of(64).convolution_values(), 4 * convolutions);
+        assert_eq!(network(32).kept_values(), 3 * 1024 + convolutions + relus);
+        assert_eq!(network(64).convolution_values(), 4 * convolutions);
     }
 }

@@ -2,6 +2,7 @@
 
 mod cifarnet;
 mod describe;
+mod draw;
 mod graph;
 pub mod init;
 mod memory;

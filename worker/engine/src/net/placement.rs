@@ -120,28 +120,31 @@ pub struct Slice {
 }
 
 impl Slice {
-    /// Calls `copy` with the range of each contiguous run of values: in the part, then in the whole parameter.
-    fn runs(&self, mut copy: impl FnMut(Range<usize>, Range<usize>)) {
-        let outer: usize = self.whole[..self.dimension].iter().product();
+    /// Calls `copy` for each contiguous run of the part's values in `part`: with the run's range in the part, and with its first value in
+    /// the whole parameter.
+    fn runs(&self, part: Range<usize>, mut copy: impl FnMut(Range<usize>, usize)) {
         let inner: usize = self.whole[self.dimension + 1..].iter().product();
-        let len = self.range.len() * inner;
-        for block in 0..outer {
-            let whole = (block * self.whole[self.dimension] + self.range.start) * inner;
-            copy(block * len..(block + 1) * len, whole..whole + len);
+        let run = self.range.len() * inner;
+        let mut at = part.start;
+        while at < part.end {
+            let (block, within) = (at / run, at % run);
+            let end = part.end.min(at + run - within);
+            copy(at..end, (block * self.whole[self.dimension] + self.range.start) * inner + within);
+            at = end;
         }
     }
 
-    /// Extracts this part from the values of the whole parameter.
-    pub fn cut(&self, whole: &[f32]) -> Vec<f32> {
-        let mut part = vec![0.0; whole.len() / self.whole[self.dimension].max(1) * self.range.len()];
-        self.runs(|own, all| part[own].copy_from_slice(&whole[all]));
-        part
+    /// Fills `values` with the part's values from value `from` on. `read` fills values from a value of the whole parameter on.
+    pub fn read(&self, from: usize, values: &mut [f32], mut read: impl FnMut(usize, &mut [f32])) {
+        self.runs(from..from + values.len(), |own, whole| {
+            read(whole, &mut values[own.start - from..own.end - from]);
+        });
     }
 
     /// The whole parameter with zeros for other ranks' parts: the sum over all parts is the parameter.
     pub fn spread(&self, part: &[f32]) -> Vec<f32> {
         let mut whole = vec![0.0; self.whole.iter().product()];
-        self.runs(|own, all| whole[all].copy_from_slice(&part[own]));
+        self.runs(0..part.len(), |own, at| whole[at..at + own.len()].copy_from_slice(&part[own]));
         whole
     }
 }
@@ -174,8 +177,8 @@ mod tests {
             [(7, 2, 3, 1, 1), (8, 4, 7, 2, 3), (5, 3, 1, 2, 0), (4, 4, 5, 1, 2)]
         {
             let rows = Rows::shared(whole, ranks);
-            let made = Rows::shared((whole + 2 * padding - kernel) / stride + 1, ranks);
-            let wanted = rows.reached(&made, kernel, stride, padding);
+            let output = Rows::shared((whole + 2 * padding - kernel) / stride + 1, ranks);
+            let wanted = rows.reached(&output, kernel, stride, padding);
             for to in 0..ranks {
                 let given: Vec<isize> = (0..ranks).flat_map(|from| rows.given(from, &wanted, to)).collect();
                 let inside = wanted.of_rank[to].clone().filter(|row| (0..whole as isize).contains(row));
@@ -185,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sum_of_all_parts_is_the_parameter() {
+    fn the_parts_of_a_parameter_add_up_to_it() {
         for (whole, dimension, bounds) in
             [(vec![5, 3], 0, [0, 3, 5]), (vec![2, 5, 3], 1, [0, 1, 5]), (vec![4], 0, [0, 4, 4])]
         {
@@ -193,7 +196,12 @@ mod tests {
             let mut sum = vec![0.0; values.len()];
             for part in 0..2 {
                 let slice = Slice { dimension, range: bounds[part]..bounds[part + 1], whole: whole.clone() };
-                let spread = slice.spread(&slice.cut(&values));
+                let mut own = vec![0.0; values.len() / whole[dimension] * slice.range.len()];
+                // In pieces, which begin and end anywhere.
+                for (piece, own) in own.chunks_mut(2).enumerate() {
+                    slice.read(2 * piece, own, |at, to| to.copy_from_slice(&values[at..at + to.len()]));
+                }
+                let spread = slice.spread(&own);
                 sum.iter_mut().zip(spread).for_each(|(sum, value)| *sum += value);
             }
             assert_eq!(sum, values);

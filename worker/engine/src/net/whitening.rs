@@ -121,7 +121,7 @@ mod tests {
         let (side, channels) = (9, 3);
         let pictures: Vec<Vec<f32>> = (0..20)
             .map(|number| {
-                // Neighbouring values are alike, as in pictures.
+                // Neighbouring values are similar, as in pictures.
                 let noise = values(&format!("whitening {number}"), side * side * channels + 1);
                 noise.windows(2).map(|near| near.iter().sum()).collect()
             })
@@ -131,7 +131,7 @@ mod tests {
         let filters = patches.filters();
         assert_eq!(filters.shape, [24, 3, 2, 2]);
         // The second moments of the outputs of the first twelve filters. The other twelve filters are their negatives.
-        let made: Vec<Vec<f64>> = pictures
+        let outputs: Vec<Vec<f64>> = pictures
             .iter()
             .flat_map(|picture| (0..8 * 8).map(move |at| (picture, at / 8, at % 8)))
             .map(|(picture, top, left)| {
@@ -145,11 +145,12 @@ mod tests {
             .collect();
         for i in 0..12 {
             for j in 0..12 {
-                let moment = made.iter().map(|made| made[i] * made[j]).sum::<f64>() / made.len() as f64;
+                let moment =
+                    outputs.iter().map(|output| output[i] * output[j]).sum::<f64>() / outputs.len() as f64;
                 let wanted = if i == j { 1.0 } else { 0.0 };
                 assert!((moment - wanted).abs() < 0.02, "{i}, {j}: {moment}");
             }
-            assert!(made.iter().all(|made| made[i] == -made[i + 12]));
+            assert!(outputs.iter().all(|output| output[i] == -output[i + 12]));
         }
     }
 }

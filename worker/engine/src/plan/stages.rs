@@ -199,9 +199,12 @@ mod tests {
             error,
             "resnet20 can be cut into at most 11 stages, at the borders of its blocks (parallel.pipeline = 12)"
         );
-        for (arch, most) in [(Arch::ResNet50, 18), (Arch::ResNeXt50_32x4d, 18), (Arch::ResNet152, 52)] {
+        for (arch, max_stages) in [(Arch::ResNet50, 18), (Arch::ResNeXt50_32x4d, 18), (Arch::ResNet152, 52)] {
             let network = network(arch);
-            assert!(cuts(&network, most).is_ok() && cuts(&network, most + 1).is_err(), "{arch:?}");
+            assert!(
+                cuts(&network, max_stages).is_ok() && cuts(&network, max_stages + 1).is_err(),
+                "{arch:?}"
+            );
             let costs = |cuts: &[usize]| {
                 let ends = [cuts, &[network.ops.len()]].concat();
                 let mut from = 0;
@@ -216,9 +219,10 @@ mod tests {
         }
     }
 
-    /// Under every plan, each operation and each parameter is on exactly one stage, and neighbouring stages agree on what is sent.
+    /// Under every plan, each operation and each parameter is on exactly one stage, and neighbouring stages
+    /// agree on the tensors that are sent.
     #[test]
-    fn the_stages_of_a_network_are_the_network() {
+    fn the_stages_together_have_the_whole_network() {
         let network = network(Arch::ResNet20);
         let shards = vec![ShardSpec { pattern: "layer3.*".into(), split: Split::Out }];
         for (mesh, shards) in [
@@ -244,7 +248,7 @@ mod tests {
                     assert_eq!(pair[0].placement(sent), pair[1].placement(received));
                     assert_eq!(pair[0].rows(sent), pair[1].rows(received));
                     assert_eq!(pair[1].stage(), (number + 1, mesh.stage));
-                    assert!(!pair[1].is_pictures(received), "it has a gradient");
+                    assert!(!pair[1].is_pictures(received), "a received tensor has a gradient");
                 }
             }
         }

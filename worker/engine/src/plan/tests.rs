@@ -1,10 +1,10 @@
-//! Plans and what they cost, of machines with round figures.
+//! Plans and their costs, on machines with round figures.
 
 use super::*;
 use crate::net::resnet;
 use lockstep_protocol::spec::{Arch, ModelSpec};
 
-/// About a machine of eight H200.
+/// Approximately a machine with eight H200 GPUs.
 fn gpus() -> Machine {
     let rate = |(kind, rate): (&str, f64)| (kind.to_owned(), rate);
     Machine {
@@ -68,7 +68,7 @@ fn an_ordinary_resnet_is_trained_data_parallel() {
     assert!((4000.0..20_000.0).contains(&one.cost.images_per_second), "{}", one.cost.images_per_second);
 }
 
-/// PyTorch, a million classes on two GPUs: 8,295 images/s with a split head, 5,922 with a whole one.
+/// PyTorch with a million classes on two GPUs: 8,295 images/s with a split head, 5,922 with a whole head.
 #[test]
 fn the_head_of_a_very_wide_classifier_is_split() {
     let network = resnet(Arch::ResNet50, 1_000_000);
@@ -78,14 +78,14 @@ fn the_head_of_a_very_wide_classifier_is_split() {
     let whole = cost(&network, &Plan::data(2), &gpus(), &work(512)).unwrap();
     let faster = found.cost.images_per_second / whole.images_per_second;
     assert!((1.1..2.5).contains(&faster), "{faster}");
-    // A machine on its own.
+    // With one GPU per machine, ranks are on two machines.
     let far = Machine { ranks: 1, ..gpus() };
     assert_eq!(best(&network, 2, &far, 64).plan.shards, [out("fc")]);
 }
 
-/// A step that was measured with a wide head is predicted as it was measured, also where the head is split over ranks with as many pictures.
+/// The predicted time of a step with a measured head is the measured time, also if the head is split over ranks with as many pictures.
 #[test]
-fn a_measured_head_is_predicted_as_measured() {
+fn the_predicted_time_of_a_measured_head_is_the_measured_time() {
     let mut machine = gpus();
     let measured = [(1_000, 0.08), (65_536, 0.1), (524_288, 0.2)];
     let network = |classes: usize| resnet(Arch::ResNet50, classes);
@@ -103,57 +103,62 @@ fn a_measured_head_is_predicted_as_measured() {
     let work = Workload { pictures: 512, sync_batch_norm: false, ..work(256) };
     let split = Plan::on(mesh(1, 1, 2), vec![out("fc")]);
     let found = cost(&network(2 * 262_144), &split, &near, &work).unwrap();
-    assert!((196.5..197.5).contains(&found.step_ms), "the update is half as long: {} ms", found.step_ms);
+    assert!(
+        (196.5..197.5).contains(&found.step_ms),
+        "the update takes half of the time: {} ms",
+        found.step_ms
+    );
 }
 
 #[test]
 fn too_little_memory_forces_a_split_and_excludes_plans() {
     let network = resnet(Arch::ResNet18, 100_000);
     let data = cost(&network, &Plan::data(4), &gpus(), &work(128)).unwrap();
-    // A link so slow that the head would stay whole.
+    // The link is so slow that the head is not split.
     let slow = Link { latency_us: 1e6, bytes_per_second: 1e12 };
-    let roomy = Machine { within: Some(slow), ..gpus() };
+    let large = Machine { within: Some(slow), ..gpus() };
     let work = Workload { sync_batch_norm: false, ..work(128) };
     let first = |machine: &Machine| -> Candidate {
         search(&network, 4, (machine, &work), &ParallelSpec::default(), |_| true).remove(0)
     };
-    assert!(first(&roomy).plan.is_data());
-    let tight = Machine { memory_bytes: data.memory_bytes as u64 - 1, ..roomy.clone() };
-    let found = first(&tight);
-    assert!(found.plan != Plan::data(4) && found.fits(&tight), "{}", found.plan);
-    let none = Machine { memory_bytes: 1 << 20, ..roomy };
+    assert!(first(&large).plan.is_data());
+    let small = Machine { memory_bytes: data.memory_bytes as u64 - 1, ..large.clone() };
+    let found = first(&small);
+    assert!(found.plan != Plan::data(4) && found.fits(&small), "{}", found.plan);
+    let none = Machine { memory_bytes: 1 << 20, ..large };
     assert!(!first(&none).fits(&none));
 }
 
-/// What stages and divided optimizer state save, and what they cost.
+/// Memory and time of stages and of divided optimizer state.
 #[test]
 fn stages_and_divided_state_take_less_memory_and_more_time() {
     let (network, machine) = (resnet(Arch::ResNet50, 400_000), gpus());
     let work = Workload { accumulate: 4, ..work(64) };
-    let of = |plan: &Plan| cost(&network, plan, &machine, &work).unwrap();
-    let data = of(&Plan::data(4));
-    let divided = of(&Plan { optimizer_sharding: true, ..Plan::data(4) });
-    // Three quarters of the momentum.
+    let cost_of = |plan: &Plan| cost(&network, plan, &machine, &work).unwrap();
+    let data = cost_of(&Plan::data(4));
+    let divided = cost_of(&Plan { optimizer_sharding: true, ..Plan::data(4) });
+    // Dividing over four ranks saves three quarters of the momentum.
     let saved = data.memory_bytes - divided.memory_bytes;
     let state = network.parameter_count() as f64 * 4.0;
     assert!((saved / (0.75 * state) - 1.0).abs() < 0.01, "{saved} of {state}");
-    let staged = of(&Plan::on(Mesh { stage: 2, data: 2, height: 1, model: 1 }, Vec::new()));
+    let staged = cost_of(&Plan::on(Mesh { stage: 2, data: 2, height: 1, model: 1 }, Vec::new()));
     // One of the stages waits for the other during the first micro-batch and the last.
     let worked = staged.compute_ms + staged.exchange_ms;
     assert!((staged.bubble_ms / worked - 0.25).abs() < 1e-9, "{staged:?}");
     assert_eq!(staged.operators.len(), data.operators.len());
     assert!(staged.memory_bytes < data.memory_bytes, "{} {}", staged.memory_bytes, data.memory_bytes);
 
-    // With memory for no whole state, and links on which a split head is no help.
+    // The whole state does not fit into memory, and a split head does not help over slow links.
     let slow = Link { latency_us: 1e6, bytes_per_second: 1e12 };
-    let tight = Machine { within: Some(slow), memory_bytes: data.memory_bytes as u64 - 1, ..machine };
-    let still = Workload { sync_batch_norm: false, ..work };
-    let found = search(&network, 4, (&tight, &still), &ParallelSpec::default(), |plan| plan.mesh.model == 1);
+    let small = Machine { within: Some(slow), memory_bytes: data.memory_bytes as u64 - 1, ..machine };
+    let unsynced = Workload { sync_batch_norm: false, ..work };
+    let found =
+        search(&network, 4, (&small, &unsynced), &ParallelSpec::default(), |plan| plan.mesh.model == 1);
     let Candidate { plan, .. } = &found[0];
     assert_eq!((plan.is_data(), plan.optimizer_sharding), (true, true), "{plan}");
     let pinned = ParallelSpec { pipeline: 2, ..ParallelSpec::default() };
-    let found = search(&network, 4, (&tight, &still), &pinned, |_| true);
-    assert!(!found.is_empty() && found.iter().all(|of| of.plan.mesh.stage == 2));
+    let found = search(&network, 4, (&small, &unsynced), &pinned, |_| true);
+    assert!(!found.is_empty() && found.iter().all(|candidate| candidate.plan.mesh.stage == 2));
 }
 
 #[test]
@@ -161,22 +166,24 @@ fn pinned_settings_are_kept_and_impossible_plans_omitted() {
     let (network, machine, work) = (resnet(Arch::ResNet18, 1000), gpus(), work(128));
     let pinned = ParallelSpec { shard: vec![out("layer4.*.conv1")], ..ParallelSpec::default() };
     let found = search(&network, 4, (&machine, &work), &pinned, |_| true);
-    assert!(found.iter().all(|of| of.plan.mesh.model > 1 && of.plan.shards.last() == pinned.shard.last()));
+    assert!(found.iter().all(
+        |candidate| candidate.plan.mesh.model > 1 && candidate.plan.shards.last() == pinned.shard.last()
+    ));
     let pinned = ParallelSpec { model: 2, height: 2, ..ParallelSpec::default() };
     let found = search(&network, 4, (&machine, &work), &pinned, |_| true);
-    assert_eq!(found.iter().map(|of| of.plan.mesh).collect::<Vec<_>>(), [mesh(1, 2, 2)]);
+    assert_eq!(found.iter().map(|candidate| candidate.plan.mesh).collect::<Vec<_>>(), [mesh(1, 2, 2)]);
     let found = search(&network, 4, (&machine, &work), &ParallelSpec::default(), Plan::is_data);
     assert_eq!(found.len(), 1);
-    // Two pictures are too few for four ranks: some share rows, or have stages.
+    // Two pictures are too few for four data ranks, so ranks share rows or have stages.
     let few =
         search(&network, 4, (&machine, &Workload { pictures: 2, ..work }), &ParallelSpec::default(), |_| {
             true
         });
-    assert!(!few.is_empty() && few.iter().all(|of| of.plan.mesh.data <= 2));
+    assert!(!few.is_empty() && few.iter().all(|candidate| candidate.plan.mesh.data <= 2));
 }
 
 /// A chain with a residual addition, of random sizes, on a random machine.
-fn small(draw: &mut impl FnMut(usize) -> usize) -> (Network, Machine) {
+fn random_case(draw: &mut impl FnMut(usize) -> usize) -> (Network, Machine) {
     let mut network = Network::new("small", 8 << draw(2), 3, 1);
     let width = 16 << draw(4);
     let mut x = network.conv("stem", network.input(), width, 3, 1);
@@ -209,7 +216,7 @@ fn the_search_matches_an_exhaustive_search() {
     };
     let mut has_split = 0;
     for case in 0..24 {
-        let (network, mut machine) = small(&mut draw);
+        let (network, mut machine) = random_case(&mut draw);
         let work = work(4 << draw(5));
         let mut all = Vec::new();
         for (height, model) in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)] {
@@ -229,10 +236,13 @@ fn the_search_matches_an_exhaustive_search() {
                 }
             }
         }
-        let least = all.iter().map(|of| of.cost.memory_bytes).fold(f64::MAX, f64::min);
-        for memory in [machine.memory_bytes, (1.3 * least) as u64] {
+        let min_memory = all.iter().map(|candidate| candidate.cost.memory_bytes).fold(f64::MAX, f64::min);
+        for memory in [machine.memory_bytes, (1.3 * min_memory) as u64] {
             machine.memory_bytes = memory;
-            let fastest = all.iter().filter(|of| of.fits(&machine)).map(|of| of.cost.step_ms);
+            let fastest = all
+                .iter()
+                .filter(|candidate| candidate.fits(&machine))
+                .map(|candidate| candidate.cost.step_ms);
             let fastest = fastest.fold(f64::MAX, f64::min);
             let found = best(&network, 4, &machine, work.pictures);
             assert!(found.fits(&machine), "{case}: {}", found.plan);
@@ -241,11 +251,11 @@ fn the_search_matches_an_exhaustive_search() {
             has_split += usize::from(!found.plan.shards.is_empty());
         }
     }
-    assert!((10..48).contains(&has_split), "cases of both kinds: {has_split}");
+    assert!((10..48).contains(&has_split), "plans with and without splits: {has_split}");
 }
 
 #[test]
-fn unusable_strategies_are_named_once() {
+fn one_error_names_all_unusable_strategies() {
     let spec = |shard: Vec<ShardSpec>| {
         let mut spec = JobSpec::default();
         spec.model.arch = Arch::ResNet50;

@@ -102,16 +102,20 @@ mod tests {
         for name in ["outside/w", "root/to-outside", "root/data/jobs/w", "root/inner/to-data/jobs/w"] {
             let why = real(name).unwrap_err();
             assert!(why.contains("--dataset-root") && why.starts_with(&text(name)), "{why}");
-            assert!(!why.contains(&text("data/")), "it does not say where it leads: {why}");
+            assert!(!why.contains(&text("data/")), "the error does not say where the link leads: {why}");
             assert!(open(&at(name), Some(&allowed)).is_err(), "{name}");
-            assert_eq!(resolve(&at(name), None), Ok(at(name)), "it may lead anywhere");
+            assert_eq!(
+                resolve(&at(name), None),
+                Ok(at(name)),
+                "without allowed folders, a link may lead anywhere"
+            );
         }
         let (path, (file, size)) = open(&at("root/to-inner"), Some(&allowed)).unwrap();
         assert_eq!((path, size), (at("root/inner/w"), 12));
         assert_eq!(super::super::read_opened((file, size), 12).unwrap(), b"root/inner/w");
         assert!(open(&at("root/inner"), Some(&allowed)).unwrap_err().ends_with("is a folder, not a file"));
 
-        // After the check, the file is replaced by a link, and then its folder.
+        // After the check, a link replaces the file, and then its folder.
         let checked = real("root/inner/w").unwrap();
         fs::remove_file(&checked).unwrap();
         symlink(at("outside/w"), &checked).unwrap();

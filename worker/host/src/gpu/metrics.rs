@@ -12,7 +12,7 @@ use nvml_wrapper::{
 pub struct Sample {
     /// Fraction of NVML's last sampling period in which a kernel ran, 0 to 1.
     pub utilization: Option<f32>,
-    /// Memory in use by any process.
+    /// Memory used by all processes.
     pub memory_bytes: u64,
     pub power_watts: Option<f32>,
     pub temperature_celsius: Option<f32>,
@@ -37,7 +37,7 @@ pub struct Reader(Nvml);
 
 impl Reader {
     /// # Errors
-    /// NVML is not installed; a sentence.
+    /// A text: NVML is missing or fails.
     pub fn open() -> Result<Self, String> {
         let libraries = Libraries::find();
         let path = libraries.get(Library::Nvml).map(|nvml| nvml.path.clone());
@@ -69,16 +69,16 @@ impl Reader {
 
 fn sample(nvml: &Nvml, uuid: &str) -> Result<Sample, NvmlError> {
     let device = nvml.device_by_uuid(uuid)?;
-    let or_nothing = |value: Result<f32, NvmlError>| match value {
+    let optional = |value: Result<f32, NvmlError>| match value {
         Ok(value) => Ok(Some(value)),
         Err(NvmlError::NotSupported) => Ok(None),
         Err(error) => Err(error),
     };
     Ok(Sample {
-        utilization: or_nothing(device.utilization_rates().map(|u| u.gpu as f32 / 100.0))?,
+        utilization: optional(device.utilization_rates().map(|u| u.gpu as f32 / 100.0))?,
         memory_bytes: device.memory_info()?.used,
-        power_watts: or_nothing(device.power_usage().map(|milliwatts| milliwatts as f32 / 1e3))?,
-        temperature_celsius: or_nothing(device.temperature(TemperatureSensor::Gpu).map(|t| t as f32))?,
+        power_watts: optional(device.power_usage().map(|milliwatts| milliwatts as f32 / 1e3))?,
+        temperature_celsius: optional(device.temperature(TemperatureSensor::Gpu).map(|t| t as f32))?,
     })
 }
 
@@ -103,12 +103,12 @@ mod tests {
 
     #[test]
     #[ignore = "needs a GPU"]
-    fn gpu_metrics_are_those_of_a_gpu() {
+    fn gpu_metrics_are_plausible() {
         let libraries = Libraries::find();
         let gpu = crate::gpu::devices::visible(&libraries).unwrap().remove(0);
         let nvml =
             Nvml::builder().lib_path(libraries.get(Library::Nvml).unwrap().path.as_os_str()).init().unwrap();
-        // A CUDA context takes some memory, whatever else runs on the GPU.
+        // A CUDA context takes some memory, even if nothing else runs on the GPU.
         let _context = cudarc::driver::CudaContext::new(0).unwrap();
         let seen = sample(&nvml, &gpu.uuid).unwrap();
         assert!(seen.memory_bytes > 0 && seen.memory_bytes <= gpu.memory_bytes, "{seen:?}");

@@ -1,16 +1,17 @@
-//! Grouped convolutions. Tiles compute whole blocks of [`LANES`] output channels from the same inputs, so narrower groups
+//! Grouped convolutions. Tiles compute whole blocks of [`LANES`](super::LANES) output channels from the same inputs, so narrower groups
 //! are merged until they fill blocks: one wider group in which weights between merged groups are zero. The zeros do not change
 //! sums, but a non-finite value affects the outputs of all groups that are merged with its own.
 //!
 //! ResNeXt-50 32x4d computes four times the necessary products in its first stage and twice in its second. Most of its work
 //! is in 1x1 convolutions, which are not grouped.
 
-use super::{ConvShape, LANES, memory::Buffer};
+use super::{ConvShape, memory::Buffer};
 
-/// `s` with the largest number of groups that have whole blocks of channels on both sides, or with a single group.
-pub(super) fn merged(s: &ConvShape) -> ConvShape {
-    // LANES is a power of two, so both results are powers of two, and the larger one is a multiple of the other.
-    let to_fill = |channels: usize| LANES >> channels.trailing_zeros().min(LANES.trailing_zeros());
+/// `s` with the largest number of groups that have whole blocks of channels on both sides, or with a single group. A block has `lanes`
+/// channels: [`LANES`](super::LANES), or more where a lane has several channels.
+pub(super) fn merged(s: &ConvShape, lanes: usize) -> ConvShape {
+    // `lanes` is a power of two, so both results are powers of two, and the larger one is a multiple of the other.
+    let to_fill = |channels: usize| lanes >> channels.trailing_zeros().min(lanes.trailing_zeros());
     let together = to_fill(s.group_in_c()).max(to_fill(s.group_out_c()));
     let groups = if s.groups.is_multiple_of(together) { s.groups / together } else { 1 };
     ConvShape { groups, ..*s }
@@ -50,7 +51,7 @@ fn each_weight(s: &ConvShape, merged: &ConvShape, mut f: impl FnMut(usize, usize
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::LANES, *};
 
     #[test]
     fn groups_are_merged_only_until_they_fill_blocks() {
@@ -85,7 +86,7 @@ mod tests {
                 row_padding: 1,
                 groups,
             };
-            assert_eq!(merged(&s).groups, expected, "{groups} groups of {in_c} -> {out_c}");
+            assert_eq!(merged(&s, LANES).groups, expected, "{groups} groups of {in_c} -> {out_c}");
         }
     }
 }

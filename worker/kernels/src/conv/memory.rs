@@ -3,7 +3,7 @@
 use super::{
     ConvShape,
     pieces::Pieces,
-    tile::{Instructions, Tap, Tiles},
+    tile::{Format, Instructions, Tap, Tiles},
 };
 use std::{
     collections::HashMap,
@@ -47,7 +47,7 @@ pub struct Scratch {
     pub(super) tiles: &'static Tiles,
     /// By shape: how the weight gradient divides the output.
     pub(super) plans: HashMap<ConvShape, Arc<Pieces>>,
-    /// Transposed weights, or partial sums of their gradient.
+    /// Packed weights, or partial sums of their gradient.
     pub(super) weights: Buffer,
     /// Weights of merged groups, or their gradient.
     pub(super) merged: Buffer,
@@ -58,18 +58,24 @@ pub struct Scratch {
 }
 
 impl Default for Scratch {
-    /// Scratch memory for the fastest instructions of this machine.
+    /// Scratch memory for float32 and the fastest instructions of this machine.
     fn default() -> Self {
-        let fastest = Instructions::ALL.into_iter().find_map(Self::with_instructions);
-        fastest.unwrap_or_else(|| unreachable!("every machine supports the plain instructions"))
+        Self::new(Format::Float32)
     }
 }
 
 impl Scratch {
-    /// Scratch memory for these instructions, if this machine supports them.
-    pub fn with_instructions(instructions: Instructions) -> Option<Self> {
+    /// Scratch memory for the fastest instructions of this machine.
+    pub fn new(format: Format) -> Self {
+        let mut all = Instructions::ALL.into_iter();
+        let fastest = all.find_map(|instructions| Self::with_instructions(instructions, format));
+        fastest.unwrap_or_else(|| unreachable!("every machine supports the plain instructions"))
+    }
+
+    /// Scratch memory for these instructions, if this machine supports them for `format`.
+    pub fn with_instructions(instructions: Instructions, format: Format) -> Option<Self> {
         Some(Scratch {
-            tiles: Tiles::of(instructions)?,
+            tiles: Tiles::of(instructions, format)?,
             plans: HashMap::new(),
             weights: Buffer::default(),
             merged: Buffer::default(),
@@ -77,6 +83,11 @@ impl Scratch {
             dy: Buffer::default(),
             benches: Benches::default(),
         })
+    }
+
+    /// The number format in which the passes multiply.
+    pub fn format(&self) -> Format {
+        self.tiles.format
     }
 }
 

@@ -12,9 +12,9 @@ use super::{
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Maximum size, in floats, of packed pictures that stay in the second-level cache together with the weights.
+/// Maximum size, in units, of packed pictures that stay in the second-level cache together with the weights.
 const PACKED: usize = 64 * 1024;
-/// Maximum size, in floats, of a whole source for which tasks divide the weights instead of the pixels.
+/// Maximum size, in units, of a whole source for which tasks divide the weights instead of the pixels.
 const PACKED_WHOLE: usize = 160 * 1024;
 /// Minimum number of tasks, if there are enough rows, so that threads finish together.
 const TASKS: usize = 10;
@@ -27,7 +27,7 @@ pub(super) struct Pass {
     src: [usize; 3],
     dst: [usize; 3],
     kernel: usize,
-    /// Number of groups of channels. With several groups, each has whole blocks of input and output channels.
+    /// Number of groups of channels. With several groups, each has whole blocks of units of input channels and of output channels.
     cardinality: usize,
     rows: Axis,
     columns: Axis,
@@ -85,7 +85,22 @@ impl Pass {
         }
     }
 
-    /// Runs the pass. `w` is `[block of 16 dst channels][tap][src channel in the group][lane]`. Every channel's sum over
+    /// Number of units of a group's source channels.
+    fn units(&self, tiles: &Tiles) -> usize {
+        (self.src[2] / self.cardinality).div_ceil(tiles.values)
+    }
+
+    /// Number of packed units of a position.
+    fn line(&self, tiles: &Tiles) -> usize {
+        self.src[2].div_ceil(tiles.values).next_multiple_of(LANES)
+    }
+
+    /// Number of packed units of the weights.
+    fn weight_len(&self, tiles: &Tiles) -> usize {
+        self.kernel * self.kernel * self.units(tiles) * self.dst[2]
+    }
+
+    /// Runs the pass. `w` is packed: `[block of 16 dst channels][tap][unit of src channels in the group][lane]`. Every channel's sum over
     /// `dst` is added to the first half of `sums`, if given, and the sum of squares to the second half.
     pub(super) fn run(
         &self,
@@ -100,17 +115,17 @@ impl Pass {
         let [dst_h, dst_w, dst_c] = self.dst;
         assert_eq!(src.len(), self.batch * src_h * src_w * src_c);
         assert_eq!(dst.len(), self.batch * dst_h * dst_w * dst_c);
-        assert_eq!(w.len(), self.kernel * self.kernel * src_c * dst_c / self.cardinality);
+        assert_eq!(w.len(), self.weight_len(tiles));
         assert!(
             self.cardinality == 1
-                || [src_c, dst_c].iter().all(|c| c.is_multiple_of(LANES * self.cardinality))
+                || [src_c / tiles.values, dst_c].iter().all(|c| c.is_multiple_of(LANES * self.cardinality))
         );
         if dst.is_empty() {
             return;
         }
         let groups = self.batch.div_ceil(tiles.group);
         let blocks = dst_c.div_ceil(LANES);
-        let picture = src_h * src_w * src_c.next_multiple_of(LANES);
+        let picture = src_h * src_w * self.line(tiles);
         let job = Job { tiles, src, w, dst: Shared::of(dst), sums: sums.is_some() };
         let tasks: Vec<Task> = if picture * self.batch <= PACKED_WHOLE && w.len() > PACKED {
             // Few pixels, many weights: each weight is loaded by only one task, for all pictures.
@@ -151,27 +166,57 @@ impl Pass {
         }
     }
 
-    /// The weights for a backward pass, `[block of 16 in][tap][out][lane]`. Weights of kernel offsets that are never
-    /// inside the picture are not written.
-    pub(super) fn transpose<'a>(&self, w: &[f32], tiles: &Tiles, to: &'a mut Buffer) -> &'a [f32] {
-        let (out_c, in_c) = (self.src[2] / self.cardinality, self.dst[2] / self.cardinality);
-        let taps = self.kernel * self.kernel;
+    /// The kernel offsets that are inside the picture at some position.
+    fn used_taps(&self) -> Vec<usize> {
         let used = |axis: &Axis, k: usize| axis.0.iter().flatten().any(|(met, _)| *met == k);
         let (rows, columns) = (0..self.kernel)
             .map(|k| (used(&self.rows, k), used(&self.columns, k)))
             .unzip::<_, _, Vec<_>, Vec<_>>();
-        let to = to.get(w.len());
-        to.par_chunks_mut(LANES * taps * out_c).enumerate().for_each(|(block, to)| {
-            let lanes = to.len() / (taps * out_c);
+        let taps = 0..self.kernel * self.kernel;
+        taps.filter(|tap| rows[tap / self.kernel] && columns[tap % self.kernel]).collect()
+    }
+
+    /// The packed weights for a forward pass, from `[block of 16 out][tap][in][lane]`. Weights of kernel offsets that are never inside
+    /// the picture are not written.
+    pub(super) fn pack_weights<'a>(&self, w: &'a [f32], tiles: &Tiles, to: &'a mut Buffer) -> &'a [f32] {
+        if tiles.values == 1 {
+            return w;
+        }
+        let (in_c, units) = (self.src[2] / self.cardinality, self.units(tiles));
+        let (taps, used) = (self.kernel * self.kernel, self.used_taps());
+        let to = to.get(self.weight_len(tiles));
+        let blocks = to.par_chunks_mut(LANES * taps * units).zip(w.par_chunks(LANES * taps * in_c));
+        blocks.for_each(|(to, w)| {
+            let lanes = to.len() / (taps * units);
+            for tap in &used {
+                let w = &w[tap * in_c * lanes..][..in_c * lanes];
+                tiles.pack_rows(w, lanes, &mut to[tap * units * lanes..]);
+            }
+        });
+        to
+    }
+
+    /// The packed weights for a backward pass, `[block of 16 in][tap][unit of out][lane]`. Weights of kernel offsets that are
+    /// never inside the picture are not written.
+    pub(super) fn transpose<'a>(&self, w: &[f32], tiles: &Tiles, to: &'a mut Buffer) -> &'a [f32] {
+        let (out_c, in_c) = (self.src[2] / self.cardinality, self.dst[2] / self.cardinality);
+        let (taps, used) = (self.kernel * self.kernel, self.used_taps());
+        let units = self.units(tiles);
+        let to = to.get(self.weight_len(tiles));
+        to.par_chunks_mut(LANES * taps * units).enumerate().for_each(|(block, to)| {
+            let lanes = to.len() / (taps * units);
+            let mut transposed = [0.0; LANES * LANES];
             // `block` counts within its group of channels; `before`: number of earlier groups.
             let (before, block) = (block * LANES / in_c, block * LANES % in_c);
-            for tap in (0..taps).filter(|tap| rows[tap / self.kernel] && columns[tap % self.kernel]) {
+            for tap in &used {
                 for out_block in 0..out_c.div_ceil(LANES) {
                     let out_lanes = LANES.min(out_c - out_block * LANES);
                     let out_first = before * out_c + out_block * LANES;
                     let first = out_first * taps * in_c + (tap * in_c + block) * out_lanes;
                     let w = &w[first..first + lanes * out_lanes];
-                    let to = &mut to[(tap * out_c + out_block * LANES) * lanes..][..lanes * out_lanes];
+                    let packed = &mut to[(tap * units + out_block * LANES / tiles.values) * lanes..];
+                    let to = if tiles.values == 1 { &mut *packed } else { &mut transposed[..] };
+                    let to = &mut to[..lanes * out_lanes];
                     match (w.try_into(), <&mut [f32; LANES * LANES]>::try_from(&mut *to)) {
                         (Ok(w), Ok(to)) => tiles.transpose(w, to),
                         _ => {
@@ -182,6 +227,9 @@ impl Pass {
                             }
                         }
                     }
+                    if tiles.values > 1 {
+                        tiles.pack_rows(&transposed[..lanes * out_lanes], lanes, packed);
+                    }
                 }
             }
         });
@@ -190,12 +238,13 @@ impl Pass {
 
     /// Computes a piece of the output. Returns the channels' sums, then their sums of squares, if requested.
     fn task(&self, job: &Job<'_>, task: &Task, bench: &mut Bench) -> Vec<f64> {
-        let [src_h, src_w, src_c] = self.src;
+        let src_w = self.src[1];
         let [dst_h, dst_w, dst_c] = self.dst;
         let Task { groups, rows, blocks } = task;
         let tiles = job.tiles;
         let met = self.rows.range(rows);
-        let picture = met.len() * src_w * src_c.next_multiple_of(LANES);
+        let line = self.line(tiles);
+        let picture = met.len() * src_w * line;
         // The sizes of groups differ by at most one picture.
         let all = self.batch.div_ceil(tiles.group);
         let largest = self.batch.div_ceil(all);
@@ -206,7 +255,7 @@ impl Pass {
         for group in groups.clone() {
             let own = group_start(group)..group_start(group + 1);
             let packed = &mut packed[(own.start - pictures.start) * picture..][..own.len() * picture];
-            pack_pixels_first(tiles, job.src, [src_h, src_w, src_c], &own, &met, packed);
+            pack_pixels_first(tiles, job.src, self.src, &own, &met, packed);
         }
 
         bench.taps.clear();
@@ -225,8 +274,8 @@ impl Pass {
         bench.starts.push(bench.taps.len());
 
         let sums = if job.sums { bench.sums.get(blocks.len() * 3 * LANES) } else { &mut [] };
-        let channels = src_c / self.cardinality;
-        let w_block = LANES * self.kernel * self.kernel * channels;
+        let units = self.units(tiles);
+        let w_block = LANES * self.kernel * self.kernel * units;
         let together = (dst_c / self.cardinality).div_ceil(LANES);
         let full = (dst_c / LANES).min(blocks.end);
         let mut block = blocks.start;
@@ -252,10 +301,10 @@ impl Pass {
                             x: packed
                                 .as_ptr()
                                 .add((own.start - pictures.start) * picture)
-                                .add(group_of_channels * channels * own.len()),
+                                .add(group_of_channels * units * own.len()),
                             taps: &bench.taps[ends[0]..ends[1]],
-                            channels,
-                            line: src_c.next_multiple_of(LANES),
+                            units,
+                            line,
                             w: job.w.as_ptr().add(block * w_block),
                             w_block,
                             y: job.dst.pointer().add(first),
@@ -301,7 +350,7 @@ struct Task {
     blocks: Range<usize>,
 }
 
-/// Packs rows of some pictures as `[row][column][channel block][picture][16]`, zeros after the last channel.
+/// Packs rows of some pictures as `[row][column][block of 16 units][picture][16]`, zeros after the last channel.
 fn pack_pixels_first(
     tiles: &Tiles,
     src: &[f32],
@@ -311,15 +360,16 @@ fn pack_pixels_first(
     to: &mut [f32],
 ) {
     let pixels = rows.len() * width;
-    let line = channels.next_multiple_of(LANES);
+    let line = channels.div_ceil(tiles.values).next_multiple_of(LANES);
     assert!(to.len() >= pixels * line * pictures.len());
     for (index, picture) in pictures.clone().enumerate() {
         let first = (picture * height + rows.start) * width * channels;
         let from = &src[first..first + pixels * channels];
         // SAFETY: `from` has the pixels, and `to` is large enough, as checked above.
         unsafe {
-            tiles.pack(&Pack {
+            tiles.pack_channels(&Pack {
                 from: from.as_ptr(),
+                second: None,
                 pixels,
                 channels,
                 to: to.as_mut_ptr().add(index * LANES),

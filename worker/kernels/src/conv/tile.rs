@@ -1,11 +1,14 @@
 //! Register tiles: the innermost loops (`kernels.rs`), which multiply packed pictures (see `pack`) with weights or with other
-//! packed pictures, and tables of tiles for each instruction set. The order of summation is the same for all tile sizes, so
-//! results do not depend on how work is divided.
+//! packed pictures, and tables of tiles for each instruction set and number format. The order of summation is the same for all
+//! tile sizes, so results do not depend on how work is divided.
+//!
+//! Packed pictures and weights consist of units of 32 bits: a float32, or two values in bfloat16 that are adjacent in the sum. The
+//! two values are channels in a [`Product`] and pictures in an [`Outer`], so both formats have the same loops.
 
 mod kernels;
 
-use super::vector::Vector;
-use kernels::{outer, pack, product};
+use super::vector::{Arithmetic, Vector};
+use kernels::{outer, pack_channels, pack_pictures, pack_rows, product};
 
 /// A product of a source position and a weight: kernel offset `tap` at source position `position`.
 #[derive(Debug, Clone, Copy)]
@@ -18,16 +21,16 @@ pub(super) struct Tap {
 
 /// One output position of a group of pictures, for one to four blocks of output channels.
 pub(super) struct Product<'a> {
-    /// Packed group of pictures: `[position][channel block][picture][16]`, from the first channel to read on.
+    /// Packed group of pictures: `[position][block of 16 units][picture][16]`, from the first unit to read on.
     pub(super) x: *const f32,
     pub(super) taps: &'a [Tap],
-    /// Number of input channels to read, from the first of `x` on.
-    pub(super) channels: usize,
-    /// Number of packed channels of a position, in all groups together.
+    /// Number of units of input channels to read, from the first of `x` on.
+    pub(super) units: usize,
+    /// Number of packed units of a position, in all groups together.
     pub(super) line: usize,
-    /// Weights of the first block: `[tap][channel][lane]`.
+    /// Weights of the first block: `[tap][unit][lane]`.
     pub(super) w: *const f32,
-    /// Floats from one block of weights to the next.
+    /// Units from one block of weights to the next.
     pub(super) w_block: usize,
     /// The output of the first picture.
     pub(super) y: *mut f32,
@@ -45,9 +48,9 @@ pub(super) struct Product<'a> {
 /// A run of pixels that are adjacent in both packed pictures.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Run {
-    /// Index of the first pixel of the input, in units of 16 floats.
+    /// Index of the first pixel of the input: a pixel is 16 units.
     pub(super) x: u32,
-    /// Index of the first pixel of the output's gradient, in units of 16 floats.
+    /// Index of the first pixel of the output's gradient.
     pub(super) dy: u32,
     pub(super) len: u32,
 }
@@ -59,7 +62,7 @@ pub(super) struct Outer<'a> {
     pub(super) x: *const f32,
     /// Packed gradient, `[pixel][16]`.
     pub(super) dy: *const f32,
-    /// Floats from one block of channels of the gradient to the next.
+    /// Units from one block of channels of the gradient to the next.
     pub(super) dy_block: usize,
     pub(super) runs: &'a [Run],
     /// Gradient of the weights, `[channel][lane]`.
@@ -78,28 +81,43 @@ pub(super) struct Outer<'a> {
 pub(super) struct Pack {
     /// First channel of the first pixel; pixels are consecutive.
     pub(super) from: *const f32,
+    /// As `from`, of the picture whose channels are the second values of units, if units are pairs of pictures.
+    pub(super) second: Option<*const f32>,
     pub(super) pixels: usize,
     pub(super) channels: usize,
     pub(super) to: *mut f32,
-    /// Floats from one packed pixel to the next.
+    /// Units from one packed pixel to the next.
     pub(super) to_pixel: usize,
-    /// Floats from one block of channels to the next.
+    /// Units from one block of channels to the next.
     pub(super) to_block: usize,
+}
+
+/// Packs rows of weights, `[row][lane]`, into units of one or two rows. The second value of an incomplete unit is 0.
+pub(super) struct Rows {
+    pub(super) from: *const f32,
+    pub(super) rows: usize,
+    pub(super) lanes: usize,
+    pub(super) to: *mut f32,
 }
 
 type ProductFn = unsafe fn(&Product<'_>);
 type OuterFn = unsafe fn(&Outer<'_>);
 
-/// The tiles for one instruction set.
+/// The tiles for one instruction set and number format.
 #[derive(Debug)]
 pub(super) struct Tiles {
+    pub(super) format: Format,
+    /// Number of values in a unit.
+    pub(super) values: usize,
     /// Maximum number of pictures in a group.
     pub(super) group: usize,
     /// By number of pictures - 1: tiles of one, two and four blocks, and a tile of one block that is not full.
     product: &'static [[Option<ProductFn>; 4]],
     /// Ascending numbers of input channels, each with tiles of one, two and four output blocks.
     outer: &'static [(usize, [Option<OuterFn>; 3])],
-    pack: unsafe fn(&Pack),
+    pack_channels: unsafe fn(&Pack),
+    pack_pictures: unsafe fn(&Pack),
+    pack_rows: unsafe fn(&Rows),
     transpose: unsafe fn(&[f32; 256], &mut [f32; 256]),
 }
 
@@ -120,19 +138,44 @@ impl Instructions {
     pub const ALL: [Instructions; 3] = [Instructions::Avx512, Instructions::Avx2, Instructions::Plain];
 }
 
+/// The number format in which inputs are multiplied. Sums are float32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    Float32,
+    /// Inputs are rounded to bfloat16, to nearest even.
+    Bfloat16,
+}
+
+impl Format {
+    /// Both formats.
+    pub const ALL: [Format; 2] = [Format::Float32, Format::Bfloat16];
+
+    /// Whether this machine has instructions for the format: AVX512-BF16 for bfloat16. Without them, bfloat16 is many times slower than
+    /// float32.
+    pub fn is_fast(self) -> bool {
+        self == Format::Float32 || Tiles::of(Instructions::Avx512, self).is_some()
+    }
+}
+
 impl Tiles {
-    /// The tiles for `instructions`, if this machine supports them.
-    pub(super) fn of(instructions: Instructions) -> Option<&'static Tiles> {
-        match instructions {
+    /// The tiles for `instructions` and `format`, if this machine supports them.
+    pub(super) fn of(instructions: Instructions, format: Format) -> Option<&'static Tiles> {
+        match (instructions, format) {
             #[cfg(target_arch = "x86_64")]
-            Instructions::Avx512 => is_x86_feature_detected!("avx512f").then_some(&x86::AVX512),
+            (Instructions::Avx512, Format::Float32) => {
+                is_x86_feature_detected!("avx512f").then_some(&x86::AVX512)
+            }
             #[cfg(target_arch = "x86_64")]
-            Instructions::Avx2 => {
+            (Instructions::Avx512, Format::Bfloat16) => (is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512bf16"))
+            .then_some(&x86::AVX512_BF16),
+            #[cfg(target_arch = "x86_64")]
+            (Instructions::Avx2, Format::Float32) => {
                 (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(&x86::AVX2)
             }
-            #[cfg(not(target_arch = "x86_64"))]
-            Instructions::Avx512 | Instructions::Avx2 => None,
-            Instructions::Plain => Some(&PLAIN),
+            (Instructions::Plain, Format::Float32) => Some(&PLAIN),
+            (Instructions::Plain, Format::Bfloat16) => Some(&PLAIN_BF16),
+            _ => None,
         }
     }
 
@@ -190,13 +233,30 @@ impl Tiles {
         unsafe { (self.transpose)(from, to) }
     }
 
-    /// Copies a row of pixels.
+    /// Packs a row of pixels for [`Product`]: a unit has consecutive channels.
     ///
     /// # Safety
     /// The pointers of `p` must be valid for the described row.
-    pub(super) unsafe fn pack(&self, p: &Pack) {
+    pub(super) unsafe fn pack_channels(&self, p: &Pack) {
         // SAFETY: the caller's promise; `of` hands out tiles that this machine can run.
-        unsafe { (self.pack)(p) }
+        unsafe { (self.pack_channels)(p) }
+    }
+
+    /// Packs a row of pixels for [`Outer`]: a unit has the same channel of one or two pictures.
+    ///
+    /// # Safety
+    /// The pointers of `p` must be valid for the described row.
+    pub(super) unsafe fn pack_pictures(&self, p: &Pack) {
+        // SAFETY: the caller's promise; `of` hands out tiles that this machine can run.
+        unsafe { (self.pack_pictures)(p) }
+    }
+
+    /// Packs rows of weights, `[row][lane]`, of at most 16 lanes.
+    pub(super) fn pack_rows(&self, from: &[f32], lanes: usize, to: &mut [f32]) {
+        let rows = from.len() / lanes;
+        assert!(lanes <= 16 && to.len() >= rows.div_ceil(self.values) * lanes);
+        // SAFETY: `from` has the rows, and `to` is large enough; `of` hands out tiles that this machine can run.
+        unsafe { (self.pack_rows)(&Rows { from: from.as_ptr(), rows, lanes, to: to.as_mut_ptr() }) }
     }
 }
 
@@ -210,27 +270,40 @@ macro_rules! when {
     };
 }
 
-/// Defines the tiles for one vector type: functions that enable the instructions, and a table of them.
+/// Defines the tiles for one vector type and number format: functions that enable the instructions, and a table of them.
 macro_rules! tiles {
-    ($name:ident, $vector:ty, $(#[$feature:meta])?, group $group:literal,
+    ($name:ident, $vector:ty, $format:ident, $(#[$feature:meta])?, group $group:literal,
      product [$($p:literal: $two:ident $four:ident),* $(,)?],
      outer [$($i:literal: $outer_1:ident $outer_2:ident $outer_4:ident),* $(,)?]) => {
         pub(super) static $name: super::Tiles = {
-            use crate::conv::tile::{Outer, Pack, Product, Tiles, Vector, outer, pack, product};
+            use crate::conv::tile::{
+                Arithmetic, Format, Outer, Pack, Product, Rows, Tiles, Vector, outer, pack_channels,
+                pack_pictures, pack_rows, product,
+            };
             $(#[$feature])?
             unsafe fn product_at<const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
                 // SAFETY: the caller's promise; the function has the instructions of its vectors.
-                unsafe { product::<$vector, P, V, PART>(t) }
+                unsafe { product::<$vector, $format, P, V, PART>(t) }
             }
             $(#[$feature])?
             unsafe fn outer_at<const I: usize, const V: usize>(t: &Outer<'_>) {
                 // SAFETY: the caller's promise; the function has the instructions of its vectors.
-                unsafe { outer::<$vector, I, V>(t) }
+                unsafe { outer::<$vector, $format, I, V>(t) }
             }
             $(#[$feature])?
-            unsafe fn pack_rows(t: &Pack) {
+            unsafe fn pack_channels_of(t: &Pack) {
                 // SAFETY: the caller's promise; the function has the instructions of its vectors.
-                unsafe { pack::<$vector>(t) }
+                unsafe { pack_channels::<$vector, $format>(t) }
+            }
+            $(#[$feature])?
+            unsafe fn pack_pictures_of(t: &Pack) {
+                // SAFETY: the caller's promise; the function has the instructions of its vectors.
+                unsafe { pack_pictures::<$vector, $format>(t) }
+            }
+            $(#[$feature])?
+            unsafe fn pack_rows_of(t: &Rows) {
+                // SAFETY: the caller's promise; the function has the instructions of its vectors.
+                unsafe { pack_rows::<$vector, $format>(t) }
             }
             $(#[$feature])?
             unsafe fn transpose_block(from: &[f32; 256], to: &mut [f32; 256]) {
@@ -238,6 +311,8 @@ macro_rules! tiles {
                 unsafe { <$vector>::transpose(from, to) }
             }
             Tiles {
+                format: Format::$format,
+                values: <$format as Arithmetic<$vector>>::VALUES,
                 group: $group,
                 product: &[$([
                     Some(product_at::<$p, 1, false>),
@@ -253,34 +328,45 @@ macro_rules! tiles {
                         when!($outer_4 outer_at::<$i, 4>),
                     ],
                 )),*],
-                pack: pack_rows,
+                pack_channels: pack_channels_of,
+                pack_pictures: pack_pictures_of,
+                pack_rows: pack_rows_of,
                 transpose: transpose_block,
             }
         };
     };
 }
 
-use plain::PLAIN;
+use plain::{PLAIN, PLAIN_BF16};
 mod plain {
-    use super::super::vector::Plain;
+    use super::super::vector::{Bfloat16, Float32, Plain};
 
-    tiles!(PLAIN, Plain, , group 4,
+    tiles!(PLAIN, Plain, Float32, , group 4,
+        product [1: no no, 2: no no, 3: no no, 4: no no],
+        outer [1: yes no no, 3: yes no no, 4: yes no no]);
+    tiles!(PLAIN_BF16, Plain, Bfloat16, , group 4,
         product [1: no no, 2: no no, 3: no no, 4: no no],
         outer [1: yes no no, 3: yes no no, 4: yes no no]);
 }
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::super::vector::{Avx2, Avx512};
+    use super::super::vector::{Avx2, Avx512, Bfloat16, Float32};
 
     // 16 registers of 8 floats: 6 x 2 sums, two weights, one broadcast.
-    tiles!(AVX2, Avx2, #[target_feature(enable = "avx2,fma")], group 6,
+    tiles!(AVX2, Avx2, Float32, #[target_feature(enable = "avx2,fma")], group 6,
         product [1: no no, 2: no no, 3: no no, 4: no no, 5: no no, 6: no no],
         outer [1: yes no no, 3: yes no no, 4: yes no no, 6: yes no no]);
 
     // 32 registers of 16 floats: at most 28 sums, two weights, one broadcast.
-    tiles!(AVX512, Avx512, #[target_feature(enable = "avx512f")], group 14,
-        product [1: yes yes, 2: yes yes, 3: yes yes, 4: yes yes, 5: yes yes, 6: yes yes, 7: yes no,
-                 8: yes no, 9: yes no, 10: yes no, 11: yes no, 12: yes no, 13: yes no, 14: yes no],
-        outer [1: yes yes yes, 3: yes yes yes, 4: yes yes yes, 8: yes yes no, 16: yes no no]);
+    macro_rules! avx512 {
+        ($name:ident, $format:ident, $features:literal) => {
+            tiles!($name, Avx512, $format, #[target_feature(enable = $features)], group 14,
+                product [1: yes yes, 2: yes yes, 3: yes yes, 4: yes yes, 5: yes yes, 6: yes yes, 7: yes no,
+                         8: yes no, 9: yes no, 10: yes no, 11: yes no, 12: yes no, 13: yes no, 14: yes no],
+                outer [1: yes yes yes, 3: yes yes yes, 4: yes yes yes, 8: yes yes no, 16: yes no no]);
+        };
+    }
+    avx512!(AVX512, Float32, "avx512f");
+    avx512!(AVX512_BF16, Bfloat16, "avx512f,avx512bw,avx512bf16");
 }

@@ -1,4 +1,4 @@
-//! Vectors of sixteen floats for several instruction sets.
+//! Vectors of sixteen floats for several instruction sets, and the number formats of what they multiply.
 
 /// Sixteen floats. The methods must be inlined into a function that enables the instructions they use.
 ///
@@ -30,6 +30,82 @@ pub(super) trait Vector: Copy {
     /// Prefetches a cache line that will be written. Any address is allowed.
     #[inline(always)]
     unsafe fn prefetch(_line: *const f32) {}
+}
+
+/// How a unit, 32 bits of packed pictures or weights, stores values, and how units are multiplied. Sums are float32. The methods
+/// must be inlined like those of [`Vector`].
+///
+/// # Safety
+/// The machine must support the instructions.
+pub(super) trait Arithmetic<S: Vector> {
+    /// Number of values in a unit.
+    const VALUES: usize;
+    /// Adds the products of all values of sixteen units to sixteen sums.
+    unsafe fn multiply_add(units: S, by: S, to: S) -> S;
+    /// Units of consecutive values: those of `first`, then those of `second` if a unit has two values.
+    unsafe fn consecutive(first: S, second: S) -> S;
+    /// Units that each have a value of `first` and, if a unit has two values, the value in the same lane of `second`.
+    unsafe fn pairs(first: S, second: S) -> S;
+}
+
+/// A unit is a float32.
+pub(super) struct Float32;
+
+impl<S: Vector> Arithmetic<S> for Float32 {
+    const VALUES: usize = 1;
+    #[inline(always)]
+    unsafe fn multiply_add(units: S, by: S, to: S) -> S {
+        // SAFETY: the machine supports the instructions (contract of the trait).
+        unsafe { units.mul_add(by, to) }
+    }
+    #[inline(always)]
+    unsafe fn consecutive(first: S, _second: S) -> S {
+        first
+    }
+    #[inline(always)]
+    unsafe fn pairs(first: S, _second: S) -> S {
+        first
+    }
+}
+
+/// A unit is two values in bfloat16, rounded to nearest even. The product of two of them is exact in float32. Products of second values
+/// are added before those of first values, which is the order of `vdpbf16ps`.
+pub(super) struct Bfloat16;
+
+impl Bfloat16 {
+    #[inline(always)]
+    fn round(value: f32) -> u32 {
+        let bits = value.to_bits();
+        if value.is_nan() { (bits >> 16) | 0x40 } else { (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 }
+    }
+    #[inline(always)]
+    fn unit(first: f32, second: f32) -> f32 {
+        f32::from_bits(Self::round(first) | (Self::round(second) << 16))
+    }
+}
+
+impl Arithmetic<Plain> for Bfloat16 {
+    const VALUES: usize = 2;
+    #[inline(always)]
+    unsafe fn multiply_add(units: Plain, by: Plain, to: Plain) -> Plain {
+        let second = |unit: f32| f32::from_bits(unit.to_bits() & 0xFFFF_0000);
+        let first = |unit: f32| f32::from_bits(unit.to_bits() << 16);
+        Plain(std::array::from_fn(|i| {
+            let to = to.0[i] + second(units.0[i]) * second(by.0[i]);
+            to + first(units.0[i]) * first(by.0[i])
+        }))
+    }
+    #[inline(always)]
+    unsafe fn consecutive(first: Plain, second: Plain) -> Plain {
+        Plain(std::array::from_fn(|i| {
+            let from = if i < 8 { &first.0 } else { &second.0 };
+            Self::unit(from[2 * i % 16], from[2 * i % 16 + 1])
+        }))
+    }
+    #[inline(always)]
+    unsafe fn pairs(first: Plain, second: Plain) -> Plain {
+        Plain(std::array::from_fn(|i| Self::unit(first.0[i], second.0[i])))
+    }
 }
 
 /// For any CPU: the compiler vectorises the loops for the target's baseline (SSE2, NEON).
@@ -91,7 +167,7 @@ pub(super) use x86::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::Vector;
+    use super::{Arithmetic, Bfloat16, Vector};
     use std::arch::x86_64::*;
 
     /// AVX-512F.
@@ -184,6 +260,46 @@ mod x86 {
         unsafe fn prefetch(line: *const f32) {
             // SAFETY: a hint reads nothing, and the machine supports the instructions (contract of the trait).
             unsafe { _mm_prefetch::<_MM_HINT_ET0>(line.cast()) }
+        }
+    }
+
+    /// With AVX-512BW and AVX512-BF16. `vdpbf16ps` rounds after each product, and treats subnormal numbers as zero.
+    impl Arithmetic<Avx512> for Bfloat16 {
+        const VALUES: usize = 2;
+        #[inline(always)]
+        unsafe fn multiply_add(units: Avx512, by: Avx512, to: Avx512) -> Avx512 {
+            // SAFETY: the types have the same size; the machine supports the instructions (contract of the trait).
+            unsafe {
+                let units = std::mem::transmute::<__m512, __m512bh>(units.0);
+                let by = std::mem::transmute::<__m512, __m512bh>(by.0);
+                Avx512(_mm512_dpbf16_ps(to.0, units, by))
+            }
+        }
+        #[inline(always)]
+        unsafe fn consecutive(first: Avx512, second: Avx512) -> Avx512 {
+            // SAFETY: the types have the same size; the machine supports the instructions (contract of the trait).
+            unsafe {
+                let values = _mm512_cvtne2ps_pbh(second.0, first.0);
+                Avx512(std::mem::transmute::<__m512bh, __m512>(values))
+            }
+        }
+        #[inline(always)]
+        unsafe fn pairs(first: Avx512, second: Avx512) -> Avx512 {
+            const ORDER: [u16; 32] = {
+                let mut order = [0; 32];
+                let mut i = 0;
+                while i < 32 {
+                    order[i] = (i / 2 + i % 2 * 16) as u16;
+                    i += 1;
+                }
+                order
+            };
+            // SAFETY: `ORDER` has the size of a vector; the machine supports the instructions (contract of the trait).
+            unsafe {
+                let values = _mm512_castps_si512(Self::consecutive(first, second).0);
+                let order = _mm512_loadu_si512(ORDER.as_ptr().cast());
+                Avx512(_mm512_castsi512_ps(_mm512_permutexvar_epi16(order, values)))
+            }
         }
     }
 

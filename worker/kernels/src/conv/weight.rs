@@ -14,13 +14,13 @@ use super::{
 use rayon::prelude::*;
 use std::{ops::Range, sync::Arc};
 
-/// Pixels per piece: (16 input and 32 output channels) * 4 bytes * 256 = 48 KiB. Larger pieces are slower.
+/// Units of pixels per piece: (16 input and 32 output channels) * 4 bytes * 256 = 48 KiB. Larger pieces are slower.
 const PIXELS: usize = 256;
 /// Pictures per group if a picture is larger than a piece.
 const GROUP: usize = 4;
 /// Maximum number of weights for which tasks divide the pixels, with separate gradients in the second-level cache.
 const MAX_OWN_WEIGHTS: usize = 80 * 1024;
-/// Packed floats of a task, each of input and gradient, that stay in the second-level cache with the gradient.
+/// Packed units of a task, each of input and gradient, that stay in the second-level cache with the gradient.
 const PACKED: usize = 48 * 1024;
 /// Maximum number of separate gradients, which are added in order at the end.
 const SLOTS: usize = 16;
@@ -37,12 +37,12 @@ struct Chunk {
 struct Plan<'a> {
     s: &'a ConvShape,
     tiles: &'static Tiles,
-    /// Pictures in a group; the last group may have fewer.
+    /// Pictures in a group, in whole units; the last group may have fewer.
     group: usize,
     pieces: Arc<Pieces>,
 }
 
-/// The packed pictures of a chunk, `[channel block][row][column][picture][16]`.
+/// The packed pictures of a chunk, `[channel block][row][column][unit of pictures][16]`.
 struct Packed {
     x: *const f32,
     dy: *const f32,
@@ -59,12 +59,14 @@ pub(super) fn gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scr
         return;
     }
     let plane = s.out_h() * s.out_w();
-    let group = if plane <= PIXELS { PIXELS / plane } else { GROUP }.min(s.batch);
+    let tiles = scratch.tiles;
+    let group = (if plane <= PIXELS { PIXELS / plane } else { GROUP } * tiles.values).min(s.batch);
     let pieces = scratch.plans.entry(*s).or_insert_with(|| {
-        let rows = (PIXELS / (s.out_w() * group)).clamp(1, s.out_h());
-        Arc::new([group, s.batch % group].map(|group| pieces(s, group, rows)))
+        let units = |pictures: usize| pictures.div_ceil(tiles.values);
+        let rows = (PIXELS / (s.out_w() * units(group))).clamp(1, s.out_h());
+        Arc::new([group, s.batch % group].map(|group| pieces(s, units(group), rows)))
     });
-    let plan = Plan { s, tiles: scratch.tiles, group, pieces: Arc::clone(pieces) };
+    let plan = Plan { s, tiles, group, pieces: Arc::clone(pieces) };
     if s.weight_len() > MAX_OWN_WEIGHTS {
         plan.share_weights(x, dy, dw, scratch);
     } else {
@@ -73,16 +75,21 @@ pub(super) fn gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scr
 }
 
 impl Plan<'_> {
+    /// Number of units of `pictures`, which begin at a whole unit.
+    fn units(&self, pictures: usize) -> usize {
+        pictures.div_ceil(self.tiles.values)
+    }
+
     /// Every task computes some weights over all pixels.
     fn share_weights(&self, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
         let s = self.s;
         let (x_line, dy_line) = (s.in_c.next_multiple_of(LANES), s.out_c.next_multiple_of(LANES));
         let (x_picture, dy_picture) = (s.in_h * s.in_w * x_line, s.out_h() * s.out_w() * dy_line);
-        let x_packed = scratch.x.get(s.batch * x_picture);
-        let dy_packed = scratch.dy.get(s.batch * dy_picture);
+        let x_packed = scratch.x.get(self.units(s.batch) * x_picture);
+        let dy_packed = scratch.dy.get(self.units(s.batch) * dy_picture);
         x_packed
-            .par_chunks_mut(x_picture * self.group)
-            .zip(dy_packed.par_chunks_mut(dy_picture * self.group))
+            .par_chunks_mut(x_picture * self.units(self.group))
+            .zip(dy_packed.par_chunks_mut(dy_picture * self.units(self.group)))
             .enumerate()
             .for_each(|(chunk, (x_packed, dy_packed))| {
                 let pictures = chunk * self.group..s.batch.min((chunk + 1) * self.group);
@@ -101,8 +108,8 @@ impl Plan<'_> {
                 for first in (0..s.batch).step_by(self.group) {
                     let pictures = first..s.batch.min(first + self.group);
                     let packed = Packed {
-                        x: x_packed[first * x_picture..].as_ptr(),
-                        dy: dy_packed[first * dy_picture..].as_ptr(),
+                        x: x_packed[self.units(first) * x_picture..].as_ptr(),
+                        dy: dy_packed[self.units(first) * dy_picture..].as_ptr(),
                         src: 0..s.in_h,
                         rows: 0..s.out_h(),
                     };
@@ -128,7 +135,7 @@ impl Plan<'_> {
                 let own = slot * chunks.len() / slots..(slot + 1) * chunks.len() / slots;
                 for (index, chunk) in chunks[own].iter().enumerate() {
                     let (src, rows) = self.rows(chunk);
-                    let pictures = chunk.pictures.len();
+                    let pictures = self.units(chunk.pictures.len());
                     let x_packed =
                         bench.x.get(src.len() * s.in_w * s.in_c.next_multiple_of(LANES) * pictures);
                     let dy_packed =
@@ -180,7 +187,7 @@ impl Plan<'_> {
     fn chunks(&self) -> Vec<Chunk> {
         let s = self.s;
         let row = (s.in_w * s.in_c.next_multiple_of(LANES)).max(s.out_w() * s.out_c.next_multiple_of(LANES))
-            * self.group;
+            * self.units(self.group);
         let count = self.pieces[0].len();
         let mut each = count;
         while each > 1 && {
@@ -230,7 +237,7 @@ impl Plan<'_> {
     ) {
         let s = self.s;
         let Packed { src, rows, .. } = packed;
-        let pictures = chunk.pictures.len();
+        let pictures = self.units(chunk.pictures.len());
         let x_row = s.in_w * pictures * LANES;
         let dy_row = s.out_w() * pictures * LANES;
         let taps = s.kernel * s.kernel;
@@ -278,7 +285,7 @@ impl Plan<'_> {
     }
 }
 
-/// Packs rows of some pictures as `[channel block][row][column][picture][16]`, zeros after the last channel.
+/// Packs rows of some pictures as `[channel block][row][column][unit of pictures][16]`, zeros after the last channel and picture.
 fn pack(
     tiles: &Tiles,
     from: &[f32],
@@ -288,19 +295,24 @@ fn pack(
     to: &mut [f32],
 ) {
     let pixels = rows.len() * width;
-    assert!(to.len() >= pixels * channels.next_multiple_of(LANES) * pictures.len());
-    for (index, picture) in pictures.clone().enumerate() {
+    let units = pictures.len().div_ceil(tiles.values);
+    assert!(to.len() >= pixels * channels.next_multiple_of(LANES) * units);
+    let rows_of = |picture: usize| {
         let first = (picture * height + rows.start) * width * channels;
-        let from = &from[first..first + pixels * channels];
-        // SAFETY: `from` has the pixels, and `to` is large enough, as checked above.
+        from[first..first + pixels * channels].as_ptr()
+    };
+    for (index, picture) in pictures.clone().step_by(tiles.values).enumerate() {
+        let second = (tiles.values > 1 && picture + 1 < pictures.end).then(|| rows_of(picture + 1));
+        // SAFETY: both pictures have the pixels, and `to` is large enough, as checked above.
         unsafe {
-            tiles.pack(&Pack {
-                from: from.as_ptr(),
+            tiles.pack_pictures(&Pack {
+                from: rows_of(picture),
+                second,
                 pixels,
                 channels,
                 to: to.as_mut_ptr().add(index * LANES),
-                to_pixel: LANES * pictures.len(),
-                to_block: LANES * pictures.len() * pixels,
+                to_pixel: LANES * units,
+                to_block: LANES * units * pixels,
             });
         }
     }

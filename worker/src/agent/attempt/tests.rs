@@ -8,8 +8,8 @@ use crate::{
     supervisor::{RankProcess, rank_file},
 };
 use lockstep_protocol::{
-    agent::{LogLine, Slot},
-    job::JobId,
+    agent::{AgentReply, LogLine, Slot},
+    dataset::PicturesFingerprint,
     metric::MetricColumn,
     reason::ReasonKind,
     spec::JobSpec,
@@ -26,26 +26,12 @@ struct Fixture {
     context: AttemptContext,
 }
 
-/// Creates a job folder, and a shell script that replaces the ranks' program. `$R` is the rank.
-fn place(ranks: u32, script: &str) -> Fixture {
+/// Creates a job folder, and a shell script that replaces the ranks' program. In the script, `$R` is the rank.
+fn fixture(ranks: u32, script: &str) -> Fixture {
     let dir = tempfile::tempdir().unwrap();
     let program = dir.path().join("program");
     crate::test_script::write_script(&program, &format!("R=$8\n{script}"));
-    let start = StartAttempt {
-        attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
-        spec: JobSpec::default(),
-        dataset_path: "/none".into(),
-        world_size: ranks,
-        ranks: (0..ranks).map(|r| (r, r)).collect(),
-        master_addr: "127.0.0.1".into(),
-        master_port: 1,
-        secret: String::new(),
-        job_dir: None,
-        resume: None,
-        pause_after: None,
-        network: None,
-        files: Default::default(),
-    };
+    let start = StartAttempt { master_port: 1, ..StartAttempt::local(JobSpec::default(), "/none", ranks) };
     let stored = StoredAttempt { start, job_dir: dir.path().join("job") };
     fs::create_dir_all(stored.attempt_dir()).unwrap();
     let context = AttemptContext {
@@ -65,23 +51,23 @@ fn place(ranks: u32, script: &str) -> Fixture {
 
 impl Fixture {
     /// Writes records of a rank.
-    fn recorded(&self, rank: u32, events: &[AttemptEvent]) {
+    fn record(&self, rank: u32, events: &[AttemptEvent]) {
         let reporter = Reporter::create(&self.stored.attempt_dir(), rank).unwrap();
         reporter.log("one line");
         events.iter().for_each(|event| reporter.event(event));
         reporter.close().unwrap();
     }
 
-    async fn end_of(&self, attempt: &Attempt) -> Ending {
-        let over = async {
+    async fn wait_for_end(&self, attempt: &Attempt) -> Ending {
+        let ended = async {
             while !attempt.is_over() {
                 self.context.wake.notified().await;
             }
         };
-        tokio::time::timeout(Duration::from_secs(60), over).await.expect("it never ended");
+        tokio::time::timeout(Duration::from_secs(60), ended).await.expect("the attempt never ended");
         for (rank, _) in &self.stored.start.ranks {
             let mut process = RankProcess::adopt(&self.stored.attempt_dir(), *rank);
-            assert!(process.poll().is_some(), "rank {rank} is still there");
+            assert!(process.poll().is_some(), "rank {rank} still runs");
         }
         ending(&self.stored).unwrap()
     }
@@ -111,37 +97,37 @@ fn reason(ending: Ending) -> String {
 }
 
 #[tokio::test]
-async fn ranks_that_end_well_succeed() {
-    let place = place(2, "exit 0");
-    place.recorded(0, &[step(12)]);
-    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-    assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 12 });
+async fn an_attempt_succeeds_if_all_ranks_exit_with_0() {
+    let fixture = fixture(2, "exit 0");
+    fixture.record(0, &[step(12)]);
+    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Succeeded { step: 12 });
     assert!(!attempt.has_failed());
 }
 
 #[tokio::test]
-async fn a_spare_of_the_slot_becomes_the_rank_and_another_follows_it() {
+async fn a_spare_becomes_the_rank_and_another_spare_is_started() {
     let script = "[ $2 != --spare ] || { path=$(cat); [ \"$path\" ] || exit 9; exec >\"${path%json}stderr\"; echo spare; }; exit 0";
-    let mut place = place(1, script);
-    place.recorded(0, &[step(12)]);
+    let mut fixture = fixture(1, script);
+    fixture.record(0, &[step(12)]);
     let uuid = crate::toy::device("a");
     let (device, name) = ("toy".into(), "a".into());
     let slots = [Slot { index: 0, device, name, memory_bytes: 0, uuid: Some(uuid.clone()) }];
-    place.context.devices = Arc::new(BTreeMap::from([(0, uuid)]));
-    let spares = Arc::new(Spares::new(&place.context.program, &slots, Warm::On));
-    place.context.spares = spares.clone();
+    fixture.context.devices = Arc::new(BTreeMap::from([(0, uuid)]));
+    let spares = Arc::new(Spares::new(&fixture.context.program, &slots, Warm::On));
+    fixture.context.spares = spares.clone();
     spares.fill();
-    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-    assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 12 });
-    let printed = fs::read_to_string(rank_file(&place.stored.attempt_dir(), 0, "stderr")).unwrap();
+    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Succeeded { step: 12 });
+    let printed = fs::read_to_string(rank_file(&fixture.stored.attempt_dir(), 0, "stderr")).unwrap();
     assert_eq!(printed, "spare\n");
-    let follows = async {
+    let next_spare = async {
         while spares.take(0).is_none() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(20), follows).await.expect("no spare follows");
-    // When the agent ends in order, none is started any more.
+    tokio::time::timeout(Duration::from_secs(20), next_spare).await.expect("no other spare was started");
+    // After `close`, which the agent calls when it ends, no spare is started.
     spares.fill();
     spares.close();
     spares.fill();
@@ -149,27 +135,28 @@ async fn a_spare_of_the_slot_becomes_the_rank_and_another_follows_it() {
 }
 
 #[tokio::test]
-async fn a_killed_rank_ends_the_others_and_is_named() {
-    let place = place(3, "[ $R = 1 ] && { echo last words >&2; kill -9 $$; }; while :; do sleep 0.05; done");
-    place.recorded(1, &[step(41)]);
-    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-    assert_eq!(reason(place.end_of(&attempt).await), "rank 1 was killed by signal 9 at step 41");
-    let lines = place.added_lines();
+async fn a_killed_rank_ends_the_others_and_is_named_in_the_reason() {
+    let fixture =
+        fixture(3, "[ $R = 1 ] && { echo last words >&2; kill -9 $$; }; while :; do sleep 0.05; done");
+    fixture.record(1, &[step(41)]);
+    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    assert_eq!(reason(fixture.wait_for_end(&attempt).await), "rank 1 was killed by signal 9 at step 41");
+    let lines = fixture.added_lines();
     // Numbers continue after the rank's own line.
     assert_eq!((lines[0].number, lines[0].text.as_str()), (2, "last words"));
 }
 
 #[tokio::test]
 async fn a_rank_that_ignores_term_is_killed() {
-    let place = place(1, "trap '' TERM; echo up; while :; do sleep 0.05; done");
-    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-    let stderr = rank_file(&place.stored.attempt_dir(), 0, "stderr");
+    let fixture = fixture(1, "trap '' TERM; echo up; while :; do sleep 0.05; done");
+    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let stderr = rank_file(&fixture.stored.attempt_dir(), 0, "stderr");
     while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     let ordered = Instant::now();
     attempt.order(Order::Stop { patient: false });
-    assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
+    assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
     assert!(ordered.elapsed() >= GRACE);
 }
 
@@ -178,18 +165,18 @@ async fn survivors_of_a_killed_rank_may_only_finish_a_checkpoint() {
     for writing in [false, true] {
         // Rank 0 ignores signals, like a rank that waits for its GPU.
         let script = "trap '' TERM; echo up; [ $R = 1 ] && while [ ! -e ${0%/*}/job/go ]; do sleep 0.02; done && kill -9 $$; while :; do sleep 0.05; done";
-        let place = place(2, script);
+        let fixture = fixture(2, script);
         if writing {
-            fs::create_dir_all(place.stored.job_dir.join("checkpoints/.tmp-1-40")).unwrap();
+            fs::create_dir_all(fixture.stored.job_dir.join("checkpoints/.tmp-1-40")).unwrap();
         }
-        let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-        let stderr = rank_file(&place.stored.attempt_dir(), 0, "stderr");
+        let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+        let stderr = rank_file(&fixture.stored.attempt_dir(), 0, "stderr");
         while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         let began = Instant::now();
-        fs::write(place.stored.job_dir.join("go"), "").unwrap();
-        assert!(reason(place.end_of(&attempt).await).starts_with("rank 1 was killed by signal 9"));
+        fs::write(fixture.stored.job_dir.join("go"), "").unwrap();
+        assert!(reason(fixture.wait_for_end(&attempt).await).starts_with("rank 1 was killed by signal 9"));
         assert_eq!(began.elapsed() >= GRACE, writing, "{:?}", began.elapsed());
     }
 }
@@ -198,43 +185,43 @@ async fn survivors_of_a_killed_rank_may_only_finish_a_checkpoint() {
 async fn a_patient_stop_waits_for_ranks_and_an_urgent_one_does_not() {
     let script = "trap 'sleep 0.3; echo kept; exit 3' USR1; echo up; while :; do sleep 0.05; done";
     for urgent in [false, true] {
-        let place = place(2, script);
-        let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-        let said = |rank| {
-            fs::read_to_string(rank_file(&place.stored.attempt_dir(), rank, "stderr")).unwrap_or_default()
+        let fixture = fixture(2, script);
+        let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+        let stderr_of = |rank| {
+            fs::read_to_string(rank_file(&fixture.stored.attempt_dir(), rank, "stderr")).unwrap_or_default()
         };
-        while said(0).is_empty() || said(1).is_empty() {
+        while stderr_of(0).is_empty() || stderr_of(1).is_empty() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         attempt.order(Order::Stop { patient: true });
         if urgent {
             attempt.order(Order::Stop { patient: false });
         }
-        assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
-        assert_eq!(said(0).contains("kept") && said(1).contains("kept"), !urgent);
+        assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
+        assert_eq!(stderr_of(0).contains("kept") && stderr_of(1).contains("kept"), !urgent);
     }
 }
 
 #[tokio::test]
 async fn ranks_that_stop_themselves_may_finish_their_checkpoint() {
     // A signal stopped the ranks. Rank 1 has ended, and rank 0 is still writing its checkpoint.
-    let place = place(2, "[ $R = 1 ] && exit 3; sleep 3; echo kept; exit 3");
-    place.recorded(1, &[step(41)]);
-    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-    let reason = reason(place.end_of(&attempt).await);
+    let fixture = fixture(2, "[ $R = 1 ] && exit 3; sleep 3; echo kept; exit 3");
+    fixture.record(1, &[step(41)]);
+    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let reason = reason(fixture.wait_for_end(&attempt).await);
     assert!(reason.contains("was stopped at step") && reason.contains("not by its agent"), "{reason}");
-    let said = fs::read_to_string(rank_file(&place.stored.attempt_dir(), 0, "stderr")).unwrap();
-    assert_eq!(said, "kept\n");
+    let stderr = fs::read_to_string(rank_file(&fixture.stored.attempt_dir(), 0, "stderr")).unwrap();
+    assert_eq!(stderr, "kept\n");
 }
 
 #[tokio::test]
-async fn only_paused_ranks_end_the_attempt_in_order() {
+async fn only_paused_ranks_end_the_attempt_as_stopped() {
     for (script, has_paused) in [("exit 4", true), ("exit 3", false), ("[ $R = 1 ] && exit 4; exit 3", false)]
     {
-        let mut place = place(2, script);
-        place.stored.start.pause_after = Some(1);
-        let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-        match place.end_of(&attempt).await {
+        let mut fixture = fixture(2, script);
+        fixture.stored.start.pause_after = Some(1);
+        let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+        match fixture.wait_for_end(&attempt).await {
             Ending::Stopped => assert!(has_paused, "{script}"),
             ending => assert!(!has_paused && reason(ending).contains("was stopped at step"), "{script}"),
         }
@@ -246,122 +233,125 @@ async fn a_stop_without_a_checkpoint_reports_the_loss() {
     let kept = AttemptEvent::Checkpoint(lockstep_protocol::agent::CheckpointInfo {
         epoch: 1,
         step: 40,
-        val_accuracy: None,
-        val_loss: None,
-        validation: None,
-        best: false,
         size_bytes: 1,
+        ..lockstep_protocol::agent::CheckpointInfo::default()
     });
     let running =
         AttemptEvent::Running { total_steps: 100, steps_per_epoch: 100, start_step: 0, train_samples: 0 };
     for (at, lost) in [(57, true), (40, false)] {
-        let place = place(1, "trap 'exit 3' USR1; echo up; while :; do sleep 0.05; done");
-        place.recorded(0, &[running.clone(), step(at), kept.clone()]);
-        let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-        let stderr = rank_file(&place.stored.attempt_dir(), 0, "stderr");
+        let fixture = fixture(1, "trap 'exit 3' USR1; echo up; while :; do sleep 0.05; done");
+        fixture.record(0, &[running.clone(), step(at), kept.clone()]);
+        let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+        let stderr = rank_file(&fixture.stored.attempt_dir(), 0, "stderr");
         while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         attempt.order(Order::Stop { patient: true });
-        assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
-        let said: Vec<_> = place.added_lines().into_iter().map(|line| line.text).collect();
+        assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
+        let lines: Vec<_> = fixture.added_lines().into_iter().map(|line| line.text).collect();
         assert_eq!(
-            said.iter().any(|line| line.contains("of step 40, steps 41 to 57 are lost")),
+            lines.iter().any(|line| line.contains("of step 40, steps 41 to 57 are lost")),
             lost,
-            "{said:?}"
+            "{lines:?}"
         );
-        assert_eq!(said.is_empty(), !lost, "{said:?}");
+        assert_eq!(lines.is_empty(), !lost, "{lines:?}");
     }
 }
 
 #[tokio::test]
 async fn processes_started_by_a_rank_end_with_it() {
-    let place = place(1, "sleep 1000 & echo $!; kill -9 $$");
-    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-    place.end_of(&attempt).await;
-    let said = fs::read_to_string(rank_file(&place.stored.attempt_dir(), 0, "stderr")).unwrap();
-    let child = said.trim();
+    let fixture = fixture(1, "sleep 1000 & echo $!; kill -9 $$");
+    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    fixture.wait_for_end(&attempt).await;
+    let stderr = fs::read_to_string(rank_file(&fixture.stored.attempt_dir(), 0, "stderr")).unwrap();
+    let child = stderr.trim();
     let state = fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
     assert!(state.is_empty() || state.contains(") Z"), "{state}");
 }
 
 #[tokio::test]
 async fn a_suspended_rank_is_detected() {
-    let mut place = place(2, "[ $R = 1 ] && kill -STOP $$; while :; do :; done");
-    place.stored.start.spec.recovery.stall_timeout_secs = 5;
-    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-    let reason = reason(place.end_of(&attempt).await);
+    let mut fixture = fixture(2, "[ $R = 1 ] && kill -STOP $$; while :; do :; done");
+    fixture.stored.start.spec.recovery.stall_timeout_secs = 5;
+    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let reason = reason(fixture.wait_for_end(&attempt).await);
     assert!(reason.starts_with("rank 1 made no progress for 5 s at step 0"), "{reason}");
     assert!(reason.contains("suspended"), "{reason}");
 }
 
 #[tokio::test]
 async fn ranks_are_fenced_if_the_server_stays_silent() {
-    let place = place(2, "while :; do sleep 0.05; done");
-    place.context.lease.set_length(Duration::from_millis(300));
-    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-    assert!(reason(place.end_of(&attempt).await).contains("the server was silent"));
+    let fixture = fixture(2, "while :; do sleep 0.05; done");
+    fixture.context.lease.set_length(Duration::from_millis(300));
+    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    assert!(reason(fixture.wait_for_end(&attempt).await).contains("the server was silent"));
 }
 
 #[tokio::test]
 async fn the_next_agent_takes_over_running_and_ended_ranks() {
-    let place = place(2, "while :; do sleep 0.05; done");
+    let fixture = fixture(2, "while :; do sleep 0.05; done");
     let (_, orders) = mpsc::unbounded_channel();
     let mode = StartMode::Launch { refusal: None };
-    let (_, mut first) = Watch::begin(place.stored.clone(), &place.context, orders, mode).await;
-    place.recorded(0, &[step(7)]);
-    // The first agent is gone; rank 1 dies unnoticed.
+    let (_, mut first) = Watch::begin(fixture.stored.clone(), &fixture.context, orders, mode).await;
+    fixture.record(0, &[step(7)]);
+    // The first agent has ended, so it does not notice that rank 1 dies.
     first.ranks[1].process.signal(Signal::KILL);
     while first.ranks[1].process.poll().is_none() {
         tokio::task::yield_now().await;
     }
-    let adopted = Attempt::adopt(place.stored.clone(), place.context.clone());
+    let adopted = Attempt::adopt(fixture.stored.clone(), fixture.context.clone());
     // Reaps rank 0, whose parent is this process.
     let reaper = tokio::spawn(async move {
         while first.ranks[0].process.poll().is_none() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     });
-    let ending = place.end_of(&adopted).await;
+    let ending = fixture.wait_for_end(&adopted).await;
     assert_eq!(reason(ending.clone()), "rank 1 ended at step 0 while its agent was not running");
     reaper.await.unwrap();
-    // A third agent finds the attempt over and adds nothing.
-    let third = Attempt::adopt(place.stored.clone(), place.context.clone());
+    // A third agent finds that the attempt has ended, and reports nothing.
+    let third = Attempt::adopt(fixture.stored.clone(), fixture.context.clone());
     assert!(third.is_over() && third.has_failed());
-    assert_eq!(self::ending(&place.stored), Some(ending));
+    assert_eq!(self::ending(&fixture.stored), Some(ending));
 }
 
 #[tokio::test]
-async fn an_agent_s_end_before_starting_ranks_is_reported_as_such() {
-    let place = place(2, "exit 0");
-    let adopted = Attempt::adopt(place.stored.clone(), place.context.clone());
-    match place.end_of(&adopted).await {
+async fn an_agent_that_ended_before_it_started_ranks_is_reported() {
+    let fixture = fixture(2, "exit 0");
+    let adopted = Attempt::adopt(fixture.stored.clone(), fixture.context.clone());
+    match fixture.wait_for_end(&adopted).await {
         Ending::Failed { reason, retriable: true } => {
             assert!(matches!(reason.kind(), ReasonKind::AgentRestarted { .. }), "{reason:?}");
         }
         other => panic!("{other:?}"),
     }
     // A rank that was about to be started may have run.
-    let place = self::place(2, "exit 0");
-    fs::write(rank_file(&place.stored.attempt_dir(), 1, "json"), "{}").unwrap();
-    let adopted = Attempt::adopt(place.stored.clone(), place.context.clone());
+    let fixture = self::fixture(2, "exit 0");
+    fs::write(rank_file(&fixture.stored.attempt_dir(), 1, "json"), "{}").unwrap();
+    let adopted = Attempt::adopt(fixture.stored.clone(), fixture.context.clone());
     assert_eq!(
-        reason(place.end_of(&adopted).await),
+        reason(fixture.wait_for_end(&adopted).await),
         "rank 0 ended at step 0 while its agent was not running"
     );
 }
 
 #[tokio::test]
-async fn a_program_that_fails_to_start_is_named() {
-    let mut place = place(2, "exit 0");
-    place.context.program = place.dir.path().join("nowhere");
-    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-    match place.end_of(&attempt).await {
+async fn the_reason_names_a_program_that_fails_to_start() {
+    let mut fixture = fixture(2, "exit 0");
+    fixture.context.program = fixture.dir.path().join("nowhere");
+    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    match fixture.wait_for_end(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
             assert!(reason.words().contains("nowhere"), "{reason}");
         }
         other => panic!("{other:?}"),
     }
+}
+
+/// What the inspecting process prints about a dataset.
+fn fingerprint_reply() -> String {
+    let found = PicturesFingerprint::default();
+    serde_json::to_string(&Ok::<_, String>(AgentReply::Fingerprint { found })).unwrap()
 }
 
 /// Covers what `a_rank_gets_its_backend_s_environment` does not: where a rank's devices come from.
@@ -372,13 +362,11 @@ async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() 
     let list = format!("{},{}", toy::device("a"), toy::device("b"));
     let slots = registry::offer(Selection { list: Some(&list), ..Selection::default() }).unwrap().slots;
     assert_eq!(slots.iter().map(|slot| slot.device.as_str()).collect::<Vec<_>>(), ["toy", "toy"]);
-    let mut place = place(2, &format!("echo $R of ${}", toy::VISIBLE));
+    let inspected = fingerprint_reply();
+    let script = format!("[ $1 = inspect ] && echo '{inspected}' || echo $R of ${}", toy::VISIBLE);
+    let mut place = place(2, &script);
     place.context.devices = Arc::new(slots.into_iter().filter_map(|s| Some((s.index, s.uuid?))).collect());
     place.context.check = super::super::preflight::check;
-    let dataset = place.dir.path().join("data");
-    fs::create_dir_all(&dataset).unwrap();
-    fs::write(dataset.join("data_batch_1.bin"), "pixels").unwrap();
-    place.stored.start.dataset_path = dataset.display().to_string();
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 0 });
     let said = |rank| fs::read_to_string(rank_file(&place.stored.attempt_dir(), rank, "stderr")).unwrap();

@@ -238,13 +238,16 @@ fn not_begun(context: &AttemptContext) -> Ending {
 }
 
 fn not_started(refusal: Refusal) -> Ending {
+    let retriable = matches!(refusal, Refusal::CheckpointDamaged(_));
     let kind = match refusal {
         Refusal::DatasetUnusable(why) => {
             ReasonKind::DatasetUnusable { rank: None, step: None, detail: why.into() }
         }
         Refusal::DiskFull(why) => ReasonKind::DiskFull { detail: why.into() },
         Refusal::SharedMemoryTooSmall(why) => ReasonKind::SharedMemoryTooSmall { detail: why.into() },
-        Refusal::NotStarted(why) => ReasonKind::NotStarted { detail: why.into() },
+        Refusal::CheckpointDamaged(why) | Refusal::NotStarted(why) => {
+            ReasonKind::NotStarted { detail: why.into() }
+        }
     };
-    Ending::Failed { reason: kind.into(), retriable: false }
+    Ending::Failed { reason: kind.into(), retriable }
 }

@@ -2,12 +2,13 @@
 
 use super::StoredAttempt;
 use crate::inspect;
-use lockstep_data::fingerprint::{self, DatasetFingerprint, Fingerprint};
 use lockstep_host::write_whole;
-use lockstep_protocol::agent::{AgentReply, AgentRequest};
+use lockstep_protocol::{
+    agent::{AgentReply, AgentRequest},
+    dataset::PicturesFingerprint,
+};
 use serde::{Deserialize, Serialize};
 use std::{
-    fmt::Display,
     fs, io,
     path::Path,
     sync::atomic::{AtomicBool, Ordering},
@@ -20,7 +21,7 @@ pub(in super::super) const DATASET_NOTE: &str = "dataset.json";
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(in super::super) struct DatasetNote {
     #[serde(flatten)]
-    pub(in super::super) fingerprint: DatasetFingerprint,
+    pub(in super::super) fingerprint: PicturesFingerprint,
     /// The agent whose dataset it was. `None` in notes of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(in super::super) machine: Option<String>,
@@ -31,7 +32,7 @@ impl DatasetNote {
         serde_json::from_slice(&fs::read(path).ok()?).ok()
     }
 
-    /// A description, such as `node-2 has 640 files of 3 MB, or other content`.
+    /// A description, such as `node-2 has 640 pictures of 3 MB, or other content`.
     fn has(&self) -> String {
         let machine = self.machine.as_deref().unwrap_or("another machine");
         format!("{machine} has {}, or other content", self.fingerprint.in_words())
@@ -57,9 +58,8 @@ pub(super) fn check(
     let note = stored.job_dir.join(DATASET_NOTE);
     let before = DatasetNote::read(&note);
     let registered = stored.start.files.registered.as_ref();
-    let registered = registered.and_then(|of| DatasetFingerprint::deserialize(of).ok());
-    let reference = before.as_ref().map(|note| &note.fingerprint).or(registered.as_ref());
-    let found = take(path, reference, before.is_some(), program, cancelled)?;
+    let registered = registered.and_then(|of| PicturesFingerprint::deserialize(of).ok());
+    let found = take(path, before.is_some(), program, cancelled)?;
     // Before the first start the server has no fingerprint to send. If there is a note, another machine of this
     // attempt wrote it meanwhile.
     let is_first_start = stored.start.files.dataset.is_none();
@@ -93,43 +93,23 @@ pub(super) fn check(
     }
 }
 
-/// The fingerprint of the dataset now, of the same kind as the fingerprint `reference` with which it will be compared.
-/// Before the job has begun, each file is examined, so that ranks need not do so. Later starts examine only folders.
+/// The fingerprint of the dataset now. Before the job has begun, each file is examined, so that ranks need not do so.
+/// Later starts examine only folders.
 fn take(
     path: &Path,
-    reference: Option<&DatasetFingerprint>,
     has_begun: bool,
     program: &Path,
     cancelled: &AtomicBool,
-) -> Result<DatasetFingerprint, String> {
-    let wrong = |e: &dyn Display| format!("the dataset {e}; restore it and retry the job");
-    let by_files = || Fingerprint::of(path, cancelled).map(DatasetFingerprint::Files).map_err(|e| wrong(&e));
+) -> Result<PicturesFingerprint, String> {
     // If the process died, the fingerprint is unknown. Nothing must be recorded, because later starts of the job
     // compare with the note.
     let not_examined =
         |e: String| format!("the dataset {} was not examined: {e}; retry the job", path.display());
-    let by_pictures = || {
-        let request = AgentRequest::Fingerprint { path: path.display().to_string(), known: has_begun };
-        match inspect::request_blocking(program, &request, cancelled).map_err(not_examined)? {
-            Ok(AgentReply::Fingerprint { found }) => Ok(Ok(found.map(DatasetFingerprint::Pictures))),
-            Ok(_) => Err(not_examined("the inspecting process gave a reply of another kind".into())),
-            Err(detail) => Ok(Err(detail)),
-        }
-    };
-    match reference {
-        Some(DatasetFingerprint::Files(_)) => by_files(),
-        Some(DatasetFingerprint::Pictures(_)) => match by_pictures()? {
-            Ok(found) => found.map_or_else(by_files, Ok),
-            Err(detail) => Err(wrong(&format!("{}: {detail}", path.display()))),
-        },
-        // A path that is not a dataset is left to the ranks, which report why.
-        None if fingerprint::has_pictures(path) => match by_pictures()? {
-            Ok(Some(found)) => Ok(found),
-            Ok(None) => by_files(),
-            // A pattern of shards is not a file.
-            Err(detail) => by_files().map_err(|_| wrong(&format!("{}: {detail}", path.display()))),
-        },
-        None => by_files(),
+    let request = AgentRequest::Fingerprint { path: path.display().to_string(), known: has_begun };
+    match inspect::request_blocking(program, &request, cancelled).map_err(not_examined)? {
+        Ok(AgentReply::Fingerprint { found }) => Ok(found),
+        Ok(_) => Err(not_examined("the inspecting process gave a reply of another kind".into())),
+        Err(detail) => Err(format!("the dataset cannot be read: {detail}; correct this and retry the job")),
     }
 }
 

@@ -70,7 +70,7 @@ mod tests {
     use lockstep_host::tensors::HostTensor;
     use lockstep_kernels::synthetic::values;
 
-    fn of(values: &[f32]) -> LayerHistogram {
+    fn weight_histogram(values: &[f32]) -> LayerHistogram {
         let found = histogram("a".into(), HistogramKind::Weight, values);
         let finite = values.iter().filter(|v| v.is_finite()).count();
         assert_eq!(found.counts.iter().sum::<u32>() as usize, finite);
@@ -81,24 +81,24 @@ mod tests {
     #[test]
     fn bins_are_equal_and_the_largest_value_is_in_the_last() {
         let all: Vec<f32> = (0..=64).map(|i| i as f32).collect();
-        let found = of(&all);
+        let found = weight_histogram(&all);
         assert_eq!((found.min, found.max), (0.0, 64.0));
         assert_eq!(found.counts[..63], [1; 63]);
         assert_eq!(found.counts[63], 2, "63 and 64");
-        let found = of(&[-1.0, 0.0, 0.0, 1.0]);
+        let found = weight_histogram(&[-1.0, 0.0, 0.0, 1.0]);
         assert_eq!((found.counts[0], found.counts[32], found.counts[63]), (1, 2, 1));
     }
 
     #[test]
     fn constant_and_non_finite_tensors_have_histograms() {
-        let found = of(&[2.5; 7]);
+        let found = weight_histogram(&[2.5; 7]);
         assert_eq!((found.min, found.max, found.counts[0]), (2.5, 2.5, 7));
-        let found = of(&[f32::NAN, f32::INFINITY, 1.0, f32::NEG_INFINITY, 3.0]);
+        let found = weight_histogram(&[f32::NAN, f32::INFINITY, 1.0, f32::NEG_INFINITY, 3.0]);
         assert_eq!((found.min, found.max, found.counts[0], found.counts[63]), (1.0, 3.0, 1, 1));
-        let found = of(&[f32::NAN]);
+        let found = weight_histogram(&[f32::NAN]);
         assert_eq!((found.min, found.max, found.counts.iter().sum::<u32>()), (0.0, 0.0, 0));
-        assert_eq!(of(&[]).max, 0.0);
-        let found = of(&[f32::MIN, 0.0, f32::MAX]);
+        assert_eq!(weight_histogram(&[]).max, 0.0);
+        let found = weight_histogram(&[f32::MIN, 0.0, f32::MAX]);
         assert_eq!((found.counts[0], found.counts[32], found.counts[63]), (1, 1, 1));
     }
 
@@ -136,10 +136,10 @@ mod tests {
 
     #[test]
     fn the_number_of_histograms_is_limited() {
-        for (count, said) in [(512, 1024), (513, 1024)] {
+        for (count, total) in [(512, 1024), (513, 1024)] {
             let all = tensors(count, "weight");
             let found = histograms(10, &all, &all, 2);
-            assert_eq!((found.layers.len(), found.check()), (said, Ok(())));
+            assert_eq!((found.layers.len(), found.check()), (total, Ok(())));
         }
     }
 }

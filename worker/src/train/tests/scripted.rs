@@ -1,4 +1,4 @@
-//! An engine that trains nothing, and whose float16 overflows as requested.
+//! A simulated engine, whose float16 overflows as requested.
 
 use lockstep_data::loader::Batch;
 use lockstep_engine::{Engine, EngineError, EvalResult, OptimizerState, StepResult};
@@ -9,12 +9,11 @@ use std::sync::{
     atomic::{AtomicU32, Ordering},
 };
 
-/// What exceeds the range of float16.
+/// The values that exceed the range of float16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Overflow {
     Gradients,
     Validation,
-    /// Nothing.
     Nothing,
 }
 
@@ -34,8 +33,8 @@ pub(super) struct Scripted {
 }
 
 impl Scripted {
-    fn overflows(&self, what: Overflow) -> bool {
-        self.precision == Precision::Fp16 && self.overflow == what
+    fn overflows(&self, values: Overflow) -> bool {
+        self.precision == Precision::Fp16 && self.overflow == values
     }
 }
 

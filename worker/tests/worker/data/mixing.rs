@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// The bundled pictures, mixed by both at once.
+/// The bundled pictures, mixed by mixup and cutmix.
 fn mixed(spec: &DataSpec) -> DataSource {
     let mut source = DataSource::open(&bundled(), spec, 5).expect("opens");
     source.set_mixing(Mixing { mixup: 0.4, cutmix: 1.0 });
@@ -13,9 +13,9 @@ fn mixed(spec: &DataSpec) -> DataSource {
 fn mixed_pictures_of_a_step_are_the_same_at_any_number_of_ranks_and_micro_batches() {
     let spec = DataSpec { crop_padding: 2, horizontal_flip: true, ..DataSpec::default() };
     let source = mixed(&spec);
-    // The last steps of the epoch: 8000 = 133 * 60 + 20, so the last one is a small one.
+    // The last steps of the epoch: 8000 = 133 * 60 + 20, so the last step is small.
     let whole = EpochPlan { first_step: 104, batch_size: 60, drop_remainder: false, ..plan(0, 1) };
-    let alone = batches(&source, whole);
+    let single = batches(&source, whole);
     for (world_size, accumulate) in [(2, 1), (4, 1), (1, 3), (2, 2)] {
         let plan = |rank| EpochPlan {
             batch_size: 60 / (world_size as usize * accumulate),
@@ -25,7 +25,7 @@ fn mixed_pictures_of_a_step_are_the_same_at_any_number_of_ranks_and_micro_batche
             ..whole
         };
         let ranks: Vec<_> = (0..world_size).map(|rank| batches(&source, plan(rank))).collect();
-        for (step, whole) in alone.iter().enumerate() {
+        for (step, whole) in single.iter().enumerate() {
             let parts =
                 (0..accumulate).flat_map(|micro| ranks.iter().map(move |r| &r[step * accumulate + micro]));
             let mut joined = Batch::default();
@@ -43,16 +43,16 @@ fn mixed_pictures_of_a_step_are_the_same_at_any_number_of_ranks_and_micro_batche
             );
         }
     }
-    // It continues in its middle, and in another epoch the same pictures would be mixed otherwise.
+    // An epoch can be continued in its middle, and another epoch mixes pictures differently.
     let rest = batches(&source, EpochPlan { first_step: 120, ..whole });
-    assert!(rest == alone[16..]);
+    assert!(rest == single[16..]);
     let lambdas =
         |epoch| batches(&source, EpochPlan { epoch, ..whole }).iter().map(|b| b.lambda).collect::<Vec<_>>();
     assert_ne!(lambdas(0), lambdas(1));
 }
 
 #[test]
-fn each_picture_of_a_step_is_mixed_with_the_one_before_it_and_the_first_with_the_last() {
+fn each_picture_of_a_step_is_mixed_with_its_cyclic_predecessor() {
     let spec = DataSpec { crop_padding: 2, ..DataSpec::default() };
     let plain = DataSource::open(&bundled(), &spec, 5).expect("opens");
     let (plain, mixed) = (batches(&plain, plan(0, 1)), batches(&mixed(&spec), plan(0, 1)));
@@ -104,18 +104,18 @@ fn validation_pictures_are_never_mixed() {
     assert!(all(&source) == all(&plain));
 }
 
-/// A batch of augmentation parameters is enough for an engine that holds the pictures to mix them: it names the pictures, their
-/// partners and the rectangle, at any number of ranks and micro-batches.
+/// An engine that holds the pictures can mix them with only a batch's augmentation parameters: the indices of the pictures and of
+/// their partners, and the rectangle, at any number of ranks and micro-batches.
 #[test]
 fn an_engine_with_resident_pictures_can_mix_them() {
     let spec = DataSpec { crop_padding: 2, horizontal_flip: true, ..DataSpec::default() };
     let plain = DataSource::open(&bundled(), &spec, 5).expect("opens");
     let mut drawn = mixed(&spec);
     assert!(drawn.resident().is_some());
-    assert!(drawn.is_prepared_each_step(), "cores mix");
+    assert!(drawn.is_prepared_each_step(), "CPU cores mix the pictures");
     drawn.set_format(BatchFormat::AugmentParams);
-    assert!(!drawn.is_prepared_each_step(), "nothing is left to prepare");
-    let (size, draws, pictures) = (28 * 28, drawn_without_mixing(&spec), augmented(&plain));
+    assert!(!drawn.is_prepared_each_step(), "no picture is prepared on the host");
+    let (size, draws, pictures) = (28 * 28, augment_params(&spec), augmented_pictures(&plain));
     for (world_size, accumulate) in [(1, 1), (2, 2)] {
         for rank in 0..world_size {
             let plan = EpochPlan {
@@ -164,7 +164,7 @@ fn last_steps() -> EpochPlan {
 }
 
 /// Each training picture of [`last_steps`] as it is augmented, by its index.
-fn augmented(plain: &DataSource) -> BTreeMap<u64, Vec<f32>> {
+fn augmented_pictures(plain: &DataSource) -> BTreeMap<u64, Vec<f32>> {
     let all = batches(plain, last_steps()).into_iter();
     let pictures = |batch: Batch| {
         let pictures: Vec<_> = batch.images.chunks_exact(28 * 28).map(<[f32]>::to_vec).collect();
@@ -174,7 +174,7 @@ fn augmented(plain: &DataSource) -> BTreeMap<u64, Vec<f32>> {
 }
 
 /// The augmentation parameters of each training picture of [`last_steps`], without mixing.
-fn drawn_without_mixing(spec: &DataSpec) -> BTreeMap<u64, u32> {
+fn augment_params(spec: &DataSpec) -> BTreeMap<u64, u32> {
     let mut source = DataSource::open(&bundled(), spec, 5).expect("opens");
     source.set_format(BatchFormat::AugmentParams);
     let all = batches(&source, last_steps()).into_iter();

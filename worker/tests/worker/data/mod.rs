@@ -1,4 +1,4 @@
-//! Datasets as people have them: the bundled pictures, CIFAR files, folders, and all of them broken.
+//! Datasets: the bundled pictures, CIFAR and IDX files, and folders, valid and broken.
 
 mod formats;
 mod mixing;
@@ -23,14 +23,11 @@ fn bundled() -> PathBuf {
 
 fn plan(rank: u32, world_size: u32) -> EpochPlan {
     EpochPlan {
-        epoch: 0,
-        first_step: 0,
         rank,
         world_size,
-        batch_size: 64 / world_size as usize,
-        accumulate: 1,
         drop_remainder: true,
         threads: 2,
+        ..EpochPlan::of(64 / world_size as usize)
     }
 }
 
@@ -47,9 +44,9 @@ fn error(path: &Path, spec: &DataSpec) -> String {
 }
 
 #[track_caller]
-fn says(text: &str, words: &[&str]) {
-    for word in words {
-        assert!(text.contains(word), "{text:?} should contain {word:?}");
+fn assert_contains(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "{text:?} should contain {part:?}");
     }
 }
 
@@ -65,18 +62,18 @@ fn the_bundled_pictures_are_as_documented() {
 }
 
 #[test]
-fn shards_are_disjoint_equal_and_the_same_pictures_a_step_at_any_number_of_ranks() {
+fn ranks_divide_each_step_s_pictures_equally_without_overlap() {
     let source = DataSource::open(&bundled(), &DataSpec::default(), 7).expect("opens");
-    let alone = batches(&source, plan(0, 1));
-    assert_eq!(alone.len(), 125);
+    let single = batches(&source, plan(0, 1));
+    assert_eq!(single.len(), 125);
     assert_eq!(
-        alone.iter().flat_map(|b| &b.indices).collect::<BTreeSet<_>>().len(),
+        single.iter().flat_map(|b| &b.indices).collect::<BTreeSet<_>>().len(),
         8000,
         "every picture once"
     );
     for world_size in [2, 4] {
         let ranks: Vec<_> = (0..world_size).map(|r| batches(&source, plan(r, world_size))).collect();
-        for (step, whole) in alone.iter().enumerate() {
+        for (step, whole) in single.iter().enumerate() {
             let joined: Vec<f32> = ranks.iter().flat_map(|b| b[step].images.clone()).collect();
             assert!(
                 joined == whole.images,
@@ -111,7 +108,7 @@ fn continuing_in_an_epoch_gives_its_remaining_pictures() {
 #[test]
 fn a_small_last_step_is_kept_on_request_with_pictures_for_every_rank() {
     let source = DataSource::open(&bundled(), &DataSpec::default(), 3).expect("opens");
-    // 8000 = 15 * 513 + 305; then 8000 = 2 * 3999 + 2, fewer than ranks.
+    // 8000 = 15 * 513 + 305. 8000 = 2 * 3999 + 2, which is fewer than ranks.
     for (batch_size, last) in [(171, [101, 102, 102]), (1333, [1, 1, 1])] {
         let count = |rank| {
             let plan = EpochPlan { batch_size, drop_remainder: false, world_size: 3, rank, ..plan(0, 1) };
@@ -122,7 +119,7 @@ fn a_small_last_step_is_kept_on_request_with_pictures_for_every_rank() {
 }
 
 #[test]
-fn every_rank_knows_how_many_pictures_all_have_in_each_micro_batch() {
+fn every_rank_knows_the_global_size_of_each_micro_batch() {
     let mut source = DataSource::open(&bundled(), &DataSpec::default(), 3).expect("opens");
     let weights: Vec<f32> = (1..=10u8).map(|class| f32::from(class) / 4.0).collect();
     source.set_class_weights(weights.clone());
@@ -193,7 +190,7 @@ fn grey_pictures_use_the_mean_of_a_colour_normalisation() {
 #[test]
 fn padding_wider_than_the_picture_is_refused() {
     let spec = DataSpec { crop_padding: 28, ..DataSpec::default() };
-    says(&error(&bundled(), &spec), &["data.crop_padding", "28 x 28"]);
+    assert_contains(&error(&bundled(), &spec), &["data.crop_padding", "28 x 28"]);
     let spec = DataSpec { crop_padding: 27, ..DataSpec::default() };
     assert_eq!(first_batch(&DataSource::open(&bundled(), &spec, 0).expect("opens")).labels.len(), 64);
 }

@@ -1,5 +1,5 @@
-//! Inspections of a model, against PyTorch (`tests/pytorch/fixtures/looking.json`): real files on disk, the same way that an
-//! agent's requests take.
+//! Inspections of a model, compared with PyTorch (`tests/pytorch/fixtures/looking.json`). They read real files with the
+//! functions that handle an agent's requests.
 
 mod pictures;
 
@@ -32,14 +32,14 @@ fn expected() -> Expected {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-fn spec(of: &Expected) -> JobSpec {
+fn spec(fixture: &Expected) -> JobSpec {
     JobSpec {
         model: ModelSpec { arch: Arch::ResNet20, stem: Stem::Cifar, ..ModelSpec::default() },
         data: DataSpec {
             dataset: "synthetic".into(),
             validation: Validation::Split("test".into()),
-            mean: Some(vec![of.mean]),
-            std: Some(vec![of.std]),
+            mean: Some(vec![fixture.mean]),
+            std: Some(vec![fixture.std]),
             crop_padding: 2,
             horizontal_flip: true,
             ..DataSpec::default()
@@ -48,25 +48,25 @@ fn spec(of: &Expected) -> JobSpec {
     }
 }
 
-/// `fill` and `looking` of `make_fixtures.py`, written as a checkpoint's model is.
-fn write_model(folder: &Path, of: &Expected) {
-    write_changed(folder, of, |_| {}, |_, _| {});
+/// Writes the model of `fill` and `looking` in `make_fixtures.py` as in a checkpoint.
+fn write_model(folder: &Path, fixture: &Expected) {
+    write_changed_model(folder, fixture, |_| {}, |_, _| {});
 }
 
-/// The same with another metadata or other values.
-fn write_changed(
+/// As [`write_model`], with changed metadata or values.
+fn write_changed_model(
     folder: &Path,
-    of: &Expected,
+    fixture: &Expected,
     about: impl Fn(&mut serde_json::Value),
     change: impl Fn(&str, &mut Vec<f32>),
 ) {
-    let spec = spec(of);
-    let network = resnet::build(&spec.model, of.side, 1, 10).unwrap();
+    let spec = spec(fixture);
+    let network = resnet::build(&spec.model, fixture.side, 1, 10).unwrap();
     let mut header = serde_json::Map::new();
     let names: Vec<String> = (0..10).map(|c| c.to_string()).collect();
     let mut metadata = json!({
-        "classes": json!(names).to_string(), "image_size": of.side.to_string(), "channels": "1",
-        "mean": json!([of.mean]).to_string(), "std": json!([of.std]).to_string(),
+        "classes": json!(names).to_string(), "image_size": fixture.side.to_string(), "channels": "1",
+        "mean": json!([fixture.mean]).to_string(), "std": json!([fixture.std]).to_string(),
         "spec": serde_json::to_string(&spec).unwrap(),
     });
     about(&mut metadata);
@@ -85,7 +85,7 @@ fn write_changed(
         };
         values.iter_mut().for_each(|v| *v = *v * scale + offset);
         if p.name == "fc.bias" {
-            values.clone_from(&of.bias);
+            values.clone_from(&fixture.bias);
         }
         change(&p.name, &mut values);
         let start = data.len();
@@ -100,31 +100,31 @@ fn write_changed(
     file.write_all(&data).unwrap();
 }
 
-fn pixels(of: &Expected) -> Vec<u8> {
-    let values = synthetic::values("looking.pictures", of.count * of.side * of.side);
+fn pixels(fixture: &Expected) -> Vec<u8> {
+    let values = synthetic::values("looking.pictures", fixture.count * fixture.side * fixture.side);
     values.iter().map(|v| ((v + 1.0) * 127.5) as u8).collect()
 }
 
 /// IDX files; training and test pictures are the same.
-fn write_dataset(folder: &Path, of: &Expected) {
+fn write_dataset(folder: &Path, fixture: &Expected) {
     let word = |n: usize| (n as u32).to_be_bytes();
     let mut images = vec![0, 0, 8, 3];
-    images.extend([of.count, of.side, of.side].into_iter().flat_map(word));
-    images.extend(pixels(of));
+    images.extend([fixture.count, fixture.side, fixture.side].into_iter().flat_map(word));
+    images.extend(pixels(fixture));
     let mut labels = vec![0, 0, 8, 1];
-    labels.extend(word(of.count));
-    labels.extend(synthetic::labels("looking.labels", of.count, 10).into_iter().map(|l| l as u8));
+    labels.extend(word(fixture.count));
+    labels.extend(synthetic::labels("looking.labels", fixture.count, 10).into_iter().map(|l| l as u8));
     for split in ["train", "t10k"] {
         fs::write(folder.join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
         fs::write(folder.join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
     }
 }
 
-fn png(of: &Expected, index: usize) -> Vec<u8> {
-    let size = of.side * of.side;
-    let side = of.side as u32;
+fn png(fixture: &Expected, index: usize) -> Vec<u8> {
+    let size = fixture.side * fixture.side;
+    let side = fixture.side as u32;
     let picture =
-        image::GrayImage::from_raw(side, side, pixels(of)[index * size..][..size].to_vec()).unwrap();
+        image::GrayImage::from_raw(side, side, pixels(fixture)[index * size..][..size].to_vec()).unwrap();
     let mut bytes = std::io::Cursor::new(Vec::new());
     picture.write_to(&mut bytes, image::ImageFormat::Png).unwrap();
     bytes.into_inner()
@@ -132,20 +132,20 @@ fn png(of: &Expected, index: usize) -> Vec<u8> {
 
 #[test]
 fn predictions_match_pytorch_to_four_digits() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_model(dir.path(), &of);
+    write_model(dir.path(), &fixture);
     let mut pictures: Vec<_> =
-        (0..of.probabilities.len()).map(|i| (format!("{i}.png"), png(&of, i))).collect();
+        (0..of.probabilities.len()).map(|i| (format!("{i}.png"), png(&fixture, i))).collect();
     pictures.insert(3, ("notes.txt".into(), b"no picture".to_vec()));
     let mut found = inspect::predict(dir.path(), pictures).unwrap();
     let broken = found.remove(3);
     assert!(
         broken.classes.is_empty() && broken.error.unwrap().contains("not a JPEG, PNG"),
-        "one bad file alone"
+        "only this file has an error"
     );
-    assert_eq!(found.len(), of.probabilities.len());
-    for (prediction, expected) in found.iter().zip(&of.probabilities) {
+    assert_eq!(found.len(), fixture.probabilities.len());
+    for (prediction, expected) in found.iter().zip(&fixture.probabilities) {
         assert_eq!(prediction.classes.len(), 10);
         assert!(prediction.classes.is_sorted_by(|a, b| a.probability >= b.probability));
         for one in &prediction.classes {
@@ -161,16 +161,16 @@ fn predictions_match_pytorch_to_four_digits() {
     assert!(missing.contains("nowhere"), "{missing}");
 }
 
-/// Cosines do not depend on the lengths of a class's weights, and have no bias.
+/// Cosines do not depend on the length of a class's weights, and have no bias.
 #[test]
 fn predictions_with_a_margin_use_cosines() {
-    let of = expected();
+    let fixture = expected();
     let predicted = |kind: LossKind, changed: bool| {
         let dir = tempfile::tempdir().unwrap();
         let loss = LossSpec { kind, ..LossSpec::default() };
         let about = |about: &mut serde_json::Value| {
             about["spec"] =
-                serde_json::to_string(&JobSpec { loss: loss.clone(), ..spec(&of) }).unwrap().into();
+                serde_json::to_string(&JobSpec { loss: loss.clone(), ..spec(&fixture) }).unwrap().into();
         };
         let change = |name: &str, values: &mut Vec<f32>| match name {
             "fc.weight" if changed => {
@@ -179,72 +179,74 @@ fn predictions_with_a_margin_use_cosines() {
             "fc.bias" if changed => values.fill(7.0),
             _ => {}
         };
-        write_changed(dir.path(), &of, about, change);
-        let found = inspect::predict(dir.path(), vec![("0.png".into(), png(&of, 0))]).unwrap();
+        write_changed_model(dir.path(), &fixture, about, change);
+        let found = inspect::predict(dir.path(), vec![("0.png".into(), png(&fixture, 0))]).unwrap();
         let of_classes = found[0].classes.iter();
         of_classes.map(|one| (one.class.clone(), one.probability)).collect::<Vec<_>>()
     };
     let arcface = predicted(LossKind::ArcFace, false);
     assert_eq!(predicted(LossKind::ArcFace, true), arcface);
-    assert_eq!(predicted(LossKind::CosFace, false), arcface, "no margin is in them");
+    assert_eq!(predicted(LossKind::CosFace, false), arcface, "predictions have no margin");
     assert!(predicted(LossKind::Softmax, false) != arcface);
 }
 
 #[test]
 fn the_confusion_matrix_matches_pytorch() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_model(dir.path(), &of);
-    write_dataset(dir.path(), &of);
+    write_model(dir.path(), &fixture);
+    write_dataset(dir.path(), &fixture);
     let here = dir.path().to_string_lossy().into_owned();
-    let question = AgentRequest::Evaluate(EvaluateModel {
+    let request = AgentRequest::Evaluate(EvaluateModel {
         model: here.clone(),
         dataset: here,
-        spec: Box::new(spec(&of)),
+        spec: Box::new(spec(&fixture)),
         allowed: None,
         neighbours: None,
     });
-    let Ok(AgentReply::Evaluation(found)) = inspect::answer(question) else { panic!("it can be evaluated") };
-    assert_eq!(found.confusion, of.confusion);
-    assert!((found.loss - of.loss).abs() < 1e-3, "{} instead of {}", found.loss, of.loss);
-    let correct: u64 = (0..10).map(|c| of.confusion[c][c]).sum();
+    let Ok(AgentReply::Evaluation(found)) = inspect::answer(request) else {
+        panic!("the model can be evaluated")
+    };
+    assert_eq!(found.confusion, fixture.confusion);
+    assert!((found.loss - fixture.loss).abs() < 1e-3, "{} instead of {}", found.loss, fixture.loss);
+    let correct: u64 = (0..10).map(|c| fixture.confusion[c][c]).sum();
     assert_eq!((found.samples, found.accuracy), (200, correct as f64 / 200.0));
     assert_eq!(found.mistakes.len() as u64, 200 - correct);
     assert!(found.mistakes.is_sorted_by(|a, b| a.confidence >= b.confidence));
-    let labels = synthetic::labels("looking.labels", of.count, 10);
+    let labels = synthetic::labels("looking.labels", fixture.count, 10);
     assert!(found.mistakes.iter().all(|m| m.label != m.predicted && labels[m.index as usize] == m.label));
 }
 
 fn evaluate(folder: &Path, spec: JobSpec) -> Result<ModelEvaluation, String> {
     let here = folder.to_string_lossy().into_owned();
-    let question = EvaluateModel {
+    let request = EvaluateModel {
         model: here.clone(),
         dataset: here,
         spec: Box::new(spec),
         allowed: None,
         neighbours: None,
     };
-    match inspect::answer(AgentRequest::Evaluate(question)) {
+    match inspect::answer(AgentRequest::Evaluate(request)) {
         Ok(AgentReply::Evaluation(found)) => Ok(*found),
         Ok(other) => panic!("{other:?}"),
-        Err(words) => Err(words),
+        Err(message) => Err(message),
     }
 }
 
 #[test]
-fn a_diverged_model_is_refused_with_file_and_tensor() {
-    let of = expected();
+fn errors_for_a_diverged_model_name_file_and_tensor() {
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_dataset(dir.path(), &of);
-    // The CPU's ReLU makes 0 of NaN, so that the network would answer.
-    for (tensor, value, said) in [
+    write_dataset(dir.path(), &fixture);
+    // The CPU's ReLU turns NaN into 0, so the outputs would be finite.
+    for (tensor, value, detail) in [
         ("conv1.weight", f32::NAN, "conv1.weight contains NaN at index 3"),
         ("layer2.0.bn1.running_mean", f32::INFINITY, "layer2.0.bn1.running_mean contains inf at index 3"),
         ("bn1.running_var", -0.5, "bn1.running_var contains -0.5 at index 3: a variance is never below zero"),
     ] {
-        write_changed(
+        write_changed_model(
             dir.path(),
-            &of,
+            &fixture,
             |_| {},
             |name, values| {
                 if name == tensor {
@@ -252,18 +254,18 @@ fn a_diverged_model_is_refused_with_file_and_tensor() {
                 }
             },
         );
-        let picture = || vec![("0.png".to_owned(), png(&of, 0))];
-        for words in [
+        let picture = || vec![("0.png".to_owned(), png(&fixture, 0))];
+        for message in [
             inspect::predict(dir.path(), picture()).unwrap_err(),
-            evaluate(dir.path(), spec(&of)).unwrap_err(),
+            evaluate(dir.path(), spec(&fixture)).unwrap_err(),
         ] {
-            assert!(words.contains("model.safetensors") && words.contains(said), "{words}");
+            assert!(message.contains("model.safetensors") && message.contains(detail), "{message}");
         }
     }
-    // Finite weights whose sums are not: no class is the answer, least of all with certainty.
-    write_changed(
+    // Finite weights whose sums are infinite: no class may be predicted.
+    write_changed_model(
         dir.path(),
-        &of,
+        &fixture,
         |_| {},
         |name, values| {
             if name == "fc.weight" {
@@ -271,22 +273,22 @@ fn a_diverged_model_is_refused_with_file_and_tensor() {
             }
         },
     );
-    let found = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap();
-    let words = found[0].error.clone().unwrap();
-    assert!(found[0].classes.is_empty() && words.contains("inf for class \"0\""), "{words}");
-    let words = evaluate(dir.path(), spec(&of)).unwrap_err();
-    assert!(words.contains("validation picture 0") && words.contains("inf"), "{words}");
+    let found = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&fixture, 0))]).unwrap();
+    let message = found[0].error.clone().unwrap();
+    assert!(found[0].classes.is_empty() && message.contains("inf for class \"0\""), "{message}");
+    let message = evaluate(dir.path(), spec(&fixture)).unwrap_err();
+    assert!(message.contains("validation picture 0") && message.contains("inf"), "{message}");
 }
 
 #[test]
 fn the_loss_of_a_confident_wrong_model_is_finite_and_large() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_dataset(dir.path(), &of);
-    // Everything is of class 0, by 1000: of what is not, the probability is too small for a number.
-    write_changed(
+    write_dataset(dir.path(), &fixture);
+    // Class 0 always has a logit of 1000, so the probabilities of other classes underflow to 0.
+    write_changed_model(
         dir.path(),
-        &of,
+        &fixture,
         |_| {},
         |name, values| match name {
             "fc.weight" => values.fill(0.0),
@@ -297,19 +299,19 @@ fn the_loss_of_a_confident_wrong_model_is_finite_and_large() {
             _ => {}
         },
     );
-    let found = evaluate(dir.path(), spec(&of)).unwrap();
+    let found = evaluate(dir.path(), spec(&fixture)).unwrap();
     assert!((found.loss - 1000.0 * (1.0 - found.accuracy)).abs() < 1e-6, "{}", found.loss);
 }
 
 #[test]
 fn evaluations_use_the_model_s_transforms_and_classes() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_model(dir.path(), &of);
-    write_dataset(dir.path(), &of);
-    let reference = evaluate(dir.path(), spec(&of)).unwrap();
-    // The job was forked to another size, and its own normalisation is no longer the dataset's.
-    let mut other = spec(&of);
+    write_model(dir.path(), &fixture);
+    write_dataset(dir.path(), &fixture);
+    let reference = evaluate(dir.path(), spec(&fixture)).unwrap();
+    // As after a fork of the job to another size, without its own normalisation.
+    let mut other = spec(&fixture);
     other.data.image_size = Some(64.into());
     (other.data.mean, other.data.std) = (None, None);
     let found = evaluate(dir.path(), other).unwrap();
@@ -320,20 +322,20 @@ fn evaluations_use_the_model_s_transforms_and_classes() {
         fs::write(dir.path().join("classes.txt"), all.concat()).unwrap();
     };
     names(&[0, 1, 2, 3, 4, 5, 6, 7, 9, 8]);
-    let words = evaluate(dir.path(), spec(&of)).unwrap_err();
-    assert!(words.contains("class 8 is \"8\" for the model and \"9\" in the dataset"), "{words}");
+    let message = evaluate(dir.path(), spec(&fixture)).unwrap_err();
+    assert!(message.contains("class 8 is \"8\" for the model and \"9\" in the dataset"), "{message}");
     names(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 10]);
-    let words = evaluate(dir.path(), spec(&of)).unwrap_err();
-    assert!(words.contains("the dataset lacks the model's \"9\""), "{words}");
+    let message = evaluate(dir.path(), spec(&fixture)).unwrap_err();
+    assert!(message.contains("the dataset lacks the model's \"9\""), "{message}");
     names(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
-    assert!(evaluate(dir.path(), spec(&of)).is_ok());
+    assert!(evaluate(dir.path(), spec(&fixture)).is_ok());
 }
 
 #[test]
-fn invalid_model_metadata_is_refused_with_the_file() {
-    let of = expected();
+fn errors_for_invalid_model_metadata_name_the_file() {
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    for (key, value, said) in [
+    for (key, value, detail) in [
         ("image_size", "4097", "4097 pixels"),
         ("image_size", "7", "7 pixels"),
         ("channels", "2", "2 channels"),
@@ -345,27 +347,30 @@ fn invalid_model_metadata_is_refused_with_the_file() {
         ("classes", "[]", "0 classes"),
         ("classes", "no JSON", "metadata"),
     ] {
-        write_changed(dir.path(), &of, |about| about[key] = json!(value), |_, _| {});
-        let words = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap_err();
-        assert!(words.contains("model.safetensors") && words.contains(said), "{key} = {value}: {words}");
+        write_changed_model(dir.path(), &fixture, |about| about[key] = json!(value), |_, _| {});
+        let message = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&fixture, 0))]).unwrap_err();
+        assert!(
+            message.contains("model.safetensors") && message.contains(detail),
+            "{key} = {value}: {message}"
+        );
     }
 }
 
 #[test]
 fn embeddings_are_the_last_layer_s_input_without_reading_that_layer() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_model(dir.path(), &of);
-    let pictures = || (0..of.probabilities.len()).map(|i| (format!("{i}.png"), png(&of, i))).collect();
+    write_model(dir.path(), &fixture);
+    let pictures = || (0..of.probabilities.len()).map(|i| (format!("{i}.png"), png(&fixture, i))).collect();
     let found = inspect::embed(dir.path(), pictures()).unwrap();
     let weight: Vec<f32> =
         synthetic::values("resnet20.fc.weight", 640).iter().map(|v| v * ((1.0 / 8.0) * 512.0)).collect();
-    for (prediction, expected) in found.iter().zip(&of.probabilities) {
+    for (prediction, expected) in found.iter().zip(&fixture.probabilities) {
         let embedding = prediction.embedding.as_ref().unwrap();
         assert_eq!((embedding.len(), prediction.classes.len(), &prediction.error), (64, 0, &None));
         let logit = |class: usize| {
             let row = &weight[class * 64..(class + 1) * 64];
-            f64::from(of.bias[class])
+            f64::from(fixture.bias[class])
                 + row.iter().zip(embedding).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>()
         };
         let sum: f64 = (0..10).map(|class| logit(class).exp()).sum();
@@ -374,9 +379,9 @@ fn embeddings_are_the_last_layer_s_input_without_reading_that_layer() {
             assert!((ours - f64::from(*theirs)).abs() < 1e-4, "{class}: {ours}, PyTorch says {theirs}");
         }
     }
-    // A head that predictions cannot use, as of classes that nobody counts.
+    // A head that predictions cannot use: invalid class names, and weights that are NaN.
     let many = |about: &mut serde_json::Value| about["classes"] = json!("no list");
-    write_changed(dir.path(), &of, many, |name, values| {
+    write_changed_model(dir.path(), &fixture, many, |name, values| {
         if name.starts_with("fc.") {
             values.fill(f32::NAN);
         }
@@ -387,33 +392,33 @@ fn embeddings_are_the_last_layer_s_input_without_reading_that_layer() {
 
 #[test]
 fn neighbours_are_training_pictures_with_validation_transforms() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_model(dir.path(), &of);
+    write_model(dir.path(), &fixture);
     // Training and test pictures are the same, so each picture's nearest neighbour is itself; training would crop and flip it.
-    write_dataset(dir.path(), &of);
+    write_dataset(dir.path(), &fixture);
     let here = dir.path().to_string_lossy().into_owned();
     let neighbours = |k: u32| {
-        let question = EvaluateModel {
+        let request = EvaluateModel {
             model: here.clone(),
             dataset: here.clone(),
-            spec: Box::new(spec(&of)),
+            spec: Box::new(spec(&fixture)),
             allowed: None,
             neighbours: Some(k),
         };
-        let Ok(AgentReply::Neighbours(found)) = inspect::answer(AgentRequest::Evaluate(question)) else {
-            panic!("it can be evaluated")
+        let Ok(AgentReply::Neighbours(found)) = inspect::answer(AgentRequest::Evaluate(request)) else {
+            panic!("the model can be evaluated")
         };
         found
     };
     let found = neighbours(1);
     assert_eq!((found.k, found.gallery, found.samples), (1, 200, 200));
     assert_eq!((found.weighted, found.majority), (1.0, 1.0));
-    // All pictures vote, so the most frequent class wins everywhere.
-    let labels = synthetic::labels("looking.labels", of.count, 10);
+    // All pictures vote, so the most frequent class is always predicted.
+    let labels = synthetic::labels("looking.labels", fixture.count, 10);
     let counts: Vec<usize> =
         (0..10).map(|class| labels.iter().filter(|label| **label == class).count()).collect();
-    let most = counts.iter().max().copied().unwrap();
+    let max_count = counts.iter().max().copied().unwrap();
     let found = neighbours(500);
-    assert_eq!((found.gallery, found.majority), (200, most as f64 / 200.0));
+    assert_eq!((found.gallery, found.majority), (200, max_count as f64 / 200.0));
 }

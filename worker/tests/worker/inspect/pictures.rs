@@ -4,85 +4,67 @@ use super::*;
 use lockstep_protocol::agent::AllowedFolders;
 use std::os::unix::fs::symlink;
 
+/// Evaluates a packed set of pictures half as high as wide, with a model in the same folder. PNG files of these pictures get the same
+/// predictions.
+fn evaluated_as_predicted(dir: &Path, of: &Expected, job: JobSpec) -> ModelEvaluation {
+    let (height, width, count) = (of.side / 2, of.side, 40);
+    let size = height * width;
+    let pictures = &pixels(of)[..count * size];
+    let word = |n: usize| (n as u32).to_be_bytes();
+    let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
+    let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
+    let labels = [&[0, 0, 8, 1][..], &word(count), &labels].concat();
+    for split in ["train", "t10k"] {
+        fs::write(dir.join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
+        fs::write(dir.join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
+    }
+    let evaluated = evaluate(dir, job).unwrap();
+    let files: Vec<_> = pictures
+        .chunks(size)
+        .map(|pixels| {
+            let mut png = std::io::Cursor::new(Vec::new());
+            let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
+            picture.write_to(&mut png, image::ImageFormat::Png).unwrap();
+            (String::new(), png.into_inner())
+        })
+        .collect();
+    let mut confusion = vec![vec![0; 10]; 10];
+    for (i, prediction) in inspect::predict(dir, files).unwrap().iter().enumerate() {
+        confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
+    }
+    assert_eq!(confusion, evaluated.confusion);
+    evaluated
+}
+
 #[test]
 fn non_square_pictures_are_classified_with_training_s_transforms() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
-    // A packed set of pictures half as high as wide, which jobs scale to a square as a whole.
-    let (height, width, count) = (of.side / 2, of.side, 40);
-    let size = height * width;
-    let pictures = &pixels(&of)[..count * size];
-    let word = |n: usize| (n as u32).to_be_bytes();
-    let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
-    let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
-    let labels = [&[0, 0, 8, 1][..], &word(count), &labels].concat();
-    for split in ["train", "t10k"] {
-        fs::write(dir.path().join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
-        fs::write(dir.path().join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
-    }
+    // Jobs scale such pictures to a square as a whole.
     let mut job = spec(&of);
     job.data.image_size = Some((of.side as u32).into());
-    let evaluated = evaluate(dir.path(), job).unwrap();
-    let files: Vec<_> = pictures
-        .chunks(size)
-        .map(|pixels| {
-            let mut png = std::io::Cursor::new(Vec::new());
-            let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
-            picture.write_to(&mut png, image::ImageFormat::Png).unwrap();
-            (String::new(), png.into_inner())
-        })
-        .collect();
-    let mut confusion = vec![vec![0; 10]; 10];
-    for (i, prediction) in inspect::predict(dir.path(), files).unwrap().iter().enumerate() {
-        confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
-    }
-    assert_eq!(confusion, evaluated.confusion);
+    evaluated_as_predicted(dir.path(), &of, job);
 }
 
 #[test]
 fn pictures_are_resized_and_cropped_as_in_training() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
     let resize = of.side + 5;
     write_changed(dir.path(), &of, |about| about["resize"] = json!(resize.to_string()), |_, _| {});
-    let (height, width, count) = (of.side / 2, of.side, 40);
-    let size = height * width;
-    let pictures = &pixels(&of)[..count * size];
-    let word = |n: usize| (n as u32).to_be_bytes();
-    let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
-    let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
-    let labels = [&[0, 0, 8, 1][..], &word(count), &labels].concat();
-    for split in ["train", "t10k"] {
-        fs::write(dir.path().join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
-        fs::write(dir.path().join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
-    }
     // Whatever has become of the job's own keys since.
     let mut job = spec(&of);
     job.data.resize_size = Some(2 * of.side as u32);
-    let evaluated = evaluate(dir.path(), job.clone()).unwrap();
-    let files: Vec<_> = pictures
-        .chunks(size)
-        .map(|pixels| {
-            let mut png = std::io::Cursor::new(Vec::new());
-            let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
-            picture.write_to(&mut png, image::ImageFormat::Png).unwrap();
-            (String::new(), png.into_inner())
-        })
-        .collect();
-    let mut confusion = vec![vec![0; 10]; 10];
-    for (i, prediction) in inspect::predict(dir.path(), files).unwrap().iter().enumerate() {
-        confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
-    }
-    assert_eq!(confusion, evaluated.confusion);
+    let evaluated = evaluated_as_predicted(dir.path(), &of, job.clone());
 
-    // A model that says nothing of it was trained on pictures scaled as a whole: nobody resizes them now.
-    write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
-    let scaled = evaluate(dir.path(), JobSpec { data: spec(&of).data, ..job.clone() });
-    job.data.image_size = Some((of.side as u32).into());
+    // A model without `resize` was trained on stretched pictures, so the job's `resize_size` is ignored.
+    write_changed_model(dir.path(), &fixture, |about| about["whole_pictures"] = json!("true"), |_, _| {});
+    let scaled = evaluate(dir.path(), JobSpec { data: spec(&fixture).data, ..job.clone() });
+    job.data.image_size = Some((fixture.side as u32).into());
     job.data.random_resized_crop = true;
     assert_eq!(evaluate(dir.path(), job).unwrap().loss, scaled.unwrap().loss);
-    assert_ne!(evaluated.loss, evaluate(dir.path(), spec(&of)).unwrap().loss);
+    assert_ne!(evaluated.loss, evaluate(dir.path(), spec(&fixture)).unwrap().loss);
 }
 
 fn samples(path: &Path, pick: Pick) -> Samples {
@@ -95,16 +77,16 @@ fn samples(path: &Path, pick: Pick) -> Samples {
 
 #[test]
 fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().canonicalize().unwrap().join(name);
     for folder in ["root", "root/set", "root/other", "outside"] {
         std::fs::create_dir(at(folder)).unwrap();
     }
     for folder in ["root/set", "root/other", "outside"] {
-        write_dataset(&at(folder), &of);
+        write_dataset(&at(folder), &fixture);
     }
-    write_model(dir.path(), &of);
+    write_model(dir.path(), &fixture);
     let allowed = AllowedFolders { below: vec![at("root").display().to_string()], except: Vec::new() };
     let ask = |path: &str| {
         let (path, allowed) = (at(path).display().to_string(), Some(allowed.clone()));
@@ -112,7 +94,7 @@ fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
         let evaluation = EvaluateModel {
             model: dir.path().display().to_string(),
             dataset: path.clone(),
-            spec: Box::new(spec(&of)),
+            spec: Box::new(spec(&fixture)),
             allowed: allowed.clone(),
             neighbours: None,
         };
@@ -124,31 +106,31 @@ fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
         .map(inspect::answer)
     };
     assert!(ask("root/set").iter().all(Result::is_ok));
-    // As when it was registered before there were roots: nothing has become a link.
-    assert_eq!(ask("outside").map(|answer| answer.is_ok()), [false, true, true]);
+    // As a dataset that was registered before folders were restricted. No part of its path is a link.
+    assert_eq!(ask("outside").map(|response| response.is_ok()), [false, true, true]);
     std::fs::remove_dir_all(at("root/set")).unwrap();
     symlink(at("root/other"), at("root/set")).unwrap();
-    assert!(ask("root/set").iter().all(Result::is_ok), "it leads elsewhere below the root");
+    assert!(ask("root/set").iter().all(Result::is_ok), "the link stays below the root");
     std::fs::remove_file(at("root/set")).unwrap();
     symlink(at("outside"), at("root/set")).unwrap();
-    for answer in ask("root/set") {
-        let why = answer.unwrap_err();
+    for response in ask("root/set") {
+        let why = response.unwrap_err();
         assert!(why.contains("root/set, or where its links lead, is not below"), "{why}");
     }
 }
 
 #[test]
 fn pictures_are_shown_stored_and_augmented() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_dataset(dir.path(), &of);
-    let labels = synthetic::labels("looking.labels", of.count, 10);
+    write_dataset(dir.path(), &fixture);
+    let labels = synthetic::labels("looking.labels", fixture.count, 10);
     let decoded = |png: &str| {
         use base64::Engine as _;
         let bytes = base64::engine::general_purpose::STANDARD.decode(png).unwrap();
         image::load_from_memory(&bytes).unwrap().into_luma8().into_raw()
     };
-    let size = of.side * of.side;
+    let size = fixture.side * fixture.side;
     let of_class = |shuffle, offset, limit| Pick::Stored {
         split: "train".into(),
         class: Some("3".into()),
@@ -161,37 +143,37 @@ fn pictures_are_shown_stored_and_augmented() {
     assert_eq!(found.total, threes.len() as u64);
     for (sample, index) in found.samples.iter().zip(&threes[1..]) {
         assert_eq!((sample.index, sample.label), (*index as u64, 3));
-        assert_eq!(decoded(&sample.png), pixels(&of)[index * size..][..size], "to the last bit");
+        assert_eq!(decoded(&sample.png), pixels(&fixture)[index * size..][..size], "equal bits");
     }
-    // Mixed: each picture once over all parts, in an order that the seed decides.
-    let mixed = |seed| -> Vec<u64> {
+    // Shuffled: the parts together have each picture once, in an order that depends on the seed.
+    let shuffled = |seed| -> Vec<u64> {
         let parts = [(0, 2), (2, 200)]
             .map(|(offset, limit)| samples(dir.path(), of_class(Some(seed), offset, limit)));
         parts.iter().flat_map(|part| part.samples.iter().map(|s| s.index)).collect()
     };
-    let mut order = mixed(1);
-    assert_eq!(order, mixed(1), "the same seed, the same order");
-    assert_ne!(order, mixed(2));
+    let mut order = shuffled(1);
+    assert_eq!(order, shuffled(1), "the same seed, the same order");
+    assert_ne!(order, shuffled(2));
     order.sort_unstable();
     assert_eq!(order, threes.iter().map(|i| *i as u64).collect::<Vec<_>>());
     let seen_at = |places: Vec<u64>, epochs: Vec<u32>| {
-        let data = Box::new(spec(&of).data);
+        let data = Box::new(spec(&fixture).data);
         samples(dir.path(), Pick::Seen { data, seed: 1, validation: false, places, epochs })
     };
     let seen = |epochs: Vec<u32>| seen_at(vec![7], epochs);
     assert_eq!(
         decoded(&seen(vec![]).samples[0].png),
-        pixels(&of)[7 * size..][..size],
-        "and back from the network"
+        pixels(&fixture)[7 * size..][..size],
+        "the network's input, converted back"
     );
     let versions = seen(vec![0, 1, 2, 3, 4]);
     assert_eq!(versions.samples.len(), 5);
     assert!(versions.samples.iter().any(|s| s.png != versions.samples[0].png), "epochs differ");
-    assert_eq!(versions, seen(vec![0, 1, 2, 3, 4]), "seeded: the same again");
+    assert_eq!(versions, seen(vec![0, 1, 2, 3, 4]), "equal in each call");
     let end = versions.total;
     let last: Vec<_> =
         seen_at(vec![end - 1, end], vec![0, 1]).samples.iter().map(|s| (s.index, s.epoch)).collect();
-    assert_eq!(last, [(end - 1, Some(0)), (end - 1, Some(1))], "the last page ends where the pictures do");
+    assert_eq!(last, [(end - 1, Some(0)), (end - 1, Some(1))], "the last page is shorter");
     let wrong = Pick::Stored { split: "test2".into(), class: None, shuffle: None, offset: 0, limit: 1 };
     let path = dir.path().to_string_lossy().into_owned();
     assert!(

@@ -1,12 +1,12 @@
-//! Class weights: the weighted mean is over the global batch, at any number of ranks and micro-batches.
+//! With class weights, the loss is the weighted mean over the global batch, at any number of ranks and micro-batches.
 
 use super::*;
 
 const GLOBAL: usize = 16;
 
 #[test]
-fn a_weighted_step_is_the_same_on_any_ranks_and_micro_batches() {
-    // Statistics of batch norm would depend on the micro-batches.
+fn class_weights_give_equal_steps_on_any_ranks_and_micro_batches() {
+    // Batch norms are frozen, because their statistics depend on the micro-batches.
     let model = ModelSpec { arch: Arch::ResNet20, freeze_norm: true, ..ModelSpec::default() };
     let network = Arc::new(resnet::build(&model, SIDE, 3, 10).unwrap());
     let initial = init::initial_parameters(&network, false, 1);
@@ -33,17 +33,17 @@ fn a_weighted_step_is_the_same_on_any_ranks_and_micro_batches() {
             (result, own_weight, engine.parameters().unwrap())
         })
     };
-    let (alone, all, after) = &run(1, 1, Some(weights.clone()))[0];
-    assert!(alone.grad_norm != run(1, 1, None)[0].0.grad_norm, "weights count");
+    let (single, all, after) = &run(1, 1, Some(weights.clone()))[0];
+    assert!(single.grad_norm != run(1, 1, None)[0].0.grad_norm, "class weights change the gradient");
     for (ranks, accumulate) in [(2, 1), (1, 2), (2, 2), (4, 1)] {
         let of_ranks = run(ranks, accumulate, Some(weights.clone()));
         let sum: f64 = of_ranks.iter().map(|(result, weight, _)| f64::from(result.loss) * weight).sum();
-        let loss = sum / all / f64::from(alone.loss);
+        let loss = sum / all / f64::from(single.loss);
         assert!((loss - 1.0).abs() < 1e-5, "{ranks} x {accumulate}: {loss}");
         for (result, _, parameters) in &of_ranks {
-            let apart = furthest_apart(parameters, after);
-            assert!(apart < 1e-4, "{ranks} x {accumulate}: {apart}");
-            assert!((result.grad_norm / alone.grad_norm - 1.0).abs() < 1e-4, "{ranks} x {accumulate}");
+            let difference = max_difference(parameters, after);
+            assert!(difference < 1e-4, "{ranks} x {accumulate}: {difference}");
+            assert!((result.grad_norm / single.grad_norm - 1.0).abs() < 1e-4, "{ranks} x {accumulate}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Frozen batch norms: ranks need not add up statistics, and the result is the same at any number of them all the same.
+//! Frozen batch norms have equal results at any number of ranks, though ranks do not add up statistics.
 
 use super::*;
 
@@ -16,7 +16,7 @@ fn frozen_batch_norms_give_equal_bits_on_1_2_and_4_ranks() {
         }
     }
     let run = |ranks: u32, shared: bool, sync_batch_norm: bool| {
-        meet(ranks, shared, |comm| {
+        run_ranks(ranks, shared, |comm| {
             let (rank, own) = (comm.rank() as usize, 32 / ranks as usize);
             let config = EngineConfig { sync_batch_norm, ..config(own) };
             let mut engine = build_cpu(network.clone(), &initial, config, comm).unwrap();
@@ -27,14 +27,17 @@ fn frozen_batch_norms_give_equal_bits_on_1_2_and_4_ranks() {
             (engine.parameters().unwrap(), engine.optimizer_state().unwrap())
         })
     };
-    let alone = &run(1, true, true)[0];
-    for (name, tensor) in &alone.0 {
-        let of_norm = name.contains("bn") || name.contains("running") || name.contains("downsample.1");
-        assert_eq!(*tensor == initial[name], of_norm, "{name}");
+    let single = &run(1, true, true)[0];
+    for (name, tensor) in &single.0 {
+        let is_frozen = name.contains("bn") || name.contains("running") || name.contains("downsample.1");
+        assert_eq!(*tensor == initial[name], is_frozen, "{name}");
     }
     for (ranks, shared, sync) in [(2, true, true), (2, false, true), (4, true, false), (4, false, false)] {
-        for (rank, of) in run(ranks, shared, sync).iter().enumerate() {
-            assert!(of == alone, "rank {rank} of {ranks}, shared memory: {shared}, synchronised: {sync}");
+        for (rank, result) in run(ranks, shared, sync).iter().enumerate() {
+            assert!(
+                result == single,
+                "rank {rank} of {ranks}, shared memory: {shared}, synchronised: {sync}"
+            );
         }
     }
 }

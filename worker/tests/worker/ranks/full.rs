@@ -1,14 +1,14 @@
-//! Products of all ways to divide training, on eight ranks: the same losses and weights as one rank.
+//! Combinations of all kinds of parallelism on eight ranks have the same losses and weights as one rank.
 
 use super::{
-    hybrid::{beyond, plan, staged},
+    hybrid::{max_excess, plan, staged},
     pipeline::{Run, trained},
     *,
 };
 use lockstep_engine::plan::Plan;
 use lockstep_protocol::spec::Split;
 
-/// Eight for each of eight ranks: float64 sums of gradients are then those of one rank.
+/// Eight pictures for each of eight ranks. So float64 sums of gradients equal those of one rank.
 const MICRO_BATCH: usize = 64;
 
 #[test]
@@ -34,22 +34,22 @@ fn eight_ranks_with_any_plan_train_as_one_rank() {
         divided(staged(4, Plan::data(2))),
         staged(8, Plan::data(1)),
     ];
-    // Weights after few steps, losses of many.
+    // Weights are compared after few steps, losses after many.
     let runs =
         [5, 25].map(|steps| Run { micro_batch: MICRO_BATCH, accumulate: 2, steps, zero_init_residual: true });
-    let alone = runs.map(|run| trained(&network, &Plan::data(1), run, pictures));
-    let mut wrong = Vec::new();
+    let single = runs.map(|run| trained(&network, &Plan::data(1), run, pictures));
+    let mut failures = Vec::new();
     for plan in plans {
         let [short, long] = runs.map(|run| trained(&network, &plan, run, pictures));
-        let (apart, name) = beyond(&short.1.parameters, &alone[0].1.parameters);
+        let (excess, name) = max_excess(&short.1.parameters, &single[0].1.parameters);
         let loss = |step: usize| {
             let mean = long.0.iter().map(|of_rank| of_rank[step].loss).sum::<f32>() / long.0.len() as f32;
-            (mean - alone[1].0[0][step].loss).abs()
+            (mean - single[1].0[0][step].loss).abs()
         };
         let loss = (0..25).map(loss).fold(0.0, f32::max);
-        if apart > 0.0 || loss.is_nan() || loss >= 1e-4 {
-            wrong.push(format!("{plan}: {name} differs by {apart:e} more than 1e-6, losses by {loss:e}"));
+        if excess > 0.0 || loss.is_nan() || loss >= 1e-4 {
+            failures.push(format!("{plan}: {name} differs by {excess:e} more than 1e-6, losses by {loss:e}"));
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }

@@ -1,4 +1,4 @@
-//! Gradients under plans with each kind of exchange are those of the loss, by finite differences: the backward pass of an exchange is the
+//! Under plans with each kind of exchange, gradients match finite differences of the loss. So the backward pass of each exchange is the
 //! adjoint of its forward pass.
 
 use super::{
@@ -10,11 +10,11 @@ use lockstep_protocol::spec::Split;
 
 /// Divisible by two, three and four ranks.
 const GLOBAL: usize = 12;
-/// The distance of weights at which the loss is measured, in each tensor.
+/// How far each tensor is moved for the finite differences.
 const H: f32 = 4e-3;
 
-/// Of channels, rows and classes that few numbers divide.
-fn small() -> Arc<Network> {
+/// A network whose numbers of channels, rows and classes have few divisors.
+fn small_network() -> Arc<Network> {
     let mut network = Network::new("small", SIDE, 3, 10);
     let conv = network.conv("conv1", network.input(), 9, 3, 1);
     let norm = network.batch_norm("bn1", conv);
@@ -27,9 +27,9 @@ fn small() -> Arc<Network> {
     Arc::new(network)
 }
 
-/// The loss of all pictures with each of some weights, and the gradient with the first of them.
-fn measured(plan: &Plan, weights: &[NamedTensors]) -> (Vec<f32>, NamedTensors) {
-    let (network, own) = (small(), GLOBAL / data_ranks(plan));
+/// The loss of all pictures for each of `weights`, and the gradient for the first.
+fn losses_and_gradient(plan: &Plan, weights: &[NamedTensors]) -> (Vec<f32>, NamedTensors) {
+    let (network, own) = (small_network(), GLOBAL / data_ranks(plan));
     let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
         let from = data_rank(plan, &comm) * own;
         let optimizer = Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() };
@@ -75,15 +75,15 @@ fn gradients_of_every_plan_match_finite_differences() {
         plan([1, 2, 2], &[("conv2", Out), ("fc", Out)]),
         staged(2, plan([1, 2, 1], &[])),
     ] {
-        let initial = init::initial_parameters(&small(), false, 1);
-        let (_, slots) = measured(&plan, std::slice::from_ref(&initial));
+        let initial = init::initial_parameters(&small_network(), false, 1);
+        let (_, slots) = losses_and_gradient(&plan, std::slice::from_ref(&initial));
         let gradient = |name: &str| &slots[&format!("{name}.momentum")].values;
         let trained: Vec<&String> =
             initial.keys().filter(|name| slots.contains_key(&format!("{name}.momentum"))).collect();
         let length = |name: &str| gradient(name).iter().map(|v| v * v).sum::<f32>().sqrt();
         let sum: f32 = trained.iter().map(|name| length(name)).sum();
         assert!(trained.len() >= 6 && sum > 0.0, "{trained:?}");
-        // Along the gradients of all tensors, and against those of every second one.
+        // Weights are moved along the gradients of all tensors, then against the gradient of every second tensor.
         for every in [1, 2] {
             let sign = |number: usize| if number.is_multiple_of(every) { 1.0 } else { -1.0 };
             let moved = |distance: f32| {
@@ -95,7 +95,7 @@ fn gradients_of_every_plan_match_finite_differences() {
                 }
                 weights
             };
-            let (losses, _) = measured(&plan, &[moved(H), moved(-H)]);
+            let (losses, _) = losses_and_gradient(&plan, &[moved(H), moved(-H)]);
             let found = (losses[0] - losses[1]) / (2.0 * H);
             let wanted: f32 = trained.iter().enumerate().map(|(n, name)| sign(n) * length(name)).sum();
             assert!((found - wanted).abs() < 0.02 * sum, "{plan}, every {every}: {found} {wanted} of {sum}");

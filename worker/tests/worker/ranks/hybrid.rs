@@ -1,4 +1,4 @@
-//! Ranks that share copies of one network: the same losses and weights as one rank that has all of it.
+//! Ranks that split one network have the same losses and weights as one rank with the whole network.
 
 use super::*;
 use lockstep_engine::{
@@ -9,28 +9,28 @@ use lockstep_engine::{
 use lockstep_protocol::spec::{ShardSpec, Split};
 
 const STEPS: usize = 5;
-/// Eight for each of four ranks: float64 sums of gradients are then those of one rank.
+/// Eight pictures for each of four ranks. So float64 sums of gradients equal those of one rank.
 const GLOBAL: usize = 32;
 const LR: f32 = 0.01;
 
-/// A plan by its mesh and its strategies.
+/// A plan with this mesh and these splits of layers.
 pub(super) fn plan([data, height, model]: [usize; 3], shards: &[(&str, Split)]) -> Plan {
     let shard = |(pattern, split): &(&str, Split)| ShardSpec { pattern: (*pattern).into(), split: *split };
     let mesh = Mesh { stage: 1, data, height, model };
     Plan::on(mesh, shards.iter().map(shard).collect())
 }
 
-/// The same plan for each of several stages of the network.
+/// `plan` for each of `stage` pipeline stages.
 pub(super) fn staged(stage: usize, plan: Plan) -> Plan {
     Plan { mesh: Mesh { stage, ..plan.mesh }, ..plan }
 }
 
-/// Ranks that see different pictures.
+/// The number of ranks that read different pictures.
 pub(super) fn data_ranks(plan: &Plan) -> usize {
     plan.mesh.data * plan.mesh.model
 }
 
-/// A residual network with grouped convolutions, a max pooling and numbers of channels that few numbers divide.
+/// A residual network with grouped convolutions, a max pooling and numbers of channels with few divisors.
 pub(super) fn grouped() -> Arc<Network> {
     let mut network = Network::new("grouped", SIDE, 3, 10);
     let conv = network.conv("conv1", network.input(), 12, 3, 1);
@@ -52,7 +52,7 @@ pub(super) fn grouped() -> Arc<Network> {
     Arc::new(network)
 }
 
-/// Windows of 7x7 and 5x5 pixels with strides, which reach over several ranks.
+/// A network with strided windows of 7x7 and 5x5 pixels, which reach into the rows of several ranks.
 fn large_windows() -> Arc<Network> {
     let mut network = Network::new("large-windows", SIDE, 3, 10);
     let conv = network.conv("conv1", network.input(), 8, 7, 1);
@@ -69,13 +69,13 @@ fn large_windows() -> Arc<Network> {
     Arc::new(network)
 }
 
-/// Which of the ranks that see different pictures this one is.
+/// This rank's index among the ranks that read different pictures.
 pub(super) fn data_rank(plan: &Plan, comm: &Arc<dyn ProcessGroup>) -> usize {
     let (rank, mesh) = (comm.rank() as usize, plan.mesh);
     mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)
 }
 
-/// Losses of the steps, and the state after them as a checkpoint has it.
+/// The losses of the steps, and the state for a checkpoint after them.
 fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
     let ranks = plan.mesh.ranks();
     let own = GLOBAL / data_ranks(plan);
@@ -97,16 +97,16 @@ fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f
     (losses, *state)
 }
 
-/// By how much more than 1e-6 (absolute and relative) values differ at most.
-pub(super) fn beyond(a: &NamedTensors, b: &NamedTensors) -> (f32, String) {
+/// The largest excess of a difference over the tolerance of 1e-6 (absolute and relative), and its tensor's name.
+pub(super) fn max_excess(a: &NamedTensors, b: &NamedTensors) -> (f32, String) {
     assert!(a.keys().eq(b.keys()));
     let mut worst = (f32::MIN, String::new());
     for (name, a) in a {
         assert_eq!(a.shape, b[name].shape, "{name}");
         for (a, b) in a.values.iter().zip(&b[name].values) {
-            let apart = (a - b).abs() - 1e-6 - 1e-6 * b.abs();
-            if apart > worst.0 || apart.is_nan() {
-                worst = (apart, name.clone());
+            let difference = (a - b).abs() - 1e-6 - 1e-6 * b.abs();
+            if difference > worst.0 || difference.is_nan() {
+                worst = (difference, name.clone());
             }
         }
     }
@@ -130,7 +130,7 @@ fn ranks_that_share_a_network_train_as_one_rank() {
         (&grouped, [2, 1, 2], &[("block.conv2", Groups)]),
         (&grouped, [1, 1, 4], &[("*", Out), ("block.conv2", Groups), ("block.conv3", In)]),
         (&grouped, [1, 1, 2], &[("conv1", In), ("block.conv2", Groups), ("fc", Out)]),
-        // Three ranks have 3, 3 and 2 rows, and in the last stage one, one and none.
+        // Three ranks have 3, 3 and 2 rows, and in the network's last stage 1, 1 and 0.
         (&resnet, [1, 2, 1], &[]),
         (&resnet, [1, 3, 1], &[]),
         (&resnet, [2, 2, 1], &[]),
@@ -141,31 +141,31 @@ fn ranks_that_share_a_network_train_as_one_rank() {
         (&large, [1, 2, 1], &[]),
         (&large, [1, 3, 1], &[]),
     ];
-    let (mut alone, mut wrong) = (Vec::new(), Vec::new());
+    let (mut single, mut failures) = (Vec::new(), Vec::new());
     for (network, mesh, shards) in cases {
-        if !alone.iter().any(|(of, _): &(&Arc<Network>, _)| Arc::ptr_eq(of, network)) {
-            alone.push((*network, trained(network, &Plan::data(1), &sgd)));
+        if !single.iter().any(|(other, _): &(&Arc<Network>, _)| Arc::ptr_eq(other, network)) {
+            single.push((*network, trained(network, &Plan::data(1), &sgd)));
         }
-        let (_, (losses, state)) = alone.iter().find(|(of, _)| Arc::ptr_eq(of, network)).unwrap();
+        let (_, (losses, state)) = single.iter().find(|(other, _)| Arc::ptr_eq(other, network)).unwrap();
         let (theirs, their_state) = trained(network, &plan(*mesh, shards), &sgd);
         let case = format!("{} on {mesh:?}, {shards:?}", network.arch);
         let loss = losses.iter().zip(&theirs).map(|(loss, theirs)| (loss - theirs).abs()).fold(0.0, f32::max);
-        let (apart, name) = beyond(&their_state.parameters, &state.parameters);
-        if loss >= 1e-4 || apart > 0.0 {
-            wrong.push(format!("{case}: losses differ by {loss:e}, {name} by {apart:e} more than 1e-6"));
+        let (excess, name) = max_excess(&their_state.parameters, &state.parameters);
+        if loss >= 1e-4 || excess > 0.0 {
+            failures.push(format!("{case}: losses differ by {loss:e}, {name} by {excess:e} more than 1e-6"));
         }
         let [ours, theirs] = [state, &their_state].map(|state| state.optimizer.as_ref().unwrap());
         assert_eq!(ours.updates, theirs.updates);
         assert!(ours.slots.keys().eq(theirs.slots.keys()));
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// Optimizers that need norms of whole parameters, mixed labels, several micro-batches of unequal sizes, and a rank without pictures.
+/// Optimizers that need norms of whole parameters. Labels are mixed, micro-batches differ in size, and one rank has no pictures.
 #[test]
-fn norms_labels_and_sizes_cover_all_ranks() {
+fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
     let network = network();
-    // By step: the first picture of each rank's part of each of two micro-batches.
+    // By step: the bounds of four ranks' parts of two micro-batches.
     let parts = [[0, 3, 8, 9, 12, 14, 14, 15, 16], [0, 0, 1, 5, 5, 5, 6, 6, 8]];
     let batch = |step: usize, from: usize, to: usize, all: usize| Batch {
         mixed_labels: labels("hybrid.mixed", 16, 10)[from..to].to_vec(),
@@ -173,7 +173,7 @@ fn norms_labels_and_sizes_cover_all_ranks() {
         ..part_of(all, pictures(step, from, to))
     };
     for kind in [OptimizerKind::Lars, OptimizerKind::Lamb, OptimizerKind::AdamW] {
-        // With a smaller epsilon the sign of a gradient that is almost 0 decides.
+        // With a smaller epsilon, the sign of a gradient of almost 0 would decide the update.
         let optimizer = Optimizer { kind, weight_decay: 1e-3, epsilon: 1e-3, ..Optimizer::default() };
         let config = EngineConfig { optimizer, accumulate: 2, ..config(5) };
         let run = |plan: &Plan| {
@@ -195,7 +195,7 @@ fn norms_labels_and_sizes_cover_all_ranks() {
                 (results, engine.state_dict(&Writers::default()).unwrap())
             })
         };
-        let alone = run(&Plan::data(1));
+        let single = run(&Plan::data(1));
         for plan in [
             plan([2, 1, 2], &[("layer3.*", Split::Out), ("fc", Split::Out)]),
             plan([1, 1, 4], &[]),
@@ -204,36 +204,36 @@ fn norms_labels_and_sizes_cover_all_ranks() {
         ] {
             let several = run(&plan);
             let of_stage = &several[..plan.mesh.ranks_of_stage()];
-            for (step, wanted) in alone[0].0.iter().enumerate() {
-                let of = |value: &dyn Fn(&StepResult) -> f32| -> f32 {
+            for (step, wanted) in single[0].0.iter().enumerate() {
+                let sum = |value: &dyn Fn(&StepResult) -> f32| -> f32 {
                     of_stage.iter().map(|(results, _)| value(&results[step])).sum()
                 };
-                let samples = of(&|r| r.samples as f32);
-                let loss = of(&|r| r.loss * r.samples as f32) / samples;
+                let samples = sum(&|r| r.samples as f32);
+                let loss = sum(&|r| r.loss * r.samples as f32) / samples;
                 assert!((loss - wanted.loss).abs() < 1e-4, "{kind:?} {plan:?}: {loss} {}", wanted.loss);
                 assert_eq!(
-                    (samples, of(&|r| r.correct as f32)),
+                    (samples, sum(&|r| r.correct as f32)),
                     (wanted.samples as f32, wanted.correct as f32)
                 );
                 for (results, _) in &several {
                     let norm = results[step].grad_norm / wanted.grad_norm;
-                    // Parts of shares are added in another order, and statistics of few pictures amplify it.
-                    let near = if step == 0 { 1e-5 } else { 5e-3 };
-                    assert!((norm - 1.0).abs() < near, "{kind:?} {plan:?}, step {step}: {norm}");
+                    // Sums are added in another order, and batch norms of few pictures amplify the rounding.
+                    let tolerance = if step == 0 { 1e-5 } else { 5e-3 };
+                    assert!((norm - 1.0).abs() < tolerance, "{kind:?} {plan:?}, step {step}: {norm}");
                 }
             }
-            let (Contribution::Whole(ours), Contribution::Whole(theirs)) = (&alone[0].1, &several[0].1)
+            let (Contribution::Whole(ours), Contribution::Whole(theirs)) = (&single[0].1, &several[0].1)
             else {
                 panic!("rank 0 has all")
             };
-            let apart = furthest_apart(&theirs.parameters, &ours.parameters);
-            assert!(apart < 1e-3, "{kind:?} {plan:?}: {apart}");
+            let difference = max_difference(&theirs.parameters, &ours.parameters);
+            assert!(difference < 1e-3, "{kind:?} {plan:?}: {difference}");
         }
     }
 }
 
 #[test]
-fn a_state_of_one_plan_continues_under_any_other() {
+fn the_state_of_one_plan_can_be_loaded_under_any_other() {
     let network = network();
     let adam = EngineConfig {
         optimizer: Optimizer { kind: OptimizerKind::AdamW, epsilon: 1e-3, ..Optimizer::default() },
@@ -258,7 +258,7 @@ fn a_state_of_one_plan_continues_under_any_other() {
             }) else {
                 unreachable!()
             };
-            assert!(*loaded == state, "what was loaded is what is saved");
+            assert!(*loaded == state, "the loaded state is saved unchanged");
             let batch = pictures(99, from, from + own);
             let evaluated = engine.eval_step(&batch).unwrap();
             let predicted = engine.predict(&batch).unwrap();
@@ -266,7 +266,7 @@ fn a_state_of_one_plan_continues_under_any_other() {
             let state = engine.state_dict(&Writers::default()).unwrap();
             counts.then_some((evaluated, predicted, state))
         });
-        // Ranks that share the rows of pictures have the same results, and the last stage alone has any.
+        // Ranks that share the rows of pictures have equal results. Only the last stage has results.
         let mut of_ranks: Vec<_> = of_ranks.into_iter().flatten().collect();
         let correct: u64 = of_ranks.iter().map(|(evaluated, ..)| evaluated.correct).sum();
         let loss: f64 = of_ranks.iter().map(|(evaluated, ..)| evaluated.loss_sum).sum();
@@ -289,21 +289,21 @@ fn a_state_of_one_plan_continues_under_any_other() {
         assert_eq!(their_correct, correct, "{plan:?}");
         assert!((their_loss - loss).abs() < 1e-4, "{plan:?}: {their_loss} instead of {loss}");
         assert!(logits.iter().zip(&their_logits).all(|(a, b)| (a - b).abs() < 1e-4), "{plan:?}");
-        let apart = furthest_apart(&theirs.parameters, &after.parameters);
-        assert!(apart < 1e-3, "{plan:?}: {apart}");
+        let difference = max_difference(&theirs.parameters, &after.parameters);
+        assert!(difference < 1e-3, "{plan:?}: {difference}");
     }
 }
 
-/// Against data parallel where each rank has statistics of its own, or gradients are summed; and with batch norms that are frozen.
+/// Compares with data parallelism: local batch norm statistics, summed gradients, and frozen batch norms.
 #[test]
 fn other_settings_work_as_in_data_parallelism() {
     let frozen = Arc::new(Network { frozen_norm: true, ..(*network()).clone() });
-    let [apart, summed] = [(false, true), (true, false)].map(|(sync_batch_norm, gradients_mean)| {
+    let [local, summed] = [(false, true), (true, false)].map(|(sync_batch_norm, gradients_mean)| {
         EngineConfig { sync_batch_norm, gradients_mean, ..config(0) }
     });
     let split = [("layer3.*.conv1", Split::Out), ("layer3.*.conv2", Split::In), ("fc", Split::Out)];
     for (network, config, shards) in [
-        (network(), apart, &[][..]),
+        (network(), local, &[][..]),
         (network(), summed, &split[..]),
         (frozen.clone(), config(0), &split[..]),
     ] {
@@ -312,11 +312,11 @@ fn other_settings_work_as_in_data_parallelism() {
             let (theirs, their_state) = trained(&network, &plan, &config);
             let relative = |(a, b): (&f32, &f32)| (a - b).abs() / a.max(1.0);
             let loss = losses.iter().zip(&theirs).map(relative).fold(0.0, f32::max);
-            let apart = furthest_apart(&their_state.parameters, &state.parameters);
+            let difference = max_difference(&their_state.parameters, &state.parameters);
             let frozen = network.frozen_norm;
             assert!(
-                loss < 1e-4 && apart < 1e-2,
-                "{config:?}, {plan:?}, frozen: {frozen}: {loss:e} {apart:e}"
+                loss < 1e-4 && difference < 1e-2,
+                "{config:?}, {plan:?}, frozen: {frozen}: {loss:e} {difference:e}"
             );
         }
     }
@@ -328,7 +328,7 @@ fn other_settings_work_as_in_data_parallelism() {
     );
 }
 
-/// Progressive resizing, and an evaluation at a size of its own.
+/// Progressive resizing, and evaluation at another size.
 #[test]
 fn a_shared_network_supports_other_image_sizes() {
     let network = network();
@@ -360,7 +360,7 @@ fn a_shared_network_supports_other_image_sizes() {
         let sum = |place: usize| of_ranks.iter().flatten().map(|losses| losses[place]).sum::<f64>() / 16.0;
         (0..4).map(sum).collect::<Vec<_>>()
     };
-    let alone = run(&Plan::data(1));
+    let single = run(&Plan::data(1));
     for plan in [
         plan([1, 2, 2], &[("layer3.*", Split::Out)]),
         plan([1, 3, 1], &[]),
@@ -369,13 +369,13 @@ fn a_shared_network_supports_other_image_sizes() {
     ] {
         let several = run(&plan);
         assert!(
-            alone.iter().zip(&several).all(|(a, b)| (a - b).abs() < 1e-4),
-            "{plan:?}: {several:?} {alone:?}"
+            single.iter().zip(&several).all(|(a, b)| (a - b).abs() < 1e-4),
+            "{plan:?}: {several:?} {single:?}"
         );
     }
 }
 
-/// Groups number their ranks anew; people and the server know the job's numbers.
+/// Each group numbers its ranks from 0, but errors must have the job's rank numbers.
 #[test]
 fn lost_ranks_are_named_by_their_numbers_in_the_job() {
     let network = network();
@@ -397,9 +397,9 @@ fn lost_ranks_are_named_by_their_numbers_in_the_job() {
 }
 
 #[test]
-fn impossible_splits_are_refused_with_the_possible_ones() {
+fn errors_for_impossible_splits_list_the_possible_splits() {
     use Split::{Groups, In, Out};
-    for (plan, words) in [
+    for (plan, parts) in [
         (
             plan([1, 1, 2], &[("layer9.*", Out)]),
             &["\"layer9.*\"", "its operators are conv1, block.conv1"][..],
@@ -418,7 +418,7 @@ fn impossible_splits_are_refused_with_the_possible_ones() {
         ),
     ] {
         let error = lockstep_engine::plan::lower(&grouped(), &plan, 0).unwrap_err();
-        assert!(words.iter().all(|word| error.contains(word)), "{error}");
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
     }
     assert_eq!(grouped().tensors[0], TensorShape { height: SIDE, width: SIDE, channels: 3 });
 }
@@ -465,7 +465,7 @@ fn random_networks_under_random_plans_train_as_one_rank() {
             losses.iter().zip(&theirs).all(|(a, b)| (a - b).abs() < 1e-4),
             "{case}: {losses:?} {theirs:?}"
         );
-        let apart = furthest_apart(&their_state.parameters, &state.parameters);
-        assert!(apart < 1e-2, "{case}: {apart}");
+        let difference = max_difference(&their_state.parameters, &state.parameters);
+        assert!(difference < 1e-2, "{case}: {difference}");
     }
 }

@@ -1,4 +1,4 @@
-//! The gradients that a step keeps are those of all ranks, wherever they are added up.
+//! `keep_gradients` keeps the sum of all ranks' gradients, over shared memory and over a ring.
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn kept_gradients_are_the_sum_over_ranks_bit_for_bit() {
     for kind in [OptimizerKind::Momentum, OptimizerKind::Lamb] {
         let optimizer = Optimizer { kind, ..config(1).optimizer };
         let run = |ranks: u32, shared: bool| {
-            meet(ranks, shared, |comm| {
+            run_ranks(ranks, shared, |comm| {
                 let (rank, own) = (comm.rank() as usize, 32 / ranks as usize);
                 let mut engine = engine(EngineConfig { optimizer, ..config(own) }, comm);
                 let mut kept = Vec::new();
@@ -25,10 +25,10 @@ fn kept_gradients_are_the_sum_over_ranks_bit_for_bit() {
             })
             .swap_remove(0)
         };
-        let alone = run(1, true);
-        assert!(alone.len() == 3 && alone[0].0 != alone[1].0);
+        let single = run(1, true);
+        assert!(single.len() == 3 && single[0].0 != single[1].0);
         for (ranks, shared) in [(2, true), (2, false), (4, true)] {
-            assert!(run(ranks, shared) == alone, "{kind:?}, {ranks} ranks, shared memory: {shared}");
+            assert!(run(ranks, shared) == single, "{kind:?}, {ranks} ranks, shared memory: {shared}");
         }
     }
 }

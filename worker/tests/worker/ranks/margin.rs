@@ -1,7 +1,7 @@
-//! Losses with a margin (ArcFace, CosFace): their gradients by finite differences, and the same training on ranks that share the classes.
+//! Losses with a margin (ArcFace, CosFace): gradients match finite differences, and ranks that share the classes train as one rank.
 
 use super::{
-    hybrid::{beyond, data_rank, data_ranks, plan},
+    hybrid::{data_rank, data_ranks, max_excess, plan},
     *,
 };
 use lockstep_engine::{Contribution, Margin, StateDict, Writers, build_cpu_with, plan::Plan};
@@ -11,8 +11,8 @@ const CLASSES: usize = 9;
 const GLOBAL: usize = 16;
 const STEPS: usize = 3;
 
-/// Without batch norms, so that a training step has the loss of its weights alone.
-fn plain() -> Arc<Network> {
+/// A network without batch norms, so that a step's loss depends only on the weights.
+fn plain_network() -> Arc<Network> {
     let mut network = Network::new("plain", SIDE, 3, CLASSES);
     let conv = network.conv("conv1", network.input(), 8, 3, 2);
     let relu = network.relu(conv);
@@ -37,9 +37,9 @@ fn with_margin(kind: LossKind) -> EngineConfig {
     EngineConfig { loss, optimizer, ..config(GLOBAL) }
 }
 
-/// The loss of these weights, and its gradient.
+/// The result of a step from `weights`, and the gradient.
 fn step(kind: LossKind, weights: &NamedTensors) -> (StepResult, NamedTensors) {
-    let mut engine = build_cpu(plain(), weights, with_margin(kind), Arc::new(SingleRank)).unwrap();
+    let mut engine = build_cpu(plain_network(), weights, with_margin(kind), Arc::new(SingleRank)).unwrap();
     let result = engine.train_step(&[batch(0, GLOBAL)], 1e-3).unwrap();
     // Momentum is the gradient after the first step.
     (result, engine.optimizer_state().unwrap().slots)
@@ -49,7 +49,7 @@ fn step(kind: LossKind, weights: &NamedTensors) -> (StepResult, NamedTensors) {
 fn gradients_with_a_margin_match_finite_differences() {
     const H: f32 = 4e-3;
     for kind in [LossKind::ArcFace, LossKind::CosFace] {
-        let initial = init::initial_parameters(&plain(), false, 1);
+        let initial = init::initial_parameters(&plain_network(), false, 1);
         let (_, gradients) = step(kind, &initial);
         for name in ["fc.weight", "conv1.weight"] {
             let gradient = &gradients[&format!("{name}.momentum")].values;
@@ -76,7 +76,7 @@ fn gradients_with_a_margin_match_finite_differences() {
     }
 }
 
-/// Loss and right answers of each step and of an evaluation, over all ranks, and the state.
+/// The loss and the number of correct predictions of each step and of an evaluation, over all ranks; the final state.
 struct Run {
     steps: Vec<(f32, u32)>,
     evaluated: (f64, u64),
@@ -84,7 +84,7 @@ struct Run {
 }
 
 fn trained(kind: LossKind, plan: &Plan) -> Run {
-    let (network, own) = (plain(), GLOBAL / data_ranks(plan));
+    let (network, own) = (plain_network(), GLOBAL / data_ranks(plan));
     let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
         let from = data_rank(plan, &comm) * own;
         let config = EngineConfig { batch_size: own, ..with_margin(kind) };
@@ -104,7 +104,7 @@ fn trained(kind: LossKind, plan: &Plan) -> Run {
     let steps = (0..STEPS).map(of_step).collect();
     let evaluated = of_ranks
         .iter()
-        .fold((0.0, 0), |(loss, correct), (_, of, _)| (loss + of.loss_sum, correct + of.correct));
+        .fold((0.0, 0), |(loss, correct), (_, result, _)| (loss + result.loss_sum, correct + result.correct));
     let Some((.., Contribution::Whole(state))) = of_ranks.into_iter().next() else {
         panic!("rank 0 has all")
     };
@@ -127,8 +127,8 @@ fn ranks_that_share_the_classes_train_as_one_rank() {
                 assert!((loss - wanted).abs() < 1e-5 * wanted, "{kind:?} {plan:?}: {loss} {wanted}");
                 assert_eq!(correct, wanted_correct, "{kind:?} {plan:?}");
             }
-            let (apart, name) = beyond(&state.parameters, &wanted.state.parameters);
-            assert!(apart <= 1e-6, "{kind:?} {plan:?}: {name} by {apart:e}");
+            let (excess, name) = max_excess(&state.parameters, &wanted.state.parameters);
+            assert!(excess <= 1e-6, "{kind:?} {plan:?}: {name} by {excess:e}");
             let (loss, correct) = wanted.evaluated;
             assert!(
                 (evaluated.0 - loss).abs() < 1e-4 * loss && evaluated.1 == correct,

@@ -1,5 +1,5 @@
-//! Ranks that train in lockstep over real rings on loopback: the same result at any number of ranks
-//! and threads, and in every run.
+//! Ranks that train together over real rings on loopback. Results are equal at any number of ranks and threads, and in
+//! every run.
 
 mod class_weights;
 mod frozen;
@@ -15,7 +15,7 @@ mod sharded;
 
 use lockstep_comm::{
     CommError, ProcessGroup, Reduction, SingleRank, Values, ValuesMut,
-    rendezvous::{RendezvousConfig, Store, free_port},
+    rendezvous::{RendezvousConfig, Store, free_port, loopback::rendezvous_config},
     ring::Ring,
     shm::ShmProcessGroup,
 };
@@ -51,13 +51,13 @@ fn config(batch_size: usize) -> EngineConfig {
     }
 }
 
-/// An engine with the weights of seed 1; the same on every rank.
+/// An engine with the weights of seed 1, which are equal on every rank.
 fn engine(config: EngineConfig, comm: Arc<dyn ProcessGroup>) -> Box<dyn Engine> {
     let network = network();
     build_cpu(network.clone(), &init::initial_parameters(&network, false, 1), config, comm).unwrap()
 }
 
-/// Pictures `from..to` of a step's global batch: a class is a pattern under noise.
+/// Pictures `from..to` of a step's global batch. All pictures of a class have one pattern, with noise.
 fn pictures(step: usize, from: usize, to: usize) -> Batch {
     let patterns = values("ranks.patterns", 10 * PICTURE);
     let labels = labels(&format!("ranks.labels.{step}"), to, 10).split_off(from);
@@ -73,18 +73,18 @@ fn pictures(step: usize, from: usize, to: usize) -> Batch {
     Batch { images, labels, ..Batch::default() }
 }
 
-/// The same as a part of a micro-batch of `all` pictures.
+/// `batch` as a part of a global micro-batch of `all` pictures.
 fn part_of(all: usize, batch: Batch) -> Batch {
     Batch { global_samples: all, ..batch }
 }
 
-/// Runs `body` on every rank of a machine, in threads, and gives what each returned.
+/// Runs `body` on every rank, each in a thread, and returns the results. The ranks share memory.
 fn on_ranks<T: Send>(ranks: u32, body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
-    meet(ranks, true, body)
+    run_ranks(ranks, true, body)
 }
 
-/// The same for ranks that share memory or only have a ring.
-fn meet<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
+/// As [`on_ranks`]. Unless `shared`, the ranks have only a ring.
+fn run_ranks<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
     if ranks == 1 {
         return vec![body(Arc::new(SingleRank))];
     }
@@ -94,16 +94,8 @@ fn meet<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGroup>) 
         let threads: Vec<_> = (0..ranks)
             .map(|rank| {
                 scope.spawn(move || {
-                    let store = Store::join(RendezvousConfig {
-                        addr: "127.0.0.1".into(),
-                        port,
-                        secret: b"of these ranks".to_vec(),
-                        rank,
-                        world_size: ranks,
-                        timeout: TIMEOUT,
-                        stop: Arc::default(),
-                    })
-                    .unwrap();
+                    let rendezvous = rendezvous_config(port, rank, ranks);
+                    let store = Store::join(RendezvousConfig { timeout: TIMEOUT, ..rendezvous }).unwrap();
                     let ring = Ring::connect(&store, TIMEOUT).unwrap();
                     store.barrier("connected").unwrap();
                     body(if shared { ShmProcessGroup::meet(&store, ring).unwrap() } else { ring })
@@ -114,7 +106,7 @@ fn meet<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGroup>) 
     })
 }
 
-/// Losses of `steps` steps, and what the network is afterwards, on each rank.
+/// Each rank's losses of `steps` steps, and its parameters after them.
 fn train(ranks: u32, global: usize, steps: usize, lr: f32) -> Vec<(Vec<f32>, NamedTensors)> {
     on_ranks(ranks, |comm| {
         let (rank, own) = (comm.rank() as usize, global / ranks as usize);
@@ -129,28 +121,29 @@ fn train(ranks: u32, global: usize, steps: usize, lr: f32) -> Vec<(Vec<f32>, Nam
     })
 }
 
-fn furthest_apart(a: &NamedTensors, b: &NamedTensors) -> f32 {
+/// The largest difference of two values, relative to the largest value of their tensor.
+fn max_difference(a: &NamedTensors, b: &NamedTensors) -> f32 {
     let mut worst = 0.0f32;
     for (name, a) in a {
         let b = &b[name].values;
         let largest = b.iter().fold(0.0f32, |m, v| m.max(v.abs())).max(1e-3);
-        let apart = a.values.iter().zip(b).fold(0.0f32, |m, (a, b)| m.max((a - b).abs()));
-        worst = worst.max(apart / largest);
+        let difference = a.values.iter().zip(b).fold(0.0f32, |m, (a, b)| m.max((a - b).abs()));
+        worst = worst.max(difference / largest);
     }
     worst
 }
 
 #[test]
 fn a_global_batch_of_64_gives_equal_results_on_1_2_and_4_ranks() {
-    // A rate at which one wrong last bit anywhere shows: it grows to 1e-3 of the loss by step 20.
+    // At this learning rate, one wrong last bit grows to 1e-3 of the loss by step 20.
     let all = [1, 2, 4].map(|ranks| train(ranks, 64, 50, 0.02));
-    let (alone, weights) = &all[0][0];
-    assert!(alone[49] < 0.8 * alone[0], "it learns: {alone:?}");
+    let (single, weights) = &all[0][0];
+    assert!(single[49] < 0.8 * single[0], "training reduces the loss: {single:?}");
     for of_ranks in &all[1..] {
         let ranks = of_ranks.len();
-        for (step, alone) in alone.iter().enumerate() {
+        for (step, single) in single.iter().enumerate() {
             let mean = of_ranks.iter().map(|(l, _)| l[step]).sum::<f32>() / ranks as f32;
-            assert!((mean - alone).abs() < 1e-6 * alone, "{ranks} ranks, step {step}: {mean} {alone}");
+            assert!((mean - single).abs() < 1e-6 * single, "{ranks} ranks, step {step}: {mean} {single}");
         }
         for (rank, (_, theirs)) in of_ranks.iter().enumerate() {
             for (name, tensor) in weights {
@@ -177,7 +170,7 @@ fn every_run_has_the_same_bits_with_any_number_of_threads() {
 
 #[test]
 fn ranks_with_unequal_micro_batches_count_every_picture_once() {
-    // Two micro-batches of a step; the end of an epoch leaves the last ranks less, or nothing.
+    // Each rank's pictures of two micro-batches. At the end of an epoch, the last ranks have fewer pictures, or none.
     let parts = [[(0, 5), (9, 11)], [(5, 9), (11, 11)], [(9, 9), (11, 11)]];
     let several = on_ranks(3, |comm| {
         let rank = comm.rank() as usize;
@@ -187,10 +180,10 @@ fn ranks_with_unequal_micro_batches_count_every_picture_once() {
         let results: Vec<StepResult> = (0..2).map(|_| engine.train_step(&batches, 0.1).unwrap()).collect();
         (results, engine.parameters().unwrap())
     });
-    let mut alone = engine(EngineConfig { accumulate: 2, ..config(9) }, Arc::new(SingleRank));
+    let mut single = engine(EngineConfig { accumulate: 2, ..config(9) }, Arc::new(SingleRank));
     let mut result = StepResult::default();
     for _ in 0..2 {
-        result = alone.train_step(&[pictures(0, 0, 9), pictures(0, 9, 11)], 0.1).unwrap();
+        result = single.train_step(&[pictures(0, 0, 9), pictures(0, 9, 11)], 0.1).unwrap();
     }
     assert_eq!(several.iter().map(|(r, _)| r[1].samples).sum::<u32>(), 11);
     assert_eq!(several[2].0[1].samples, 0);
@@ -198,8 +191,8 @@ fn ranks_with_unequal_micro_batches_count_every_picture_once() {
     assert!((loss - result.loss).abs() < 1e-4 * loss, "{loss} instead of {}", result.loss);
     for (results, weights) in &several {
         assert!((results[1].grad_norm / result.grad_norm - 1.0).abs() < 1e-3);
-        let apart = furthest_apart(weights, &alone.parameters().unwrap());
-        assert!(apart < 1e-3, "{apart}");
+        let difference = max_difference(weights, &single.parameters().unwrap());
+        assert!(difference < 1e-3, "{difference}");
     }
 }
 
@@ -236,23 +229,23 @@ fn without_synchronised_statistics_each_rank_normalises_its_own_pictures() {
         engine.broadcast_parameters().unwrap();
         (before, engine.parameters().unwrap())
     });
-    let alone = {
+    let single = {
         let mut engine = engine(config(8), Arc::new(SingleRank));
         engine.train_step(&[pictures(0, 8, 16)], 0.1).unwrap();
         engine.parameters().unwrap()
     };
     let mean = "bn1.running_mean";
-    assert_eq!(ranks[1].0[mean], alone[mean], "rank 1's own statistics");
+    assert_eq!(ranks[1].0[mean], single[mean], "rank 1's own statistics");
     assert_ne!(ranks[0].0[mean], ranks[1].0[mean]);
-    assert_eq!(ranks[0].0["fc.weight"], ranks[1].0["fc.weight"], "weights are the same all the same");
-    assert_eq!(ranks[0].1, ranks[1].1, "and a broadcast evens out the statistics");
+    assert_eq!(ranks[0].0["fc.weight"], ranks[1].0["fc.weight"], "the weights are equal nevertheless");
+    assert_eq!(ranks[0].1, ranks[1].1, "a broadcast makes the statistics equal");
     assert_eq!(ranks[0].0, ranks[1].1);
 }
 
-/// A group without a concurrent one and without shared memory.
-struct Single(Arc<dyn ProcessGroup>);
+/// Hides a group's second ring and its shared memory.
+struct OneRing(Arc<dyn ProcessGroup>);
 
-impl ProcessGroup for Single {
+impl ProcessGroup for OneRing {
     fn rank(&self) -> u32 {
         self.0.rank()
     }
@@ -311,29 +304,29 @@ fn an_engine_uses_only_its_own_group_of_ranks() {
         engine.parameters().unwrap()
     };
     for shared in [true, false] {
-        let alone = [0, 100].map(|seed| meet(2, shared, |comm| weights(comm, seed)).remove(0));
-        let of_ranks = meet(4, shared, |comm| {
-            // Ranks 0 and 2 see other pictures than 1 and 3.
+        let separate = [0, 100].map(|seed| run_ranks(2, shared, |comm| weights(comm, seed)).remove(0));
+        let of_ranks = run_ranks(4, shared, |comm| {
+            // Ranks 0 and 2 read other pictures than ranks 1 and 3.
             let color = comm.rank() % 2;
             let group = comm.split(Some(color), 0).unwrap().unwrap();
             let weights = weights(group, 100 * color as usize);
-            // The memory that ranks share goes with the last of them.
+            // Ranks wait for each other before they release the shared memory.
             comm.barrier().unwrap();
             weights
         });
         for (rank, weights) in of_ranks.iter().enumerate() {
-            assert!(*weights == alone[rank % 2], "rank {rank}, shared memory: {shared}");
+            assert!(*weights == separate[rank % 2], "rank {rank}, shared memory: {shared}");
         }
-        assert!(alone[0] != alone[1]);
+        assert!(separate[0] != separate[1]);
     }
 }
 
 #[test]
 fn shared_memory_two_rings_and_one_ring_give_the_same_bits() {
     let weights = |shared: bool, single: bool| {
-        meet(2, shared, move |comm| {
+        run_ranks(2, shared, move |comm| {
             let from = 8 * comm.rank() as usize;
-            let comm: Arc<dyn ProcessGroup> = if single { Arc::new(Single(comm)) } else { comm };
+            let comm: Arc<dyn ProcessGroup> = if single { Arc::new(OneRing(comm)) } else { comm };
             let mut engine = engine(config(8), comm);
             let response = engine.exchange();
             assert_eq!(response.contains("share memory with one copy of the weights"), shared, "{response}");
@@ -364,10 +357,10 @@ fn a_stopped_rank_ends_its_step_with_the_reason() {
 }
 
 #[test]
-fn evaluation_and_prediction_change_nothing() {
+fn evaluation_and_prediction_do_not_change_parameters() {
     let mut trained = engine(config(8), Arc::new(SingleRank));
     trained.train_step(&[pictures(0, 0, 8)], 0.1).unwrap();
-    // Also for more pictures than a batch.
+    // 20 pictures are more than a batch.
     let before = trained.parameters().unwrap();
     let result = trained.eval_step(&pictures(2, 0, 20)).unwrap();
     let logits = trained.predict(&pictures(2, 0, 20)).unwrap();
@@ -377,7 +370,7 @@ fn evaluation_and_prediction_change_nothing() {
 }
 
 #[test]
-fn tensors_that_do_not_fit_are_refused_by_name() {
+fn tensors_with_wrong_names_or_shapes_are_refused_by_name() {
     let mut engine = engine(config(8), Arc::new(SingleRank));
     let mut weights = engine.parameters().unwrap();
     let fc = weights.remove("fc.bias").unwrap();

@@ -1,9 +1,9 @@
-//! Every optimizer gives the same bits on any number of ranks, and its state is saved and restored as it was.
+//! Every optimizer gives the same bits on any number of ranks, and its state is saved and restored unchanged.
 
 use super::*;
 
-/// Gradients are summed in float64, so every optimizer does the same at any number of ranks, with or without weight decay
-/// on batch norms and biases, and its state is the same, too.
+/// Gradients are summed in float64, so weights and optimizer state have equal bits at any number of ranks, with or without
+/// weight decay on batch norms and biases.
 #[test]
 fn every_optimizer_gives_equal_bits_on_1_2_and_4_ranks() {
     for (kind, name) in OptimizerKind::ALL {
@@ -11,7 +11,7 @@ fn every_optimizer_gives_equal_bits_on_1_2_and_4_ranks() {
             let optimizer =
                 Optimizer { kind, decay_norm_and_bias, weight_decay: 0.01, ..Optimizer::default() };
             let run = |ranks: u32, shared: bool| {
-                meet(ranks, shared, |comm| {
+                run_ranks(ranks, shared, |comm| {
                     let (rank, own) = (comm.rank() as usize, 32 / ranks as usize);
                     let mut engine = engine(EngineConfig { optimizer, ..config(own) }, comm);
                     for step in 0..3 {
@@ -21,18 +21,18 @@ fn every_optimizer_gives_equal_bits_on_1_2_and_4_ranks() {
                     (engine.parameters().unwrap(), engine.optimizer_state().unwrap())
                 })
             };
-            let alone = &run(1, true)[0];
-            assert_eq!(alone.1.updates, 3);
+            let single = &run(1, true)[0];
+            assert_eq!(single.1.updates, 3);
             for (ranks, shared) in [(2, true), (2, false), (4, true)] {
-                for (rank, of) in run(ranks, shared).iter().enumerate() {
-                    assert!(of == alone, "{name}: rank {rank} of {ranks}, shared memory: {shared}");
+                for (rank, result) in run(ranks, shared).iter().enumerate() {
+                    assert!(result == single, "{name}: rank {rank} of {ranks}, shared memory: {shared}");
                 }
             }
         }
     }
 }
 
-/// ResNet-18: too large for sums in float64, and with parameters of many pieces. With norms of each parameter and without.
+/// ResNet-18 is too large for sums in float64, and its parameters have many pieces. Only LAMB needs each parameter's norm.
 #[test]
 fn optimizers_give_equal_results_for_a_large_network_on_any_ranks() {
     let model = ModelSpec { arch: Arch::ResNet18, ..ModelSpec::default() };
@@ -42,7 +42,7 @@ fn optimizers_give_equal_results_for_a_large_network_on_any_ranks() {
     {
         let optimizer = Optimizer { kind, ..config(1).optimizer };
         let run = |ranks: u32, shared: bool, threads: usize, accumulate: usize, steps: usize| {
-            meet(ranks, shared, |comm| {
+            run_ranks(ranks, shared, |comm| {
                 let own = 8 / ranks as usize / accumulate;
                 let first = comm.rank() as usize * accumulate;
                 let config = EngineConfig { optimizer, threads, accumulate, ..config(own) };
@@ -58,15 +58,15 @@ fn optimizers_give_equal_results_for_a_large_network_on_any_ranks() {
             })
         };
         let shared = run(2, true, 1, 2, 2);
-        assert_eq!(shared, run(2, true, 2, 2, 2), "{name}: threads do not show, nor who does what");
-        assert_eq!(shared, run(2, false, 1, 2, 2), "{name}: nor does the way of the gradients");
+        assert_eq!(shared, run(2, true, 2, 2, 2), "{name}: equal with any number of threads");
+        assert_eq!(shared, run(2, false, 1, 2, 2), "{name}: equal over shared memory and a ring");
         assert_eq!(shared[0], shared[1]);
-        // One step: float32 sums in another order, and training lets rounding grow.
-        let alone = &run(1, false, 1, 1, 1)[0];
-        let of = &run(4, true, 1, 1, 1)[3];
-        assert!((of.0[0] / alone.0[0] - 1.0).abs() < 1e-3, "{name}: {:?} {:?}", of.0, alone.0);
-        let apart = furthest_apart(&of.1, &alone.1);
-        assert!(apart < 2e-3, "{name}: {apart}");
+        // Only one step, because float32 sums are added in another order, and rounding errors grow in training.
+        let single = &run(1, false, 1, 1, 1)[0];
+        let several = &run(4, true, 1, 1, 1)[3];
+        assert!((several.0[0] / single.0[0] - 1.0).abs() < 1e-3, "{name}: {:?} {:?}", several.0, single.0);
+        let difference = max_difference(&several.1, &single.1);
+        assert!(difference < 2e-3, "{name}: {difference}");
     }
 }
 
@@ -96,7 +96,7 @@ fn weights_and_optimizer_state_are_read_back_unchanged() {
         }
         assert!(trained.parameters().unwrap() == other.parameters().unwrap(), "{name}: continuing is exact");
         assert!(trained.optimizer_state().unwrap() == other.optimizer_state().unwrap(), "{name}");
-        // Without the number of updates the bias would be corrected as at the start.
+        // If the number of updates were lost, the bias correction would start again.
         if slots(kind).len() == 2 {
             let mut forgetful = engine(config(), Arc::new(SingleRank));
             let state = other.optimizer_state().unwrap();
@@ -111,7 +111,7 @@ fn weights_and_optimizer_state_are_read_back_unchanged() {
 }
 
 #[test]
-fn foreign_or_non_finite_optimizer_state_is_named() {
+fn errors_name_foreign_and_non_finite_optimizer_state() {
     let adamw = Optimizer { kind: OptimizerKind::AdamW, ..Optimizer::default() };
     let mut engine = engine(EngineConfig { optimizer: adamw, ..config(8) }, Arc::new(SingleRank));
     let mut state = engine.optimizer_state().unwrap();
@@ -123,8 +123,8 @@ fn foreign_or_non_finite_optimizer_state_is_named() {
     }
     let mut state = engine.optimizer_state().unwrap();
     assert_eq!(engine.first_not_finite().unwrap(), None);
-    let spoilt = HostTensor { shape: vec![10], values: vec![f32::INFINITY; 10] };
-    state.slots.insert("fc.bias.exp_avg_sq".into(), spoilt);
+    let infinite = HostTensor { shape: vec![10], values: vec![f32::INFINITY; 10] };
+    state.slots.insert("fc.bias.exp_avg_sq".into(), infinite);
     engine.set_optimizer_state(&state).unwrap();
     let found = engine.first_not_finite().unwrap().unwrap();
     assert!(found.starts_with("fc.bias.exp_avg_sq contains inf"), "{found}");

@@ -1,32 +1,32 @@
-//! Stages of a network that compute several micro-batches at once: the same losses and weights as one rank with as many micro-batches.
+//! Pipeline stages that compute several micro-batches at once have the losses and weights of one rank with as many micro-batches.
 
 use super::{
-    hybrid::{beyond, data_rank, data_ranks, grouped, plan, staged},
+    hybrid::{data_rank, data_ranks, grouped, max_excess, plan, staged},
     *,
 };
 use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
 use lockstep_protocol::{agent::AxisTimes, spec::Split};
 
 const STEPS: usize = 5;
-/// Of all ranks: eight for each of two, so that float64 sums of gradients are those of one rank.
+/// Pictures of all ranks: eight for each of two. So float64 sums of gradients equal those of one rank.
 const MICRO_BATCH: usize = 16;
-/// Low: batch norms of few pictures amplify the rounding of sums over rows and channels.
+/// A low rate, because batch norms of few pictures amplify the rounding of sums over rows and channels.
 const LR: f32 = 0.002;
 
-/// How much is trained.
+/// The size of a training run.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Run {
     /// Pictures of all ranks in a micro-batch.
     pub(super) micro_batch: usize,
     pub(super) accumulate: usize,
     pub(super) steps: usize,
-    /// Whether blocks begin as identities: rounding then grows slowly.
+    /// Whether residual blocks begin as identities, so that rounding errors grow slowly.
     pub(super) zero_init_residual: bool,
 }
 
 const RUN: Run = Run { micro_batch: MICRO_BATCH, accumulate: 1, steps: STEPS, zero_init_residual: false };
 
-/// What the ranks report of the steps, and the state after them as a checkpoint has it.
+/// Each rank's results of the steps, and the state for a checkpoint after them.
 pub(super) fn trained(
     network: &Arc<Network>,
     plan: &Plan,
@@ -71,16 +71,17 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
         (&grouped, staged(3, Plan::data(1)), 5),
         (&grouped, staged(3, plan([1, 2, 2], &[("*", Split::Out), ("block.conv2", Split::Groups)])), 2),
     ];
-    let (mut alone, mut wrong) = (Vec::new(), Vec::new());
+    let (mut single, mut failures) = (Vec::new(), Vec::new());
     for (network, plan, accumulate) in cases {
-        let is_it =
-            |(of, with, ..): &(&Arc<Network>, usize, _, _)| Arc::ptr_eq(of, network) && with == accumulate;
-        if !alone.iter().any(is_it) {
+        let is_case = |(other, count, ..): &(&Arc<Network>, usize, _, _)| {
+            Arc::ptr_eq(other, network) && count == accumulate
+        };
+        if !single.iter().any(is_case) {
             let (results, state) =
                 trained(network, &Plan::data(1), Run { accumulate: *accumulate, ..RUN }, pictures);
-            alone.push((*network, *accumulate, results, state));
+            single.push((*network, *accumulate, results, state));
         }
-        let (.., results, state) = alone.iter().find(|of| is_it(of)).unwrap();
+        let (.., results, state) = single.iter().find(|result| is_case(result)).unwrap();
         let (theirs, their_state) = trained(network, plan, Run { accumulate: *accumulate, ..RUN }, pictures);
         let case = format!("{} on {:?}, {accumulate} micro-batches", network.arch, plan.mesh);
         for (step, wanted) in results[0].iter().enumerate() {
@@ -88,8 +89,8 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
                 theirs.iter().map(|results| value(&results[step])).sum::<f32>() / theirs.len() as f32
             };
             let loss = mean(&|result| result.loss);
-            let right = mean(&|result| result.correct as f32 / result.samples as f32);
-            // A stage may have nothing that is split over an axis, such as rows behind the global pooling.
+            let accuracy = mean(&|result| result.correct as f32 / result.samples as f32);
+            // A stage may have nothing that is split over an axis, such as rows after the global pooling.
             let (mut axes, mesh) = (AxisTimes::default(), plan.mesh);
             for of_rank in theirs.iter().map(|results| &results[step]) {
                 let times = of_rank.axis_secs.unwrap();
@@ -106,33 +107,34 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
             }
             let norm = theirs.iter().map(|results| (results[step].grad_norm / wanted.grad_norm - 1.0).abs());
             let norm = norm.fold(0.0, f32::max);
-            let wanted_right = wanted.correct as f32 / wanted.samples as f32;
-            if (loss - wanted.loss).abs() >= 1e-4 || (right - wanted_right).abs() > 1e-6 || norm > 1e-4 {
-                wrong.push(format!(
-                    "{case}, step {step}: loss {loss} {}, right {right} {wanted_right}, norm {norm:e}",
+            let wanted_accuracy = wanted.correct as f32 / wanted.samples as f32;
+            if (loss - wanted.loss).abs() >= 1e-4 || (accuracy - wanted_accuracy).abs() > 1e-6 || norm > 1e-4
+            {
+                failures.push(format!(
+                    "{case}, step {step}: loss {loss} {}, accuracy {accuracy} {wanted_accuracy}, norm {norm:e}",
                     wanted.loss
                 ));
             }
         }
         let slots = |state: &StateDict| state.optimizer.as_ref().unwrap().slots.clone();
-        for (what, (theirs, ours)) in [
+        for (kind, (theirs, ours)) in [
             ("weights", (&their_state.parameters, &state.parameters)),
             ("average", (their_state.average.as_ref().unwrap(), state.average.as_ref().unwrap())),
         ] {
-            let (apart, name) = beyond(theirs, ours);
-            if apart > 0.0 {
-                wrong.push(format!("{case}: {what} of {name} differ by {apart:e} more than 1e-6"));
+            let (excess, name) = max_excess(theirs, ours);
+            if excess > 0.0 {
+                failures.push(format!("{case}: {kind} of {name} differ by {excess:e} more than 1e-6"));
             }
         }
-        let apart = furthest_apart(&slots(&their_state), &slots(state));
-        if apart > 1e-3 {
-            wrong.push(format!("{case}: momentum differs by {apart:e}"));
+        let difference = max_difference(&slots(&their_state), &slots(state));
+        if difference > 1e-3 {
+            failures.push(format!("{case}: momentum differs by {difference:e}"));
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// Activations that fit into no connection's buffers: neighbours that both send first would wait for each other.
+/// The activations do not fit into a connection's buffers, so two neighbours that both send first would deadlock.
 #[test]
 fn stages_with_long_messages_do_not_deadlock() {
     const LARGE: usize = 64;
@@ -150,8 +152,8 @@ fn stages_with_long_messages_do_not_deadlock() {
         labels: labels("pipeline.large", to, 10).split_off(from),
         ..Batch::default()
     };
-    let (alone, _) = trained(&network, &Plan::data(1), Run { accumulate: 4, steps: 1, ..RUN }, batch);
+    let (single, _) = trained(&network, &Plan::data(1), Run { accumulate: 4, steps: 1, ..RUN }, batch);
     let (theirs, _) =
         trained(&network, &staged(3, Plan::data(1)), Run { accumulate: 4, steps: 1, ..RUN }, batch);
-    assert!(theirs.iter().all(|of_rank| (of_rank[0].loss - alone[0][0].loss).abs() < 1e-4), "{theirs:?}");
+    assert!(theirs.iter().all(|of_rank| (of_rank[0].loss - single[0][0].loss).abs() < 1e-4), "{theirs:?}");
 }

@@ -1,7 +1,7 @@
-//! Steps that sample the classes (Partial FC): each is a step of a classifier of these classes alone, and the others stay as they are.
+//! A step that samples the classes (Partial FC) equals a step of a classifier with only these classes. The other classes stay unchanged.
 
 use super::{
-    hybrid::{beyond, data_rank, data_ranks, plan, staged},
+    hybrid::{data_rank, data_ranks, max_excess, plan, staged},
     *,
 };
 use lockstep_engine::{Contribution, Margin, StateDict, Writers, build_cpu_with, plan::Plan};
@@ -11,7 +11,7 @@ use std::ops::Range;
 const CLASSES: usize = 41;
 const SHARE: f64 = 0.25;
 const STEPS: usize = 3;
-/// Eight for each of four ranks: float64 sums of gradients are then those of one rank.
+/// Eight pictures for each of four ranks. So float64 sums of gradients equal those of one rank.
 const GLOBAL: usize = 32;
 const LR: f32 = 0.05;
 
@@ -28,7 +28,7 @@ fn wide(classes: usize) -> Arc<Network> {
     Arc::new(network)
 }
 
-/// Pictures of a step. Few of the classes have any.
+/// Pictures `own` of a step. Only six classes have pictures.
 fn part(number: usize, own: Range<usize>, global_samples: usize) -> Batch {
     let all = labels(&format!("sampled.labels.{number}"), GLOBAL, 6);
     let images = values(&format!("sampled.images.{number}"), GLOBAL * PICTURE);
@@ -40,7 +40,7 @@ fn part(number: usize, own: Range<usize>, global_samples: usize) -> Batch {
     }
 }
 
-/// The parts that rank `rank` of `ranks` has of a step's micro-batches.
+/// The parts of rank `rank` of `ranks` in a step's micro-batches.
 fn step(number: usize, (rank, ranks): (usize, usize), accumulate: usize) -> Vec<Batch> {
     let (all, own) = (GLOBAL / accumulate, GLOBAL / accumulate / ranks);
     let from = |micro: usize| micro * all + rank * own;
@@ -49,13 +49,13 @@ fn step(number: usize, (rank, ranks): (usize, usize), accumulate: usize) -> Vec<
 
 struct Run {
     results: Vec<StepResult>,
-    /// Before the first step, and after each.
+    /// The states before the first step and after each step.
     states: Vec<StateDict>,
-    /// Of all pictures of the first step, by the last state.
+    /// The last state's logits for all pictures of step 0.
     logits: Vec<f32>,
 }
 
-/// Trains the steps `steps`, from `state` if there is one.
+/// Trains the steps `steps`, starting from `state` if it is given.
 fn run(plan: &Plan, config: &EngineConfig, steps: Range<usize>, state: Option<&StateDict>) -> Run {
     let (network, ranks) = (wide(CLASSES), data_ranks(plan));
     let own = GLOBAL / ranks;
@@ -78,15 +78,15 @@ fn run(plan: &Plan, config: &EngineConfig, steps: Range<usize>, state: Option<&S
         let logits = engine.predict(&part(0, rank * own..(rank + 1) * own, GLOBAL)).unwrap();
         (of_steps, logits)
     });
-    // Of ranks with the last stage, which alone have measured something.
+    // Only the ranks of the last stage have results.
     let last_stage = plan.mesh.ranks() - plan.mesh.ranks_of_stage();
-    let of = |step: usize, value: &dyn Fn(&StepResult) -> f32| -> f32 {
+    let sum = |step: usize, value: &dyn Fn(&StepResult) -> f32| -> f32 {
         of_ranks[last_stage..].iter().filter_map(|(steps, _)| steps[step].0.as_ref()).map(value).sum()
     };
     let results = (1..=steps.len()).map(|step| StepResult {
-        loss: of(step, &|r| r.loss * r.samples as f32) / GLOBAL as f32,
-        correct: of(step, &|r| r.correct as f32) as u32,
-        grad_norm: of(step, &|r| r.grad_norm) / plan.mesh.ranks_of_stage() as f32,
+        loss: sum(step, &|r| r.loss * r.samples as f32) / GLOBAL as f32,
+        correct: sum(step, &|r| r.correct as f32) as u32,
+        grad_norm: sum(step, &|r| r.grad_norm) / plan.mesh.ranks_of_stage() as f32,
         ..StepResult::default()
     });
     let (results, logits) =
@@ -99,8 +99,8 @@ fn run(plan: &Plan, config: &EngineConfig, steps: Range<usize>, state: Option<&S
     Run { results, states, logits }
 }
 
-/// The classes of which something differs: weights, biases or what the optimizer keeps.
-fn changed(before: &StateDict, after: &StateDict) -> Vec<usize> {
+/// The classes whose weights, biases or optimizer state differ.
+fn changed_classes(before: &StateDict, after: &StateDict) -> Vec<usize> {
     let all = |state: &StateDict| {
         let slots = state.optimizer.clone().unwrap().slots;
         let of_head =
@@ -116,8 +116,8 @@ fn changed(before: &StateDict, after: &StateDict) -> Vec<usize> {
     (0..CLASSES).filter(differs).collect()
 }
 
-/// The state of a classifier of some of the classes.
-fn cut(state: &StateDict, classes: &[usize]) -> StateDict {
+/// The state of a classifier that has only `classes`.
+fn select_classes(state: &StateDict, classes: &[usize]) -> StateDict {
     let mut state = state.clone();
     let slots = state.optimizer.iter_mut().map(|optimizer| &mut optimizer.slots);
     for tensors in std::iter::once(&mut state.parameters).chain(slots) {
@@ -133,14 +133,14 @@ fn cut(state: &StateDict, classes: &[usize]) -> StateDict {
 
 fn sampled(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
     let loss = LossConfig { sample_share: SHARE, seed: 3, ..LossConfig::default() };
-    // With a smaller epsilon the sign of a gradient that is almost 0 decides.
+    // With a smaller epsilon, the sign of a gradient of almost 0 would decide the update.
     let optimizer =
         Optimizer { kind, momentum: 0.9, weight_decay: 1e-2, epsilon: 1e-3, ..Optimizer::default() };
     EngineConfig { loss, optimizer, accumulate, ..config(0) }
 }
 
 #[test]
-fn a_sampled_step_equals_that_of_a_classifier_of_the_sample() {
+fn a_sampled_step_equals_a_step_with_only_the_sampled_classes() {
     let margin = LossSpec { kind: LossKind::ArcFace, scale: 8.0, ..LossSpec::default() };
     let (none, margin) = (None, Margin::of(&margin));
     for (plan, kind, accumulate, margin) in [
@@ -164,7 +164,7 @@ fn a_sampled_step_equals_that_of_a_classifier_of_the_sample() {
         let mut chosen = Vec::new();
         for (number, states) in trained.states.windows(2).enumerate() {
             let case = format!("{plan:?}, {kind:?}, step {number}");
-            let classes = changed(&states[0], &states[1]);
+            let classes = changed_classes(&states[0], &states[1]);
             let mut batches = step(number, (0, 1), accumulate);
             for label in batches.iter_mut().flat_map(|batch| &mut batch.labels) {
                 *label = classes.iter().position(|class| *class == *label as usize).expect("a label's class")
@@ -172,7 +172,8 @@ fn a_sampled_step_equals_that_of_a_classifier_of_the_sample() {
             }
             assert!((drawn..=drawn + 6).contains(&classes.len()), "{case}: {drawn} and labels: {classes:?}");
 
-            let (before, after) = (cut(&states[0], &classes), cut(&states[1], &classes));
+            let (before, after) =
+                (select_classes(&states[0], &classes), select_classes(&states[1], &classes));
             let network = wide(classes.len());
             let mut plain =
                 build_cpu(network, &before.parameters, all.clone(), Arc::new(SingleRank)).unwrap();
@@ -189,8 +190,8 @@ fn a_sampled_step_equals_that_of_a_classifier_of_the_sample() {
             if plan.mesh.ranks() == 1 {
                 assert!(after == wanted, "{case}: other bits");
             } else {
-                let (apart, name) = beyond(&after.parameters, &wanted.parameters);
-                assert!(apart <= 0.0, "{case}: {name} by {apart:e} more than 1e-6");
+                let (excess, name) = max_excess(&after.parameters, &wanted.parameters);
+                assert!(excess <= 0.0, "{case}: {name} by {excess:e} more than 1e-6");
             }
             chosen.push(classes);
         }
@@ -201,8 +202,8 @@ fn a_sampled_step_equals_that_of_a_classifier_of_the_sample() {
         let mut plain = build_cpu(wide(CLASSES), &last.parameters, all, Arc::new(SingleRank)).unwrap();
         let wanted = plain.predict(&part(0, 0..GLOBAL, GLOBAL)).unwrap();
         assert_eq!(trained.logits.len(), wanted.len());
-        let apart = trained.logits.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        assert!(apart < 1e-4, "{plan:?}: {apart}");
+        let difference = trained.logits.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(difference < 1e-4, "{plan:?}: {difference}");
     }
 }
 
@@ -215,7 +216,7 @@ fn a_sample_is_the_same_after_a_resume() {
         assert!(resumed.states[1] == whole.states[3], "{plan:?}");
         let other = LossConfig { seed: 4, ..config.loss.clone() };
         let other = run(&plan, &EngineConfig { loss: other, ..config }, 2..3, Some(&whole.states[2]));
-        assert!(other.states[1] != whole.states[3], "the seed counts");
+        assert!(other.states[1] != whole.states[3], "another seed draws another sample");
     }
 }
 

@@ -1,14 +1,14 @@
-//! Optimizer state that ranks divide among them (ZeRO-1): the same losses, weights and checkpoints as one rank that has all of it.
+//! Optimizer state that ranks divide among them (ZeRO-1): the same losses, weights and checkpoints as on one rank with the whole state.
 
 use super::{
-    hybrid::{beyond, data_rank, plan},
+    hybrid::{data_rank, max_excess, plan},
     *,
 };
 use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
 use lockstep_protocol::spec::Split;
 
 const STEPS: usize = 5;
-/// Multiples of eight for each rank: float64 sums of gradients are then those of one rank.
+/// Each rank has a multiple of eight pictures. So float64 sums of gradients equal those of one rank.
 const GLOBAL: usize = 32;
 const KINDS: [OptimizerKind; 5] = [
     OptimizerKind::Momentum,
@@ -34,17 +34,17 @@ fn wide() -> Arc<Network> {
 }
 
 fn of_kind(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
-    // With a smaller epsilon the sign of a gradient that is almost 0 decides.
+    // With a smaller epsilon, the sign of a gradient of almost 0 would decide the update.
     let optimizer = Optimizer { kind, weight_decay: 1e-3, epsilon: 1e-3, ..Optimizer::default() };
     EngineConfig { optimizer, accumulate, ..config(GLOBAL) }
 }
 
-/// Mean losses of the steps, and the state after them as a checkpoint has it. The ranks share no memory. Of three ranks the first has
-/// half of the pictures.
+/// Mean losses of the steps, and the state for a checkpoint after them. The ranks share no memory. Of three ranks, the first has half
+/// of the pictures.
 fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
     let ranks = plan.mesh.ranks();
     let parts = ranks / plan.mesh.height;
-    let of_ranks = meet(ranks as u32, false, |comm| {
+    let of_ranks = run_ranks(ranks as u32, false, |comm| {
         let part = data_rank(plan, &comm);
         let bounds = [part, part + 1].map(|part| match parts {
             3 => [0, 16, 24, 32][part],
@@ -68,12 +68,12 @@ fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f
     (losses, *state)
 }
 
-/// How two runs differ by more than rounding, in words.
+/// Describes how two runs differ, unless only by rounding.
 fn difference(ours: &(Vec<f32>, StateDict), theirs: &(Vec<f32>, StateDict)) -> Option<String> {
     let loss = ours.0.iter().zip(&theirs.0).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     let [optimizer, their_optimizer] = [&ours.1, &theirs.1].map(|state| state.optimizer.as_ref().unwrap());
-    let weights = beyond(&ours.1.parameters, &theirs.1.parameters);
-    let slots = beyond(&optimizer.slots, &their_optimizer.slots);
+    let weights = max_excess(&ours.1.parameters, &theirs.1.parameters);
+    let slots = max_excess(&optimizer.slots, &their_optimizer.slots);
     assert_eq!(optimizer.updates, their_optimizer.updates);
     let is_near = loss < 1e-4 && weights.0 <= 0.0 && slots.0 <= 0.0;
     (!is_near).then(|| format!("losses by {loss:e}, weights {weights:?}, optimizer state {slots:?}"))
@@ -81,31 +81,32 @@ fn difference(ours: &(Vec<f32>, StateDict), theirs: &(Vec<f32>, StateDict)) -> O
 
 #[test]
 fn ranks_that_divide_optimizer_state_train_as_one_rank() {
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     for (number, kind) in KINDS.into_iter().enumerate() {
         let config = of_kind(kind, 1 + number % 2);
-        // Float32 sums take long here.
+        // Only two cases, because float32 sums are slow.
         let of_wide: &[u32] = [&[4][..], &[], &[], &[], &[3]][number];
         for (network, of_ranks) in [(network(), &[2, 3, 4][..]), (wide(), of_wide)] {
             if of_ranks.is_empty() {
                 continue;
             }
-            let alone = trained(&network, &Plan::data(1), &config);
+            let single = trained(&network, &Plan::data(1), &config);
             for ranks in of_ranks {
                 let divided = trained(&network, &sharded(Plan::data(*ranks)), &config);
                 let case = format!("{}, {kind:?} on {ranks} ranks", network.arch);
-                wrong.extend(difference(&divided, &alone).map(|difference| format!("{case}: {difference}")));
+                failures
+                    .extend(difference(&divided, &single).map(|difference| format!("{case}: {difference}")));
             }
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// A part of a parameter that ranks share is divided over the ranks that have the same part.
+/// The optimizer state of a part of a parameter is divided over the ranks that have this part.
 #[test]
 fn ranks_that_share_a_network_divide_the_state_of_their_parts() {
     let split = [("layer3.*.conv1", Split::Out), ("layer3.*.conv2", Split::In), ("fc", Split::Out)];
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     for (kind, mesh, shards) in [
         (OptimizerKind::Momentum, [2, 1, 2], &split[..]),
         (OptimizerKind::Lamb, [2, 1, 2], &split[..]),
@@ -116,26 +117,26 @@ fn ranks_that_share_a_network_divide_the_state_of_their_parts() {
         let config = of_kind(kind, 1);
         let whole = trained(&network(), &plan, &config);
         let divided = trained(&network(), &sharded(plan), &config);
-        wrong.extend(
+        failures.extend(
             difference(&divided, &whole).map(|difference| format!("{kind:?}, {mesh:?}: {difference}")),
         );
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 #[test]
-fn a_divided_state_continues_on_any_number_of_ranks_with_and_without_the_key() {
+fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
     let (network, config) = (network(), of_kind(OptimizerKind::AdamW, 1));
     let (_, state) = trained(&network, &sharded(Plan::data(3)), &config);
     let next = |plan: &Plan| {
         let own = GLOBAL / plan.mesh.ranks();
-        let mut of_ranks = meet(plan.mesh.ranks() as u32, false, |comm| {
+        let mut of_ranks = run_ranks(plan.mesh.ranks() as u32, false, |comm| {
             let from = data_rank(plan, &comm) * own;
             let initial = init::initial_parameters(&network, false, 2);
             let mut engine = build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
             engine.load_state_dict(&state).unwrap();
             if let Contribution::Whole(loaded) = engine.state_dict(&Writers::default()).unwrap() {
-                assert!(*loaded == state, "what was loaded is what is saved");
+                assert!(*loaded == state, "the loaded state is saved unchanged");
             }
             engine.keep_gradients().unwrap();
             engine.train_step(&[part_of(GLOBAL, pictures(99, from, from + own))], 0.002).unwrap();
@@ -154,7 +155,7 @@ fn a_divided_state_continues_on_any_number_of_ranks_with_and_without_the_key() {
         let (Contribution::Whole(state), _, gradients) = of_ranks.swap_remove(0) else { panic!("rank 0") };
         (*state, gradients)
     };
-    let (alone, wanted) = next(&Plan::data(1));
+    let (single, wanted) = next(&Plan::data(1));
     for plan in [
         sharded(Plan::data(1)),
         sharded(Plan::data(2)),
@@ -163,11 +164,11 @@ fn a_divided_state_continues_on_any_number_of_ranks_with_and_without_the_key() {
         sharded(plan([2, 1, 2], &[("layer3.*", Split::Out)])),
     ] {
         let (state, gradients) = next(&plan);
-        let (apart, name) = beyond(&state.parameters, &alone.parameters);
-        assert!(apart <= 0.0, "{plan:?}: {name} {apart:e}");
+        let (excess, name) = max_excess(&state.parameters, &single.parameters);
+        assert!(excess <= 0.0, "{plan:?}: {name} {excess:e}");
         if plan.is_data() {
-            let (apart, name) = beyond(&gradients, &wanted);
-            assert!(apart <= 0.0, "{plan:?}: the gradient of {name} {apart:e}");
+            let (excess, name) = max_excess(&gradients, &wanted);
+            assert!(excess <= 0.0, "{plan:?}: the gradient of {name} {excess:e}");
         }
     }
 }
@@ -176,7 +177,7 @@ fn a_divided_state_continues_on_any_number_of_ranks_with_and_without_the_key() {
 fn each_rank_keeps_its_share_of_the_optimizer_s_state() {
     let exchange = |plan: Plan, shared: bool| {
         let network = wide();
-        meet(plan.mesh.ranks() as u32, shared, |comm| {
+        run_ranks(plan.mesh.ranks() as u32, shared, |comm| {
             let initial = init::initial_parameters(&network, false, 1);
             let config = of_kind(OptimizerKind::AdamW, 1);
             let engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), &plan).unwrap();
@@ -184,17 +185,17 @@ fn each_rank_keeps_its_share_of_the_optimizer_s_state() {
             engine.exchange()
         })
     };
-    // 2,112,928 parameters of two slots of float32.
-    for said in exchange(sharded(Plan::data(4)), false) {
-        assert!(said.ends_with("; a rank keeps 4.23 of 16.90 MB of optimizer state"), "{said}");
+    // 2,112,928 parameters with two float32 slots each.
+    for description in exchange(sharded(Plan::data(4)), false) {
+        assert!(description.ends_with("; a rank keeps 4.23 of 16.90 MB of optimizer state"), "{description}");
     }
-    for said in exchange(sharded(plan([2, 1, 2], &[])), false) {
-        assert!(said.ends_with("; a rank keeps 4.23 of 16.90 MB of optimizer state"), "{said}");
+    for description in exchange(sharded(plan([2, 1, 2], &[])), false) {
+        assert!(description.ends_with("; a rank keeps 4.23 of 16.90 MB of optimizer state"), "{description}");
     }
-    for said in exchange(sharded(Plan::data(2)), true) {
-        assert!(said.ends_with("; optimizer state, 16.90 MB, is there once, too"), "{said}");
+    for description in exchange(sharded(Plan::data(2)), true) {
+        assert!(description.ends_with("; optimizer state, 16.90 MB, is there once, too"), "{description}");
     }
-    for said in exchange(Plan::data(2), false) {
-        assert!(!said.contains("optimizer"), "{said}");
+    for description in exchange(Plan::data(2), false) {
+        assert!(!description.contains("optimizer"), "{description}");
     }
 }

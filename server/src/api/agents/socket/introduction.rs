@@ -3,7 +3,7 @@
 use crate::store::AgentRow;
 use lockstep_protocol::{
     JobId,
-    agent::{AttemptRef, FromAgent, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION},
+    agent::{AttemptRef, FromAgent, PROTOCOL_VERSION},
     unseen::first_unseen,
 };
 use std::collections::HashSet;
@@ -42,7 +42,7 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
     else {
         return Err("the first message of a connection must be Hello".into());
     };
-    if !(OLDEST_PROTOCOL_VERSION..=PROTOCOL_VERSION).contains(&protocol) {
+    if protocol != PROTOCOL_VERSION {
         return Err(format!(
             "this server uses version {PROTOCOL_VERSION} of the protocol and the agent version {protocol}; \
              run the same version of lockstep on both"
@@ -120,10 +120,7 @@ mod tests {
                 disk_free_bytes: 1,
                 version: text.clone(),
                 address: Some(name.to_owned()),
-                interface: None,
-                interface_mbits: None,
-                network_id: None,
-                nvlink_groups: Vec::new(),
+                ..Machine::default()
             },
             slots: (0..slots as u32)
                 .map(|index| Slot {

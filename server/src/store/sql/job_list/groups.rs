@@ -100,7 +100,7 @@ fn number(row: &DbRow, column: &str, holds: &Holds) -> Result<Option<f64>> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn group_jobs(
+    pub(in crate::store) async fn job_groups(
         &self,
         filter: &JobFilter,
         by: &[GroupBy],

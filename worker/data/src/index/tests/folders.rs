@@ -2,9 +2,9 @@
 
 use super::*;
 
-/// Sets the times of the folders to a time long before any change.
-fn long_ago(place: &Fixture) {
-    for entry in fs::read_dir(place.data.path().join("train")).unwrap() {
+/// Sets the modification times of the folders to a time long before any change.
+fn backdate(fixture: &Fixture) {
+    for entry in fs::read_dir(fixture.data.path().join("train")).unwrap() {
         let folder = fs::File::open(entry.unwrap().path()).unwrap();
         folder.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000)).unwrap();
     }
@@ -12,92 +12,92 @@ fn long_ago(place: &Fixture) {
 
 #[test]
 fn unchanged_folders_are_skipped_until_a_change_is_found() {
-    let place = Fixture::new(2, 4);
+    let fixture = Fixture::new(2, 4);
     // Names are not prefixes of each other; one file is text and not a picture.
-    let odd = place.picture("class-0001/odd.png");
+    let odd = fixture.picture("class-0001/odd.png");
     image::RgbImage::new(9, 9).save(&odd).unwrap();
-    fs::write(place.picture("class-0001/notes"), "no picture").unwrap();
-    let print = |catalog: &Catalog| catalog.fingerprint(place.data.path());
-    assert_eq!(counts(&at_folders(&place)), (9, vec![]), "nothing is known yet");
-    let before = print(&place.open().unwrap());
-    place.say(|entry| entry.width = 77);
-    // A change in place does not change the folder.
+    fs::write(fixture.picture("class-0001/notes"), "no picture").unwrap();
+    let print = |catalog: &Catalog| catalog.fingerprint(fixture.data.path());
+    assert_eq!(counts(&open_trusting_folders(&fixture)), (9, vec![]), "no folder is known yet");
+    let before = print(&fixture.open().unwrap());
+    fixture.edit_index(|entry| entry.width = 77);
+    // Overwriting a file does not change its folder.
     fs::write(&odd, "I am no picture any more").unwrap();
-    let catalog = at_folders(&place);
+    let catalog = open_trusting_folders(&fixture);
     assert_eq!((counts(&catalog), print(&catalog)), ((9, vec![]), before.clone()));
     let Samples::Listed(listing) = &catalog.splits[0].samples else { panic!("{catalog:?}") };
-    assert!((0..9).all(|i| listing.dimensions(i).0 == 77), "nothing was read");
+    assert!((0..9).all(|i| listing.dimensions(i).0 == 77), "no file was read");
     assert!((0..8).all(|i| listing.read(i).is_ok()));
-    assert_eq!(counts(&at_folders(&place)).0, 9, "what has not changed is not examined");
-    let words = listing.read(8).unwrap_err().to_string();
-    assert!(words.contains("odd.png has changed since it was first inspected"), "{words}");
-    let now = at_folders(&place);
+    assert_eq!(counts(&open_trusting_folders(&fixture)).0, 9, "unchanged folders are not examined");
+    let message = listing.read(8).unwrap_err().to_string();
+    assert!(message.contains("odd.png has changed since it was first inspected"), "{message}");
+    let now = open_trusting_folders(&fixture);
     assert_eq!(counts(&now).0, 8);
     assert!(counts(&now).1[0].contains("odd.png is text") && print(&now) != before, "{now:?}");
-    assert_eq!(print(&at_folders(&place)), print(&now));
+    assert_eq!(print(&open_trusting_folders(&fixture)), print(&now));
 }
 
 #[test]
 fn changes_of_files_are_detected_by_their_folders() {
-    let place = Fixture::new(3, 4);
-    let look = || counts(&at_folders(&place));
+    let fixture = Fixture::new(3, 4);
+    let look = || counts(&open_trusting_folders(&fixture));
     // Each opening that examines all files stores the folders.
     let examine_all = || {
-        long_ago(&place);
-        assert_eq!(counts(&place.open().unwrap()), look());
+        backdate(&fixture);
+        assert_eq!(counts(&fixture.open().unwrap()), look());
     };
     examine_all();
-    image::RgbImage::new(5, 5).save(place.picture("class-0001/new.png")).unwrap();
+    image::RgbImage::new(5, 5).save(fixture.picture("class-0001/new.png")).unwrap();
     assert_eq!(look().0, 13);
     examine_all();
-    fs::remove_file(place.picture("class-0002/000003.png")).unwrap();
+    fs::remove_file(fixture.picture("class-0002/000003.png")).unwrap();
     assert_eq!(look().0, 12);
     examine_all();
-    let other = place.data.path().join("other");
+    let other = fixture.data.path().join("other");
     fs::write(&other, "not a picture").unwrap();
-    fs::rename(&other, place.picture("class-0000/000002.png")).unwrap();
+    fs::rename(&other, fixture.picture("class-0000/000002.png")).unwrap();
     let (pictures, broken) = look();
     assert!(pictures == 11 && broken[0].contains("class-0000/000002.png is text"), "{broken:?}");
     examine_all();
-    fs::create_dir(place.picture("class-0000/inner")).unwrap();
-    fs::write(place.picture("class-0000/inner/x.png"), "x").unwrap();
+    fs::create_dir(fixture.picture("class-0000/inner")).unwrap();
+    fs::write(fixture.picture("class-0000/inner/x.png"), "x").unwrap();
     assert_eq!(look().1.len(), 2);
     // A folder was removed and another added.
-    fs::remove_dir_all(place.picture("class-0001")).unwrap();
-    fs::create_dir(place.picture("class-0009")).unwrap();
-    image::RgbImage::new(5, 5).save(place.picture("class-0009/a.png")).unwrap();
-    let found = at_folders(&place);
+    fs::remove_dir_all(fixture.picture("class-0001")).unwrap();
+    fs::create_dir(fixture.picture("class-0009")).unwrap();
+    image::RgbImage::new(5, 5).save(fixture.picture("class-0009/a.png")).unwrap();
+    let found = open_trusting_folders(&fixture);
     assert_eq!((counts(&found).0, found.classes.join(" ")), (7, "class-0000 class-0002 class-0009".into()));
 }
 
 #[test]
 fn recently_changed_or_unknown_folders_are_checked() {
-    let place = Fixture::new(2, 4);
+    let fixture = Fixture::new(2, 4);
     let hour = Duration::from_secs(3600);
-    Catalog::open_with(place.data.path(), &place.store().with_min_age(hour)).unwrap();
-    let odd = place.picture("class-0000/000001.png");
+    Catalog::open_with(fixture.data.path(), &fixture.store().with_min_age(hour)).unwrap();
+    let odd = fixture.picture("class-0000/000001.png");
     let rewrite = |side: u32| {
         let mut bytes = std::io::Cursor::new(Vec::new());
         image::RgbImage::new(side, 3).write_to(&mut bytes, image::ImageFormat::Png).unwrap();
         fs::write(&odd, bytes.into_inner()).unwrap();
     };
-    let first = || match &at_folders(&place).splits[0].samples {
+    let first = || match &open_trusting_folders(&fixture).splits[0].samples {
         Samples::Listed(listing) => listing.dimensions(1).0,
-        Samples::Memory { .. } => panic!("they are listed"),
+        Samples::Memory { .. } => panic!("files are listed"),
     };
     // A folder that changed just now could change again with the same time, so it is not cached.
     rewrite(20);
     assert_eq!(first(), 20);
-    // Without a minimum age the folders were stored. The index has been rebuilt since.
+    // Without a minimum age, the folders were stored. Now the index is rebuilt.
     rewrite(30);
     assert_eq!(first(), 20, "the note is used");
-    place.open().unwrap();
-    let note = fs::read(place.kept("folders").unwrap()).unwrap();
+    fixture.open().unwrap();
+    let note = fs::read(fixture.cached_file("folders").unwrap()).unwrap();
     rewrite(40);
     for broken in [&b"nothing"[..], &note[..note.len() / 2], b""] {
-        fs::write(place.kept("folders").unwrap(), broken).unwrap();
+        fs::write(fixture.cached_file("folders").unwrap(), broken).unwrap();
         assert_eq!(first(), 40);
     }
-    fs::write(place.kept("folders").unwrap(), &note).unwrap();
-    assert_eq!(first(), 40, "the index is not the one that was noted");
+    fs::write(fixture.cached_file("folders").unwrap(), &note).unwrap();
+    assert_eq!(first(), 40, "the note belongs to another index");
 }

@@ -73,7 +73,7 @@ mod tests {
     #[test]
     fn the_first_error_of_the_batch_is_reported() {
         let queue = Queue::new((0..9).collect());
-        let wrong = |what: &str| Err(DataError::Invalid(what.into()));
+        let wrong = |detail: &str| Err(DataError::Invalid(detail.into()));
         queue.note(4, wrong("the fifth"));
         queue.note(2, wrong("the third"));
         queue.note(1, Ok(()));

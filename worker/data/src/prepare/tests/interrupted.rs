@@ -6,8 +6,8 @@ use super::*;
 fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
     let from = folder(25);
     let (whole, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let made = run(from.path(), whole.path(), &in_parts()).unwrap();
-    assert!(made.shards > 4, "{made:?}");
+    let prepared = run(from.path(), whole.path(), &small_shards()).unwrap();
+    assert!(prepared.shards > 4, "{prepared:?}");
     // The disk is full while the third shard is written.
     let third = to.path().join(".later");
     let full = |progress: Progress| {
@@ -16,38 +16,39 @@ fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
             std::os::unix::fs::symlink("/dev/full", to.path().join("train-000002.tar.part")).unwrap();
         }
     };
-    let error = prepare_with(from.path(), to.path(), &in_parts(), full, &nowhere()).unwrap_err().to_string();
+    let error =
+        prepare_with(from.path(), to.path(), &small_shards(), full, &no_index()).unwrap_err().to_string();
     assert!(error.contains("train-000002.tar.part cannot be written: No space left"), "{error}");
     fs::remove_file(&third).unwrap();
     let names: Vec<_> = files_of(to.path()).into_keys().collect();
     assert_eq!(names, ["classes.txt", "train-000000.tar", "train-000001.tar", "unfinished.json"]);
     // An incomplete copy is not used for training by mistake.
-    let words = open(to.path()).unwrap_err().to_string();
-    assert!(words.contains("is an incomplete copy"), "{words}");
+    let message = open(to.path()).unwrap_err().to_string();
+    assert!(message.contains("is an incomplete copy"), "{message}");
     let shard = |number: u32| to.path().join(format!("train-{number:06}.tar"));
     let first = fs::metadata(shard(0)).unwrap();
     // A finished shard has been truncated since.
     fs::write(shard(1), "").unwrap();
-    let made = run(from.path(), to.path(), &in_parts()).unwrap();
-    assert_eq!(made.kept_shards, 1);
+    let prepared = run(from.path(), to.path(), &small_shards()).unwrap();
+    assert_eq!(prepared.kept_shards, 1);
     assert_eq!(
         fs::metadata(shard(0)).unwrap().modified().unwrap(),
         first.modified().unwrap(),
-        "not made again"
+        "not written again"
     );
     let shards = |dir: &Path| -> BTreeMap<_, _> {
         files_of(dir).into_iter().filter(|(name, _)| !name.ends_with("json")).collect()
     };
-    assert!(shards(to.path()) == shards(whole.path()), "other bytes");
+    assert!(shards(to.path()) == shards(whole.path()), "the shards have other bytes");
     // Complete shards are not written again.
-    let again = run(from.path(), to.path(), &in_parts()).unwrap();
-    assert_eq!((again.kept_shards, again.splits), (again.shards, made.splits));
+    let again = run(from.path(), to.path(), &small_shards()).unwrap();
+    assert_eq!((again.kept_shards, again.splits), (again.shards, prepared.splits));
 }
 
 #[test]
 fn finished_shards_are_checked_before_reuse() {
     let (from, to) = (folder(25), tempfile::tempdir().unwrap());
-    let made = run(from.path(), to.path(), &in_parts()).unwrap();
+    let prepared = run(from.path(), to.path(), &small_shards()).unwrap();
     let whole = files_of(to.path());
     let shard = to.path().join("train-000001.tar");
     let content = whole["train-000001.tar"].clone();
@@ -58,31 +59,34 @@ fn finished_shards_are_checked_before_reuse() {
     let other = vec![b'x'; all];
     for damaged in [hollow, other, content[..half].to_vec()] {
         fs::write(&shard, &damaged).unwrap();
-        let again = run(from.path(), to.path(), &in_parts()).unwrap();
-        assert_eq!((again.kept_shards, again.shards), (made.shards - 1, made.shards));
-        assert!(files_of(to.path()) == whole, "made again as it was");
+        let again = run(from.path(), to.path(), &small_shards()).unwrap();
+        assert_eq!((again.kept_shards, again.shards), (prepared.shards - 1, prepared.shards));
+        assert!(files_of(to.path()) == whole, "written again with the same bytes");
     }
 }
 
 #[test]
 fn incomplete_copies_are_refused_for_training() {
     let (from, to) = (folder(25), tempfile::tempdir().unwrap());
-    let made = run(from.path(), to.path(), &in_parts()).unwrap();
+    let prepared = run(from.path(), to.path(), &small_shards()).unwrap();
     let shard = to.path().join("train-000001.tar");
     let content = fs::read(&shard).unwrap();
     // At the end of a member, where a truncated tar file seems complete.
     fs::write(&shard, &content[..2048]).unwrap();
-    let words = open(to.path()).unwrap_err().to_string();
-    let said = format!("train-000001.tar has 2048 bytes and was written with {}", content.len());
-    assert!(words.contains("is an incomplete copy") && words.contains(&said), "{words}");
+    let message = open(to.path()).unwrap_err().to_string();
+    let detail = format!("train-000001.tar has 2048 bytes and was written with {}", content.len());
+    assert!(message.contains("is an incomplete copy") && message.contains(&detail), "{message}");
     fs::remove_file(&shard).unwrap();
-    let words = open(to.path()).unwrap_err().to_string();
-    assert!(words.contains("train-000001.tar is missing") && words.contains("prepare` again"), "{words}");
+    let message = open(to.path()).unwrap_err().to_string();
+    assert!(
+        message.contains("train-000001.tar is missing") && message.contains("prepare` again"),
+        "{message}"
+    );
     // Opening a shard by its own name is allowed.
     assert!(open(&to.path().join("train-{000000,000002}.tar")).is_ok());
-    assert_eq!(run(from.path(), to.path(), &in_parts()).unwrap().kept_shards, made.shards - 1);
+    assert_eq!(run(from.path(), to.path(), &small_shards()).unwrap().kept_shards, prepared.shards - 1);
     assert_eq!(open(to.path()).unwrap().splits[0].labels.len(), 50);
-    // A smaller dataset, made on purpose.
+    // Without `prepared.json`, the copy counts as a smaller dataset.
     fs::remove_file(&shard).unwrap();
     fs::remove_file(to.path().join("prepared.json")).unwrap();
     assert!(open(to.path()).unwrap().splits[0].labels.len() < 50);
@@ -93,22 +97,24 @@ fn other_settings_sources_or_files_are_refused_with_the_difference() {
     let (from, to) = (folder(3), tempfile::tempdir().unwrap());
     run(from.path(), to.path(), &settings(16)).unwrap();
     let before = files_of(to.path());
-    let words = refused(from.path(), to.path(), &settings(17));
-    assert!(words.contains("contains a copy with a short side of 16, not 17"), "{words}");
+    let message = prepare_error(from.path(), to.path(), &settings(17));
+    assert!(message.contains("contains a copy with a short side of 16, not 17"), "{message}");
     let other = PrepareSettings { quality: 80, ..settings(16) };
-    assert!(refused(from.path(), to.path(), &other).contains("with a quality of 90, not 80"));
-    fs::write(from.path().join("train/cat/new.png"), encoded(&picture(9, 9, 1), ImageFormat::Png)).unwrap();
-    assert!(refused(from.path(), to.path(), &settings(16)).contains("contains a copy of another dataset"));
-    assert!(files_of(to.path()) == before, "nothing is touched");
+    assert!(prepare_error(from.path(), to.path(), &other).contains("with a quality of 90, not 80"));
+    fs::write(from.path().join("train/cat/new.png"), encode(&picture(9, 9, 1), ImageFormat::Png)).unwrap();
+    assert!(
+        prepare_error(from.path(), to.path(), &settings(16)).contains("contains a copy of another dataset")
+    );
+    assert!(files_of(to.path()) == before, "no file is changed");
     let inside = from.path().join("copy");
-    assert!(refused(from.path(), &inside, &settings(16)).contains("is inside the dataset"));
+    assert!(prepare_error(from.path(), &inside, &settings(16)).contains("is inside the dataset"));
     assert!(!inside.exists());
     let mine = tempfile::tempdir().unwrap();
     fs::write(mine.path().join("letter.txt"), "dear").unwrap();
-    let words = refused(from.path(), mine.path(), &settings(16));
-    assert!(words.contains("contains other files (letter.txt)"), "{words}");
+    let message = prepare_error(from.path(), mine.path(), &settings(16));
+    assert!(message.contains("contains other files (letter.txt)"), "{message}");
     assert_eq!(files_of(mine.path()).len(), 1);
     // Two copies to one folder at the same time.
     let _first = Destination::open(from.path(), to.path()).unwrap();
-    assert!(refused(from.path(), to.path(), &settings(16)).contains("being written by another"));
+    assert!(prepare_error(from.path(), to.path(), &settings(16)).contains("being written by another"));
 }

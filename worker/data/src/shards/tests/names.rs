@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn splits_are_told_by_names_of_files_or_folders() {
+fn names_of_files_or_folders_determine_splits() {
     let dir = tempfile::tempdir().unwrap();
     let shard = fixtures().join("numbers/train-000000.tar");
     fs::create_dir(dir.path().join("validation")).unwrap();
@@ -14,8 +14,8 @@ fn splits_are_told_by_names_of_files_or_folders() {
     let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
     assert_eq!(names, ["train", "test", "validation"]);
     fs::copy(&shard, dir.path().join("more.tar")).unwrap();
-    let words = broken(&open(dir.path()).expect("opens")).join("\n");
-    assert!(words.contains("more.tar has no split in its name"), "{words}");
+    let message = broken(&open(dir.path()).expect("opens")).join("\n");
+    assert!(message.contains("more.tar has no split in its name"), "{message}");
     fs::remove_file(dir.path().join("imagenet1k-train-0000.tar")).unwrap();
     assert!(open(dir.path()).unwrap_err().to_string().contains("has no training split"));
     // A class that occurs only in the validation split.
@@ -24,51 +24,46 @@ fn splits_are_told_by_names_of_files_or_folders() {
     let mut png = std::io::Cursor::new(Vec::new());
     image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
     write(&only.path().join("val.tar"), &[("a.png", png.get_ref()), ("a.cls", b"fox")]);
-    let words = open(only.path()).unwrap_err().to_string();
-    assert!(words.contains("split \"val\" has the class \"fox\""), "{words}");
+    let message = open(only.path()).unwrap_err().to_string();
+    assert!(message.contains("split \"val\" has the class \"fox\""), "{message}");
 }
 
 #[test]
-fn compressed_shards_are_named() {
+fn errors_name_compressed_shards() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("train-0.tar.gz"), "").unwrap();
-    let words = open(dir.path()).unwrap_err().to_string();
-    assert!(words.contains("its shards are compressed"), "{words}");
+    let message = open(dir.path()).unwrap_err().to_string();
+    assert!(message.contains("its shards are compressed"), "{message}");
     // A compressed shard is ignored if its decompressed copy exists. Otherwise it is reported as broken.
     for name in ["train-0.tar", "train-1.tar"] {
         fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join(name)).unwrap();
     }
     assert_eq!(broken(&open(dir.path()).expect("opens")), Vec::<String>::new());
     fs::write(dir.path().join("train-2.tar.zst"), "").unwrap();
-    let words = broken(&open(dir.path()).expect("opens"));
-    assert!(words.len() == 1 && words[0].contains("train-2.tar.zst is compressed"), "{words:?}");
+    let messages = broken(&open(dir.path()).expect("opens"));
+    assert!(messages.len() == 1 && messages[0].contains("train-2.tar.zst is compressed"), "{messages:?}");
 }
 
 #[test]
-fn a_split_that_cannot_be_listed_is_named() {
+fn errors_name_a_split_that_cannot_be_listed() {
     let dir = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink("gone", dir.path().join("val")).unwrap();
-    // These are not folders, whatever their names are.
+    // Despite their names, these are not folders.
     fs::write(dir.path().join("test"), "").unwrap();
     std::os::unix::fs::symlink("gone", dir.path().join("train.txt")).unwrap();
-    let words = open(dir.path()).unwrap_err().to_string();
-    assert!(words.ends_with("val is a link to gone, which does not exist; repair the link"), "{words}");
+    let message = open(dir.path()).unwrap_err().to_string();
+    assert!(message.ends_with("val is a link to gone, which does not exist; repair the link"), "{message}");
     fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join("train.tar")).unwrap();
-    let words = broken(&open(dir.path()).expect("opens"));
-    assert!(words.len() == 1 && words[0].contains("val is a link to gone"), "{words:?}");
+    let messages = broken(&open(dir.path()).expect("opens"));
+    assert!(messages.len() == 1 && messages[0].contains("val is a link to gone"), "{messages:?}");
     assert!(super::super::folder::sorted_entries(&dir.path().join("train.tar")).is_err());
-    assert!(crate::fingerprint::has_pictures(dir.path()));
-    // Only in the folder of a split.
-    fs::create_dir(dir.path().join("training")).unwrap();
-    fs::rename(dir.path().join("train.tar"), dir.path().join("training/0.tar")).unwrap();
-    assert!(crate::fingerprint::has_pictures(dir.path()));
 }
 
 #[test]
-fn a_pattern_is_there_when_some_of_its_shards_are() {
+fn a_pattern_exists_if_some_of_its_shards_exist() {
     let dir = tempfile::tempdir().unwrap();
     let pattern = dir.path().join("train-{0..3}.tar");
-    assert!(!crate::exists(&pattern), "only its folder");
+    assert!(!crate::exists(&pattern), "only the folder exists");
     fs::write(dir.path().join("train-1.tar"), "").unwrap();
     assert!(crate::exists(&pattern));
 }
@@ -88,11 +83,11 @@ fn a_shard_that_a_pattern_names_twice_is_counted_once() {
 }
 
 #[test]
-fn patterns_name_files_up_to_a_limit() {
+fn patterns_are_limited_to_a_number_of_files() {
     let names = |pattern: &str| expand(pattern, 12);
     assert_eq!(names("a-{08..11}.tar").unwrap(), ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]);
     assert_eq!(names("{a,b}{0..1}").unwrap(), ["a0", "a1", "b0", "b1"]);
-    assert_eq!(names("{b,a,b}-{1,1}").unwrap(), ["b-1", "a-1"], "each once");
+    assert_eq!(names("{b,a,b}-{1,1}").unwrap(), ["b-1", "a-1"], "each file once");
     assert_eq!(names("{0..11}").unwrap().len(), 12);
     assert_eq!(names("{0..12}").unwrap_err(), "names more than 12 files");
     assert_eq!(names("{a,b}{0..6}").unwrap_err(), "names more than 12 files");

@@ -101,6 +101,12 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts(self.host.as_ptr(), bytes) }
     }
 
+    /// All of the memory, as values. The GPU must not use it during the borrow.
+    pub(in crate::cuda) fn values<T: bytemuck::AnyBitPattern>(&mut self) -> &mut [T] {
+        // SAFETY: initialised by `new`, aligned to pages; any bits are a value of the type.
+        unsafe { std::slice::from_raw_parts_mut(self.host.as_ptr().cast(), self.bytes / size_of::<T>()) }
+    }
+
     pub(in crate::cuda) fn room(&self) -> usize {
         self.bytes
     }

@@ -186,7 +186,7 @@ mod tests {
     use lockstep_data::device::{MAX_SIDE, Subsampling};
 
     #[test]
-    fn groups_are_as_long_as_fits_and_one_picture_always_is() {
+    fn groups_are_as_long_as_possible_and_have_at_least_one_picture() {
         assert!(groups(&[], 10).is_empty());
         assert_eq!(groups(&[4, 6, 1, 9, 1, 30, 2], 10), [0..2, 2..4, 4..5, 5..6, 6..7]);
         assert_eq!(groups(&[4, 7], 10), [0..1, 1..2]);
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_has_room_for_the_widest_picture_that_is_taken() {
+    fn the_widest_accepted_picture_fits_into_a_block() {
         for span in [1, 224, 939, MAX_SIDE] {
             let (band, shared) = band(&[Cropping { span, ..Cropping::default() }], 224);
             assert!((1..=BAND).contains(&band) && shared <= SHARED && shared == band * span * 3, "{span}");
@@ -209,9 +209,9 @@ mod tests {
         Stored { width: 0, height: 0, orientation: 1, subsampling: Subsampling { columns: 1, rows: 1 } };
 
     #[test]
-    fn a_picture_of_the_largest_side_has_room_and_others_take_little() {
+    fn the_largest_picture_fits_and_small_ones_need_little_memory() {
         assert!(planes_bytes(Stored { width: MAX_SIDE, height: MAX_SIDE, ..FULL }) <= MAX_DECODED);
-        // Any number of the smallest pictures.
+        // The maximum number of the smallest pictures.
         let smallest = planes_bytes(Stored { width: 1, height: 1, ..FULL });
         assert!(smallest == 3 * ALIGN && MOST_PICTURES * smallest <= MAX_DECODED);
         let half = Subsampling { columns: 2, rows: 2 };
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cropping_is_laid_out_as_the_kernel_reads_it() {
+    fn the_layout_of_a_cropping_matches_the_kernel() {
         assert_eq!(size_of::<Planes>(), 48);
         assert_eq!(std::mem::offset_of!(Planes, half_rows), 44);
         assert_eq!(size_of::<Cropping>(), 112);

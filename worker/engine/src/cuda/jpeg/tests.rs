@@ -1,5 +1,5 @@
-//! Tests of batches with device-decoded pictures against batches decoded on the CPU. Without a GPU, the host decodes and
-//! runs the kernel's algorithm on the same descriptions.
+//! Compares batches with device-decoded pictures with batches decoded on the CPU. Without a GPU, the host simulates the device: it
+//! decodes, and runs the kernel's algorithm on the same descriptions.
 
 use super::*;
 use lockstep_data::device::{Stored, Subsampling};
@@ -29,7 +29,7 @@ mod planes;
 mod together;
 
 /// The kernel `crop` in Rust. Addresses in descriptions are offsets in `memory`.
-fn cropped(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)) -> Vec<u8> {
+fn crop(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)) -> Vec<u8> {
     let weighted = |table: u32, taps: u32, shift: u32, output: u32, value: &dyn Fn(i64) -> u8| {
         let entry = &tables[(table + output * (2 + taps)) as usize..][..2 + taps as usize];
         let mut sum = 1 << (shift - 1);
@@ -63,18 +63,18 @@ fn cropped(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u
     output
 }
 
-/// A decoder on the host that looks like a GPU to the loader.
+/// A decoder on the host that simulates a GPU.
 #[derive(Debug, Default)]
-struct OnTheHost {
-    /// Rejects every n-th picture.
-    refuses: Option<usize>,
+struct HostDecoder {
+    /// Refuses every n-th picture.
+    refused_every: Option<usize>,
     fails: bool,
     calls: AtomicUsize,
-    /// Maximum number of pictures that it decodes together.
-    most: Option<usize>,
+    /// Maximum number of pictures that are decoded together.
+    max_pictures: Option<usize>,
 }
 
-impl DeviceDecoder for OnTheHost {
+impl DeviceDecoder for HostDecoder {
     fn name(&self) -> String {
         "the host".into()
     }
@@ -89,7 +89,7 @@ impl DeviceDecoder for OnTheHost {
         next: &mut dyn FnMut(usize) -> Vec<Encoded<'a>>,
         then: &mut dyn FnMut(&[Option<&[u8]>]),
     ) -> Result<(), String> {
-        let pictures = next(self.most.unwrap_or(64));
+        let pictures = next(self.max_pictures.unwrap_or(64));
         if pictures.is_empty() {
             return Ok(());
         }
@@ -101,8 +101,8 @@ impl DeviceDecoder for OnTheHost {
         for (number, picture) in pictures.iter().enumerate() {
             let planes = planes::decode(picture.bytes, picture.stored, &mut memory)?;
             let cropping = Cropping::new(picture, planes, number as u32, &mut tables);
-            let refused = self.refuses.is_some_and(|every| number % every == 0);
-            outputs.push((!refused).then(|| cropped(&memory, &tables, &cropping, size)));
+            let refused = self.refused_every.is_some_and(|every| number % every == 0);
+            outputs.push((!refused).then(|| crop(&memory, &tables, &cropping, size)));
         }
         then(&outputs.iter().map(Option::as_deref).collect::<Vec<_>>());
         Ok(())
@@ -117,7 +117,7 @@ fn picture(number: u32, width: u32, height: u32) -> image::RgbImage {
 }
 
 /// Adds an EXIF block with an orientation.
-fn turned(file: &[u8], orientation: u8) -> Vec<u8> {
+fn with_orientation(file: &[u8], orientation: u8) -> Vec<u8> {
     let mut exif =
         *b"\xff\xe1\0\x22Exif\0\0II\x2a\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0";
     exif[28] = orientation;
@@ -130,21 +130,22 @@ fn jpeg(picture: &image::DynamicImage) -> Vec<u8> {
     file.into_inner()
 }
 
-/// Sixteen JPEG files, two per orientation, of sizes given by `of`, with every subsampling for which all decoders produce
+/// Sixteen JPEG files, two per orientation, of sizes given by `size`, with every subsampling for which all decoders produce
 /// equal pixels at this size; and two pictures that only CPUs decode.
-fn folder(of: impl Fn(u32) -> (u32, u32)) -> TempDir {
+fn folder(size: impl Fn(u32) -> (u32, u32)) -> TempDir {
     let dir = TempDir::new().unwrap();
     let home = dir.path().join("train/all");
     fs::create_dir_all(&home).unwrap();
     for number in 0..16 {
-        let (width, height) = of(number);
+        let (width, height) = size(number);
         let is_whole = [width, height].iter().all(|side| planes::is_whole(*side, 2));
         let sampling =
             if is_whole { planes::SAMPLINGS[number as usize % 4] } else { SamplingFactor::R_4_4_4 };
-        let file = planes::encoded(&picture(number, width, height), sampling);
-        fs::write(home.join(format!("{number:02}.jpg")), turned(&file, (number % 8 + 1) as u8)).unwrap();
+        let file = planes::encode(&picture(number, width, height), sampling);
+        fs::write(home.join(format!("{number:02}.jpg")), with_orientation(&file, (number % 8 + 1) as u8))
+            .unwrap();
     }
-    let (width, height) = of(0);
+    let (width, height) = size(0);
     picture(20, width, height).save(home.join("png.png")).unwrap();
     let grey = image::DynamicImage::ImageRgb8(picture(21, width, height)).grayscale();
     fs::write(home.join("grey.jpg"), jpeg(&grey)).unwrap();
@@ -162,16 +163,7 @@ fn spec() -> DataSpec {
     }
 }
 
-const PLAN: EpochPlan = EpochPlan {
-    epoch: 1,
-    first_step: 0,
-    rank: 0,
-    world_size: 1,
-    batch_size: 6,
-    accumulate: 1,
-    drop_remainder: false,
-    threads: 2,
-};
+const PLAN: EpochPlan = EpochPlan { epoch: 1, threads: 2, ..EpochPlan::of(6) };
 
 fn open(dir: &Path, spec: &DataSpec, format: BatchFormat) -> DataSource {
     let mut data = DataSource::open(dir, spec, 5).unwrap();
@@ -185,7 +177,7 @@ fn batches(data: &DataSource) -> Vec<Batch> {
 }
 
 #[test]
-fn what_a_gpu_is_told_to_make_is_what_cores_make() {
+fn pictures_decoded_by_a_device_equal_those_of_cpu_cores() {
     let of_all_sizes = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
     let of_one_size = folder(|_| (48, 48));
     let photographs =
@@ -196,7 +188,7 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
         augment: Augment::Trivial,
         ..photographs.clone()
     };
-    for (name, dir, spec, forms) in [
+    for (name, dir, spec, formats) in [
         (
             "random resized crops",
             &of_all_sizes,
@@ -224,20 +216,20 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
             &[BatchFormat::Bytes][..],
         ),
         (
-            "as they are",
+            "unchanged size",
             &of_one_size,
             DataSpec { resize_size: Some(50), ..spec() },
             &[BatchFormat::Bytes][..],
         ),
     ] {
-        for format in forms {
+        for format in formats {
             let on_cores = open(dir.path(), &spec, *format);
-            let mut elsewhere = open(dir.path(), &spec, *format);
+            let mut on_device = open(dir.path(), &spec, *format);
             assert!(on_cores.is_prepared_each_step() && on_cores.decodes_jpeg(), "{name}");
-            elsewhere.set_decoder(Arc::new(OnTheHost::default()));
-            assert!(batches(&on_cores) == batches(&elsewhere), "{name}, {format:?}");
+            on_device.set_decoder(Arc::new(HostDecoder::default()));
+            assert!(batches(&on_cores) == batches(&on_device), "{name}, {format:?}");
             assert_eq!(on_cores.decoded(), None);
-            let decoded = elsewhere.decoded().unwrap();
+            let decoded = on_device.decoded().unwrap();
             let cores = BTreeMap::from([(CpuDecodeReason::OtherFormat, 1), (CpuDecodeReason::Grey, 1)]);
             assert_eq!((decoded.by_device, &decoded.by_cores), (16, &cores), "{name}");
         }
@@ -245,7 +237,7 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
 }
 
 #[test]
-fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
+fn cpu_cores_decode_what_a_device_refuses_or_fails_at() {
     let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
     let home = dir.path().join("train/all");
     fs::write(home.join("progressive.jpg"), fixture!("progressive.jpg")).unwrap();
@@ -253,7 +245,7 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
     let wanted = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
 
-    data.set_decoder(Arc::new(OnTheHost { refuses: Some(2), ..OnTheHost::default() }));
+    data.set_decoder(Arc::new(HostDecoder { refused_every: Some(2), ..HostDecoder::default() }));
     assert!(batches(&data) == wanted);
     let decoded = data.decoded().unwrap();
     let refused = decoded.by_cores[&CpuDecodeReason::Refused];
@@ -263,19 +255,19 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
     assert!(text.contains("1 progressive") && text.contains("refused by nvJPEG"), "{text}");
 
     // A batch counts once, even if several of its groups fail.
-    let broken = Arc::new(OnTheHost { fails: true, most: Some(2), ..OnTheHost::default() });
-    data.set_decoder(broken.clone());
+    let failing = Arc::new(HostDecoder { fails: true, max_pictures: Some(2), ..HostDecoder::default() });
+    data.set_decoder(failing.clone());
     let whole = EpochPlan { batch_size: 16, threads: 1, ..PLAN };
     assert!(data.epoch(whole).all(|batch| batch.is_ok()));
-    assert!(broken.calls.load(Ordering::Relaxed) > 4 && !data.decoded().unwrap().given_up, "{broken:?}");
+    assert!(failing.calls.load(Ordering::Relaxed) > 4 && !data.decoded().unwrap().given_up, "{failing:?}");
 
     // After four consecutive failed batches, the device is not used any more.
-    let broken = Arc::new(OnTheHost { fails: true, ..OnTheHost::default() });
-    data.set_decoder(broken.clone());
+    let failing = Arc::new(HostDecoder { fails: true, ..HostDecoder::default() });
+    data.set_decoder(failing.clone());
     for epoch in 0..4 {
         assert!(data.epoch(EpochPlan { epoch, threads: 1, ..PLAN }).all(|batch| batch.is_ok()));
     }
-    assert_eq!(broken.calls.load(Ordering::Relaxed), 4);
+    assert_eq!(failing.calls.load(Ordering::Relaxed), 4);
     let decoded = data.decoded().unwrap();
     assert!(decoded.given_up && decoded.by_device == 0, "{decoded:?}");
     let text = decoded.to_string();
@@ -284,11 +276,11 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
 }
 
 #[test]
-fn files_are_held_for_a_gpu_up_to_a_limit() {
+fn bytes_of_files_held_for_a_device_are_limited() {
     let dir = folder(|_| (40, 40));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     let wanted = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
-    // All of a batch: as many as there are of the training split.
+    // One batch has all pictures of the training split.
     let plan = EpochPlan { batch_size: 64, threads: 1, ..PLAN };
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
     let chosen = data.epoch(plan).next().unwrap().unwrap().indices;
@@ -296,19 +288,19 @@ fn files_are_held_for_a_gpu_up_to_a_limit() {
         fs::read_dir(dir.path().join("train/all")).unwrap().map(|e| e.unwrap().path()).collect();
     files.sort();
     let bytes: usize = chosen.iter().map(|i| fs::metadata(&files[*i as usize]).unwrap().len() as usize).sum();
-    for (room, passed) in [(bytes, None), (bytes - 1, Some(1))] {
-        data.set_decoder_with_room(Arc::new(OnTheHost::default()), room);
+    for (room, passed_on) in [(bytes, None), (bytes - 1, Some(1))] {
+        data.set_decoder_with_room(Arc::new(HostDecoder::default()), room);
         assert_eq!(data.epoch(plan).count(), 1);
         let decoded = data.decoded().unwrap();
-        assert_eq!(decoded.by_cores.get(&CpuDecodeReason::LongBatch).copied(), passed, "{decoded:?}");
+        assert_eq!(decoded.by_cores.get(&CpuDecodeReason::LongBatch).copied(), passed_on, "{decoded:?}");
     }
-    data.set_decoder_with_room(Arc::new(OnTheHost::default()), 1);
+    data.set_decoder_with_room(Arc::new(HostDecoder::default()), 1);
     assert!(batches(&data) == wanted);
     assert_eq!(data.decoded().unwrap().by_device, 0);
 }
 
 #[test]
-fn an_epoch_s_size_and_mixed_pictures_are_those_of_cores() {
+fn resized_and_mixed_pictures_of_a_device_equal_those_of_cpu_cores() {
     let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
     let sizes = [(1, 16), (3, 24)].map(|(epoch, size)| SizeFrom { epoch, size });
     let sized = DataSpec {
@@ -318,34 +310,34 @@ fn an_epoch_s_size_and_mixed_pictures_are_those_of_cores() {
     };
     for spec in [
         DataSpec { random_resized_crop: true, ..sized.clone() },
-        // Crops the largest centred square, then a padded crop.
+        // The largest centred square is cropped, then a padded crop.
         DataSpec { resize_size: Some(36), ..sized },
     ] {
         for mixing in
             [Mixing::default(), Mixing { mixup: 0.4, cutmix: 0.0 }, Mixing { mixup: 0.0, cutmix: 1.0 }]
         {
-            let (mut on_cores, mut elsewhere) =
+            let (mut on_cores, mut on_device) =
                 (open(dir.path(), &spec, BatchFormat::Bytes), open(dir.path(), &spec, BatchFormat::Bytes));
             on_cores.set_mixing(mixing);
-            elsewhere.set_mixing(mixing);
-            elsewhere.set_decoder(Arc::new(OnTheHost::default()));
+            on_device.set_mixing(mixing);
+            on_device.set_decoder(Arc::new(HostDecoder::default()));
             for (epoch, side) in [(0, 16), (1, 16), (2, 24)] {
                 let plan = EpochPlan { epoch, batch_size: 3, accumulate: 2, ..PLAN };
                 let wanted: Vec<Batch> = on_cores.epoch(plan).map(Result::unwrap).collect();
-                let found: Vec<Batch> = elsewhere.epoch(plan).map(Result::unwrap).collect();
+                let found: Vec<Batch> = on_device.epoch(plan).map(Result::unwrap).collect();
                 assert!(found == wanted, "{mixing:?}, epoch {epoch}");
                 assert!(found.iter().all(|batch| batch.bytes.len() == batch.labels.len() * side * side * 3));
                 let seen: BTreeSet<u64> = found.iter().flat_map(|batch| &batch.indices).copied().collect();
-                assert_eq!(seen.len() as u64, elsewhere.shape.train_samples, "{mixing:?}, epoch {epoch}");
+                assert_eq!(seen.len() as u64, on_device.shape.train_samples, "{mixing:?}, epoch {epoch}");
             }
-            assert!(batches(&elsewhere) == batches(&on_cores), "{mixing:?}, validation");
-            assert!(elsewhere.decoded().unwrap().by_device > 0);
+            assert!(batches(&on_device) == batches(&on_cores), "{mixing:?}, validation");
+            assert!(on_device.decoded().unwrap().by_device > 0);
         }
     }
 }
 
 #[test]
-fn pictures_in_shards_are_decoded_as_files_are() {
+fn pictures_in_shards_are_decoded_as_in_files() {
     // Odd sizes, since files use 4:2:0.
     let dir = folder(|number| (41 + number % 7 * 2, 33 + number % 5 * 2));
     let to = TempDir::new().unwrap();
@@ -353,17 +345,17 @@ fn pictures_in_shards_are_decoded_as_files_are() {
     lockstep_data::prepare(dir.path(), to.path(), &settings, |_| {}).unwrap();
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     let on_cores = open(to.path(), &spec, BatchFormat::Bytes);
-    let mut elsewhere = open(to.path(), &spec, BatchFormat::Bytes);
-    assert!(elsewhere.decodes_jpeg());
-    elsewhere.set_decoder(Arc::new(OnTheHost::default()));
-    assert!(batches(&elsewhere) == batches(&on_cores));
+    let mut on_device = open(to.path(), &spec, BatchFormat::Bytes);
+    assert!(on_device.decodes_jpeg());
+    on_device.set_decoder(Arc::new(HostDecoder::default()));
+    assert!(batches(&on_device) == batches(&on_cores));
     // Grey pictures and PNG files were converted to ordinary JPEG.
-    let decoded = elsewhere.decoded().unwrap();
+    let decoded = on_device.decoded().unwrap();
     assert_eq!((decoded.by_device, decoded.by_cores.len()), (18, 0), "{decoded}");
 }
 
 #[test]
-fn without_a_jpeg_file_there_is_nothing_for_a_decoder_to_do() {
+fn a_dataset_without_jpeg_files_uses_no_device_decoder() {
     let dir = folder(|_| (40, 40));
     let home = dir.path().join("train/all");
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };

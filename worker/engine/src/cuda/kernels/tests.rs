@@ -6,15 +6,15 @@ use lockstep_host::gpu::libraries::{Libraries, SETTING};
 use std::path::PathBuf;
 
 /// The path at which `tests/run` installs NVRTC.
-fn installed() -> PathBuf {
+fn nvrtc_path() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/nvrtc/nvidia/cu13/lib/libnvrtc.so.13")
 }
 
-/// Loads NVRTC before cudarc does: dlopen by bare name then finds the loaded library.
+/// Loads NVRTC before cudarc does, so that dlopen by bare name finds the loaded library.
 fn load_nvrtc() {
-    let named = std::env::var_os(SETTING).is_some();
+    let is_set = std::env::var_os(SETTING).is_some();
     let found = Libraries::find().get(Library::Nvrtc).map(|library| library.path.clone());
-    let path = if installed().is_file() && !named { Some(installed()) } else { found };
+    let path = if nvrtc_path().is_file() && !is_set { Some(nvrtc_path()) } else { found };
     let path = path.unwrap_or_else(|| {
         panic!(
             "NVRTC is not on this machine, so no kernel can be compiled. `bash tests/run` installs it; or, in the \
@@ -38,8 +38,8 @@ fn load_nvrtc() {
     libraries::ready(&[Library::Nvrtc]).unwrap();
 }
 
-/// Little optimisation: a tenth of the time. The result is still machine code, since only the assembler knows which
-/// instructions a GPU has.
+/// Little optimisation, which takes a tenth of the time. The result is still machine code, since only the assembler knows
+/// which instructions a GPU has.
 const QUICK: &[&str] = &["--Ofast-compile=max"];
 
 #[test]
@@ -68,21 +68,21 @@ mod full {
 
 /// If kernels defined such a value themselves, it could silently differ from the host's.
 #[test]
-fn kernels_use_what_the_host_defines_and_do_not_define_it_again() {
+fn kernels_use_the_host_s_constants_and_do_not_redefine_them() {
     for (name, value) in constants::of(DType::F16) {
         let is_name =
             |text: &str| text.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == name);
         assert!(SOURCE.lines().any(is_name), "no kernel uses {name} ({value})");
-        let again =
+        let redefinition =
             SOURCE.lines().filter_map(|line| line.trim_start().strip_prefix("#define")).find(|define| {
                 define.trim_start().split(|c: char| !c.is_alphanumeric() && c != '_').next() == Some(name)
             });
-        assert_eq!(again, None, "{name} is {value} already");
+        assert_eq!(redefinition, None, "{name} is {value} already");
     }
 }
 
 #[test]
-fn a_kernel_that_does_not_compile_is_an_error_with_the_compilers_words() {
+fn a_kernel_that_does_not_compile_is_an_error_with_the_compiler_s_message() {
     load_nvrtc();
     let mut options = options(90, DType::F16);
     // This macro replaces the name of a function.
@@ -94,7 +94,7 @@ fn a_kernel_that_does_not_compile_is_an_error_with_the_compilers_words() {
 /// Files damaged by a machine's crash, and a file with a valid header but without machine code.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_kernels_that_are_damaged_in_the_cache_are_compiled_again() {
+fn gpu_damaged_kernels_in_the_cache_are_compiled_again() {
     let device = Device::open(0).unwrap();
     let options = options(device.capability, DType::F32);
     let name = cache_name(device.capability, DType::F32, &options);
@@ -103,20 +103,20 @@ fn gpu_kernels_that_are_damaged_in_the_cache_are_compiled_again() {
     let whole = std::fs::read(&path).unwrap();
     let mut flipped = whole.clone();
     flipped[whole.len() / 2] ^= 1;
-    for (what, damaged) in
+    for (case, damaged) in
         [("emptied", &[][..]), ("cut", &whole[..whole.len() / 2]), ("flipped", &flipped[..])]
     {
         std::fs::write(&path, damaged).unwrap();
-        assert!(cached(&name).is_none(), "{what}");
-        assert!(!path.exists(), "{what}: it stays");
+        assert!(cached(&name).is_none(), "{case}");
+        assert!(!path.exists(), "{case}: the file remains");
     }
-    cache::write(&name, b"neither machine code nor a text that becomes some\0");
+    cache::write(&name, b"neither machine code nor PTX\0");
     drop(Kernels::load(&device, DType::F32).unwrap());
-    assert!(cached(&name).is_some(), "it was not compiled again");
+    assert!(cached(&name).is_some(), "the kernel was not compiled again");
 }
 
 #[test]
-fn a_launch_that_this_gpu_has_no_room_for_is_an_error() {
+fn a_launch_that_needs_too_much_shared_memory_is_an_error() {
     // An A10 (8.6) has 99 KB for a block, an H100 227.
     for (bytes, room, fits) in [(0, 99 << 10, true), (99 << 10, 99 << 10, true), (164 << 10, 99 << 10, false)]
     {

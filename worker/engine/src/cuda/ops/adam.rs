@@ -45,7 +45,7 @@ pub(in crate::cuda) struct Lamb {
 }
 
 impl Ops {
-    /// Runs after [`Ops::gradient_norm`]. Moves: weights and moments twice, gradients and low_precision once: 28 bytes per value in
+    /// Runs after [`Ops::gradient_norm`]. Traffic: weights and moments twice, gradients and low_precision once: 28 bytes per value in
     /// the 16-bit formats.
     pub(in crate::cuda) fn adamw(&self, p: AdamW) -> Kernel {
         let AdamW { flat, moments } = p;
@@ -61,7 +61,7 @@ impl Ops {
         )
     }
 
-    /// Runs after [`Ops::gradient_norm`]. Updates the moments and computes sums of squares. Moves: weights and
+    /// Runs after [`Ops::gradient_norm`]. Updates the moments and computes sums of squares. Traffic: weights and
     /// gradients once, moments twice.
     pub(in crate::cuda) fn lamb_moments(&self, p: Lamb) -> Kernel {
         let Lamb { flat, moments, rates } = p;
@@ -80,7 +80,7 @@ impl Ops {
         kernel("lamb_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// Runs after [`Ops::lamb_rates`]. Moves: weights twice, moments and low_precision once.
+    /// Runs after [`Ops::lamb_rates`]. Traffic: weights twice, moments and low_precision once.
     pub(in crate::cuda) fn lamb(&self, p: Lamb) -> Kernel {
         let Lamb { flat, moments, rates } = p;
         let mut args = flat.weights_args().to_vec();

@@ -26,12 +26,12 @@ pub(in crate::cuda) struct BlockEnd {
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) shape: Shape,
     /// The batch norm that reads z, and how its sums are reduced.
-    pub(in crate::cuda) behind: NormSite,
+    pub(in crate::cuda) after: NormSite,
     pub(in crate::cuda) reduce: Reduce,
 }
 
 impl Ops {
-    /// Computes y, the mask, z, and z's statistics as [`Ops::norm_statistics`] does. Moves: x, the shortcut, y, the mask
+    /// Computes y, the mask, z, and z's statistics as [`Ops::norm_statistics`] does. Traffic: x, the shortcut, y, the mask
     /// and z once.
     pub(in crate::cuda) fn block_end(&self, p: BlockEnd) -> Kernel {
         let blocks = p.shape.rows().div_ceil(TILE_ROWS).clamp(1, self.multiprocessors);
@@ -40,9 +40,9 @@ impl Ops {
         args.extend([Arg::Out(p.y), Arg::Out(p.mask), Arg::In(p.weights), Arg::Out(p.z)]);
         let [control, pixels, rows, _] = shape_args(p.control, p.shape);
         args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
-        args.extend(p.behind.forward_args(p.reduce));
+        args.extend(p.after.forward_args(p.reduce));
         args.extend(p.reduce.args());
-        // The weights, a tile of y and of z, two tiles of x and of the shortcut; coefficients.
+        // The weights; one tile each of y and z; two tiles each of x and the shortcut; coefficients.
         let values = REDUCED * EXPANDED + TILE_ROWS * (EXPANDED + REDUCED + ROW_PADDING + 2 * 2 * EXPANDED);
         let shared_bytes = 1024 + values * self.dtype.size() as u32 + 4 * EXPANDED * 4;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [8, 64, 1], cluster: 1, shared_bytes };

@@ -9,10 +9,10 @@ use super::{
 };
 use crate::fuse::{EXPANDED, REDUCED};
 
-/// The batch norm with a ReLU whose output the convolution reads.
+/// The batch norm and ReLU before the convolution.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Before {
-    pub(in crate::cuda) site: NormSite,
+    pub(in crate::cuda) norm: NormSite,
     /// Adds to dgamma and dbeta instead of replacing them.
     pub(in crate::cuda) accumulate: bool,
     pub(in crate::cuda) reduce: Reduce,
@@ -21,31 +21,31 @@ pub(in crate::cuda) struct Before {
 /// A 1x1 convolution from 64 to 256 channels, backward.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Bottleneck {
-    /// T `[rows, 256]`: the convolution's output, which the batch norm `behind` reads.
+    /// T `[rows, 256]`: the convolution's output, which the batch norm `after` reads.
     pub(in crate::cuda) x: Operand,
-    /// T `[rows, 256]`: the gradient of `behind`'s output, before any ReLU. `behind`'s sums must have been computed.
+    /// T `[rows, 256]`: the gradient of the input of any ReLU after `after`. The sums of `after` must have been computed.
     pub(in crate::cuda) g: Operand,
-    pub(in crate::cuda) behind: NormSite,
+    pub(in crate::cuda) after: NormSite,
     /// T `[256, 64]`.
     pub(in crate::cuda) weights: Operand,
     /// T `[rows, 64]`: the convolution's input or, with `before`, the input of that batch norm.
-    pub(in crate::cuda) from: Operand,
+    pub(in crate::cuda) input: Operand,
     /// T `[rows, 64]`: the gradient of the convolution's input, not masked by a ReLU.
-    pub(in crate::cuda) dfrom: Operand,
+    pub(in crate::cuda) dinput: Operand,
     /// T `[256, 64]`.
     pub(in crate::cuda) dweights: Operand,
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) shape: Shape,
     pub(in crate::cuda) before: Option<Before>,
     /// Scratch memory of [`Ops::bottleneck_bytes`] bytes.
-    pub(in crate::cuda) room: Operand,
+    pub(in crate::cuda) scratch: Operand,
 }
 
 /// A 1x1 convolution from 64 to 256 channels, forward.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct BottleneckForward {
     /// T `[rows, 64]`: the convolution's input or, with `before`, the input of that batch norm.
-    pub(in crate::cuda) from: Operand,
+    pub(in crate::cuda) input: Operand,
     /// The batch norm whose output, after a ReLU, the convolution reads; its scale and bias must have been computed.
     pub(in crate::cuda) before: Option<NormSite>,
     /// T `[256, 64]`.
@@ -55,21 +55,21 @@ pub(in crate::cuda) struct BottleneckForward {
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) shape: Shape,
     /// The batch norm that reads y, and how its sums are reduced.
-    pub(in crate::cuda) behind: NormSite,
+    pub(in crate::cuda) after: NormSite,
     pub(in crate::cuda) reduce: Reduce,
 }
 
 impl Ops {
-    /// Computes the convolution's output, and statistics of `behind` as [`Ops::norm_statistics`] does. Moves: `from` and
+    /// Computes the convolution's output, and statistics of `after` as [`Ops::norm_statistics`] does. Traffic: `input` and
     /// y once.
     pub(in crate::cuda) fn bottleneck_forward(&self, p: BottleneckForward) -> Kernel {
         let blocks = p.shape.rows().div_ceil(TILE_ROWS).clamp(1, self.multiprocessors);
         let (scale, bias) = p.before.map_or((Operand::NONE, Operand::NONE), |site| (site.scale, site.bias));
-        let mut args = [p.from, scale, bias, p.weights].map(Arg::In).to_vec();
+        let mut args = [p.input, scale, bias, p.weights].map(Arg::In).to_vec();
         args.push(Arg::Out(p.y));
         let [control, pixels, rows, _] = shape_args(p.control, p.shape);
         args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
-        args.extend(p.behind.forward_args(p.reduce));
+        args.extend(p.after.forward_args(p.reduce));
         args.extend(p.reduce.args());
         // The weights, two tiles of the input, one tile of the output.
         let values = REDUCED * EXPANDED + TILE_ROWS * (2 * REDUCED + EXPANDED + ROW_PADDING);
@@ -79,33 +79,33 @@ impl Ops {
         kernel(name, geometry, args)
     }
 
-    /// Bytes for the weight gradients of all blocks.
+    /// Bytes for all thread blocks' weight gradients.
     pub(in crate::cuda) fn bottleneck_bytes(&self) -> usize {
         (self.multiprocessors * EXPANDED * REDUCED * 4) as usize
     }
 
     /// Computes the gradients of the convolution's input and weights and, with `before`, that batch norm's sums as
-    /// [`Ops::norm_backward_sums`] does. Moves: x, g, `from` and `dfrom` once.
+    /// [`Ops::norm_backward_sums`] does. Traffic: x, g, `input` and `dinput` once.
     pub(in crate::cuda) fn bottleneck_backward(&self, p: Bottleneck) -> [Kernel; 2] {
         let blocks = p.shape.rows().div_ceil(TILE_ROWS).clamp(1, self.multiprocessors);
-        let mut args = [p.x, p.g, p.behind.scale, p.behind.slope, p.behind.offset, p.weights, p.from]
+        let mut args = [p.x, p.g, p.after.scale, p.after.slope, p.after.offset, p.weights, p.input]
             .map(Arg::In)
             .to_vec();
-        args.extend([p.dfrom, p.room].map(Arg::Out));
+        args.extend([p.dinput, p.scratch].map(Arg::Out));
         let [control, pixels, rows, _] = shape_args(p.control, p.shape);
         args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
         match p.before {
             Some(before) => {
-                args.extend(before.site.backward_args(before.accumulate, before.reduce));
+                args.extend(before.norm.backward_args(before.accumulate, before.reduce));
                 args.extend(before.reduce.args());
             }
-            // The kernel accesses no batch norm before the convolution.
+            // Placeholders: no batch norm precedes the convolution.
             None => {
-                args.extend(p.behind.backward_args(false, Reduce::Local).map(Arg::unused));
+                args.extend(p.after.backward_args(false, Reduce::Local).map(Arg::unused));
                 args.extend(Reduce::Local.args());
             }
         }
-        // The weights, a tile of dy, of the input and of the product, two tiles of x and of g; coefficients.
+        // The weights; one tile each of dy, the input and the product; two tiles each of x and g; coefficients.
         let values =
             REDUCED * EXPANDED + TILE_ROWS * (EXPANDED + REDUCED + REDUCED + ROW_PADDING + 2 * 2 * EXPANDED);
         let coefficients = 3 * (EXPANDED + REDUCED);
@@ -114,7 +114,7 @@ impl Ops {
         let name = if p.before.is_some() { "bottleneck_backward" } else { "projection_backward" };
         let gradients = kernel(name, geometry, args);
         let length = EXPANDED * REDUCED;
-        let args = [Arg::In(p.room), Arg::Out(p.dweights), Arg::U32(blocks), Arg::U32(length)];
+        let args = [Arg::In(p.scratch), Arg::Out(p.dweights), Arg::U32(blocks), Arg::U32(length)];
         [gradients, kernel("sum_weight_gradients", plain([length / 128, 1, 1], [32, 8, 1]), args)]
     }
 }

@@ -2,32 +2,25 @@
 
 use super::{Arg, Kernel, Operand, Ops, kernel, plain};
 
-/// Copies a range of the channels of each row. All numbers of channels and of values are multiples of 8.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct CopyChannels {
-    /// T `[rows, from_channels]`, and the number of the first value that is copied.
-    pub(in crate::cuda) from: Operand,
-    pub(in crate::cuda) from_channels: usize,
-    pub(in crate::cuda) first: usize,
-    /// T `[rows, to_channels]`, and the number of the value that the first one becomes.
-    pub(in crate::cuda) to: Operand,
-    pub(in crate::cuda) to_channels: usize,
-    pub(in crate::cuda) at: usize,
-    pub(in crate::cuda) rows: usize,
-    pub(in crate::cuda) channels: usize,
-    /// Whether other values of `to` were written before.
-    pub(in crate::cuda) adds: bool,
-}
+/// Rows of channels: T `[rows, channels]`, and the number of the first value that is read or written.
+pub(in crate::cuda) type Channels = (Operand, usize, usize);
 
 impl Ops {
+    /// Copies `channels` channels of each of `rows` rows. All numbers of channels and of values are multiples of 8. `adds`: whether other
+    /// values of `to` were written before.
+    ///
     /// Moves: the copied values twice.
-    pub(in crate::cuda) fn copy_channels(&self, p: CopyChannels) -> Kernel {
-        let mut args = vec![Arg::In(p.from), Arg::out(p.to, p.adds), Arg::U64(p.rows as u64)];
-        args.extend(
-            [p.channels, p.from_channels, p.to_channels].map(|channels| Arg::U32(channels as u32 / 8)),
-        );
-        args.extend([p.first, p.at].map(|value| Arg::U64(value as u64 / 8)));
-        kernel("copy_channels", self.items((p.rows * p.channels / 8) as u64, 8), args)
+    pub(in crate::cuda) fn copy_channels(
+        &self,
+        (from, from_channels, first): Channels,
+        (to, to_channels, at): Channels,
+        [rows, channels]: [usize; 2],
+        adds: bool,
+    ) -> Kernel {
+        let mut args = vec![Arg::In(from), Arg::out(to, adds), Arg::U64(rows as u64)];
+        args.extend([channels, from_channels, to_channels].map(|channels| Arg::U32(channels as u32 / 8)));
+        args.extend([first, at].map(|value| Arg::U64(value as u64 / 8)));
+        kernel("copy_channels", self.items((rows * channels / 8) as u64, 8), args)
     }
 
     /// Zeros the pictures of `y` that are padding: of `values` values each, `batch` of each of `ranks` ranks. `controls` has the control

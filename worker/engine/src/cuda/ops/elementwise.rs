@@ -35,19 +35,19 @@ impl PlainPool {
 }
 
 impl Ops {
-    /// y = max(x, 0). Moves: x and y once.
+    /// y = max(x, 0). Traffic: x and y once.
     pub(in crate::cuda) fn relu(&self, [x, y]: [Operand; 2], length: u64) -> Kernel {
         let args = [Arg::In(x), Arg::Out(y), Arg::U64(length)];
         kernel("relu_forward", self.items(length / 8, 8), args)
     }
 
-    /// y = gelu(x). Moves: x and y once.
+    /// y = gelu(x). Traffic: x and y once.
     pub(in crate::cuda) fn gelu(&self, [x, y]: [Operand; 2], length: u64) -> Kernel {
         let args = [Arg::In(x), Arg::Out(y), Arg::U64(length)];
         kernel("gelu_forward", self.items(length / 8, 8), args)
     }
 
-    /// dx from dy and the input x of [`Ops::gelu`]. Moves: x, dy and dx once.
+    /// dx from dy and the input x of [`Ops::gelu`]. Traffic: x, dy and dx once.
     pub(in crate::cuda) fn gelu_backward(&self, [x, dy, dx]: [Operand; 3], length: u64) -> Kernel {
         let args = [Arg::In(x), Arg::In(dy), Arg::Out(dx), Arg::U64(length)];
         kernel("gelu_backward", self.items(length / 8, 8), args)
@@ -58,7 +58,7 @@ impl Ops {
         kernel("zero_gradient", self.items(length / 8, 8), [Arg::Out(gradient), Arg::U64(length)])
     }
 
-    /// [`Ops::bias_gradient`] for many rows of at most [`SUMMED_CHANNELS`] channels. Moves: dy once.
+    /// [`Ops::bias_gradient`] for many rows of at most [`SUMMED_CHANNELS`] channels. Traffic: dy once.
     pub(in crate::cuda) fn row_sums(
         &self,
         dy: Operand,
@@ -80,25 +80,25 @@ impl Ops {
         kernel("row_sums", plain([blocks, 1, 1], [256, 1, 1]), args)
     }
 
-    /// y = factor x. Moves: x and y once.
+    /// y = factor x. Traffic: x and y once.
     pub(in crate::cuda) fn scale_values(&self, [x, y]: [Operand; 2], length: u64, factor: f32) -> Kernel {
         let args = [Arg::In(x), Arg::Out(y), Arg::U64(length), Arg::F32(factor)];
         kernel("scale_values", self.items(length / 8, 8), args)
     }
 
-    /// dx = dy where y = relu(x) is above 0. Moves: y, dy and dx once.
+    /// dx = dy where y = relu(x) is above 0. Traffic: y, dy and dx once.
     pub(in crate::cuda) fn relu_backward(&self, [y, dy, dx]: [Operand; 3], length: u64) -> Kernel {
         let args = [Arg::In(y), Arg::In(dy), Arg::Out(dx), Arg::U64(length)];
         kernel("relu_backward", self.items(length / 8, 8), args)
     }
 
-    /// sum = a + b. Moves: all three once.
+    /// sum = a + b. Traffic: all three once.
     pub(in crate::cuda) fn add_forward(&self, [a, b, sum]: [Operand; 3], length: u64) -> Kernel {
         let args = [Arg::In(a), Arg::In(b), Arg::Out(sum), Arg::U64(length)];
         kernel("add_forward", self.items(length / 8, 8), args)
     }
 
-    /// y += bias, float32 `[channels]`. Moves: y twice.
+    /// y += bias, float32 `[channels]`. Traffic: y twice.
     pub(in crate::cuda) fn add_bias(&self, y: Operand, bias: Operand, shape: Shape) -> Kernel {
         let (rows, channels) = (shape.pictures * shape.pixels, shape.channels);
         let args = [Arg::InOut(y), Arg::In(bias), Arg::U32(rows), Arg::U32(channels)];
@@ -106,7 +106,7 @@ impl Ops {
         kernel("add_bias", self.items(items, 8), args)
     }
 
-    /// dbias, float32 `[channels]`: dy summed over rows. With `accumulate`, the sum is added to dbias. Moves: dy once.
+    /// dbias, float32 `[channels]`: dy summed over rows. With `accumulate`, the sum is added to dbias. Traffic: dy once.
     pub(in crate::cuda) fn bias_gradient(
         &self,
         dy: Operand,
@@ -121,7 +121,7 @@ impl Ops {
         kernel("bias_gradient", plain(grid, [32, 4, 1]), args)
     }
 
-    /// Spreads `p.y`, the gradient of the mean, over the pixels of `p.x`. Moves: `p.x` once.
+    /// Spreads `p.y`, the gradient of the mean, over the pixels of `p.x`. Traffic: `p.x` once.
     pub(in crate::cuda) fn global_average_backward(&self, p: GlobalAverage) -> Kernel {
         let args =
             [Arg::In(p.y), Arg::Out(p.x), Arg::U32(p.pictures), Arg::U32(p.pixels), Arg::U32(p.channels)];
@@ -129,7 +129,7 @@ impl Ops {
         kernel("global_average_backward", self.items(items, 8), args)
     }
 
-    /// Computes y and argmax, the window position of each maximum (u8; absent in inference). Moves: x, a few times from
+    /// Computes y and argmax, the window position of each maximum (u8; absent in inference). Traffic: x, a few times from
     /// the L2 cache, y and argmax once.
     pub(in crate::cuda) fn plain_max_pool(&self, [x, y, argmax]: [Operand; 3], pool: PlainPool) -> Kernel {
         let mut args = vec![Arg::In(x), Arg::Out(y), Arg::Out(argmax)];
@@ -137,7 +137,7 @@ impl Ops {
         kernel("plain_max_pool", self.items(pool.items(pool.output), 8), args)
     }
 
-    /// dx from dy and the argmax of [`Ops::plain_max_pool`]. Moves: dx once, dy and argmax a few times from the cache.
+    /// dx from dy and the argmax of [`Ops::plain_max_pool`]. Traffic: dx once, dy and argmax a few times from the cache.
     pub(in crate::cuda) fn plain_max_pool_backward(
         &self,
         [dy, argmax, dx]: [Operand; 3],

@@ -80,7 +80,7 @@ const BAND: u32 = 32;
 const SHARED: u32 = 44 << 10;
 
 impl Ops {
-    /// Moves: the pictures' bytes once (twice if they are mixed), the batch once.
+    /// Traffic: the pictures' bytes once (twice if they are mixed), the batch once.
     ///
     /// Wide pictures, for which one output row reads more than 44 KB, need more shared memory than the default
     /// limit: the launcher has to raise the kernel's limit to `shared_bytes`.
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn the_gpu_s_scaling_makes_the_host_s_pictures() {
+    fn the_gpu_s_scaling_equals_the_host_s() {
         for (height, width, side) in [(32usize, 32usize, 224usize), (28, 28, 96), (97, 61, 40), (5, 300, 64)]
         {
             let source: Vec<u8> = (0..height * width)

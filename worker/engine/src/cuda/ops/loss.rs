@@ -55,7 +55,7 @@ pub(super) fn blocks(pictures: u32) -> u32 {
 }
 
 impl Ops {
-    /// Moves: logits once from memory (three times from the cache), dlogits once.
+    /// Traffic: logits once from memory (three times from the cache), dlogits once.
     pub(in crate::cuda) fn cross_entropy(&self, p: CrossEntropy) -> Kernel {
         let args = [
             Arg::In(p.logits),

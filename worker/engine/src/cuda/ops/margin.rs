@@ -31,7 +31,7 @@ impl SplitLogits {
 }
 
 impl Ops {
-    /// float32 `[count]`: `scale` divided by the length of each row of `width` values. Moves: the rows once.
+    /// float32 `[count]`: `scale` divided by the length of each row of `width` values. Traffic: the rows once.
     pub(in crate::cuda) fn row_factors(
         &self,
         rows: Operand,
@@ -43,7 +43,7 @@ impl Ops {
         kernel("row_factors", self.items(32 * u64::from(count), 8), args)
     }
 
-    /// Moves: the values twice.
+    /// Traffic: the values twice.
     pub(in crate::cuda) fn scale_cosines(&self, p: Cosines) -> Kernel {
         let groups = u64::from(p.rows) * u64::from(p.chunk / 8) * u64::from(p.chunks);
         let args = [
@@ -83,7 +83,7 @@ impl Ops {
         kernel("put_margin", plain([p.rows().div_ceil(256), 1, 1], [256, 1, 1]), args)
     }
 
-    /// Removes from each row of a gradient its component along the same row of `rows`. Moves: `rows` once, the gradient
+    /// Removes from each row of a gradient its component along the same row of `rows`. Traffic: `rows` once, the gradient
     /// twice.
     pub(in crate::cuda) fn remove_along(
         &self,

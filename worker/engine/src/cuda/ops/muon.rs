@@ -31,7 +31,7 @@ pub(in crate::cuda) struct Muon<'a> {
 }
 
 impl Ops {
-    /// Runs after [`Ops::gradient_norm`]. Moves: weights and velocity twice, gradients once, and in each iteration the filters in 16 bits
+    /// Runs after [`Ops::gradient_norm`]. Traffic: weights and velocity twice, gradients once, and in each iteration the filters in 16 bits
     /// about four times.
     pub(in crate::cuda) fn muon(&self, p: Muon<'_>) -> Vec<Kernel> {
         let (flat, rates, scaler) = (p.flat, p.rates, Arg::In(p.flat.scaler));

@@ -204,15 +204,18 @@ mod tests {
         // A small Ampere GPU, A100, H100 PCIe, H100 SXM and H200.
         for (multiprocessors, capability) in [(46, 86), (108, 80), (114, 90), (132, 90)] {
             let ops = Ops::new(DType::F16, multiprocessors, capability);
-            let mut most = 0;
+            let mut max_blocks = 0;
             for channels in (8..=4096).step_by(8) {
                 for pixels in [1, 4, 49, 196, 784] {
                     let shape = Shape { pictures: 32, pixels, channels };
                     let blocks = |g: Geometry| g.grid.iter().product::<u32>();
-                    most = most.max(ops.small(shape, true).map_or(0, blocks));
+                    max_blocks = max_blocks.max(ops.small(shape, true).map_or(0, blocks));
                 }
             }
-            assert!(most > 0 && most + nccl::MAX_BLOCKS <= multiprocessors, "{most} of {multiprocessors}");
+            assert!(
+                max_blocks > 0 && max_blocks + nccl::MAX_BLOCKS <= multiprocessors,
+                "{max_blocks} of {multiprocessors}"
+            );
         }
     }
 }

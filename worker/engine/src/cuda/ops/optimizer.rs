@@ -132,7 +132,7 @@ pub(in crate::cuda) struct Sgd {
 }
 
 impl Ops {
-    /// Moves: all gradients once.
+    /// Traffic: all gradients once.
     pub(in crate::cuda) fn gradient_norm(&self, p: GradientNorm) -> Kernel {
         let mut args = p.gradients.args().to_vec();
         args.extend([
@@ -157,7 +157,7 @@ impl Ops {
         kernel("gradient_norm_of_parts", geometry, args)
     }
 
-    /// `to` (f64) = the sum of squares of the gradients. Moves: all gradients once.
+    /// `to` (f64) = the sum of squares of the gradients. Traffic: all gradients once.
     pub(in crate::cuda) fn gradient_squares(&self, gradients: Gradients, to: Operand) -> Kernel {
         let mut args = gradients.args().to_vec();
         args.extend([Arg::Out(to), Arg::Out(self.partials()), self.counter(NORM_COUNTER)]);
@@ -175,7 +175,7 @@ impl Ops {
         self.partials()
     }
 
-    /// Runs after [`Ops::gradient_norm`]. Computes sums of squares. Moves: all weights and gradients once.
+    /// Runs after [`Ops::gradient_norm`]. Computes sums of squares. Traffic: all weights and gradients once.
     pub(in crate::cuda) fn lars_norms(&self, flat: Flat, rates: Rates) -> Kernel {
         let mut args = vec![Arg::In(flat.weights)];
         args.extend(flat.gradients.args());
@@ -198,7 +198,7 @@ impl Ops {
         kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// Runs after [`Ops::gradient_norm`]. Moves: weights and velocity twice, gradients and low_precision once: 20 bytes
+    /// Runs after [`Ops::gradient_norm`]. Traffic: weights and velocity twice, gradients and low_precision once: 20 bytes
     /// per value in the 16-bit formats.
     pub(in crate::cuda) fn sgd(&self, p: Sgd) -> Kernel {
         let none = Rates { segments: Operand::NONE, count: 0, rates: Operand::NONE, squares: Operand::NONE };

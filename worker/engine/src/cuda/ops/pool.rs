@@ -76,7 +76,7 @@ impl Ops {
         (geometry, args)
     }
 
-    /// Moves: x once, y and argmax once.
+    /// Traffic: x once, y and argmax once.
     pub(in crate::cuda) fn max_pool(&self, p: MaxPool) -> Kernel {
         let name = if p.argmax.is_none() { "norm_max_pool" } else { "norm_max_pool_argmax" };
         let (scale, bias) = p.norm;
@@ -89,7 +89,7 @@ impl Ops {
     }
 
     /// Both passes; with [`Reduce::Leave`] only the sums (`norm_backward_finish` and then
-    /// [`Ops::norm_backward_apply_max_pool`] must follow). Moves: x, dy and argmax twice, dx once.
+    /// [`Ops::norm_backward_apply_max_pool`] must follow). Traffic: x, dy and argmax twice, dx once.
     pub(in crate::cuda) fn norm_backward_max_pool(&self, p: NormBackwardMaxPool) -> Vec<Kernel> {
         let (geometry, pool) = self.strips(p.pool, 512, 1);
         let mut args = [p.x, p.dy, p.argmax, p.control].map(Arg::In).to_vec();
@@ -116,7 +116,7 @@ impl Ops {
         kernel("norm_backward_apply_max_pool", geometry, args)
     }
 
-    /// Moves: x once, y once.
+    /// Traffic: x once, y once.
     pub(in crate::cuda) fn global_average(&self, p: GlobalAverage) -> Kernel {
         let groups = p.channels / 8;
         let lanes = groups.next_power_of_two().clamp(1, 8);

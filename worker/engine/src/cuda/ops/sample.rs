@@ -76,7 +76,7 @@ impl Ops {
         kernel("sample_classes", plain([blocks, 1, 1], [THREADS, 1, 1]), args)
     }
 
-    /// Gathers the rows of a sample, followed by zeros. Moves: these rows once.
+    /// Gathers the rows of a sample, followed by zeros. Traffic: these rows once.
     pub(in crate::cuda) fn gather_rows(&self, rows: Rows, sample: Operand) -> Kernel {
         let (width, wide, length) = rows.elements();
         let args =
@@ -84,7 +84,7 @@ impl Ops {
         kernel(if wide { "gather_rows" } else { "gather_values" }, self.items(length, 8), args)
     }
 
-    /// Writes the rows of a sample back to the parameter. Moves: these rows once.
+    /// Writes the rows of a sample back to the parameter. Traffic: these rows once.
     pub(in crate::cuda) fn scatter_rows(&self, rows: Rows, sample: Operand) -> Kernel {
         let (width, wide, length) = rows.elements();
         let args = [Arg::InOut(rows.all), Arg::In(rows.some), Arg::In(sample), Arg::U32(width)];

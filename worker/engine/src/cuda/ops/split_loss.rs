@@ -82,7 +82,7 @@ impl SplitLogits {
 
 impl Ops {
     /// Reduces this rank's classes of each row to a record in `records`. Only these two kernels use `parts`.
-    /// `with_margin` is the result of [`Ops::put_margin`], and may be absent. Moves: logits once.
+    /// `with_margin` is the result of [`Ops::put_margin`], and may be absent. Traffic: logits once.
     pub(in crate::cuda) fn class_records(
         &self,
         p: SplitLogits,
@@ -140,7 +140,7 @@ impl Ops {
     }
 
     /// Runs after [`Ops::class_loss`]. Replaces the logits by their gradient, and computes the gradient of the bias.
-    /// With `accumulate`, the latter is added to. Moves: logits twice.
+    /// With `accumulate`, the latter is added to. Traffic: logits twice.
     pub(in crate::cuda) fn class_gradient(
         &self,
         p: SplitLogits,

@@ -50,7 +50,7 @@ pub(in crate::cuda) struct Record {
 }
 
 impl Ops {
-    /// Moves: 4 bytes per word over PCIe.
+    /// Traffic: 4 bytes per word over PCIe.
     pub(in crate::cuda) fn fetch(&self, p: Fetch) -> Kernel {
         let none = Keep {
             running: Operand::NONE,

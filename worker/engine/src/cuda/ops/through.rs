@@ -23,7 +23,7 @@ pub(in crate::cuda) struct Through {
 }
 
 impl Ops {
-    /// [`Ops::norm_backward_sums`] of `p` with the gradient of `through` instead of `p`'s; dz must be present. Moves:
+    /// [`Ops::norm_backward_sums`] of `p` with the gradient of `through` instead of `p`'s; dz must be present. Traffic:
     /// x, `more` and dz once, dy a few times, mostly from the L2 cache.
     pub(in crate::cuda) fn norm_backward_through(&self, p: NormBackward, through: Through) -> Kernel {
         let Through { dy, weights, inner, more, mask } = through;

@@ -23,6 +23,9 @@ mod update;
 /// Number of weight gradients on the side stream for which the backward pass does not wait in order to reuse their memory.
 const PENDING_WEIGHT_GRADIENTS: usize = 4;
 
+/// Messages to or from other ranks, by each rank's number in its group.
+type Messages = Vec<(u32, Operand)>;
+
 /// A gradient of an activation, which the backward pass of the activation's producer will use.
 #[derive(Debug, Clone, Copy)]
 enum Gradient {
@@ -242,6 +245,18 @@ impl<'a> GraphEmitter<'a> {
             }
         }
         self.alloc_bytes(bytes, content(tensor))
+    }
+
+    /// Allocates the memory of an activation that the current operation computes.
+    fn alloc_activation(&mut self, tensor: TensorId) -> Allocation {
+        let y = self.alloc(tensor, Content::Activation);
+        self.activations[tensor] = Some(y);
+        y
+    }
+
+    /// Exchanges messages with other ranks of `group`, which have the same coordinates on the other axes of the mesh.
+    fn exchange(&mut self, group: Group, gives: Messages, takes: Messages, dtype: DType) {
+        self.commands.push(Command::Exchange { stream: StreamId::Main, group, gives, takes, dtype });
     }
 
     /// Bytes of a tensor of the whole batch.

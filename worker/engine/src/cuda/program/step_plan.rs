@@ -342,7 +342,7 @@ pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
             Op::Conv { .. } | Op::Halo { .. } | Op::Redistribute { .. } => {}
             _ if op.inputs().iter().any(|input| network.is_pictures(*input)) => {
                 return refuse(format!(
-                    "{}, in which something else than a convolution reads the pictures",
+                    "{}, in which something other than a convolution reads the pictures",
                     network.arch
                 ));
             }

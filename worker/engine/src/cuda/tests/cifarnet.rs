@@ -9,7 +9,7 @@ fn cifarnet(side: usize, channels: usize) -> Arc<Network> {
     Arc::new(crate::net::build(&model, side, channels, 10).unwrap())
 }
 
-/// Weights move as on the CPU engine with SGD, and nearly so with Muon, whose matrices are bfloat16; fixed parameters stay.
+/// With SGD, weights change as on the CPU engine, and approximately with Muon, whose matrices are bfloat16. Fixed parameters do not change.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_cifarnet_matches_the_cpu_engine() {

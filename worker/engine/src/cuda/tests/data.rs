@@ -5,14 +5,14 @@ use lockstep_data::loader::View;
 
 /// Path of the bundled pictures, on this or another machine.
 pub(super) fn fashion_mnist() -> PathBuf {
-    let here = concat!(env!("CARGO_MANIFEST_DIR"), "/../../assets/fashion-mnist");
-    std::env::var_os("LOCKSTEP_TEST_PICTURES").map_or_else(|| here.into(), PathBuf::from)
+    let bundled = concat!(env!("CARGO_MANIFEST_DIR"), "/../../assets/fashion-mnist");
+    std::env::var_os("LOCKSTEP_TEST_PICTURES").map_or_else(|| bundled.into(), PathBuf::from)
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_pictures_are_augmented_as_on_the_cpu() {
-    // Cropped and flipped, in a border that mirrors the picture and in a black one; also enlarged; also reduced.
+    // Pictures are cropped and flipped, with a mirrored border and with a black one, and also enlarged or reduced.
     for (side, reflect_border) in [(28, true), (28, false), (64, false), (16, false)] {
         let spec = DataSpec {
             crop_padding: 3,
@@ -27,16 +27,7 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
                 .unwrap(),
         );
         let config = config(64);
-        let plan = EpochPlan {
-            epoch: 1,
-            first_step: 0,
-            rank: 0,
-            world_size: 1,
-            batch_size: 64,
-            accumulate: 1,
-            drop_remainder: true,
-            threads: 2,
-        };
+        let plan = EpochPlan { epoch: 1, drop_remainder: true, threads: 2, ..EpochPlan::of(64) };
         let mut wanted = Vec::new();
         for (format, on_gpu) in
             [(BatchFormat::Normalised, false), (BatchFormat::AugmentParams, true), (BatchFormat::Bytes, true)]
@@ -48,11 +39,11 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
             data.set_format(format);
             let batch = data.epoch(plan).next().unwrap().unwrap();
             let result = engine.train_step(&[batch], 0.01).unwrap();
-            let checked = data.validation(0, 1, 64, 1).next().unwrap().unwrap();
-            let evaluated = engine.eval_step(&checked).unwrap();
+            let validation = data.validation(0, 1, 64, 1).next().unwrap().unwrap();
+            let evaluated = engine.eval_step(&validation).unwrap();
             // Views of pictures of the network's size.
             let views = if side == 28 { View::of(6) } else { Vec::new() };
-            let of_view = |view: &View| engine.eval_step(&view.apply(&checked, 28, 1)).unwrap().loss_sum;
+            let of_view = |view: &View| engine.eval_step(&view.apply(&validation, 28, 1)).unwrap().loss_sum;
             let of_views: Vec<f64> = views.iter().map(of_view).collect();
             eprintln!(
                 "{side} px, {format:?}: loss {}, gradient {}, {evaluated:?}",

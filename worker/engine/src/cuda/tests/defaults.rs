@@ -8,12 +8,12 @@ fn default_in(precision: Precision) -> GpuConfig {
     GpuConfig { precision, deterministic: false, ..deterministic() }
 }
 
-/// Whole micro-batches, a ragged one, and several of which the last is ragged.
+/// A whole micro-batch, a ragged one, several whole ones, and several of which the last is ragged.
 const STEPS: [&[usize]; 4] = [&[32], &[19], &[32, 32, 32], &[32, 32, 5]];
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_default_operations_in_float32_are_the_cpu_engine_s() {
+fn gpu_default_operations_in_float32_match_the_cpu_engine() {
     for network in operations() {
         for counts in STEPS {
             let found = compare_step(&network, 32, counts, &default_in(Precision::Fp32), 0);
@@ -25,7 +25,7 @@ fn gpu_default_operations_in_float32_are_the_cpu_engine_s() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_default_operations_in_16_bits_are_near_the_cpu_engine_s() {
+fn gpu_default_operations_in_16_bits_are_close_to_the_cpu_engine() {
     for (precision, gradient) in [(Precision::Fp16, 1e-2), (Precision::Bf16, 5e-2)] {
         for network in operations() {
             // After rounding, values of a window are often equal, so the pooling may choose another maximum.
@@ -44,8 +44,8 @@ fn gpu_default_operations_in_16_bits_are_near_the_cpu_engine_s() {
 /// Real networks, whose tensors are large enough for every fusion.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_default_networks_are_near_the_cpu_engine_s() {
-    let mut wrong = Vec::new();
+fn gpu_default_networks_are_close_to_the_cpu_engine() {
+    let mut failures = Vec::new();
     for (arch, stem, side, batch) in [
         (Arch::ResNet20, Stem::Cifar, 32, 256),
         (Arch::ResNet18, Stem::Cifar, 32, 256),
@@ -57,30 +57,30 @@ fn gpu_default_networks_are_near_the_cpu_engine_s() {
     ] {
         let network = network(arch, stem, side);
         for counts in [&[batch][..], &[batch, batch - 13]] {
-            let cpu = CpuStep::take(&network, batch, counts, 0);
+            let cpu = CpuStep::compute(&network, batch, counts, 0);
             for (precision, near, gradient) in
                 [(Precision::Fp32, 1e-4, 4e-2), (Precision::Fp16, 2e-2, 0.5), (Precision::Bf16, 8e-2, 1.0)]
             {
-                let found = cpu.apart_from(&default_in(precision));
+                let found = cpu.compare_with(&default_in(precision));
                 // With ResNet-50's default initialisation, 16-bit gradients are too inexact to test an engine. So the test
                 // compares the errors with every fusion and in deterministic mode.
-                let fixed = cpu.apart_from(&GpuConfig { precision, ..deterministic() });
+                let fixed = cpu.compare_with(&GpuConfig { precision, ..deterministic() });
                 let gradient = f64::max(gradient, 1.5 * fixed.gradient);
                 let all = [found.logits, found.loss, found.statistics];
-                let sound = all.iter().all(|apart| *apart < near) && found.gradient < gradient;
-                if !sound {
+                let is_near = all.iter().all(|apart| *apart < near) && found.gradient < gradient;
+                if !is_near {
                     let (name, apart) = (&found.name, found.gradient);
-                    wrong.push(format!(
+                    failures.push(format!(
                         "{precision:?} {arch:?} {counts:?}: {all:?}, gradient of {name} {apart}"
                     ));
                 }
             }
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// Twenty steps with a learning rate that changes the weights: small errors of a fusion accumulate.
+/// Twenty steps change the weights, so small errors of a fusion accumulate.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_default_losses_follow_the_cpu_engine() {
@@ -107,7 +107,7 @@ fn gpu_default_losses_follow_the_cpu_engine() {
 /// the rings between host and GPU.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
+fn gpu_any_number_of_micro_batches_matches_the_cpu_engine() {
     const PICTURES: usize = 4;
     let spec = DataSpec {
         crop_padding: 1,
@@ -117,16 +117,7 @@ fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
     };
     let model = ModelSpec { arch: Arch::ResNet20, stem: Stem::Cifar, ..ModelSpec::default() };
     let network = Arc::new(resnet::build(&model, 8, 1, 10).unwrap());
-    let plan = EpochPlan {
-        epoch: 0,
-        first_step: 0,
-        rank: 0,
-        world_size: 1,
-        batch_size: PICTURES,
-        accumulate: 256,
-        drop_remainder: true,
-        threads: 2,
-    };
+    let plan = EpochPlan { accumulate: 256, drop_remainder: true, threads: 2, ..EpochPlan::of(PICTURES) };
     let ring = crate::cuda::rings::SLOTS;
     for accumulate in [1, 16, ring - 1, ring, ring + 1, 3 * ring, 4096] {
         let config = EngineConfig { accumulate, ..config(PICTURES) };
@@ -148,7 +139,7 @@ fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
             // Repeats the same 256 micro-batches: there are too few bundled pictures for 4096.
             let batches: Vec<Batch> = data.epoch(plan).take(256).map(Result::unwrap).collect();
             let mut all = batches.iter().cycle();
-            // Started without waiting for results, as in training.
+            // Steps are started without waiting for results, as in training.
             let mut results = Vec::new();
             let steps = if accumulate > 1000 { 2 } else { 4 };
             for _ in 0..steps {

@@ -1,22 +1,22 @@
-//! Tests of frozen batch norms against the CPU engine, whose gradients `frozen_norm.rs` compares with the loss's derivatives.
+//! Compares frozen batch norms with the CPU engine, whose gradients `frozen_norm.rs` compares with the loss's derivatives.
 
 use super::*;
-use crate::frozen_norm::{frozen, is_of_norm, trained};
+use crate::frozen_norm::{freeze_norms, is_of_norm, trained_parameters};
 
 /// Differences in loss and gradient between a step over micro-batches of `counts` pictures and the CPU engine's step. No tensor of
 /// a batch norm may change in this step and in two more, which are captured and replayed.
 fn compare(network: &Arc<Network>, counts: &[usize], precision: Precision, draw: usize) -> [f64; 2] {
     let config = EngineConfig { accumulate: counts.len(), ..config(32) };
-    let initial = trained(network);
+    let initial = trained_parameters(network);
     let step: Vec<Batch> =
         counts.iter().enumerate().map(|(i, n)| pictures(network, *n, draw + 100 * i)).collect();
     let mut cpu = cpu_from(&initial, network, &config);
     let mut gpu = cuda_from(&initial, network, &config, precision);
     let (wanted, ours) = (cpu.train_step(&step, 0.01).unwrap(), gpu.train_step(&step, 0.01).unwrap());
     let loss = f64::from((ours.loss - wanted.loss).abs() / wanted.loss);
-    // Decay counts towards momentum after the first step, and not for frozen parameters.
+    // Momentum after the first step includes the decay, but not for frozen parameters.
     let (gradient, name) =
-        apart(&gpu.optimizer_state().unwrap().slots, &cpu.optimizer_state().unwrap().slots);
+        worst_difference(&gpu.optimizer_state().unwrap().slots, &cpu.optimizer_state().unwrap().slots);
     eprintln!(
         "{} at {} px, pictures {counts:?}, {precision:?}: loss {loss:.1e}, gradient {gradient:.1e} ({name}) apart",
         network.arch, network.image_size
@@ -37,9 +37,9 @@ fn compare(network: &Arc<Network>, counts: &[usize], precision: Precision, draw:
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_frozen_batch_norms_in_float32_are_the_cpu_engine_s() {
+fn gpu_frozen_batch_norms_in_float32_match_the_cpu_engine() {
     for network in operations() {
-        let network = frozen(&network);
+        let network = freeze_norms(&network);
         for draw in 0..2 {
             let [loss, gradient] = compare(&network, &[32], Precision::Fp32, draw);
             // A ReLU whose sign changes by rounding is visible in a small tensor.
@@ -47,14 +47,14 @@ fn gpu_frozen_batch_norms_in_float32_are_the_cpu_engine_s() {
         }
     }
     for network in crate::unfused::networks() {
-        let network = frozen(&network);
+        let network = freeze_norms(&network);
         let [loss, gradient] = compare(&network, &[16], Precision::Fp32, 0);
         assert!(loss < 1e-4 && gradient < 1e-2, "{}: {loss} {gradient}", network.arch);
     }
     for (arch, stem, side, batch) in
         [(Arch::ResNet20, Stem::Cifar, 32, 32), (Arch::ResNet50, Stem::Imagenet, 64, 16)]
     {
-        let network = frozen(&network(arch, stem, side));
+        let network = freeze_norms(&network(arch, stem, side));
         let [loss, gradient] = compare(&network, &[batch], Precision::Fp32, 0);
         assert!(loss < 1e-3 && gradient < 4e-2, "{arch:?}: {loss} {gradient}");
     }
@@ -63,9 +63,9 @@ fn gpu_frozen_batch_norms_in_float32_are_the_cpu_engine_s() {
 /// A ragged batch is filled with padding.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_frozen_batch_norms_in_ragged_micro_batches_are_the_cpu_engine_s() {
+fn gpu_frozen_batch_norms_in_ragged_micro_batches_match_the_cpu_engine() {
     for network in operations().into_iter().filter(|net| !net.arch.contains("256")) {
-        let network = frozen(&network);
+        let network = freeze_norms(&network);
         let [loss, gradient] = compare(&network, &[32, 32, 5], Precision::Fp32, 0);
         assert!(loss < 1e-4 && gradient < 1e-2, "{}: {loss} {gradient}", network.arch);
     }
@@ -73,25 +73,25 @@ fn gpu_frozen_batch_norms_in_ragged_micro_batches_are_the_cpu_engine_s() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_frozen_batch_norms_in_16_bits_are_near_the_cpu_engine_s() {
+fn gpu_frozen_batch_norms_in_16_bits_are_close_to_the_cpu_engine() {
     for (precision, near, gradients) in [(Precision::Fp16, 2e-2, 0.15), (Precision::Bf16, 8e-2, 0.4)] {
         for network in operations() {
             // Rounding changes signs of ReLUs. Values of a window are often equal, so the pooling may choose another maximum.
             let gradients = if network.arch.contains("pooling") { 0.6 } else { gradients };
-            let network = frozen(&network);
+            let network = freeze_norms(&network);
             let [loss, gradient] = compare(&network, &[32], precision, 0);
             assert!(loss < near && gradient < gradients, "{} {precision:?}: {loss} {gradient}", network.arch);
         }
     }
 }
 
-/// With every optimizer, and any optimizer state from earlier steps.
+/// Every optimizer leaves frozen parameters and their state unchanged, even if earlier steps have left optimizer state.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_no_optimizer_changes_a_frozen_batch_norm() {
     use lockstep_protocol::spec::OptimizerKind;
-    let network = frozen(&network(Arch::ResNet20, Stem::Cifar, 16));
-    let initial = trained(&network);
+    let network = freeze_norms(&network(Arch::ResNet20, Stem::Cifar, 16));
+    let initial = trained_parameters(&network);
     for (kind, _) in OptimizerKind::ALL {
         let optimizer = Optimizer { kind, weight_decay: 0.1, ..Optimizer::default() };
         let config = EngineConfig { optimizer, ..config(8) };

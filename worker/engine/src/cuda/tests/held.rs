@@ -33,7 +33,7 @@ struct Gate {
 }
 
 impl Gate {
-    fn closed(stream: Stream) -> Self {
+    fn close(stream: Stream) -> Self {
         let (word, reached) = (Pinned::new(256).unwrap(), Event::new(false).unwrap());
         reached.record(stream).unwrap();
         let at_least = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
@@ -69,7 +69,7 @@ impl Run {
         Self { engine, batches, started: 0, results: Vec::new() }
     }
 
-    fn next(&mut self) -> Vec<Batch> {
+    fn next_batches(&mut self) -> Vec<Batch> {
         let each = self.engine.config.accumulate;
         self.started += 1;
         self.batches[(self.started - 1) * each..][..each].to_vec()
@@ -83,19 +83,19 @@ impl Run {
 
     /// Starts the next step without waiting for it, as in training.
     fn start(&mut self) {
-        let batches = self.next();
+        let batches = self.next_batches();
         self.results.extend(self.engine.start_step(&batches, LR).unwrap());
         self.average();
     }
 
-    fn starts(mut self, steps: usize) -> Self {
+    fn start_steps(mut self, steps: usize) -> Self {
         (0..steps).for_each(|_| self.start());
         self
     }
 
     /// Starts the next step, with a gate before the first command that is `wanted`.
     fn start_up_to(&mut self, wanted: impl Fn(&Command) -> bool) -> Gate {
-        let batches = self.next();
+        let batches = self.next_batches();
         let engine = &mut self.engine;
         let Prologue { parts, gradient_scale } = Prologue::of(&batches, &engine.config, 1).unwrap();
         let [part] = parts[..] else { panic!("a step of one micro-batch") };
@@ -109,7 +109,7 @@ impl Run {
         let commands = engine.program.commands(phase, input, true).unwrap();
         let at = commands.iter().position(wanted).unwrap();
         engine.program.start(&commands[..at], input.address()).unwrap();
-        let gate = Gate::closed(engine.program.main.0);
+        let gate = Gate::close(engine.program.main.0);
         engine.program.start(&commands[at..], input.address()).unwrap();
         engine.under_way.push_back(UnderWay::OnGpu { divisor: None });
         engine.steps.0 += 1;
@@ -117,12 +117,14 @@ impl Run {
         gate
     }
 
-    /// The state after another rank is lost: must be that of step `finished`, with the results of all steps up to it.
-    fn recovered(&mut self, finished: usize, whole: &[(StateDict, StepResult)]) -> StateDict {
-        self.results.extend(self.engine.undo_unfinished_steps().expect("what is on the GPU is known"));
-        let timeless = |result: &StepResult| StepResult { step_secs: 0.0, all_reduce_secs: 0.0, ..*result };
-        let ours: Vec<_> = self.results.iter().map(timeless).collect();
-        let theirs: Vec<_> = whole[..finished].iter().map(|(_, result)| timeless(result)).collect();
+    /// Undoes unfinished steps, as after the loss of another rank. Checks that the state is that of step `finished`, and that the results of
+    /// all steps up to it are known.
+    fn check_recovered(&mut self, finished: usize, whole: &[(StateDict, StepResult)]) -> StateDict {
+        self.results.extend(self.engine.undo_unfinished_steps().expect("the state on the GPU is known"));
+        let without_times =
+            |result: &StepResult| StepResult { step_secs: 0.0, all_reduce_secs: 0.0, ..*result };
+        let ours: Vec<_> = self.results.iter().map(without_times).collect();
+        let theirs: Vec<_> = whole[..finished].iter().map(|(_, result)| without_times(result)).collect();
         assert_eq!(format!("{ours:?}"), format!("{theirs:?}"));
         let state = self.engine.own_state().unwrap();
         assert!(state == whole[finished - 1].0, "the state of step {finished}");
@@ -131,10 +133,14 @@ impl Run {
 }
 
 /// State and result of each step of an uninterrupted run.
-fn undisturbed(kind: OptimizerKind, precision: Precision, accumulate: usize) -> Vec<(StateDict, StepResult)> {
+fn uninterrupted_run(
+    kind: OptimizerKind,
+    precision: Precision,
+    accumulate: usize,
+) -> Vec<(StateDict, StepResult)> {
     let mut run = Run::new(kind, precision, accumulate);
     let step = |_| {
-        let batches = run.next();
+        let batches = run.next_batches();
         let result = run.engine.train_step(&batches, LR).unwrap();
         run.average();
         (run.engine.own_state().unwrap(), result)
@@ -143,10 +149,10 @@ fn undisturbed(kind: OptimizerKind, precision: Precision, accumulate: usize) -> 
 }
 
 /// Final state of the next attempt, which continues from `state`.
-fn continued(state: &StateDict, from: usize, mut run: Run) -> StateDict {
+fn continue_run(state: &StateDict, from: usize, mut run: Run) -> StateDict {
     run.engine.load_state_dict(state).unwrap();
     run.started = from;
-    run.starts(STEPS - from).engine.own_state().unwrap()
+    run.start_steps(STEPS - from).engine.own_state().unwrap()
 }
 
 /// Whether a command could wait for a lost rank.
@@ -156,7 +162,7 @@ fn waits_for_others(command: &Command) -> bool {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_steps_that_wait_for_a_lost_rank_leave_the_state_before_them() {
+fn gpu_steps_that_wait_for_a_lost_rank_do_not_change_the_state() {
     use OptimizerKind::{AdamW, Lamb, Lars, Momentum};
     for (kind, precision) in [
         (Momentum, Precision::Fp16),
@@ -164,25 +170,25 @@ fn gpu_steps_that_wait_for_a_lost_rank_leave_the_state_before_them() {
         (AdamW, Precision::Fp32),
         (Lamb, Precision::Bf16),
     ] {
-        let whole = undisturbed(kind, precision, 1);
+        let whole = uninterrupted_run(kind, precision, 1);
         assert!(whole[FINISHED - 1].0 != whole[FINISHED].0);
-        let mut run = Run::new(kind, precision, 1).starts(FINISHED);
+        let mut run = Run::new(kind, precision, 1).start_steps(FINISHED);
         let gate = run.start_up_to(waits_for_others);
-        // Another step behind the blocked one, as a graph.
+        // Starts another step after the blocked one, as a graph.
         run.start();
         // All earlier steps have finished.
         gate.reached.wait().unwrap();
         let began = Instant::now();
-        let state = run.recovered(FINISHED, &whole);
+        let state = run.check_recovered(FINISHED, &whole);
         eprintln!(
-            "{kind:?}, {precision:?}: {:.1} ms past a GPU that waits",
+            "{kind:?}, {precision:?}: {:.1} ms until recovery from a GPU that waits",
             began.elapsed().as_secs_f64() * 1e3
         );
-        // After that no update may begin, even if the GPU continues.
+        // Now no update may begin, even if the GPU continues.
         gate.open();
         run.engine.device.synchronize().unwrap();
-        assert!(run.engine.own_state().unwrap() == state, "{kind:?}: the weights were held");
-        let end = continued(&state, FINISHED, Run::new(kind, precision, 1));
+        assert!(run.engine.own_state().unwrap() == state, "{kind:?}: the weights have not changed");
+        let end = continue_run(&state, FINISHED, Run::new(kind, precision, 1));
         assert!(
             end == whole[STEPS - 1].0,
             "{kind:?}, {precision:?}: the same bits as if no rank had been lost"
@@ -194,55 +200,55 @@ fn gpu_steps_that_wait_for_a_lost_rank_leave_the_state_before_them() {
 #[ignore = "needs a GPU"]
 fn gpu_a_started_update_is_waited_for() {
     let (kind, precision) = (OptimizerKind::Momentum, Precision::Bf16);
-    let whole = undisturbed(kind, precision, 1);
-    let mut run = Run::new(kind, precision, 1).starts(FINISHED);
+    let whole = uninterrupted_run(kind, precision, 1);
+    let mut run = Run::new(kind, precision, 1).start_steps(FINISHED);
     let updates = |c: &Command| matches!(c, Command::Kernel { kernel, .. } if kernel.name == "sgd_momentum");
     let gate = run.start_up_to(updates);
     run.start();
     gate.reached.wait().unwrap();
     let until = Instant::now() + PATIENCE;
     run.engine.freeze_updates();
-    assert!(run.engine.is_updating(until).unwrap(), "its end is not there, and nothing may be read");
+    assert!(run.engine.is_updating(until).unwrap(), "the update has not ended, so weights cannot be read");
     gate.open();
-    run.recovered(FINISHED + 1, &whole);
+    run.check_recovered(FINISHED + 1, &whole);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_steps_that_begin_after_a_rank_is_lost_and_parts_of_steps_change_nothing() {
     let (kind, precision) = (OptimizerKind::Momentum, Precision::Fp16);
-    let whole = undisturbed(kind, precision, 2);
+    let whole = uninterrupted_run(kind, precision, 2);
     let fresh = || {
-        let run = Run::new(kind, precision, 2).starts(FINISHED);
+        let run = Run::new(kind, precision, 2).start_steps(FINISHED);
         // The update of a step that is still under way may be refused.
         run.engine.device.synchronize().unwrap();
         run
     };
     // All started steps have finished.
     let mut run = fresh();
-    run.recovered(FINISHED, &whole);
+    run.check_recovered(FINISHED, &whole);
     // Updates are frozen before steps begin.
     let mut run = fresh();
     run.results.extend(run.engine.finish_steps().unwrap());
     run.engine.freeze_updates();
     run.start();
     run.start();
-    run.recovered(FINISHED, &whole);
+    run.check_recovered(FINISHED, &whole);
     // The first of two micro-batches has changed running statistics.
     let mut run = fresh();
-    let batches = run.next();
+    let batches = run.next_batches();
     let Prologue { parts, gradient_scale } = Prologue::of(&batches, &run.engine.config, 1).unwrap();
     let (phase, control) = run.engine.micro_batch(&parts[0], gradient_scale, LR);
     assert!(matches!(phase, Phase::Train(MicroBatch { first: true, last: false, .. })));
     run.engine.run(phase, control, parts[0].batch).unwrap();
-    let state = run.recovered(FINISHED, &whole);
-    let end = continued(&state, FINISHED, Run::new(kind, precision, 2));
+    let state = run.check_recovered(FINISHED, &whole);
+    let end = continue_run(&state, FINISHED, Run::new(kind, precision, 2));
     assert!(end == whole[STEPS - 1].0, "the same bits as if no rank had been lost");
     // An average that an unfinished step would have created does not exist.
-    let mut run = Run::new(kind, precision, 2).starts(AVERAGED_FROM - 1);
+    let mut run = Run::new(kind, precision, 2).start_steps(AVERAGED_FROM - 1);
     run.results.extend(run.engine.finish_steps().unwrap());
     run.engine.freeze_updates();
     run.start();
     assert!(run.engine.has_average());
-    assert!(run.recovered(AVERAGED_FROM - 1, &whole).average.is_none());
+    assert!(run.check_recovered(AVERAGED_FROM - 1, &whole).average.is_none());
 }

@@ -1,20 +1,20 @@
 //! Tests of kept gradients and layer times.
 
 use super::*;
-use crate::frozen_norm::{frozen, is_of_norm, trained};
+use crate::frozen_norm::{freeze_norms, is_of_norm, trained_parameters};
 
 /// The kept gradients equal the CPU engine's, without the loss scale, and have the norm that the step reports.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_kept_gradients_are_the_cpu_engine_s() {
+fn gpu_kept_gradients_match_the_cpu_engine() {
     for (precision, near) in [(Precision::Fp32, 1e-2), (Precision::Fp16, 0.15), (Precision::Bf16, 0.4)] {
         for (network, accumulate) in operations()
             .into_iter()
             .filter(|net| net.arch.contains("stem 3x3") && !net.arch.contains("256"))
-            .flat_map(|net| [(net.clone(), 1), (net.clone(), 2), (frozen(&net), 1)])
+            .flat_map(|net| [(net.clone(), 1), (net.clone(), 2), (freeze_norms(&net), 1)])
         {
             let config = EngineConfig { accumulate, ..config(16) };
-            let initial = if network.frozen_norm { trained(&network) } else { initial(&network) };
+            let initial = if network.frozen_norm { trained_parameters(&network) } else { initial(&network) };
             let step: Vec<Batch> = (0..accumulate).map(|i| pictures(&network, 16, i)).collect();
             let [wanted, ours] = [false, true].map(|on_gpu| {
                 let mut engine = match on_gpu {
@@ -28,19 +28,19 @@ fn gpu_kept_gradients_are_the_cpu_engine_s() {
                 let gradients = engine.gradients().unwrap();
                 let norm = gradients.values().map(|t| square(&t.values)).sum::<f64>().sqrt();
                 let apart = (norm - f64::from(found.grad_norm)).abs() / norm;
-                assert!(apart < 1e-4, "{}: {norm}, the step says {}", network.arch, found.grad_norm);
+                assert!(apart < 1e-4, "{}: {norm}, the step reports {}", network.arch, found.grad_norm);
                 gradients
             });
             assert!(ours.keys().eq(wanted.keys()), "{}", network.arch);
             assert_eq!(ours.keys().any(|name| is_of_norm(&network, name)), !network.frozen_norm);
-            let (gradient, name) = apart(&ours, &wanted);
+            let (gradient, name) = worst_difference(&ours, &wanted);
             eprintln!("{} {precision:?}: {gradient:.1e} ({name}) apart", network.arch);
             assert!(gradient < near, "{} {precision:?}: {name} is {gradient} apart", network.arch);
         }
     }
 }
 
-/// Timing layers does not change a step's results: captured, replayed, timed, replayed.
+/// Timing layers does not change the results of steps. The steps are captured, replayed, timed and replayed.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_timing_a_step_does_not_change_its_bits() {

@@ -1,4 +1,4 @@
-//! Tests of mixup and cutmix: the loss with two labels, and mixing on the GPU against mixing on the host.
+//! Tests of mixup and cutmix: the loss with two labels, and mixing on the GPU compared with mixing on the host.
 
 use super::*;
 use lockstep_data::loader::Mixing;
@@ -11,7 +11,7 @@ fn mixed(network: &Network, count: usize, number: usize, lambda: f32) -> Batch {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_step_on_mixed_pictures_is_the_cpu_engine_s() {
+fn gpu_a_step_on_mixed_pictures_matches_the_cpu_engine() {
     let network = network(Arch::ResNet18, Stem::Imagenet, 64);
     for (precision, tolerance) in [(Precision::Fp32, 1e-4), (Precision::Fp16, 2e-2), (Precision::Bf16, 5e-2)]
     {
@@ -37,7 +37,7 @@ fn gpu_a_step_on_mixed_pictures_is_the_cpu_engine_s() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_step_with_class_weights_is_the_cpu_engine_s() {
+fn gpu_a_step_with_class_weights_matches_the_cpu_engine() {
     let network = network(Arch::ResNet20, Stem::Cifar, 32);
     let weights: Vec<f32> = (1..=10u8).map(|class| f32::from(class) / 4.0).collect();
     let loss = LossConfig {
@@ -88,16 +88,7 @@ fn gpu_a_lambda_of_1_is_the_step_without_mixing_bit_for_bit() {
 }
 
 fn plan(world_size: u32, accumulate: usize) -> EpochPlan {
-    EpochPlan {
-        epoch: 0,
-        first_step: 0,
-        rank: 0,
-        world_size,
-        batch_size: 16,
-        accumulate,
-        drop_remainder: false,
-        threads: 1,
-    }
+    EpochPlan { world_size, accumulate, ..EpochPlan::of(16) }
 }
 
 /// The bundled pictures, or synthetic ones in colour as CIFAR-10 files.
@@ -128,8 +119,8 @@ const BOTH: Mixing = Mixing { mixup: 0.4, cutmix: 1.0 };
 const MIXUP: Mixing = Mixing { mixup: 0.4, cutmix: 0.0 };
 const CUTMIX: Mixing = Mixing { mixup: 0.0, cutmix: 1.0 };
 
-/// Pictures mixed on the GPU against pictures that the host mixes as float32 and sends: without scaling, the same engine must
-/// compute the same bits, also with ragged batches and micro-batches.
+/// Compares pictures mixed on the GPU with pictures that the host mixes as float32 and sends. Without scaling, the same engine
+/// must compute the same bits, also with ragged batches and micro-batches.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_resident_pictures_are_mixed_bit_for_bit_as_on_the_host() {
@@ -167,10 +158,10 @@ fn gpu_resident_pictures_are_mixed_bit_for_bit_as_on_the_host() {
     }
 }
 
-/// Against the CPU engine, also enlarged and reduced.
+/// Compares with the CPU engine, also with enlarged and reduced pictures.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_steps_on_resident_mixed_pictures_are_the_cpu_engine_s() {
+fn gpu_steps_on_resident_mixed_pictures_match_the_cpu_engine() {
     let folder = tempfile::tempdir().unwrap();
     cifar_files(folder.path());
     for (path, side, channels) in [
@@ -222,16 +213,7 @@ fn gpu_mixed_pictures_come_from_the_host_as_bytes() {
         resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, 28, 1, 10).unwrap();
     let (network, config) = (Arc::new(network), config(16));
     let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
-    let plan = EpochPlan {
-        epoch: 0,
-        first_step: 0,
-        rank: 0,
-        world_size: 1,
-        batch_size: 16,
-        accumulate: 1,
-        drop_remainder: true,
-        threads: 1,
-    };
+    let plan = EpochPlan { drop_remainder: true, ..EpochPlan::of(16) };
     let wanted: Vec<Batch> = data.epoch(plan).take(4).map(Result::unwrap).collect();
     // As if the dataset did not fit in GPU memory.
     gpu.take_data(&data).unwrap();

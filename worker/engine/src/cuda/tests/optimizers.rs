@@ -1,4 +1,4 @@
-//! Tests of every optimizer against the CPU engine, and of AdamW and LAMB value by value.
+//! Compares every optimizer with the CPU engine, and AdamW and LAMB with their formulas, value by value.
 
 use super::*;
 use crate::{LossScaling, OptimizerState, optimizer::slot_name};
@@ -11,7 +11,7 @@ fn is_adam(kind: OptimizerKind) -> bool {
 
 /// All of [`OptimizerKind::ALL`] with suitable learning rates, with and without weight decay on all parameters.
 fn optimizers() -> Vec<(String, Optimizer, f32)> {
-    let of = |(kind, name): (OptimizerKind, &str)| {
+    let settings = |(kind, name): (OptimizerKind, &str)| {
         [true, false].map(|decay_norm_and_bias| {
             // The sign of a tiny gradient depends on rounding, but would decide Adam's whole step.
             let optimizer = Optimizer {
@@ -29,12 +29,12 @@ fn optimizers() -> Vec<(String, Optimizer, f32)> {
             (format!("{name}, decay on everything: {decay_norm_and_bias}"), optimizer, lr)
         })
     };
-    OptimizerKind::ALL.into_iter().flat_map(of).collect()
+    OptimizerKind::ALL.into_iter().flat_map(settings).collect()
 }
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_optimizers_are_the_cpu_engine_s() {
+fn gpu_optimizers_match_the_cpu_engine() {
     for (name, optimizer, lr) in optimizers() {
         let network = operations().swap_remove(0);
         let config = EngineConfig { optimizer, ..config(32) };
@@ -54,7 +54,7 @@ fn gpu_optimizers_are_the_cpu_engine_s() {
 /// Float16 skips one step in the middle; the CPU engine does not run that step.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_optimizers_in_float16_are_near_the_cpu_engine_s_and_a_skipped_step_is_none() {
+fn gpu_optimizers_in_float16_are_close_to_the_cpu_engine_with_a_skipped_step() {
     for (name, optimizer, lr) in optimizers() {
         let network = operations().swap_remove(0);
         let config = EngineConfig { optimizer, ..config(32) };
@@ -71,7 +71,7 @@ fn gpu_optimizers_in_float16_are_near_the_cpu_engine_s_and_a_skipped_step_is_non
                 assert_eq!(
                     b.optimizer_state().unwrap().updates,
                     3,
-                    "{name}: they are kept next to the scale"
+                    "{name}: setting the scale keeps the updates"
                 );
             }
             let batch = [pictures(&network, 32, step)];
@@ -92,13 +92,20 @@ fn gpu_optimizers_in_float16_are_near_the_cpu_engine_s_and_a_skipped_step_is_non
 }
 
 /// One parameter after an update of AdamW or LAMB, in float64, computed from its old value and the new moments.
-fn moved(optimizer: &Optimizer, lr: f32, was: &HostTensor, m: &[f32], v: &[f32], updates: u64) -> Vec<f64> {
-    let is_weight = was.shape.len() > 1;
-    let treated = is_weight || optimizer.decay_norm_and_bias;
-    let decay = if treated { f64::from(optimizer.weight_decay) } else { 0.0 };
+fn expected_update(
+    optimizer: &Optimizer,
+    lr: f32,
+    before: &HostTensor,
+    m: &[f32],
+    v: &[f32],
+    updates: u64,
+) -> Vec<f64> {
+    let is_weight = before.shape.len() > 1;
+    let is_decayed = is_weight || optimizer.decay_norm_and_bias;
+    let decay = if is_decayed { f64::from(optimizer.weight_decay) } else { 0.0 };
     let power = |beta: f64| 1.0 - beta.powi(updates as i32);
     let (lr, mean, square) = (f64::from(lr), power(optimizer.beta1), power(optimizer.beta2));
-    let w = was.values.iter().map(|w| f64::from(*w));
+    let w = before.values.iter().map(|w| f64::from(*w));
     let r: Vec<f64> = m
         .iter()
         .zip(v)
@@ -108,7 +115,7 @@ fn moved(optimizer: &Optimizer, lr: f32, was: &HostTensor, m: &[f32], v: &[f32],
         .collect();
     let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
     let (of_w, of_r) = (norm(&mut w.clone()), norm(&mut r.iter().copied()));
-    let adapted = optimizer.kind == OptimizerKind::Lamb && treated && of_w > 0.0 && of_r > 0.0;
+    let adapted = optimizer.kind == OptimizerKind::Lamb && is_decayed && of_w > 0.0 && of_r > 0.0;
     let rate = if adapted { lr * of_w / of_r } else { lr };
     w.zip(r).map(|(w, r)| w - rate * r).collect()
 }
@@ -122,18 +129,19 @@ fn check_update(
     [before, after]: [&OptimizerState; 2],
 ) {
     for (parameter, now) in is.iter().filter(|(name, _)| !name.contains("running")) {
-        let slot = |of: &OptimizerState, slot: &str| of.slots[&slot_name(parameter, slot)].values.clone();
+        let slot =
+            |state: &OptimizerState, slot: &str| state.slots[&slot_name(parameter, slot)].values.clone();
         let (m, v) = (slot(after, "exp_avg"), slot(after, "exp_avg_sq"));
         let (old_m, old_v) = (slot(before, "exp_avg"), slot(before, "exp_avg_sq"));
-        let wanted = moved(optimizer, lr, &was[parameter], &m, &v, after.updates);
-        let largest = wanted.iter().fold(1e-3f64, |most, w| most.max(w.abs()));
+        let wanted = expected_update(optimizer, lr, &was[parameter], &m, &v, after.updates);
+        let largest = wanted.iter().fold(1e-3f64, |largest, w| largest.max(w.abs()));
         for (w, wanted) in now.values.iter().zip(&wanted) {
             let apart = (f64::from(*w) - wanted).abs();
             assert!(apart < 3e-6 * largest, "{name}: {parameter} is {w} instead of {wanted}");
         }
         // The gradient follows from the first moment, and the second moment from the gradient.
         let (beta1, beta2) = (optimizer.beta1, optimizer.beta2);
-        let largest = v.iter().fold(1e-30f64, |most, v| most.max(f64::from(*v)));
+        let largest = v.iter().fold(1e-30f64, |largest, v| largest.max(f64::from(*v)));
         for i in 0..m.len() {
             let g = (f64::from(m[i]) - beta1 * f64::from(old_m[i])) / (1.0 - beta1);
             let wanted = beta2 * f64::from(old_v[i]) + (1.0 - beta2) * g * g;
@@ -225,7 +233,7 @@ fn gpu_the_average_follows_weights_and_running_statistics_while_the_host_runs_ah
         }
         ahead.finish_steps().unwrap();
         let (wanted, found) = (wanted.unwrap(), stepwise.averaged().unwrap().unwrap());
-        let (worst, name) = apart(&found, &wanted);
+        let (worst, name) = worst_difference(&found, &wanted);
         assert!(worst < 1e-6, "{precision:?}: {name} is {worst} apart");
         assert!(ahead.averaged().unwrap().as_ref() == Some(&found), "{precision:?}");
         let mut other = cuda(&network, &config, precision);
@@ -270,23 +278,23 @@ fn gpu_the_average_is_unbiased_for_any_decay() {
     let network = network(Arch::ResNet20, Stem::Cifar, 16);
     let mut engine = cuda(&network, &config(8), Precision::Fp32);
     let mut wanted = engine.parameters().unwrap();
-    let mut nothing = wanted.clone();
-    nothing.values_mut().for_each(|tensor| tensor.values.fill(0.0));
-    engine.set_averaged(&nothing).unwrap();
+    let mut zeros = wanted.clone();
+    zeros.values_mut().for_each(|tensor| tensor.values.fill(0.0));
+    engine.set_averaged(&zeros).unwrap();
     for _ in 0..STEPS {
         engine.average(DECAY).unwrap();
     }
-    let reached = 1.0 - DECAY.powi(STEPS);
+    let weight = 1.0 - DECAY.powi(STEPS);
     for value in wanted.values_mut().flat_map(|tensor| &mut tensor.values) {
-        *value = (f64::from(*value) * reached) as f32;
+        *value = (f64::from(*value) * weight) as f32;
     }
-    let (worst, name) = apart(&engine.averaged().unwrap().unwrap(), &wanted);
+    let (worst, name) = worst_difference(&engine.averaged().unwrap().unwrap(), &wanted);
     assert!(worst < 5e-5, "{name} is {worst} apart");
 }
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_second_moment_that_is_not_finite_is_found() {
+fn gpu_a_non_finite_second_moment_is_found() {
     let network = network(Arch::ResNet20, Stem::Cifar, 16);
     let optimizer = Optimizer { kind: OptimizerKind::AdamW, ..Optimizer::default() };
     let mut engine = cuda(&network, &EngineConfig { optimizer, ..config(8) }, Precision::Fp32);

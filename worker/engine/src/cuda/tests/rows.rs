@@ -37,22 +37,7 @@ pub(super) const CASE: Case = Case {
 
 /// A residual block, of 18 and 9 rows. By [`initial`] values stay away from zero.
 fn block() -> Network {
-    let mut net = Network::new("rows of a block", 18, 3, 10);
-    let x = net.conv("conv1", net.input(), 32, 3, 1);
-    let x = net.batch_norm("bn1", x);
-    let shortcut = net.relu(x);
-    let x = net.conv("conv2", shortcut, 64, 3, 2);
-    let x = net.batch_norm("bn2", x);
-    let x = net.relu(x);
-    let x = net.conv("conv3", x, 64, 3, 1);
-    let branch = net.batch_norm("bn3", x);
-    let x = net.conv("down.0", shortcut, 64, 1, 2);
-    let shortcut = net.batch_norm("down.1", x);
-    let x = net.add(branch, shortcut);
-    let x = net.relu(x);
-    let x = net.global_average_pool(x);
-    net.linear("fc", x, 10);
-    net
+    residual_block(18, 10)
 }
 
 /// Windows of 7, 3 and 5 pixels, of 26, 13, 7 and 4 rows.

@@ -95,8 +95,8 @@ fn gpu_gradients_are_the_same_bit_for_bit_in_every_engine() {
     assert!(found.is_empty(), "{}", found.join("\n"));
 }
 
-/// What a GPU of this model computed when the figures were recorded: training that changes without anybody wanting it is found where
-/// comparisons with another engine are too coarse. The message has what to put into golden.json where a change was intended.
+/// Compares with values that a GPU of the same model computed earlier (golden.json), to find unintended changes that comparisons with
+/// another engine are too coarse for. After an intended change, copy the values in the message to golden.json.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_losses_and_gradient_norms_match_recorded_ones() {
@@ -118,17 +118,17 @@ fn gpu_losses_and_gradient_norms_match_recorded_ones() {
         }
     }
     let wanted = &recorded[&name];
-    let is_near = |case: &str, step: usize, of: usize| {
+    let is_near = |case: &str, step: usize, value: usize| {
         let [ours, theirs] =
-            [&found[case], &wanted[case]].map(|all| all[step][of].as_f64().unwrap_or(f64::NAN));
+            [&found[case], &wanted[case]].map(|all| all[step][value].as_f64().unwrap_or(f64::NAN));
         let bound = if case.ends_with("Fp32") { 1e-4 } else { 1e-3 };
         (ours - theirs).abs() <= bound * theirs.abs()
     };
-    // Measurements choose among kernels that round differently. In 16 bits this grows within two steps to percents.
+    // cuDNN's plans are chosen by measured times, and round differently. In 16 bits, the difference grows to percents in two steps.
     let compared = |case: &str| if case.ends_with("Fp32") { STEPS } else { 1 };
     let differ: Vec<&String> = found
         .keys()
         .filter(|case| !(0..compared(case)).all(|step| is_near(case, step, 0) && is_near(case, step, 1)))
         .collect();
-    assert!(differ.is_empty(), "{differ:?} differ; golden.json has to have\n{}", json!({ name: found }));
+    assert!(differ.is_empty(), "{differ:?} differ; golden.json should have\n{}", json!({ name: found }));
 }

@@ -21,7 +21,7 @@ fn gpu_an_overflow_halves_the_loss_scale_and_skips_the_step() {
     let before = engine.parameters().unwrap();
     let mut skipped = 0;
     for _ in 0..20 {
-        let was = engine.parameters().unwrap();
+        let before_step = engine.parameters().unwrap();
         let result = engine.train_step(std::slice::from_ref(&batch), 0.05).unwrap();
         assert!(result.loss.is_finite());
         if result.is_skipped() {
@@ -33,13 +33,13 @@ fn gpu_an_overflow_halves_the_loss_scale_and_skips_the_step() {
                     .collect()
             };
             assert!(
-                weights(&was) == weights(&engine.parameters().unwrap()),
+                weights(&before_step) == weights(&engine.parameters().unwrap()),
                 "a skipped step changes nothing"
             );
         }
     }
     let scaling = engine.loss_scaling().unwrap().unwrap();
-    assert_eq!(scaling.scale, 65_536.0 / f32::powi(2.0, skipped), "halved once a skipped step");
+    assert_eq!(scaling.scale, 65_536.0 / f32::powi(2.0, skipped), "halved by each skipped step");
     let change = difference(&engine.parameters().unwrap()["fc.weight"].values, &before["fc.weight"].values);
     eprintln!("{skipped} of 20 steps were skipped, then {scaling:?}");
     assert!(skipped <= 10 && change > 0.0);
@@ -79,10 +79,10 @@ fn gpu_non_finite_values_are_reported_and_change_nothing() {
     for precision in [Precision::Fp32, Precision::Bf16, Precision::Fp16] {
         for value in [f32::NAN, f32::INFINITY] {
             let (network, config) = (network(Arch::ResNet18, Stem::Cifar, 32), config(16));
-            let mut spoilt = init::initial_parameters(&network, false, 1);
+            let mut invalid = init::initial_parameters(&network, false, 1);
             let name = "layer2.0.conv1.weight";
-            spoilt.get_mut(name).unwrap().values[7] = value;
-            let mut engine = cuda_as(&spoilt, &network, &config, GpuConfig { precision, ..dynamic() });
+            invalid.get_mut(name).unwrap().values[7] = value;
+            let mut engine = cuda_as(&invalid, &network, &config, GpuConfig { precision, ..dynamic() });
             let found = engine.first_not_finite().unwrap().unwrap();
             assert!(found.starts_with(name), "{found}");
             let before = engine.parameters().unwrap();
@@ -98,7 +98,7 @@ fn gpu_non_finite_values_are_reported_and_change_nothing() {
             };
             assert!(before.keys().filter(|name| !name.contains("running")).all(|name| same(name)));
             if precision == Precision::Fp16 {
-                // The whole step is skipped: batch norms before and behind the weight keep finite statistics.
+                // The whole step is skipped: batch norms before and after the weight keep finite statistics.
                 let running = after.iter().filter(|(name, _)| name.contains("running"));
                 assert!(running.into_iter().all(|(_, tensor)| tensor.values.iter().all(|v| v.is_finite())));
             }

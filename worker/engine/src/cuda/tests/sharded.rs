@@ -1,4 +1,4 @@
-//! Ranks on two GPUs that divide the optimizer's state, against ranks that each have all of it and against the CPU engine.
+//! Compares ranks on two GPUs that divide the optimizer's state with ranks that each have the whole state, and with the CPU engine.
 
 use super::*;
 use crate::{AverageOn, Contribution, StateDict, Writers};
@@ -34,7 +34,7 @@ fn step(network: &Network, number: usize, accumulate: usize, rank: usize, ranks:
     (0..accumulate).map(micro_batch).collect()
 }
 
-/// Mean losses of the steps, and the state after them, which begins from `from`.
+/// Mean losses of the steps, and the state after them. Training starts from `from` if it is given.
 fn trained(
     network: &Arc<Network>,
     config: &EngineConfig,
@@ -59,8 +59,8 @@ fn trained(
             let batches = step(network, number, config.accumulate, ring.rank() as usize, 2);
             losses.push(engine.train_step(&batches, lr).unwrap().loss);
         }
-        let said = engine.exchange();
-        assert_eq!(said.contains("of optimizer state"), gpu.plan.optimizer_sharding, "{said}");
+        let description = engine.exchange();
+        assert_eq!(description.contains("of optimizer state"), gpu.plan.optimizer_sharding, "{description}");
         let slots = config.optimizer.slots().len();
         let both = Writers::deal(network, slots, AverageOn::NoRank, &[0, 1]);
         let states = [Writers::default(), both].map(|writers| engine.state_dict(&writers).unwrap());
@@ -76,18 +76,18 @@ fn trained(
     assert_eq!(checksum, their_checksum, "both ranks have the same weights");
     let [Contribution::Whole(state), Contribution::Part(mut part)] = states else { panic!("rank 0 has all") };
     let [Contribution::Replica, Contribution::Part(their_part)] = their_states else {
-        panic!("it has a part")
+        panic!("rank 1 has a part")
     };
     part.parameters.extend(their_part.parameters);
     let their_slots = their_part.optimizer.unwrap().slots;
     part.optimizer.as_mut().unwrap().slots.extend(their_slots);
-    assert!(part == state, "what each rank writes is all of it");
+    assert!(part == state, "the ranks' parts together are the whole state");
     (losses.iter().zip(others).map(|(a, b)| (a + b) / 2.0).collect(), *state)
 }
 
 #[test]
 #[ignore = "needs 2 GPUs"]
-fn gpus_ranks_that_divide_optimizer_state_train_as_ranks_that_do_not() {
+fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
     let kinds = OptimizerKind::ALL.into_iter().filter(|(kind, _)| *kind != OptimizerKind::Muon);
     for (number, (kind, name)) in kinds.enumerate() {
         for precision in [Precision::Fp32, Precision::Fp16] {
@@ -110,7 +110,7 @@ fn gpus_ranks_that_divide_optimizer_state_train_as_ranks_that_do_not() {
             let loss = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             let [slots, wanted_slots] =
                 [&state, &wanted_state].map(|state| &state.optimizer.as_ref().unwrap().slots);
-            let slot = apart(slots, wanted_slots);
+            let slot = worst_difference(slots, wanted_slots);
             eprintln!(
                 "{name}, {precision:?}: losses {loss:.1e}, weights {way:.1e} of their way, state {slot:?} apart"
             );
@@ -118,7 +118,7 @@ fn gpus_ranks_that_divide_optimizer_state_train_as_ranks_that_do_not() {
             assert!(way < bound && f64::from(loss) < bound, "{name}, {precision:?}: {loss} {way}");
             assert!(slots.keys().eq(wanted_slots.keys()));
 
-            // Either continues from the other's checkpoint.
+            // Both can continue from a checkpoint of divided state.
             let (wanted, _) = trained(&network, &config, &whole, lr, Some(&state));
             let (ours, _) = trained(&network, &config, &divided, lr, Some(&state));
             let loss = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);

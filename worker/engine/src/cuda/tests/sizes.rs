@@ -24,16 +24,16 @@ fn gpu_changing_sizes_gives_the_bits_of_new_engines() {
             let measured = network(arch, stem, checked);
             let mut one = cuda(&large, &config, precision);
             one.take_sizes(&sides[..1], &[checked]).unwrap();
-            for (visit, of) in [&small, &large, &small, &large].into_iter().enumerate() {
-                let side = of.image_size;
-                let mut fresh = cuda(of, &config, precision);
+            for (visit, sized) in [&small, &large, &small, &large].into_iter().enumerate() {
+                let side = sized.image_size;
+                let mut fresh = cuda(sized, &config, precision);
                 fresh.set_parameters(&one.parameters().unwrap()).unwrap();
                 fresh.set_optimizer_state(&one.optimizer_state().unwrap()).unwrap();
                 one.set_image_size(side).unwrap();
                 for step in 0..STEPS {
                     // The last batch is smaller, as at the end of an epoch.
                     let count = if step + 1 == STEPS { 11 } else { 16 };
-                    let batch = [pictures(of, count, 10 * visit + step)];
+                    let batch = [pictures(sized, count, 10 * visit + step)];
                     let (a, b) =
                         (one.train_step(&batch, 0.01).unwrap(), fresh.train_step(&batch, 0.01).unwrap());
                     assert_eq!((a.loss, a.grad_norm), (b.loss, b.grad_norm), "{arch:?} {precision:?} {side}");
@@ -88,16 +88,7 @@ fn gpu_resident_pictures_are_scaled_to_each_size() {
         let mut reported = Vec::new();
         for epoch in 0..2 {
             engine.set_image_size(data.shape.training_size(epoch)).unwrap();
-            let plan = EpochPlan {
-                epoch,
-                first_step: 0,
-                rank: 0,
-                world_size: 1,
-                batch_size: 64,
-                accumulate: 1,
-                drop_remainder: true,
-                threads: 2,
-            };
+            let plan = EpochPlan { epoch, drop_remainder: true, threads: 2, ..EpochPlan::of(64) };
             for batch in data.epoch(plan).take(STEPS) {
                 reported.push(engine.train_step(&[batch.unwrap()], 0.01).unwrap().loss);
             }

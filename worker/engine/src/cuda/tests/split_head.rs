@@ -1,46 +1,38 @@
-//! A head whose classes several GPUs have between them, and other operators that they split, next to one rank that has all of them.
+//! Compares GPUs that split the head's classes or other operators with one rank that has the whole network.
 
 use super::*;
 use crate::{Contribution, Margin, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh};
 use lockstep_comm::{
     ProcessGroup,
-    rendezvous::{RendezvousConfig, Store, free_port},
+    rendezvous::{RendezvousConfig, Store, free_port, loopback::rendezvous_config},
     ring::Ring,
 };
 use lockstep_protocol::spec::{ShardSpec, Split};
 use std::time::Duration;
 
-/// Pictures of a rank.
+/// Pictures per rank.
 const OWN: usize = 16;
 const STEPS: usize = 6;
 const LR: f32 = 0.001;
 
-/// What `work` comes to on a rank for each of `size` GPUs. None, and a word of it, where there are fewer.
+/// Runs `work` on `size` ranks with a GPU each, and returns the results. With fewer GPUs, prints a message and returns `None`.
 pub(super) fn on_gpus<T: Send>(
     size: u32,
     work: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync,
 ) -> Option<Vec<T>> {
     if (0..size.cast_signed()).any(|ordinal| crate::cuda::device::Device::open(ordinal).is_err()) {
-        eprintln!("there are not {size} GPUs: left out");
+        eprintln!("skipped: fewer than {size} GPUs");
         return None;
     }
     Some(on_ranks(size, work))
 }
 
-/// What `work` comes to on each of `size` ranks.
+/// Runs `work` on each of `size` ranks, and returns the results.
 fn on_ranks<T: Send>(size: u32, work: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
     let (port, timeout) = (free_port("127.0.0.1").unwrap(), Duration::from_secs(120));
     let rank = |number: u32| {
-        let store = Store::join(RendezvousConfig {
-            addr: "127.0.0.1".into(),
-            port,
-            secret: b"of these ranks".to_vec(),
-            rank: number,
-            world_size: size,
-            timeout,
-            stop: Arc::default(),
-        })
-        .unwrap();
+        let rendezvous = rendezvous_config(port, number, size);
+        let store = Store::join(RendezvousConfig { timeout, ..rendezvous }).unwrap();
         let ring = Ring::connect(&store, timeout).unwrap();
         store.barrier("connected").unwrap();
         let result = work(ring);
@@ -54,23 +46,23 @@ fn on_ranks<T: Send>(size: u32, work: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync
     })
 }
 
-/// What is trained, and how.
+/// A network and how it is trained.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     network: fn(usize) -> Arc<Network>,
-    /// Copies of the network, and ranks of each.
+    /// The number of copies of the network, and the number of ranks of each copy.
     mesh: [usize; 2],
-    /// Strategies; without any, the last layer is split over its classes.
+    /// Strategies. If empty, the last layer is split over its classes.
     shards: &'static [(&'static str, Split)],
     classes: usize,
     accumulate: usize,
-    /// Weight of the own label where pictures are mixed.
+    /// Weight of a picture's own label, if pictures are mixed.
     lambda: Option<f32>,
-    /// The last micro-batch of each second step has fewer pictures, and only on the first ranks.
+    /// The last micro-batch of every second step has fewer pictures, and only on ranks 0 and 1.
     ragged: bool,
     precision: Precision,
     sample_share: f64,
-    /// Logits are scaled cosines.
+    /// With a margin, logits are scaled cosines.
     margin: Option<LossKind>,
 }
 
@@ -103,30 +95,30 @@ impl Case {
         (self.network)(self.classes)
     }
 
-    /// The micro-batches of a step, of which a rank has the pictures of its own.
+    /// The micro-batches of a step: `rank`'s own pictures, or all.
     fn step(&self, number: usize, rank: Option<usize>) -> Vec<Batch> {
         let of_micro_batch = |micro: usize| {
             let network = self.network();
             let all = pictures(&network, self.ranks() * OWN, number * self.accumulate + micro);
             let is_last = micro + 1 == self.accumulate;
-            // Of rank 0 half, of rank 1 three, of others none.
+            // In a ragged micro-batch, rank 0 has half of its pictures, rank 1 three and others none.
             let count = |rank: usize| match (self.ragged && is_last && number % 2 == 1, rank) {
                 (false, _) => OWN,
                 (true, rank) => [OWN / 2, 3].get(rank).copied().unwrap_or(0),
             };
             let size = network.tensors[0].len();
             let mut batch = Batch { lambda: self.lambda.unwrap_or(0.0), ..Batch::default() };
-            for of in 0..self.ranks() {
-                batch.global_samples += count(of);
-                if rank.is_some_and(|rank| rank != of) {
+            for other in 0..self.ranks() {
+                batch.global_samples += count(other);
+                if rank.is_some_and(|rank| rank != other) {
                     continue;
                 }
-                let range = of * OWN..of * OWN + count(of);
+                let range = other * OWN..other * OWN + count(other);
                 batch.images.extend(&all.images[range.start * size..range.end * size]);
                 batch.labels.extend(&all.labels[range.clone()]);
                 if self.lambda.is_some() {
-                    let other = |label: &u32| (label * 7 + 3) % self.classes as u32;
-                    batch.mixed_labels.extend(all.labels[range.clone()].iter().map(other));
+                    let mixed = |label: &u32| (label * 7 + 3) % self.classes as u32;
+                    batch.mixed_labels.extend(all.labels[range.clone()].iter().map(mixed));
                 }
                 batch.indices.extend(&all.indices[range]);
             }
@@ -150,8 +142,8 @@ impl Case {
         }
     }
 
-    /// The same on CPU ranks: one, or where classes are sampled as many.
-    fn on_cpu(&self) -> Vec<Run> {
+    /// Runs the case on one CPU rank or, if classes are sampled, on as many CPU ranks.
+    fn run_on_cpu(&self) -> Vec<Run> {
         let network = self.network();
         if self.sample_share == 1.0 {
             let mut engine = cpu_from(&initial(&network), &network, &self.config(self.ranks() * OWN));
@@ -177,7 +169,7 @@ impl Case {
     }
 }
 
-/// What a run comes to on one rank.
+/// One rank's results of a run.
 struct Run {
     steps: Vec<StepResult>,
     checksum: [u64; 2],
@@ -201,18 +193,18 @@ fn run(engine: &mut dyn Engine, case: &Case, rank: Option<usize>) -> Run {
     Run { steps, checksum: engine.checksum().unwrap(), logits, evaluated, state }
 }
 
-/// The mean loss of all pictures of a step, and the right answers.
+/// The mean loss of all pictures of a step, and the number of correct predictions.
 fn whole(runs: &[Run], step: usize) -> (f32, u32) {
-    let of = |f: &dyn Fn(&StepResult) -> f32| runs.iter().map(|run| f(&run.steps[step])).sum::<f32>();
-    let samples = of(&|s| s.samples as f32);
-    (of(&|s| s.loss * s.samples as f32) / samples, runs.iter().map(|run| run.steps[step].correct).sum())
+    let sum = |f: &dyn Fn(&StepResult) -> f32| runs.iter().map(|run| f(&run.steps[step])).sum::<f32>();
+    let samples = sum(&|s| s.samples as f32);
+    (sum(&|s| s.loss * s.samples as f32) / samples, runs.iter().map(|run| run.steps[step].correct).sum())
 }
 
-/// Trains a case on GPUs and on one CPU rank, and compares: losses by `loss` and weights by `way`, relative to how far they moved.
+/// Trains a case on GPUs and on CPU ranks, and compares. Losses may differ by `loss`, and weights by `way` relative to their change in training.
 fn compare(case: Case, loss: f32, way: f64) {
     let network = case.network();
     let config = case.config(case.ranks() * OWN);
-    let wanted = case.on_cpu();
+    let wanted = case.run_on_cpu();
     let Some(runs) = on_gpus(case.ranks() as u32, |comm| {
         let rank = comm.rank() as usize;
         run(case.engine(comm).as_mut(), &case, Some(rank))
@@ -236,14 +228,17 @@ fn compare(case: Case, loss: f32, way: f64) {
     assert!(sums.iter().all(|sum| *sum == sums[0]), "{case:?}: {sums:x?}");
     for (rank, run) in runs.iter().enumerate() {
         let same = &runs[rank % case.mesh[1]];
-        assert_eq!(run.checksum[1], same.checksum[1], "{case:?}: rank {rank} has the part of another");
+        assert_eq!(
+            run.checksum[1], same.checksum[1],
+            "{case:?}: rank {rank} has another part than its replica"
+        );
     }
     let logits: Vec<f32> = runs.iter().flat_map(|run| run.logits.iter().copied()).collect();
     let wanted_logits: Vec<f32> = wanted.iter().flat_map(|run| run.logits.iter().copied()).collect();
     assert_eq!(logits.len(), wanted_logits.len(), "{case:?}");
     let apart = (difference(&logits, &wanted_logits) / square(&wanted_logits)).sqrt();
-    let [evaluated, wanted_evaluated] =
-        [&runs, &wanted].map(|runs| [0, 1].map(|of| runs.iter().map(|run| run.evaluated[of]).sum::<f64>()));
+    let [evaluated, wanted_evaluated] = [&runs, &wanted]
+        .map(|runs| [0, 1].map(|value| runs.iter().map(|run| run.evaluated[value]).sum::<f64>()));
     let state = runs.into_iter().next().and_then(|run| run.state).unwrap();
     let wanted_state = wanted.into_iter().next().and_then(|run| run.state).unwrap();
     let weights = apart_of_way(&state.parameters, &wanted_state.parameters, &initial(&network));
@@ -255,7 +250,7 @@ fn compare(case: Case, loss: f32, way: f64) {
         let all = state.parameters.clone().into_iter();
         all.filter(|(name, _)| name.contains("running")).collect()
     };
-    let (statistics, name) = super::apart(&running(&state), &running(&wanted_state));
+    let (statistics, name) = super::worst_difference(&running(&state), &running(&wanted_state));
     assert!(statistics < way, "{case:?}: {name} is {statistics} apart");
     assert!((evaluated[0] - wanted_evaluated[0]).abs() < way * wanted_evaluated[0], "{case:?}");
     let shapes = |state: &StateDict| {
@@ -263,7 +258,7 @@ fn compare(case: Case, loss: f32, way: f64) {
         slots.iter().map(|(name, tensor)| (name.clone(), tensor.shape.clone())).collect::<Vec<_>>()
     };
     assert_eq!(shapes(&state), shapes(&wanted_state));
-    // The checkpoint is a whole one: a single rank continues from it.
+    // The checkpoint has the whole state, so a single rank can continue from it.
     let mut single = cpu_from(&initial(&network), &network, &config);
     single.load_state_dict(&state).unwrap();
     assert!(single.train_step(&case.step(0, None), LR).unwrap().loss.is_finite());
@@ -273,7 +268,7 @@ fn compare(case: Case, loss: f32, way: f64) {
 #[ignore = "needs 2 GPUs"]
 fn gpus_a_split_head_trains_as_one_rank() {
     compare(CASE, 1e-5, 1e-3);
-    // Uneven, in several chunks; micro-batches and ranks with fewer pictures.
+    // Uneven parts in several chunks; then micro-batches and ranks with fewer pictures.
     compare(Case { classes: 1003, ..CASE }, 1e-5, 1e-3);
     compare(Case { classes: 1003, accumulate: 2, ragged: true, ..CASE }, 1e-5, 1e-3);
     for lambda in [0.7, 0.2] {
@@ -289,7 +284,7 @@ fn gpus_a_split_head_in_16_bits_is_near_one_rank() {
     }
 }
 
-/// With a grouped convolution, and convolutions that no batch norm follows.
+/// A network with a grouped convolution, and convolutions that no batch norm follows.
 fn grouped_network(classes: usize) -> Arc<Network> {
     let mut net = Network::new("a grouped network", 16, 3, classes);
     let x = net.conv("conv1", net.input(), 32, 3, 1);
@@ -359,7 +354,7 @@ fn gpus_two_copies_of_a_split_head_train_as_one_rank() {
     compare(Case { mesh: [2, 2], classes: 1003, accumulate: 2, ..CASE }, 1e-5, 1e-3);
 }
 
-/// The classes are those that CPU ranks sample.
+/// GPUs sample the same classes as CPU ranks.
 #[test]
 #[ignore = "needs 2 GPUs"]
 fn gpus_a_split_head_samples_as_cpu_ranks_do() {
@@ -393,17 +388,17 @@ fn gpus_a_head_with_a_margin_trains_as_one_rank() {
     }
 }
 
-/// Two ranks continue from what they have saved, bit by bit.
+/// Two ranks that continue from their checkpoint compute equal bits.
 #[test]
 #[ignore = "needs 2 GPUs"]
 fn gpus_a_split_head_continues_from_its_checkpoint() {
     for sample_share in [1.0, 0.2] {
-        continues(Case { classes: 1003, precision: Precision::Bf16, sample_share, ..CASE });
+        check_continuation(Case { classes: 1003, precision: Precision::Bf16, sample_share, ..CASE });
     }
-    continues(Case { shards: BLOCK, precision: Precision::Bf16, ..CASE });
+    check_continuation(Case { shards: BLOCK, precision: Precision::Bf16, ..CASE });
 }
 
-fn continues(case: Case) {
+fn check_continuation(case: Case) {
     on_gpus(2, |comm| {
         let rank = comm.rank() as usize;
         let mut engine = case.engine(comm.clone());
@@ -412,7 +407,7 @@ fn continues(case: Case) {
             Contribution::Whole(state) => Some(state),
             Contribution::Part(_) | Contribution::Replica => None,
         };
-        // Rank 0 gives it to the other.
+        // Rank 0 sends its state to rank 1.
         let mut whole = state.map_or_else(|| engine.own_state().unwrap(), |state| *state);
         for tensors in whole.tensors_mut() {
             for tensor in tensors.values_mut() {
@@ -429,7 +424,7 @@ fn continues(case: Case) {
         engine.broadcast_parameters().unwrap();
         assert_eq!(engine.checksum().unwrap(), checksum);
         assert_eq!(engine.first_not_finite().unwrap(), None);
-        // The first average is what there is.
+        // The first average is a copy of the parameters.
         engine.average(0.9).unwrap();
         assert!(engine.averaged().unwrap().unwrap() == engine.parameters().unwrap());
     });

@@ -1,4 +1,4 @@
-//! GPUs that have the stages of a network, next to one CPU rank that has all of it with as many micro-batches.
+//! Compares GPUs with one pipeline stage each with one CPU rank that has the whole network and as many micro-batches.
 
 use super::{
     rows::{CASE, Case, compare, large_windows},
@@ -7,7 +7,7 @@ use super::{
 
 const STAGES: Case = Case { stages: 2, mesh: [1, 1, 1], ..CASE };
 
-/// Can be cut before each convolution but the first, and before the linear layer.
+/// A network that can be cut before each convolution but the first, and before the linear layer.
 fn chain() -> Network {
     let mut net = Network::new("a chain", 16, 3, 10);
     let mut x = net.input();
@@ -23,7 +23,7 @@ fn chain() -> Network {
 
 #[test]
 #[ignore = "needs 2 GPUs"]
-fn gpus_that_have_stages_train_as_one_rank() {
+fn gpus_with_stages_train_as_one_rank() {
     compare(STAGES, 1e-5, 1e-3);
     compare(Case { accumulate: 2, ..STAGES }, 1e-5, 1e-3);
     compare(Case { accumulate: 5, ragged: true, ..STAGES }, 1e-5, 1e-3);
@@ -33,7 +33,7 @@ fn gpus_that_have_stages_train_as_one_rank() {
 
 #[test]
 #[ignore = "needs 2 GPUs"]
-fn gpus_that_have_stages_in_16_bits_are_near_one_rank() {
+fn gpus_with_stages_in_16_bits_are_close_to_one_rank() {
     for precision in [Precision::Bf16, Precision::Fp16] {
         compare(Case { precision, accumulate: 3, ..STAGES }, 2e-2, 0.5);
     }

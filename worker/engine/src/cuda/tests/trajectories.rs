@@ -55,7 +55,7 @@ impl Job {
         cuda_as(&self.initial, &self.network, &self.config, gpu)
     }
 
-    fn cores(&self, threads: usize) -> Box<dyn Engine> {
+    fn cpu(&self, threads: usize) -> Box<dyn Engine> {
         cpu_from(&self.initial, &self.network, &EngineConfig { threads, ..self.config.clone() })
     }
 }
@@ -65,16 +65,7 @@ fn pictures_for(engine: &mut dyn Engine, steps: usize) -> Pictures {
     let mut data = DataSource::open(&fashion_mnist(), &DataSpec::default(), 0).unwrap();
     let format = engine.take_data(&data).unwrap();
     data.set_format(format);
-    let plan = |epoch| EpochPlan {
-        epoch,
-        first_step: 0,
-        rank: 0,
-        world_size: 1,
-        batch_size: BATCH,
-        accumulate: 1,
-        drop_remainder: true,
-        threads: 4,
-    };
+    let plan = |epoch| EpochPlan { epoch, drop_remainder: true, threads: 4, ..EpochPlan::of(BATCH) };
     let training = (0..).flat_map(|epoch| data.epoch(plan(epoch))).take(steps);
     Pictures {
         training: training.map(Result::unwrap).collect(),
@@ -118,15 +109,15 @@ fn statistics_apart(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String)
     worst
 }
 
-/// Before each step the CPU engine gets the GPU's weights, but keeps its own running statistics. So systematic errors in the update of
+/// Before each step, the CPU engine gets the GPU's weights, but keeps its own running statistics. So systematic errors in the update of
 /// statistics accumulate, and rounding errors do not.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_running_statistics_follow_the_cpu_engine_for_a_hundred_steps() {
     let job = Job::new();
-    let mut cpu = job.cores(job.config.threads);
+    let mut cpu = job.cpu(job.config.threads);
     let on_cores = pictures_for(cpu.as_mut(), 100);
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     for (precision, near) in [(Precision::Fp32, 1e-4), (Precision::Fp16, 1e-2), (Precision::Bf16, 8e-2)] {
         for deterministic in [true, false] {
             let mut gpu = job.gpu(precision, deterministic);
@@ -156,44 +147,44 @@ fn gpu_running_statistics_follow_the_cpu_engine_for_a_hundred_steps() {
             );
             eprintln!("{line}");
             if apart > near || (ours - theirs).abs() > near * theirs {
-                wrong.push(line);
+                failures.push(line);
             }
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// Results of a run of one epoch: training loss of the last step, and validation.
+/// Results of a run of one epoch: the training loss of the last step, and the validation.
 #[derive(Debug, Clone, Copy)]
-struct Ended {
+struct RunResult {
     training_loss: f64,
     validation_loss: f64,
     accuracy: f64,
 }
 
-fn train(engine: &mut dyn Engine, pictures: &Pictures, lr: f32) -> Ended {
+fn train(engine: &mut dyn Engine, pictures: &Pictures, lr: f32) -> RunResult {
     let mut results = Vec::new();
     for batch in &pictures.training {
         results.extend(engine.start_step(from_ref(batch), lr).unwrap());
     }
     results.extend(engine.finish_steps().unwrap());
     let (validation_loss, accuracy) = validate(engine, &pictures.validation);
-    Ended { training_loss: results.last().unwrap().loss.into(), validation_loss, accuracy }
+    RunResult { training_loss: results.last().unwrap().loss.into(), validation_loss, accuracy }
 }
 
 /// A summary of runs in one line: number of different results, and quantiles.
-fn summary(of: &str, runs: &[Ended]) -> String {
-    let quantiles = |what: fn(&Ended) -> f64| {
-        let mut values: Vec<f64> = runs.iter().map(what).collect();
+fn summary(name: &str, runs: &[RunResult]) -> String {
+    let quantiles = |value: fn(&RunResult) -> f64| {
+        let mut values: Vec<f64> = runs.iter().map(value).collect();
         values.sort_by(f64::total_cmp);
-        let at = |part: f64| values[((values.len() - 1) as f64 * part).round() as usize];
-        [0.0, 0.25, 0.5, 0.75, 0.9, 1.0].map(|part| format!("{:.3}", at(part))).join(" ")
+        let quantile = |part: f64| values[((values.len() - 1) as f64 * part).round() as usize];
+        [0.0, 0.25, 0.5, 0.75, 0.9, 1.0].map(|part| format!("{:.3}", quantile(part))).join(" ")
     };
     let mut bits: Vec<u64> = runs.iter().map(|run| run.validation_loss.to_bits()).collect();
     bits.sort_unstable();
     bits.dedup();
     format!(
-        "{of}: {} runs, {} differ; least, quarter, half, three quarters, nine tenths, most: training loss {}; validation loss {}; accuracy {}",
+        "{name}: {} runs, {} differ; minimum, quartiles, nine tenths, maximum: training loss {}; validation loss {}; accuracy {}",
         runs.len(),
         bits.len(),
         quantiles(|run| run.training_loss),
@@ -203,7 +194,7 @@ fn summary(of: &str, runs: &[Ended]) -> String {
 }
 
 /// The rank sum of validation losses (Mann and Whitney 1947), as a distance in standard deviations from the mean for two samples of the same distribution.
-fn rank_sum(ours: &[Ended], theirs: &[Ended]) -> f64 {
+fn rank_sum(ours: &[RunResult], theirs: &[RunResult]) -> f64 {
     let (m, n) = (ours.len() as f64, theirs.len() as f64);
     let pairs = ours.iter().flat_map(|a| theirs.iter().map(move |b| (a.validation_loss, b.validation_loss)));
     let larger: f64 = pairs.map(|(a, b)| if a == b { 0.5 } else { f64::from(u8::from(a > b)) }).sum();
@@ -218,13 +209,13 @@ fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
     let lr = |run: usize| LR * (1.0 + SPREAD * (2.0 * run as f32 / (runs - 1) as f32 - 1.0));
     let job = Job::new();
     let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    let pictures = pictures_for(job.cores(1).as_mut(), EPOCH);
+    let pictures = pictures_for(job.cpu(1).as_mut(), EPOCH);
     std::thread::scope(|scope| {
         // One run per core: small steps do not become faster with more threads.
         for _ in 0..job.config.threads {
             scope.spawn(|| {
                 while let Some(run) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|run| *run < runs) {
-                    let ended = train(job.cores(1).as_mut(), &pictures, lr(run));
+                    let ended = train(job.cpu(1).as_mut(), &pictures, lr(run));
                     found.lock().unwrap().push(ended);
                 }
             });
@@ -232,14 +223,14 @@ fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
     });
     let on_cores = found.into_inner().unwrap();
     eprintln!("{}", summary("cores", &on_cores));
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     for (precision, deterministic) in [
         (Precision::Fp16, false),
         (Precision::Fp16, true),
         (Precision::Bf16, false),
         (Precision::Fp32, false),
     ] {
-        let on_gpu: Vec<Ended> = (0..runs)
+        let on_gpu: Vec<RunResult> = (0..runs)
             .map(|run| {
                 let mut engine = job.gpu(precision, deterministic);
                 let pictures = pictures_for(engine.as_mut(), EPOCH);
@@ -247,12 +238,12 @@ fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
             })
             .collect();
         let z = rank_sum(&on_gpu, &on_cores);
-        let of = format!("{precision:?}, deterministic {deterministic}, {z:.2} deviations from cores");
-        let line = summary(&of, &on_gpu);
+        let name = format!("{precision:?}, deterministic {deterministic}, {z:.2} deviations from cores");
+        let line = summary(&name, &on_gpu);
         eprintln!("{line}");
         if z.abs() > LARGEST_Z {
-            wrong.push(line);
+            failures.push(line);
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }

@@ -1,4 +1,4 @@
-//! Tests of operations that cannot be fused, against the CPU engine and against PyTorch (`unfused.rs`).
+//! Compares operations that cannot be fused with the CPU engine and with PyTorch (`unfused.rs`).
 
 use super::*;
 use crate::unfused::{self, Tolerance, check_against_pytorch};
@@ -8,7 +8,7 @@ fn compare(precision: Precision, micro_batches: usize) -> Vec<(String, f64, f64)
     for network in unfused::networks() {
         let initial = unfused::initial(&network);
         let config = EngineConfig { accumulate: micro_batches, ..unfused::config(16) };
-        // The last batch is ragged, filled with padding.
+        // The last batch is ragged, so it is padded.
         let step: Vec<Batch> = (0..micro_batches)
             .map(|number| unfused::batch(&network, if number + 1 == micro_batches { 11 } else { 16 }))
             .collect();
@@ -20,7 +20,7 @@ fn compare(precision: Precision, micro_batches: usize) -> Vec<(String, f64, f64)
         cuda.train_step(&step, 0.1).unwrap();
         cpu.train_step(&step, 0.1).unwrap();
         let (ours, wanted) = (cuda.optimizer_state().unwrap().slots, cpu.optimizer_state().unwrap().slots);
-        let (gradient, name) = apart(&ours, &wanted);
+        let (gradient, name) = worst_difference(&ours, &wanted);
         eprintln!(
             "{} {precision:?}: logits {logits:.1e}, gradient {gradient:.1e} ({name}) apart",
             network.arch
@@ -54,7 +54,7 @@ fn gpu_unfused_operations_in_float32_match_the_cpu_engine() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_unfused_operations_in_16_bits_are_near_the_cpu_engine_s() {
+fn gpu_unfused_operations_in_16_bits_are_close_to_the_cpu_engine() {
     for (precision, near) in [(Precision::Fp16, 1e-2), (Precision::Bf16, 5e-2)] {
         for (arch, logits, gradient) in compare(precision, 1) {
             // After rounding, values of a window are often equal, so the pooling may choose another maximum.

@@ -86,7 +86,7 @@ fn folders_of_the_setting_are_searched_first() {
 }
 
 #[test]
-fn missing_libraries_are_named_with_how_to_install_them() {
+fn errors_for_missing_libraries_say_how_to_install_them() {
     let root = tempfile::tempdir().unwrap();
     let bare = |_: &str| None;
     let _ = root;

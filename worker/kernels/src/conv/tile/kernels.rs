@@ -1,12 +1,12 @@
-//! The loops of the tiles, generic over vector types. Everything is inlined into functions that enable the
+//! The loops of the tiles, generic over vector types and number formats. Everything is inlined into functions that enable the
 //! instructions of the vector type.
 
-use super::{Outer, Pack, Product, Vector};
+use super::{Arithmetic, Outer, Pack, Product, Rows, Vector};
 
-/// One input channel of all pictures. This is a function instead of a closure, which might not be inlined into
+/// One unit of input channels of all pictures. This is a function instead of a closure, which might not be inlined into
 /// the function that enables the instructions; then every vector operation would be a call.
 #[inline(always)]
-unsafe fn step<S: Vector, const P: usize, const V: usize, const PART: bool>(
+unsafe fn step<S: Vector, A: Arithmetic<S>, const P: usize, const V: usize, const PART: bool>(
     t: &Product<'_>,
     sum: &mut [[S; V]; P],
     x: *const f32,
@@ -21,14 +21,22 @@ unsafe fn step<S: Vector, const P: usize, const V: usize, const PART: bool>(
         for (p, sum) in sum.iter_mut().enumerate() {
             let x = S::splat(x.add(p * 16));
             for (sum, weights) in sum.iter_mut().zip(weights) {
-                *sum = x.mul_add(weights, *sum);
+                *sum = A::multiply_add(x, weights, *sum);
             }
         }
     }
 }
 
 #[inline(always)]
-pub(super) unsafe fn product<S: Vector, const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
+pub(super) unsafe fn product<
+    S: Vector,
+    A: Arithmetic<S>,
+    const P: usize,
+    const V: usize,
+    const PART: bool,
+>(
+    t: &Product<'_>,
+) {
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
         let lanes = if PART { t.lanes } else { 16 };
@@ -41,21 +49,21 @@ pub(super) unsafe fn product<S: Vector, const P: usize, const V: usize, const PA
         let mut sum = [[S::zero(); V]; P];
         for tap in t.taps {
             let mut x = t.x.add(tap.position as usize * t.line * P);
-            let mut w = t.w.add(tap.tap as usize * t.channels * lanes);
-            for _ in 0..t.channels / 16 {
+            let mut w = t.w.add(tap.tap as usize * t.units * lanes);
+            for _ in 0..t.units / 16 {
                 let end = x.add(16);
                 while x < end {
-                    step::<S, P, V, PART>(t, &mut sum, x, w);
-                    step::<S, P, V, PART>(t, &mut sum, x.add(1), w.add(lanes));
-                    step::<S, P, V, PART>(t, &mut sum, x.add(2), w.add(2 * lanes));
-                    step::<S, P, V, PART>(t, &mut sum, x.add(3), w.add(3 * lanes));
+                    step::<S, A, P, V, PART>(t, &mut sum, x, w);
+                    step::<S, A, P, V, PART>(t, &mut sum, x.add(1), w.add(lanes));
+                    step::<S, A, P, V, PART>(t, &mut sum, x.add(2), w.add(2 * lanes));
+                    step::<S, A, P, V, PART>(t, &mut sum, x.add(3), w.add(3 * lanes));
                     x = x.add(4);
                     w = w.add(4 * lanes);
                 }
                 x = x.add((P - 1) * 16);
             }
-            for _ in 0..t.channels % 16 {
-                step::<S, P, V, PART>(t, &mut sum, x, w);
+            for _ in 0..t.units % 16 {
+                step::<S, A, P, V, PART>(t, &mut sum, x, w);
                 x = x.add(1);
                 w = w.add(lanes);
             }
@@ -93,7 +101,7 @@ pub(super) unsafe fn product<S: Vector, const P: usize, const V: usize, const PA
 }
 
 #[inline(always)]
-pub(super) unsafe fn outer<S: Vector, const I: usize, const V: usize>(t: &Outer<'_>) {
+pub(super) unsafe fn outer<S: Vector, A: Arithmetic<S>, const I: usize, const V: usize>(t: &Outer<'_>) {
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
         let mut sum = [[S::zero(); V]; I];
@@ -108,7 +116,7 @@ pub(super) unsafe fn outer<S: Vector, const I: usize, const V: usize>(t: &Outer<
                 for (i, sum) in sum.iter_mut().enumerate() {
                     let x = S::splat(x.add(i));
                     for (sum, gradients) in sum.iter_mut().zip(gradients) {
-                        *sum = x.mul_add(gradients, *sum);
+                        *sum = A::multiply_add(x, gradients, *sum);
                     }
                 }
                 x = x.add(16);
@@ -134,19 +142,73 @@ pub(super) unsafe fn outer<S: Vector, const I: usize, const V: usize>(t: &Outer<
     }
 }
 
+/// Units of consecutive channels of one picture.
 #[inline(always)]
-pub(super) unsafe fn pack<S: Vector>(t: &Pack) {
+pub(super) unsafe fn pack_channels<S: Vector, A: Arithmetic<S>>(t: &Pack) {
+    // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
+    unsafe {
+        let (full, rest) = (t.channels / (16 * A::VALUES), t.channels % (16 * A::VALUES));
+        for pixel in 0..t.pixels {
+            let mut from = t.from.add(pixel * t.channels);
+            let mut to = t.to.add(pixel * t.to_pixel);
+            for _ in 0..full {
+                let second = if A::VALUES == 1 { S::zero() } else { S::load(from.add(16)) };
+                A::consecutive(S::load(from), second).store(to);
+                from = from.add(16 * A::VALUES);
+                to = to.add(t.to_block);
+            }
+            if rest > 16 {
+                A::consecutive(S::load(from), S::load_first(from.add(16), rest - 16)).store(to);
+            } else if rest > 0 {
+                A::consecutive(S::load_first(from, rest), S::zero()).store(to);
+            }
+        }
+    }
+}
+
+/// Units of the same channel of one or two pictures.
+#[inline(always)]
+pub(super) unsafe fn pack_pictures<S: Vector, A: Arithmetic<S>>(t: &Pack) {
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
         let (full, rest) = (t.channels / 16, t.channels % 16);
         for pixel in 0..t.pixels {
             let from = t.from.add(pixel * t.channels);
+            let second = t.second.map(|second| second.add(pixel * t.channels));
             let to = t.to.add(pixel * t.to_pixel);
             for block in 0..full {
-                S::load(from.add(block * 16)).store(to.add(block * t.to_block));
+                let second = match second {
+                    Some(second) => S::load(second.add(block * 16)),
+                    None => S::zero(),
+                };
+                A::pairs(S::load(from.add(block * 16)), second).store(to.add(block * t.to_block));
             }
             if rest > 0 {
-                S::load_first(from.add(full * 16), rest).store(to.add(full * t.to_block));
+                let second = match second {
+                    Some(second) => S::load_first(second.add(full * 16), rest),
+                    None => S::zero(),
+                };
+                A::pairs(S::load_first(from.add(full * 16), rest), second).store(to.add(full * t.to_block));
+            }
+        }
+    }
+}
+
+/// Units of the same column of one or two rows.
+#[inline(always)]
+pub(super) unsafe fn pack_rows<S: Vector, A: Arithmetic<S>>(t: &Rows) {
+    // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
+    unsafe {
+        for unit in 0..t.rows.div_ceil(A::VALUES) {
+            let row = unit * A::VALUES;
+            let (from, to) = (t.from.add(row * t.lanes), t.to.add(unit * t.lanes));
+            let has_second = A::VALUES == 2 && row + 1 < t.rows;
+            if t.lanes == 16 {
+                let second = if has_second { S::load(from.add(16)) } else { S::zero() };
+                A::pairs(S::load(from), second).store(to);
+            } else {
+                let second = if has_second { S::load_first(from.add(t.lanes), t.lanes) } else { S::zero() };
+                A::pairs(S::load_first(from, t.lanes), second).store_first(to, t.lanes);
             }
         }
     }

@@ -4,85 +4,80 @@ use super::*;
 
 #[tokio::test]
 async fn missing_requirements_are_reported_before_the_start() {
-    let mut place = place(2, "exit 0");
+    let mut place = place(2, "echo '{\"Err\":\"/none does not exist\"}'");
     place.context.check = crate::agent::preflight::check;
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     match place.end_of(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
-            assert!(reason.words().contains("dataset /none cannot be read: No such file"), "{reason:?}");
+            assert!(
+                reason.words().contains("the dataset cannot be read: /none does not exist"),
+                "{reason:?}"
+            );
             assert!(matches!(reason.kind(), ReasonKind::DatasetUnusable { rank: None, .. }), "{reason:?}");
         }
         other => panic!("{other:?}"),
     }
-    assert!(!rank_file(&place.stored.attempt_dir(), 0, "pid").exists());
+    assert!(!rank_file(&fixture.stored.attempt_dir(), 0, "pid").exists());
 }
 
 #[test]
-fn a_killed_inspection_does_not_condemn_the_dataset() {
+fn a_killed_inspection_does_not_make_the_dataset_unusable() {
     use crate::agent::preflight::{Refusal, check};
-    let checked = |script: &str| {
-        let mut place = place(1, script);
-        let data = place.dir.path().join("data/train/cat");
+    let run_check = |script: &str| {
+        let mut fixture = fixture(1, script);
+        let data = fixture.dir.path().join("data/train/cat");
         fs::create_dir_all(&data).unwrap();
         fs::write(data.join("a.png"), "no picture").unwrap();
-        place.stored.start.dataset_path = place.dir.path().join("data").display().to_string();
+        fixture.stored.start.dataset_path = fixture.dir.path().join("data").display().to_string();
         let cancelled = std::sync::atomic::AtomicBool::new(false);
-        let said = check(&place.stored, &place.context.program, &[], &cancelled, None);
-        (said, fs::read_to_string(place.stored.job_dir.join("dataset.json")).ok())
+        let result = check(&fixture.stored, &fixture.context.program, &[], &cancelled, None);
+        (result, fs::read_to_string(fixture.stored.job_dir.join("dataset.json")).ok())
     };
-    let (said, note) = checked("kill -9 $$");
-    let Err(Refusal::DatasetUnusable(why)) = &said else { panic!("{said:?}") };
+    let (result, note) = run_check("kill -9 $$");
+    let Err(Refusal::DatasetUnusable(why)) = &result else { panic!("{result:?}") };
     assert!(why.contains("was not examined") && note.is_none(), "{why} {note:?}");
-    // A folder that is not a dataset is left to the ranks.
+    // A folder that is not a dataset leaves no note either: the job can be retried with another folder.
     let (said, note) = checked("echo '{\"Err\":\"holds nothing\"}'");
-    assert!(said.is_ok() && note.is_some_and(|note| note.contains("\"files\":1")), "{said:?}");
+    let Err(Refusal::DatasetUnusable(why)) = &said else { panic!("{said:?}") };
+    assert!(why.contains("holds nothing") && note.is_none(), "{why} {note:?}");
 }
 
 #[test]
 fn files_are_checked_before_the_first_start_and_folders_before_later_ones() {
     use crate::agent::preflight::check;
-    use lockstep_protocol::{agent::AgentReply, dataset::PicturesFingerprint};
-    let found = PicturesFingerprint {
-        pictures: 1,
-        picture_bytes: 2,
-        names_sha256: "aa".into(),
-        contents_sha256: "bb".into(),
-    };
-    let answer =
-        serde_json::to_string(&Ok::<_, String>(AgentReply::Fingerprint { found: Some(found) })).unwrap();
-    let mut place = place(1, &format!("cat >> \"${{0%/*}}/asked\"\necho '{answer}'"));
+    let mut place = place(1, &format!("cat >> \"${{0%/*}}/asked\"\necho '{}'", fingerprint_reply()));
     fs::create_dir_all(place.dir.path().join("data/train/cat")).unwrap();
     place.stored.start.dataset_path = place.dir.path().join("data").display().to_string();
     let asked = || {
         let cancelled = std::sync::atomic::AtomicBool::new(false);
-        let said = check(&place.stored, &place.context.program, &[], &cancelled, None);
-        assert_eq!(said, Ok(()));
-        let asked = fs::read_to_string(place.dir.path().join("asked")).unwrap();
-        fs::remove_file(place.dir.path().join("asked")).unwrap();
-        asked.contains("\"known\":true")
+        let result = check(&fixture.stored, &fixture.context.program, &[], &cancelled, None);
+        assert_eq!(result, Ok(()));
+        let request = fs::read_to_string(fixture.dir.path().join("asked")).unwrap();
+        fs::remove_file(fixture.dir.path().join("asked")).unwrap();
+        request.contains("\"known\":true")
     };
-    assert_eq!([asked(), asked(), asked()], [false, true, true]);
+    assert_eq!([knows_fingerprint(), knows_fingerprint(), knows_fingerprint()], [false, true, true]);
 }
 
 #[tokio::test]
 async fn jobs_can_be_stopped_while_a_file_system_hangs() {
     for order in [Order::Stop { patient: false }, Order::Stop { patient: true }, Order::Leave] {
-        let mut place = place(2, "exit 0");
-        // Like stat(2) of a file on a dead network file system: it never returns, cancelled or not.
-        place.context.check = |_, _, _, _, _| loop {
+        let mut fixture = fixture(2, "exit 0");
+        // Never returns, even if it is cancelled, like stat(2) of a file on a dead network file system.
+        fixture.context.check = |_, _, _, _, _| loop {
             std::thread::park();
         };
-        let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
+        let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
         attempt.order(order);
-        assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
-        assert!(!rank_file(&place.stored.attempt_dir(), 0, "pid").exists());
+        assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
+        assert!(!rank_file(&fixture.stored.attempt_dir(), 0, "pid").exists());
     }
 }
 
 #[tokio::test]
-async fn a_cancelled_inspection_is_reported() {
-    let mut place = place(1, "exit 0");
-    place.context.check = |stored, _, _, cancelled, _| {
+async fn a_stop_cancels_a_running_inspection() {
+    let mut fixture = fixture(1, "exit 0");
+    fixture.context.check = |stored, _, _, cancelled, _| {
         let begun = stored.job_dir.join("begun");
         fs::write(begun, "").unwrap();
         while !cancelled.load(Ordering::Relaxed) {
@@ -91,17 +86,17 @@ async fn a_cancelled_inspection_is_reported() {
         fs::write(stored.job_dir.join("given up"), "").unwrap();
         Ok(())
     };
-    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
+    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
     let until = Instant::now() + Duration::from_secs(30);
     let reached = async |name: &str| {
-        while !place.stored.job_dir.join(name).exists() {
+        while !fixture.stored.job_dir.join(name).exists() {
             assert!(Instant::now() < until, "never {name}");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
     reached("begun").await;
     attempt.order(Order::Stop { patient: false });
-    assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
+    assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
     reached("given up").await;
-    assert!(!rank_file(&place.stored.attempt_dir(), 0, "pid").exists());
+    assert!(!rank_file(&fixture.stored.attempt_dir(), 0, "pid").exists());
 }

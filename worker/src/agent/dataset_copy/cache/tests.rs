@@ -19,14 +19,14 @@ fn about(path: &str, bytes: u64) -> About {
     }
 }
 
-/// Requests the copy of `key`, which is complete at once. Returns its name, or why there is no space.
-fn have(copies: &Copies, key: &str, about: &About, attempt: &AttemptRef) -> Result<Entry, String> {
+/// Reserves the copy of `key` and completes it. Returns the copy, or why there is no space.
+fn add_copy(copies: &Copies, key: &str, about: &About, attempt: &AttemptRef) -> Result<Entry, String> {
     let mut file = tempfile::NamedTempFile::with_prefix_in(LISTED, copies.dir()).unwrap();
     file.write_all(b"list").unwrap();
     let list = List { file, key: key.into(), within: String::new(), files: 1, bytes: about.bytes };
     match copies.reserve(list, about, attempt) {
-        Ok((entry, gone)) => {
-            remove(&gone).unwrap();
+        Ok((entry, removed)) => {
+            remove(&removed).unwrap();
             assert_eq!(fs::read(entry.list()).unwrap(), b"list");
             fs::create_dir_all(entry.data()).unwrap();
             Ok(entry)
@@ -48,29 +48,29 @@ fn the_least_recently_used_copy_without_a_job_is_removed_first() {
     let dir = tempfile::tempdir().unwrap();
     let copies = Copies::open(dir.path(), 100, &[]).unwrap();
     let [a, b, c, d] = [attempt(), attempt(), attempt(), attempt()];
-    have(&copies, "a", &about("/a", 40), &a).unwrap();
-    have(&copies, "b", &about("/b", 60), &b).unwrap();
+    add_copy(&copies, "a", &about("/a", 40), &a).unwrap();
+    add_copy(&copies, "b", &about("/b", 60), &b).unwrap();
     assert_eq!(names(dir.path()), ["a", "b"], "the limit is reached");
     // One byte past the limit, and both copies are in use.
-    let why = have(&copies, "c", &about("/c", 1), &c).unwrap_err();
+    let why = add_copy(&copies, "c", &about("/c", 1), &c).unwrap_err();
     assert!(why.contains("running jobs use") && why.contains("--dataset-cache-limit"), "{why}");
     copies.release(&b);
     copies.release(&a);
-    have(&copies, "c", &about("/c", 1), &c).unwrap();
+    add_copy(&copies, "c", &about("/c", 1), &c).unwrap();
     assert_eq!(names(dir.path()), ["a", "c"], "b was released first");
     // `b` is used again and released: now `c` is the oldest, but in use.
-    have(&copies, "a", &about("/a", 40), &d).unwrap();
+    add_copy(&copies, "a", &about("/a", 40), &d).unwrap();
     copies.release(&d);
-    have(&copies, "b", &about("/b", 99), &b).unwrap();
+    add_copy(&copies, "b", &about("/b", 99), &b).unwrap();
     assert_eq!(names(dir.path()), ["b", "c"]);
     // As large as the limit, and one byte larger.
     copies.release(&b);
     copies.release(&c);
-    have(&copies, "e", &about("/e", 100), &a).unwrap();
+    add_copy(&copies, "e", &about("/e", 100), &a).unwrap();
     assert_eq!(names(dir.path()), ["e"]);
-    let why = have(&copies, "f", &about("/f", 101), &b).unwrap_err();
+    let why = add_copy(&copies, "f", &about("/f", 101), &b).unwrap_err();
     assert!(why.contains("the limit of all copies") && why.contains("--dataset-cache-limit"), "{why}");
-    assert_eq!(names(dir.path()), ["e"], "nothing goes for what cannot be had");
+    assert_eq!(names(dir.path()), ["e"], "no copy is removed for a copy that is too large");
 }
 
 #[test]
@@ -78,18 +78,18 @@ fn earlier_versions_of_a_dataset_are_removed_once_unused() {
     let dir = tempfile::tempdir().unwrap();
     let copies = Copies::open(dir.path(), 100, &[]).unwrap();
     let [a, b, c] = [attempt(), attempt(), attempt()];
-    have(&copies, "old", &about("/a", 10), &a).unwrap();
-    have(&copies, "other", &about("/b", 10), &b).unwrap();
+    add_copy(&copies, "old", &about("/a", 10), &a).unwrap();
+    add_copy(&copies, "other", &about("/b", 10), &b).unwrap();
     copies.release(&b);
-    have(&copies, "new", &about("/a", 10), &c).unwrap();
-    assert_eq!(names(dir.path()), ["new", "old", "other"], "a job uses the old one");
+    add_copy(&copies, "new", &about("/a", 10), &c).unwrap();
+    assert_eq!(names(dir.path()), ["new", "old", "other"], "a job uses the old copy");
     copies.release(&a);
-    have(&copies, "new", &about("/a", 10), &b).unwrap();
+    add_copy(&copies, "new", &about("/a", 10), &b).unwrap();
     assert_eq!(names(dir.path()), ["new", "other"]);
     // A job whose dataset changes during the copy uses only the new copy.
-    have(&copies, "newest", &about("/a", 10), &b).unwrap();
+    add_copy(&copies, "newest", &about("/a", 10), &b).unwrap();
     copies.release(&c);
-    have(&copies, "newest", &about("/a", 10), &b).unwrap();
+    add_copy(&copies, "newest", &about("/a", 10), &b).unwrap();
     assert_eq!(names(dir.path()), ["newest", "other"]);
 }
 
@@ -113,14 +113,14 @@ fn the_next_agent_finds_copies_and_their_users() {
     let dir = tempfile::tempdir().unwrap();
     let [a, b, c] = [attempt(), attempt(), attempt()];
     let copies = Copies::open(dir.path(), 100, &[]).unwrap();
-    have(&copies, "a", &about("/a", 50), &a).unwrap();
-    have(&copies, "b", &about("/b", 50), &b).unwrap();
+    add_copy(&copies, "a", &about("/a", 50), &a).unwrap();
+    add_copy(&copies, "b", &about("/b", 50), &b).unwrap();
     let why = Copies::open(dir.path(), 100, &[]).unwrap_err().to_string();
     assert!(why.contains("another agent") && why.contains("--dataset-cache"), "{why}");
     drop(copies);
     // The ranks of one attempt outlived the agent.
     let copies = open_again(dir.path(), 100, &[&a]);
-    have(&copies, "c", &about("/c", 50), &c).unwrap();
+    add_copy(&copies, "c", &about("/c", 50), &c).unwrap();
     assert_eq!(names(dir.path()), ["a", "c"]);
     drop(copies);
     // A lower limit applies at once, but not to copies in use.
@@ -135,10 +135,10 @@ fn mode(path: &Path) -> u32 {
 #[test]
 fn copies_are_hidden_from_other_accounts() {
     let dir = tempfile::tempdir().unwrap();
-    // A folder that is created together with its parents, an existing folder made for the copies, and a folder with
-    // files of others.
-    let (made, own, shared) =
-        (dir.path().join("above/made"), dir.path().join("own"), dir.path().join("shared"));
+    // A folder that is created together with its parents, an existing empty folder, and a folder with files
+    // of others.
+    let (created, own, shared) =
+        (dir.path().join("above/created"), dir.path().join("own"), dir.path().join("shared"));
     for (folder, file) in [(&own, None), (&shared, Some("of others"))] {
         fs::create_dir(folder).unwrap();
         fs::set_permissions(folder, Permissions::from_mode(0o755)).unwrap();
@@ -146,10 +146,10 @@ fn copies_are_hidden_from_other_accounts() {
             fs::write(folder.join(file), "").unwrap();
         }
     }
-    for (folder, expected) in [(&made, 0o700), (&own, 0o700), (&shared, 0o755)] {
+    for (folder, expected) in [(&created, 0o700), (&own, 0o700), (&shared, 0o755)] {
         let copies = Copies::open(folder, 100, &[]).unwrap();
         assert_eq!(mode(folder), expected, "{}", folder.display());
-        let entry = have(&copies, "a", &about("/a", 1), &attempt()).unwrap();
+        let entry = add_copy(&copies, "a", &about("/a", 1), &attempt()).unwrap();
         assert_eq!(mode(entry.dir()), 0o700);
     }
     // A folder that already has copies.
@@ -163,12 +163,12 @@ fn unrelated_files_in_the_folder_are_kept() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join(".profile"), "").unwrap();
     fs::create_dir(dir.path().join(".newer")).unwrap();
-    let left = [".new-1", ".gone-1", ".list-1"].map(|name| dir.path().join(name));
-    left.iter().for_each(|folder| fs::create_dir(folder).unwrap());
+    let leftovers = [".new-1", ".gone-1", ".list-1"].map(|name| dir.path().join(name));
+    leftovers.iter().for_each(|folder| fs::create_dir(folder).unwrap());
     let _copies = Copies::open(dir.path(), 100, &[]).unwrap();
     let began = std::time::Instant::now();
-    while left.iter().any(|folder| folder.exists()) {
-        assert!(began.elapsed().as_secs() < 60, "what an agent has left goes");
+    while leftovers.iter().any(|folder| folder.exists()) {
+        assert!(began.elapsed().as_secs() < 60, "leftovers are removed");
         std::thread::yield_now();
     }
     assert!(dir.path().join(".profile").exists() && dir.path().join(".newer").exists());

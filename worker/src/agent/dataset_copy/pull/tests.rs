@@ -35,11 +35,11 @@ fn entry(dir: &Path, files: &[(&str, u64)]) -> (Copies, Entry) {
     (copies, entry)
 }
 
-fn asked(work: &mut Work) -> Vec<(String, u64, u64)> {
+fn next_parts(work: &mut Work) -> Vec<(String, u64, u64)> {
     work.next().unwrap().into_iter().map(|part| (part.path, part.offset, part.length)).collect()
 }
 
-fn came(path: &str, offset: u64, bytes: &[u8]) -> Part {
+fn make_part(path: &str, offset: u64, bytes: &[u8]) -> Part {
     let part =
         DatasetPart { path: path.into(), size_bytes: 0, changed_ns: 7, offset, length: bytes.len() as u64 };
     (part, BytesMut::from(bytes), BytesMut::from(&Sha256::digest(bytes)[..]))
@@ -52,14 +52,14 @@ fn small_files_are_fetched_together_and_large_ones_in_parts() {
     let (_copies, entry) = entry(dir.path(), &[("a/", 0), ("a/1", 3), ("a/2", 0), ("b", large), ("c", 2)]);
     assert_eq!(begin(&entry).unwrap().unwrap().files, 5);
     let mut work = Work::new(&entry).unwrap();
-    let first = asked(&mut work);
+    let first = next_parts(&mut work);
     assert_eq!(first[..2], [("a/1".into(), 0, 3), ("b".into(), 0, DATASET_PART_BYTES)]);
     assert_eq!(first.iter().map(|(_, _, length)| length).sum::<u64>(), DATASET_PARTS_BYTES);
     assert_eq!(work.done(), 4, "b is not done");
     let at = DATASET_PARTS_BYTES - 3;
-    assert_eq!(asked(&mut work), [("b".into(), at, 8), ("c".into(), 0, 2)]);
-    assert!(asked(&mut work).is_empty());
-    assert!(entry.part().join("a/2").is_file(), "one without content is made");
+    assert_eq!(next_parts(&mut work), [("b".into(), at, 8), ("c".into(), 0, 2)]);
+    assert!(next_parts(&mut work).is_empty());
+    assert!(entry.part().join("a/2").is_file(), "an empty file is created");
 
     let many: Vec<_> = (0..=DATASET_PARTS).map(|n| format!("{n:05}")).collect();
     let many: Vec<_> = many.iter().map(|name| (name.as_str(), 1)).collect();
@@ -67,8 +67,8 @@ fn small_files_are_fetched_together_and_large_ones_in_parts() {
     let (_copies, entry) = self::entry(dir.path(), &many);
     begin(&entry).unwrap();
     let mut work = Work::new(&entry).unwrap();
-    assert_eq!(asked(&mut work).len(), DATASET_PARTS);
-    assert_eq!(asked(&mut work).len(), 1);
+    assert_eq!(next_parts(&mut work).len(), DATASET_PARTS);
+    assert_eq!(next_parts(&mut work).len(), 1);
 }
 
 #[test]
@@ -77,11 +77,11 @@ fn an_interrupted_copy_continues_at_its_last_byte() {
     let (_copies, entry) = entry(dir.path(), &[("a", 5), ("b", 4), ("c", 3)]);
     begin(&entry).unwrap();
     let mut work = Work::new(&entry).unwrap();
-    assert_eq!(asked(&mut work).len(), 3);
+    assert_eq!(next_parts(&mut work).len(), 3);
     let part = entry.part();
-    write(&came("a", 0, b"aaaaa"), &part).unwrap();
-    write(&came("b", 0, b"bb"), &part).unwrap();
-    let mut wrong = came("c", 0, b"cc");
+    write(&make_part("a", 0, b"aaaaa"), &part).unwrap();
+    write(&make_part("b", 0, b"bb"), &part).unwrap();
+    let mut wrong = make_part("c", 0, b"cc");
     wrong.1[0] ^= 1;
     assert!(
         matches!(write(&wrong, &part), Err(CopyError::Damaged(why)) if why.contains("c was damaged in transit"))
@@ -92,9 +92,9 @@ fn an_interrupted_copy_continues_at_its_last_byte() {
     assert_eq!((missing.files, missing.bytes, missing.disk_bytes), (2, 5, 2 * BLOCK_BYTES));
     assert!(matches!(finish(&entry), Err(CopyError::Damaged(why)) if why.starts_with("2 files")));
     let mut work = Work::new(&entry).unwrap();
-    assert_eq!(asked(&mut work), [("b".into(), 2, 2), ("c".into(), 0, 3)]);
-    write(&came("b", 2, b"BB"), &part).unwrap();
-    write(&came("c", 0, b"ccc"), &part).unwrap();
+    assert_eq!(next_parts(&mut work), [("b".into(), 2, 2), ("c".into(), 0, 3)]);
+    write(&make_part("b", 2, b"BB"), &part).unwrap();
+    write(&make_part("c", 0, b"ccc"), &part).unwrap();
     finish(&entry).unwrap();
     assert_eq!(fs::read(entry.data().join("b")).unwrap(), b"bbBB");
     assert_eq!(begin(&entry).unwrap(), None);
@@ -102,14 +102,14 @@ fn an_interrupted_copy_continues_at_its_last_byte() {
     fs::remove_file(entry.data().join("a")).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 5);
     let mut work = Work::new(&entry).unwrap();
-    assert_eq!(asked(&mut work), [("a".into(), 0, 5)]);
+    assert_eq!(next_parts(&mut work), [("a".into(), 0, 5)]);
 }
 
 /// Completes a copy whose only file is `a`, with one byte.
-fn whole(entry: &Entry) {
+fn complete(entry: &Entry) {
     begin(entry).unwrap();
-    asked(&mut Work::new(entry).unwrap());
-    write(&came("a", 0, b"a"), &entry.part()).unwrap();
+    next_parts(&mut Work::new(entry).unwrap());
+    write(&make_part("a", 0, b"a"), &entry.part()).unwrap();
     finish(entry).unwrap();
 }
 
@@ -117,14 +117,14 @@ fn whole(entry: &Entry) {
 fn a_damaged_copy_is_repaired_only_while_no_job_reads_it() {
     let dir = tempfile::tempdir().unwrap();
     let (_copies, entry) = entry(dir.path(), &[("a", 1)]);
-    whole(&entry);
+    complete(&entry);
     let other = AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
     fs::write(entry.dir().join("uses/another-1"), "").unwrap();
     assert_eq!(entry.uses().len(), 2);
     fs::remove_file(entry.data().join("a")).unwrap();
-    whole(&entry);
+    complete(&entry);
     entry.note_read(&other).unwrap();
-    assert_eq!(begin(&entry).unwrap(), None, "whole");
+    assert_eq!(begin(&entry).unwrap(), None, "the copy is complete");
     fs::remove_file(entry.data().join("a")).unwrap();
     match begin(&entry) {
         Err(CopyError::Unusable(why)) => {
@@ -135,14 +135,14 @@ fn a_damaged_copy_is_repaired_only_while_no_job_reads_it() {
 }
 
 #[tokio::test]
-async fn a_copy_begun_by_a_stopped_job_keeps_its_turn() {
+async fn a_copy_abandoned_by_its_job_keeps_its_turn_until_it_ends() {
     let dir = tempfile::tempdir().unwrap();
     let (copies, entry) = entry(dir.path(), &[("a", 1)]);
     let turn = copies.turn(&entry).await;
-    let (goes_on, rest) = std::sync::mpsc::channel::<()>();
+    let (release, released) = std::sync::mpsc::channel::<()>();
     let mut work = Box::pin(async move {
         turn.blocking(move || {
-            let _ = rest.recv();
+            let _ = released.recv();
             Ok(())
         })
         .await
@@ -152,10 +152,10 @@ async fn a_copy_begun_by_a_stopped_job_keeps_its_turn() {
     drop(work);
     let mut next = Box::pin(copies.turn(&entry));
     assert!(tokio::time::timeout(std::time::Duration::from_millis(100), next.as_mut()).await.is_err());
-    drop(goes_on);
+    drop(release);
     let _turn = next.await;
     // Everything that the earlier job finished is complete.
-    whole(&entry);
+    complete(&entry);
     finish(&entry).unwrap();
 }
 
@@ -165,9 +165,9 @@ fn unsynced_files_are_fetched_again_after_a_power_failure() {
     let (_copies, entry) = entry(dir.path(), &[("a", 1), ("b", 1)]);
     begin(&entry).unwrap();
     let mut work = Work::new(&entry).unwrap();
-    asked(&mut work);
-    write(&came("a", 0, b"a"), &entry.part()).unwrap();
-    write(&came("b", 0, b"b"), &entry.part()).unwrap();
+    next_parts(&mut work);
+    write(&make_part("a", 0, b"a"), &entry.part()).unwrap();
+    write(&make_part("b", 0, b"b"), &entry.part()).unwrap();
     // The file is on the second line, after the line of the beginning.
     Synced { boot_id: "an earlier one".into(), lines: 2 }.note(&entry).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 1);
@@ -189,7 +189,7 @@ async fn a_full_disk_is_reported_with_advice() {
         }
         other => panic!("{other:?}"),
     }
-    assert!(entry.list().exists(), "what is in use stays");
+    assert!(entry.list().exists(), "a copy in use is kept");
 }
 
 #[test]
@@ -202,8 +202,8 @@ fn a_too_small_disk_is_reported_with_sizes_and_advice() {
          free: free 667.1 MB there, or give the agent a folder on another disk with --dataset-cache, and retry the job"
     );
     // A space that is one byte too small is never called sufficient.
-    let words = too_small(Path::new("/cache"), "birds", &missing, missing.disk_bytes + spare - 1);
-    assert!(words.contains(": free 0.1 MB there"), "{words}");
+    let message = too_small(Path::new("/cache"), "birds", &missing, missing.disk_bytes + spare - 1);
+    assert!(message.contains(": free 0.1 MB there"), "{message}");
 }
 
 #[tokio::test]
@@ -221,5 +221,5 @@ async fn a_too_large_copy_is_refused_and_existing_copies_stay() {
         }
         other => panic!("{other:?}"),
     }
-    assert!(other.dir().exists(), "a copy that nobody uses was removed in vain");
+    assert!(other.dir().exists(), "an unused copy was removed, though that was not enough");
 }

@@ -11,7 +11,7 @@ fn undecodable() -> Vec<u8> {
 }
 
 #[test]
-fn a_picture_that_breaks_is_named_whoever_decodes() {
+fn errors_name_a_broken_picture_with_any_decoder() {
     for (content, detail) in [
         (None, "03.jpg has changed since it was first inspected"),
         (Some(undecodable()), "03.jpg cannot be decoded"),
@@ -23,7 +23,7 @@ fn a_picture_that_breaks_is_named_whoever_decodes() {
         }
         let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
         let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
-        data.set_decoder(Arc::new(OnTheHost::default()));
+        data.set_decoder(Arc::new(HostDecoder::default()));
         if content.is_none() {
             fs::write(&path, "I am no picture").unwrap();
         }
@@ -34,7 +34,7 @@ fn a_picture_that_breaks_is_named_whoever_decodes() {
 }
 
 #[test]
-fn what_takes_the_place_of_broken_pictures_is_the_same_and_their_neighbours_stay_on_the_gpu() {
+fn broken_pictures_are_replaced_equally_with_any_decoder() {
     let dir = folder(|_| (40, 40));
     let home = dir.path().join("train/all");
     fs::write(home.join("05.jpg"), undecodable()).unwrap();
@@ -45,31 +45,31 @@ fn what_takes_the_place_of_broken_pictures_is_the_same_and_their_neighbours_stay
         ..spec()
     };
     let on_cores = open(dir.path(), &spec, BatchFormat::Bytes);
-    let mut elsewhere = open(dir.path(), &spec, BatchFormat::Bytes);
-    elsewhere.set_decoder(Arc::new(OnTheHost::default()));
+    let mut on_device = open(dir.path(), &spec, BatchFormat::Bytes);
+    on_device.set_decoder(Arc::new(HostDecoder::default()));
     fs::remove_file(home.join("11.jpg")).unwrap();
     let wanted = batches(&on_cores);
-    assert!(batches(&elsewhere) == wanted);
+    assert!(batches(&on_device) == wanted);
     assert!(wanted.iter().all(|batch| !batch.indices.contains(&5) && !batch.indices.contains(&11)));
-    for data in [&on_cores, &elsewhere] {
-        let (mut news, count) = data.newly_broken();
-        news.sort();
-        assert_eq!(count, 2, "{news:?}");
+    for data in [&on_cores, &on_device] {
+        let (mut broken, count) = data.newly_broken();
+        broken.sort();
+        assert_eq!(count, 2, "{broken:?}");
         assert!(
-            news[0].contains("05.jpg cannot be decoded") && news[1].contains("11.jpg cannot be read"),
-            "{news:?}"
+            broken[0].contains("05.jpg cannot be decoded") && broken[1].contains("11.jpg cannot be read"),
+            "{broken:?}"
         );
     }
-    let decoded = elsewhere.decoded().unwrap();
+    let decoded = on_device.decoded().unwrap();
     assert!(decoded.by_device >= 14 && !decoded.given_up, "{decoded:?}");
     // Broken pictures are known now, so no batch fails any more.
     let failed = decoded.by_cores.get(&CpuDecodeReason::Failed).copied();
-    assert!(batches(&elsewhere) == wanted);
-    assert_eq!(elsewhere.decoded().unwrap().by_cores.get(&CpuDecodeReason::Failed).copied(), failed);
+    assert!(batches(&on_device) == wanted);
+    assert_eq!(on_device.decoded().unwrap().by_cores.get(&CpuDecodeReason::Failed).copied(), failed);
 }
 
 #[test]
-fn a_damaged_scan_is_found_before_training_whoever_decodes() {
+fn a_damaged_scan_is_found_before_training_with_any_decoder() {
     let dir = folder(|_| (40, 40));
     let path = dir.path().join("train/all/05.jpg");
     let file = fs::read(&path).unwrap();
@@ -80,8 +80,8 @@ fn a_damaged_scan_is_found_before_training_whoever_decodes() {
     assert!(error.contains("05.jpg is damaged: its data is truncated"), "{error}");
     let spec = DataSpec { broken_files: BrokenFiles::Skip, ..spec };
     let on_cores = open(dir.path(), &spec, BatchFormat::Bytes);
-    let mut elsewhere = open(dir.path(), &spec, BatchFormat::Bytes);
-    elsewhere.set_decoder(Arc::new(OnTheHost::default()));
+    let mut on_device = open(dir.path(), &spec, BatchFormat::Bytes);
+    on_device.set_decoder(Arc::new(HostDecoder::default()));
     assert_eq!(on_cores.shape.skipped.len(), 1);
-    assert!(batches(&on_cores) == batches(&elsewhere));
+    assert!(batches(&on_cores) == batches(&on_device));
 }

@@ -8,13 +8,13 @@ mod cases;
 
 /// Maximum mean difference, of 255, between pictures of nvJPEG and of the CPU's decoder. `LOCKSTEP_TEST_APART` sets another
 /// limit.
-fn most_apart() -> f64 {
+fn max_mean_difference() -> f64 {
     std::env::var("LOCKSTEP_TEST_APART").ok().and_then(|v| v.parse().ok()).unwrap_or(2.0)
 }
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_crops_are_the_host_s_to_the_bit() {
+fn gpu_crops_equal_the_host_s_bit_for_bit() {
     let device = Device::open(0).unwrap();
     let kernels = Kernels::load(&device, DType::F16).unwrap().one_by_one();
     let mut cropper = Cropper::new().unwrap();
@@ -34,7 +34,7 @@ fn gpu_crops_are_the_host_s_to_the_bit() {
                 .map(|i| (i.wrapping_mul(2_654_435_761) >> 21) as u8)
                 .collect();
             let memory = device.upload(&samples).unwrap();
-            let (there, here) = (Planes::new(stored, memory.ptr), Planes::new(stored, 0));
+            let (on_device, on_host) = (Planes::new(stored, memory.ptr), Planes::new(stored, 0));
             let encoded = Encoded {
                 bytes: &[],
                 stored,
@@ -44,10 +44,11 @@ fn gpu_crops_are_the_host_s_to_the_bit() {
                 columns: &columns,
                 flip: orientation % 2 == 0,
             };
-            let (mut tables, mut on_host) = (Vec::new(), Vec::new());
+            let (mut tables, mut host_tables) = (Vec::new(), Vec::new());
             let croppings: Vec<Cropping> =
-                (0..3).map(|to| Cropping::new(&encoded, there, to, &mut tables)).collect();
-            let wanted = cropped(&samples, &tables, &Cropping::new(&encoded, here, 0, &mut on_host), size);
+                (0..3).map(|to| Cropping::new(&encoded, on_device, to, &mut tables)).collect();
+            let wanted =
+                crop(&samples, &tables, &Cropping::new(&encoded, on_host, 0, &mut host_tables), size);
             cropper.begin(&device, 3, size).unwrap();
             cropper.run(&device, &kernels, &croppings, &tables).unwrap();
             cropper.end(3).unwrap();
@@ -60,8 +61,8 @@ fn gpu_crops_are_the_host_s_to_the_bit() {
     }
 }
 
-/// Compares batches of a GPU's decoder with those of the CPU.
-fn compared(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
+/// Compares batches of a GPU's decoder with those of the CPU. Returns the data, and the mean and largest difference.
+fn compare(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
     let wanted = batches(&open(dir, spec, BatchFormat::Bytes));
     let mut data = open(dir, spec, BatchFormat::Bytes);
     data.set_decoder(super::super::open(0, DType::F16).unwrap());
@@ -72,20 +73,20 @@ fn compared(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
     let count = pairs().count();
     assert_eq!(wanted.iter().map(|b| b.bytes.len()).sum::<usize>(), count);
     let mean = pairs().map(u64::from).sum::<u64>() as f64 / count as f64;
-    let most = pairs().max().unwrap();
-    eprintln!("{}: apart {mean:.3} of 255 on average, {most} at most", data.decoded().unwrap());
-    (data, mean, most)
+    let largest = pairs().max().unwrap();
+    eprintln!("{}: apart {mean:.3} of 255 on average, {largest} at most", data.decoded().unwrap());
+    (data, mean, largest)
 }
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_batches_decoded_by_the_gpu_are_near_those_of_cores() {
+fn gpu_batches_decoded_by_the_gpu_are_close_to_those_of_cpu_cores() {
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
-    let made = folder(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
-    let (data, mean, _) = compared(made.path(), &spec);
+    let dir = folder(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
+    let (data, mean, _) = compare(dir.path(), &spec);
     let decoded = data.decoded().unwrap();
     assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 2), "{decoded}");
-    assert!(mean <= most_apart(), "{mean}");
+    assert!(mean <= max_mean_difference(), "{mean}");
     // Chroma has half the width, or half the width and height; each picture has only some hundred pixels.
     for (name, file) in [
         ("4:2:2", &fixture!("half-chroma.jpg")[..]),
@@ -96,15 +97,15 @@ fn gpu_batches_decoded_by_the_gpu_are_near_those_of_cores() {
         let home = dir.path().join("train/all");
         fs::create_dir_all(&home).unwrap();
         (0..16).for_each(|i| fs::write(home.join(format!("{i}.jpg")), file).unwrap());
-        let (data, mean, _) = compared(dir.path(), &spec);
+        let (data, mean, _) = compare(dir.path(), &spec);
         let decoded = data.decoded().unwrap();
         assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 0), "{name}: {decoded}");
-        assert!(mean <= 3.0 * most_apart(), "{name}: {mean}");
+        assert!(mean <= 3.0 * max_mean_difference(), "{name}: {mean}");
     }
 }
 
-/// Whole pictures decoded by the GPU in one group; `None` for rejected pictures.
-fn decoded(files: &[&[u8]], (width, height): (u32, u32)) -> Vec<Option<Vec<u8>>> {
+/// Whole pictures decoded by the GPU in one group; `None` for refused pictures.
+fn decode(files: &[&[u8]], (width, height): (u32, u32)) -> Vec<Option<Vec<u8>>> {
     let decoder = super::super::open(0, DType::F16).unwrap();
     let (rows, columns) = (ScaleTable::new(height, height), ScaleTable::new(width, width));
     let mut given: Vec<Encoded<'_>> = files
@@ -121,22 +122,22 @@ fn decoded(files: &[&[u8]], (width, height): (u32, u32)) -> Vec<Option<Vec<u8>>>
         .collect();
     let mut pictures = Vec::new();
     decoder
-        .decode((width, height), &mut |_| std::mem::take(&mut given), &mut |made| {
-            pictures = made.iter().map(|pixels| pixels.map(<[u8]>::to_vec)).collect();
+        .decode((width, height), &mut |_| std::mem::take(&mut given), &mut |decoded| {
+            pictures = decoded.iter().map(|pixels| pixels.map(<[u8]>::to_vec)).collect();
         })
         .unwrap();
     pictures
 }
 
 /// Maximum difference of values.
-fn apart(a: &[u8], b: &[u8]) -> u8 {
+fn max_difference(a: &[u8], b: &[u8]) -> u8 {
     a.iter().zip(b).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
 }
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_jpeg_files_of_all_kinds_are_those_of_libjpeg_or_left_to_cores() {
-    let (mut for_cores, mut refused, mut wrong, mut equal) = (BTreeMap::new(), Vec::new(), Vec::new(), 0);
+fn gpu_jpeg_files_of_all_kinds_match_libjpeg_or_are_left_to_cpu_cores() {
+    let (mut for_cores, mut refused, mut failures, mut equal) = (BTreeMap::new(), Vec::new(), Vec::new(), 0);
     let mut by_size: BTreeMap<(u32, u32), Vec<Case>> = BTreeMap::new();
     for case in cases() {
         match for_hardware(&case.file) {
@@ -146,42 +147,45 @@ fn gpu_jpeg_files_of_all_kinds_are_those_of_libjpeg_or_left_to_cores() {
     }
     for (size, cases) in by_size {
         let files: Vec<&[u8]> = cases.iter().map(|case| &case.file[..]).collect();
-        for (case, made) in cases.iter().zip(decoded(&files, size)) {
-            match made.map(|made| apart(&made, case.pixels.as_raw())) {
+        for (case, picture) in cases.iter().zip(decode(&files, size)) {
+            match picture.map(|pixels| max_difference(&pixels, case.pixels.as_raw())) {
                 None => refused.push(case.name.clone()),
                 // Odd sizes differ as in `planes.rs`.
                 Some(apart) if apart <= 12 => equal += 1,
-                Some(apart) => wrong.push((case.name.clone(), apart)),
+                Some(apart) => failures.push((case.name.clone(), apart)),
             }
         }
     }
     eprintln!(
-        "equal: {equal}; refused by nvJPEG: {refused:?}; left to cores: {for_cores:?}; wrong: {wrong:?}"
+        "equal: {equal}; refused by nvJPEG: {refused:?}; left to cores: {for_cores:?}; wrong: {failures:?}"
     );
-    assert!(wrong.is_empty() && equal >= 8, "{wrong:?}");
+    assert!(failures.is_empty() && equal >= 8, "{failures:?}");
 }
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_damaged_picture_harms_no_other() {
-    let whole = planes::encoded(&picture(1, 160, 96), SamplingFactor::R_4_2_0);
-    let alone = decoded(&[&whole], (160, 96)).remove(0).unwrap();
+fn gpu_a_damaged_picture_does_not_change_others() {
+    let whole = planes::encode(&picture(1, 160, 96), SamplingFactor::R_4_2_0);
+    let single = decode(&[&whole], (160, 96)).remove(0).unwrap();
     // A truncated scan with an end marker, or a scan of zeros.
     let cut = [&whole[..whole.len() / 2], b"\xff\xd9"].concat();
     let mut zeros = whole.clone();
     let middle = whole.len() / 2;
     zeros[middle..middle + 40].fill(0);
     for damaged in [cut, zeros] {
-        let made = decoded(&[&whole, &damaged, &whole], (160, 96));
-        assert!(made[0].as_ref() == Some(&alone) && made[2].as_ref() == Some(&alone));
-        // The GPU does not report damage; the dataset's index, made on the host, excludes such files.
-        eprintln!("the damaged one is {:?} of 255 apart", made[1].as_ref().map(|made| apart(made, &alone)));
+        let decoded = decode(&[&whole, &damaged, &whole], (160, 96));
+        assert!(decoded[0].as_ref() == Some(&single) && decoded[2].as_ref() == Some(&single));
+        // The GPU does not report damage, but the host excludes such files when it indexes the dataset.
+        eprintln!(
+            "the damaged picture differs by {:?} of 255",
+            decoded[1].as_ref().map(|pixels| max_difference(pixels, &single))
+        );
     }
 }
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_closed_decoder_leaves_the_rest_to_cores() {
+fn gpu_after_a_decoder_is_closed_cpu_cores_decode() {
     let dir = folder(|_| (140, 132));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);

@@ -1,4 +1,4 @@
-//! Tests of the kernel's `Planes`, in Rust, on planes of real files that the host decodes: pixels must equal those of the CPU's
+//! Tests a Rust version of the kernel's `Planes` on planes of real files that the host decodes. Pixels must equal those of the CPU's
 //! decoder.
 
 use super::*;
@@ -12,7 +12,7 @@ pub(super) const SAMPLINGS: [SamplingFactor; 4] =
     [SamplingFactor::R_4_4_4, SamplingFactor::R_4_2_2, SamplingFactor::R_4_4_0, SamplingFactor::R_4_2_0];
 
 /// The picture as a JPEG file.
-pub(super) fn encoded(picture: &image::RgbImage, sampling: SamplingFactor) -> Vec<u8> {
+pub(super) fn encode(picture: &image::RgbImage, sampling: SamplingFactor) -> Vec<u8> {
     let mut file = Vec::new();
     let mut encoder = jpeg_encoder::Encoder::new(&mut file, 90);
     encoder.set_sampling_factor(sampling);
@@ -177,7 +177,7 @@ fn planes_become_the_pixels_that_cores_make() {
                 .into_iter()
                 .enumerate()
         {
-            let file = encoded(&picture(number as u32, width, height), sampling);
+            let file = encode(&picture(number as u32, width, height), sampling);
             let wanted = Picture::decode(&file).unwrap();
             let (stored, found) = pixels(&file);
             assert_eq!((stored.width, stored.height), (width, height));
@@ -200,9 +200,9 @@ fn planes_become_the_pixels_that_cores_make() {
     }
 }
 
-/// Against Pillow (libjpeg-turbo), which does not read chroma beyond the border either.
+/// Compares with Pillow (libjpeg-turbo), which does not read chroma beyond the border either.
 #[test]
-fn planes_of_files_become_nearly_the_pixels_that_pillow_makes_up_to_the_border() {
+fn pixels_of_planes_are_close_to_pillow_s_except_at_the_border() {
     for (name, file, pillow) in [
         ("4:4:4", &fixture!("full-chroma.jpg")[..], &fixture!("full-chroma.jpg.rgb.png")[..]),
         ("4:2:2", fixture!("half-chroma.jpg"), fixture!("half-chroma.jpg.rgb.png")),
@@ -211,13 +211,13 @@ fn planes_of_files_become_nearly_the_pixels_that_pillow_makes_up_to_the_border()
         let wanted = image::load_from_memory(pillow).unwrap().into_rgb8();
         let (stored, found) = pixels(file);
         assert_eq!(wanted.dimensions(), (stored.width, stored.height));
-        let most = found.iter().flatten().zip(wanted.as_raw()).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
-        assert!(most <= 4, "{name}: {most} of 255 apart");
+        let largest = found.iter().flatten().zip(wanted.as_raw()).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
+        assert!(largest <= 4, "{name}: {largest} of 255 apart");
     }
 }
 
 #[test]
-fn where_nothing_was_decoded_a_picture_is_grey() {
+fn undecoded_parts_of_a_picture_are_grey() {
     for (columns, rows) in [(1, 1), (2, 2)] {
         let stored =
             Stored { width: 3, height: 3, orientation: 1, subsampling: Subsampling { columns, rows } };
@@ -227,15 +227,15 @@ fn where_nothing_was_decoded_a_picture_is_grey() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_pictures_of_odd_sizes_are_those_of_cores_up_to_the_border() {
+fn gpu_pictures_of_odd_sizes_match_cpu_cores_except_at_the_border() {
     let decoder = super::super::open(0, DType::F16).unwrap();
     for sampling in SAMPLINGS {
         for (width, height) in [(1, 1), (31, 17), (95, 63), (479, 371)] {
-            // Saturated and smooth, so that undecoded grey areas differ much, and rounding only little.
+            // The picture is saturated and smooth, so undecoded grey areas differ much from it, and rounding only little.
             let drawn = image::RgbImage::from_fn(width, height, |x, y| {
                 image::Rgb([200 + (x * 40 / width) as u8, 20 + (y * 40 / height) as u8, 40])
             });
-            let file = encoded(&drawn, sampling);
+            let file = encode(&drawn, sampling);
             let wanted = Picture::decode(&file).unwrap();
             let (rows, columns) = (ScaleTable::new(height, height), ScaleTable::new(width, width));
             let mut given = vec![Encoded {
@@ -247,20 +247,23 @@ fn gpu_pictures_of_odd_sizes_are_those_of_cores_up_to_the_border() {
                 columns: &columns,
                 flip: false,
             }];
-            let mut most = None;
+            let mut largest = None;
             decoder
-                .decode((width, height), &mut |_| std::mem::take(&mut given), &mut |made| {
-                    let pairs = |made: &[u8]| {
-                        made.iter().zip(&wanted.pixels).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
+                .decode((width, height), &mut |_| std::mem::take(&mut given), &mut |decoded| {
+                    let pairs = |decoded: &[u8]| {
+                        decoded.iter().zip(&wanted.pixels).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
                     };
-                    most = made[0].map(pairs);
+                    largest = decoded[0].map(pairs);
                 })
                 .unwrap();
-            eprintln!("{sampling:?}, {width} x {height}: {most:?} of 255 apart at most");
-            assert!(most.is_none_or(|most| most <= 12), "{sampling:?}, {width} x {height}: {most:?}");
+            eprintln!("{sampling:?}, {width} x {height}: {largest:?} of 255 apart at most");
+            assert!(
+                largest.is_none_or(|largest| largest <= 12),
+                "{sampling:?}, {width} x {height}: {largest:?}"
+            );
             // Most files have one of these two subsamplings.
             let is_usual = matches!(sampling, SamplingFactor::R_4_4_4 | SamplingFactor::R_4_2_0);
-            assert!(most.is_some() || !is_usual || width == 1, "{sampling:?} is refused");
+            assert!(largest.is_some() || !is_usual || width == 1, "{sampling:?} is refused");
         }
     }
 }

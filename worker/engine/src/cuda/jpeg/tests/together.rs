@@ -9,8 +9,8 @@ fn group(number: u32) -> Vec<Vec<u8>> {
     (0..40).map(|i| jpeg(&picture(number * 40 + i, side(i, 0), side(i, 113)).into())).collect()
 }
 
-/// The decoder's pixels of each file, not cropped and resized to `size`.
-fn made(decoder: &dyn DeviceDecoder, files: &[Vec<u8>], size: (u32, u32)) -> Vec<Vec<u8>> {
+/// The decoder's pixels of each file, resized to `size` without cropping.
+fn decode(decoder: &dyn DeviceDecoder, files: &[Vec<u8>], size: (u32, u32)) -> Vec<Vec<u8>> {
     let tables: Vec<_> = files
         .iter()
         .map(|file| {
@@ -33,8 +33,11 @@ fn made(decoder: &dyn DeviceDecoder, files: &[Vec<u8>], size: (u32, u32)) -> Vec
         .collect();
     let mut pictures = Vec::new();
     decoder
-        .decode(size, &mut |_| std::mem::take(&mut given), &mut |made| {
-            pictures = made.iter().map(|made| made.expect("an ordinary file is taken").to_vec()).collect();
+        .decode(size, &mut |_| std::mem::take(&mut given), &mut |decoded| {
+            pictures = decoded
+                .iter()
+                .map(|decoded| decoded.expect("an ordinary file is decoded").to_vec())
+                .collect();
         })
         .unwrap();
     pictures
@@ -42,18 +45,18 @@ fn made(decoder: &dyn DeviceDecoder, files: &[Vec<u8>], size: (u32, u32)) -> Vec
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_groups_under_way_at_a_time_are_what_each_is_alone() {
+fn gpu_concurrent_groups_decode_as_separate_groups() {
     let decoder = super::super::open(0, DType::F16).unwrap();
     let groups: Vec<Vec<Vec<u8>>> = (0..6).map(group).collect();
-    let alone: Vec<_> = groups.iter().map(|files| made(decoder.as_ref(), files, (96, 80))).collect();
+    let separate: Vec<_> = groups.iter().map(|files| decode(decoder.as_ref(), files, (96, 80))).collect();
     thread::scope(|scope| {
         for first in 0..6 {
-            let (decoder, groups, alone) = (&decoder, &groups, &alone);
+            let (decoder, groups, separate) = (&decoder, &groups, &separate);
             scope.spawn(move || {
                 for round in 0..30 {
                     let number = (first + round * 5) % 6;
-                    let found = made(decoder.as_ref(), &groups[number], (96, 80));
-                    assert!(found == alone[number], "group {number} in round {round}");
+                    let found = decode(decoder.as_ref(), &groups[number], (96, 80));
+                    assert!(found == separate[number], "group {number} in round {round}");
                 }
             });
         }

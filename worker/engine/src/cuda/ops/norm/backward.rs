@@ -90,7 +90,7 @@ impl Gradient {
 impl Ops {
     /// Batch norm backward in the variant that suits the shape; with [`Reduce::Leave`] only the sums (and dz).
     ///
-    /// Moves: in one launch, x, dy, more, dx (and dz) once. In two launches, x and the gradient twice; with dz,
+    /// Traffic: in one launch, x, dy, more, dx (and dz) once. In two launches, x and the gradient twice; with dz,
     /// the second launch reads only dz as the gradient.
     pub(in crate::cuda) fn norm_backward(&self, p: NormBackward) -> Vec<Kernel> {
         let leaves = p.reduce.leaves();
@@ -111,7 +111,7 @@ impl Ops {
         vec![kernel(name, geometry, args)]
     }
 
-    /// Only the first pass: the sums, dgamma and dbeta, dz, then the reduction of `reduce`. Moves: x, dy and more
+    /// Only the first pass: the sums, dgamma and dbeta, dz, then the reduction of `reduce`. Traffic: x, dy and more
     /// once, dz once if present.
     pub(in crate::cuda) fn norm_backward_sums(&self, p: NormBackward) -> Kernel {
         let [name, ..] = p.gradient.names();
@@ -138,7 +138,7 @@ impl Ops {
         kernel("norm_backward_finish", per_channel(p.shape.channels), args)
     }
 
-    /// Only the second pass. Moves: x and the gradient (dz, if present) once, dx once.
+    /// Only the second pass. Traffic: x and the gradient (dz, if present) once, dx once.
     pub(in crate::cuda) fn norm_backward_apply(&self, p: NormBackward) -> Kernel {
         let gradient = if p.dz.is_none() { p.gradient } else { Gradient::All { dy: p.dz } };
         let [_, name, ..] = gradient.names();
@@ -151,7 +151,7 @@ impl Ops {
     }
 
     /// Backward of a frozen batch norm, whose statistics do not depend on the input: dx is scale times the gradient. Parameters
-    /// have no gradients, and nothing is reduced over ranks. Moves: dy, more and the mask (or x, if the mask is recomputed) once,
+    /// have no gradients, and nothing is reduced over ranks. Traffic: dy, more and the mask (or x, if the mask is recomputed) once,
     /// dx once, dz once if present.
     pub(in crate::cuda) fn norm_backward_frozen(&self, p: NormBackward) -> Kernel {
         let [_, _, _, name] = p.gradient.names();

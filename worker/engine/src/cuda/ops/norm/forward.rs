@@ -64,7 +64,7 @@ impl From<NormForward> for NormApply {
 impl Ops {
     /// Batch norm forward in the variant that suits the shape; with [`Reduce::Leave`] only the statistics.
     ///
-    /// Moves: in one launch, x, the shortcut, y and mask once. In two launches, x twice.
+    /// Traffic: in one launch, x, the shortcut, y and mask once. In two launches, x twice.
     pub(in crate::cuda) fn norm_forward(&self, p: NormForward) -> Vec<Kernel> {
         let leaves = p.reduce.leaves();
         let Some(geometry) = self.small(p.shape, p.reduce.waits()).filter(|_| !leaves) else {
@@ -90,7 +90,7 @@ impl Ops {
 
     /// Only the first pass: statistics of x, then the reduction of `reduce`. Uses only `x`, `control`, `shape`,
     /// `site` and `reduce`. For a projection's batch norm that [`Shortcut::Norm`] applies, and for batch norms
-    /// that are applied later. Moves: x once.
+    /// that are applied later. Traffic: x once.
     pub(in crate::cuda) fn norm_statistics(&self, p: NormForward) -> Kernel {
         let mut args = vec![Arg::In(p.x)];
         args.extend(shape_args(p.control, p.shape));
@@ -110,7 +110,7 @@ impl Ops {
         kernel("norm_finish", per_channel(p.shape.channels), args)
     }
 
-    /// [`Ops::norm_finish`] and [`Ops::norm_apply`] in one kernel, which waits for no other rank. Moves: x and the shortcut
+    /// [`Ops::norm_finish`] and [`Ops::norm_apply`] in one kernel, which waits for no other rank. Traffic: x and the shortcut
     /// once, y and mask once.
     pub(in crate::cuda) fn norm_finish_apply(&self, sum: Operand, square: Operand, p: NormForward) -> Kernel {
         let (name, resident) = match p.shortcut {
@@ -127,7 +127,7 @@ impl Ops {
         kernel(name, geometry, args)
     }
 
-    /// Only the second pass. Moves: x and the shortcut once, y and mask once.
+    /// Only the second pass. Traffic: x and the shortcut once, y and mask once.
     pub(in crate::cuda) fn norm_apply(&self, p: NormApply) -> Kernel {
         let (name, resident) = match p.shortcut {
             Shortcut::None => ("norm_apply", 3),

@@ -57,8 +57,7 @@ impl GraphEmitter<'_> {
         input: TensorId,
         output: TensorId,
     ) -> Result<(), EngineError> {
-        let (x, y) = (self.activation(input)?, self.alloc(output, Content::Activation));
-        self.activations[output] = Some(y);
+        let (x, y) = (self.activation(input)?, self.alloc_activation(output));
         let placements = [input, output].map(|tensor| self.plan.network.placement(tensor).clone());
         self.redistribute([input, output], placements, [x, y]);
         Ok(())
@@ -127,18 +126,9 @@ impl GraphEmitter<'_> {
 
     /// Copies this rank's channels of `x` to `y`.
     fn take_own(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
-        let (own, whole) = (width(bounds, self.plan.model_rank), all_of(bounds));
-        self.main(self.facts.ops.copy_channels(ops::CopyChannels {
-            from: x.operand(),
-            from_channels: whole,
-            first: bounds[self.plan.model_rank],
-            to: y.operand(),
-            to_channels: own,
-            at: 0,
-            rows,
-            channels: own,
-            adds: false,
-        }));
+        let (own, first) = (width(bounds, self.plan.model_rank), bounds[self.plan.model_rank]);
+        let (from, to) = ((x.operand(), all_of(bounds), first), (y.operand(), own, 0));
+        self.main(self.facts.ops.copy_channels(from, to, [rows, own], false));
     }
 
     /// Batch to channels: for its own pictures (`rows` rows), each rank sends every other rank the channels of that rank.
@@ -158,19 +148,10 @@ impl GraphEmitter<'_> {
                 parts.push(part);
                 (part.operand(), 0)
             };
-            self.main(self.facts.ops.copy_channels(ops::CopyChannels {
-                from: x.operand(),
-                from_channels: all_of(bounds),
-                first: bounds[of],
-                to,
-                to_channels: channels,
-                at,
-                rows,
-                channels,
-                adds: false,
-            }));
+            let from = (x.operand(), all_of(bounds), bounds[of]);
+            self.main(self.facts.ops.copy_channels(from, (to, channels, at), [rows, channels], false));
         }
-        self.exchange_in_group(gives, takes);
+        self.exchange(Group::Model, gives, takes, self.plan.dtype);
         parts.into_iter().for_each(|part| self.free_now(part));
     }
 
@@ -191,27 +172,13 @@ impl GraphEmitter<'_> {
         }
         let others = takes.iter().map(|(of, at)| (*of as usize, *at, 0));
         let all: Vec<_> = std::iter::once((rank, x.operand(), first(rank))).chain(others).collect();
-        self.exchange_in_group(gives, takes);
+        self.exchange(Group::Model, gives, takes, self.plan.dtype);
         for (number, (of, from, first)) in all.into_iter().enumerate() {
             let channels = width(bounds, of);
-            self.main(self.facts.ops.copy_channels(ops::CopyChannels {
-                from,
-                from_channels: channels,
-                first,
-                to: y.operand(),
-                to_channels: all_of(bounds),
-                at: bounds[of],
-                rows,
-                channels,
-                adds: number > 0,
-            }));
+            let (from, to) = ((from, channels, first), (y.operand(), all_of(bounds), bounds[of]));
+            self.main(self.facts.ops.copy_channels(from, to, [rows, channels], number > 0));
         }
         parts.into_iter().for_each(|part| self.free_now(part));
-    }
-
-    fn exchange_in_group(&mut self, gives: Vec<(u32, Operand)>, takes: Vec<(u32, Operand)>) {
-        let (stream, group, dtype) = (StreamId::Main, Group::Model, self.plan.dtype);
-        self.commands.push(Command::Exchange { stream, group, gives, takes, dtype });
     }
 }
 

@@ -13,8 +13,7 @@ impl<'a> GraphEmitter<'a> {
             return self.begin_with_own_rows(phase, input);
         }
         let tensor = self.plan.network.input();
-        let pictures = self.alloc(tensor, Content::Activation);
-        self.activations[tensor] = Some(pictures);
+        let pictures = self.alloc_activation(tensor);
         self.take_in(phase, input, pictures);
         self.begin_group();
         Ok(())
@@ -121,8 +120,7 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::Norm(norm) if training => self.norm_forward(norm)?,
             FusedOp::Norm(norm) => return self.norm_evaluate(norm),
             FusedOp::GlobalAveragePool { input, output, .. } => {
-                let (x, y) = (self.activation(*input)?, self.alloc(*output, Content::Activation));
-                self.activations[*output] = Some(y);
+                let (x, y) = (self.activation(*input)?, self.alloc_activation(*output));
                 let average = self.average(*input, x, y);
                 self.main(self.facts.ops.global_average(average));
                 // The backward pass does not read the input.
@@ -163,8 +161,7 @@ impl<'a> GraphEmitter<'a> {
         output: TensorId,
         phase: Phase,
     ) -> Result<(), EngineError> {
-        let (x, y) = (self.activation(input)?, self.alloc(output, Content::Activation));
-        self.activations[output] = Some(y);
+        let (x, y) = (self.activation(input)?, self.alloc_activation(output));
         let Some((convolution, _)) = self.plan.convolution(op) else { return Ok(()) };
         let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
         let with_sums = Convolution { sums: true, ..convolution };
@@ -201,8 +198,7 @@ impl<'a> GraphEmitter<'a> {
             }
             return Ok(());
         }
-        let y = self.alloc(node.output, Content::Activation);
-        self.activations[node.output] = Some(y);
+        let y = self.alloc_activation(node.output);
         let values = self.plan.pictures(node.output) * self.plan.values(node.output);
         let mask = match (node.pooled, node.shortcut) {
             (true, _) => Some(self.alloc_bytes(values, Content::Argmax(node.norm))),
@@ -280,8 +276,7 @@ impl<'a> GraphEmitter<'a> {
             return Ok(());
         }
         let x = self.activation(node.input)?;
-        let y = self.alloc(node.output, Content::Activation);
-        self.activations[node.output] = Some(y);
+        let y = self.alloc_activation(node.output);
         let values = self.plan.pictures(node.output) * self.plan.values(node.output);
         let mask = node.shortcut.map(|_| self.alloc_bytes(values / 8, Content::ReluMask(node.norm)));
         self.masks[node.norm] = mask;
@@ -312,8 +307,7 @@ impl<'a> GraphEmitter<'a> {
         if node.forward == NormForward::InShortcut {
             return Ok(());
         }
-        let y = self.alloc(node.output, Content::Activation);
-        self.activations[node.output] = Some(y);
+        let y = self.alloc_activation(node.output);
         if node.pooled {
             self.main(ops.max_pool(self.pooling(node, x, y.operand(), Operand::NONE)));
         } else {

@@ -12,21 +12,20 @@ impl<'a> GraphEmitter<'a> {
         let plan = self.plan;
         let before = norm_before.map(|norm| plan.norm(norm));
         let from = self.activation(before.map_or(conv.input, |n| n.input))?;
-        let y = self.alloc(conv.output, Content::Activation);
-        self.activations[conv.output] = Some(y);
+        let y = self.alloc_activation(conv.output);
         let (facts, behind) = (self.facts, self.norm_after(conv)?);
         let bottleneck = ops::BottleneckForward {
-            from: from.operand(),
+            input: from.operand(),
             before: before.map(|n| facts.norms[n.norm]),
             weights: facts.matrix(&conv.name),
             y: y.operand(),
             control: CONTROL,
             shape: self.shape(conv.input),
-            behind: facts.norms[behind.norm],
-            reduce: facts.reduction(behind, false),
+            after: facts.norms[after.norm],
+            reduce: facts.reduction(after, false),
         };
         self.main(facts.ops.bottleneck_forward(bottleneck));
-        self.statistics_left(self.norm_alone(behind)?, behind);
+        self.statistics_left(self.norm_alone(after)?, after);
         Ok(())
     }
 
@@ -34,8 +33,7 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn block_end(&mut self, conv: &Conv, block_end: usize) -> Result<(), EngineError> {
         let end = self.plan.norm(block_end);
         let (x, y) = (self.activation(end.input)?, self.activation(conv.input)?);
-        let z = self.alloc(conv.output, Content::Activation);
-        self.activations[conv.output] = Some(z);
+        let z = self.alloc_activation(conv.output);
         let (facts, behind) = (self.facts, self.norm_after(conv)?);
         let mask = optional(self.masks[end.norm]);
         let norm = self.norm(end, x, y.operand(), mask)?;
@@ -49,11 +47,11 @@ impl<'a> GraphEmitter<'a> {
             z: z.operand(),
             control: CONTROL,
             shape: self.shape(conv.input),
-            behind: facts.norms[behind.norm],
-            reduce: facts.reduction(behind, false),
+            after: facts.norms[after.norm],
+            reduce: facts.reduction(after, false),
         };
         self.main(facts.ops.block_end(block_end));
-        self.statistics_left(self.norm_alone(behind)?, behind);
+        self.statistics_left(self.norm_alone(after)?, after);
         Ok(())
     }
 
@@ -79,24 +77,24 @@ impl<'a> GraphEmitter<'a> {
         let plan = self.plan;
         let before = norm_before.map(|norm| plan.norm(norm));
         let from = self.activation(before.map_or(input, |n| n.input))?;
-        let dfrom = self.alloc(input, Content::Gradient);
+        let dinput = self.alloc(input, Content::Gradient);
         let facts = self.facts;
         let bottleneck = ops::Bottleneck {
             x: x.operand(),
             g: g.operand(),
-            behind: facts.norms[norm],
+            after: facts.norms[norm],
             weights: facts.matrix(&conv.name),
-            from: from.operand(),
-            dfrom: dfrom.operand(),
+            input: from.operand(),
+            dinput: dinput.operand(),
             dweights: facts.matrix_gradient(&conv.name),
             control: CONTROL,
             shape: self.shape(input),
             before: before.map(|n| ops::Before {
-                site: facts.norms[n.norm],
+                norm: facts.norms[n.norm],
                 accumulate: !micro_batch.first,
                 reduce: facts.reduction(n, true),
             }),
-            room: Operand::whole(Region::Workspace),
+            scratch: Operand::whole(Region::Workspace),
         };
         self.main(facts.ops.bottleneck_backward(bottleneck));
         if facts.ranks.is_some() {
@@ -105,8 +103,8 @@ impl<'a> GraphEmitter<'a> {
             self.send_buckets(&conv.name, micro_batch);
         }
         self.gradients[input].push(match before {
-            Some(_) => Gradient::Summed(dfrom),
-            None => Gradient::Whole(dfrom),
+            Some(_) => Gradient::Summed(dinput),
+            None => Gradient::Whole(dinput),
         });
         self.free(g);
         self.free(x);

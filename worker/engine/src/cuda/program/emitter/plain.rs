@@ -6,8 +6,7 @@ impl<'a> GraphEmitter<'a> {
     /// The forward pass of a ReLU, a GELU, an addition or a max pooling.
     pub(super) fn plain_forward(&mut self, op: &FusedOp, training: bool) -> Result<(), EngineError> {
         let output = op.output();
-        let y = self.alloc(output, Content::Activation);
-        self.activations[output] = Some(y);
+        let y = self.alloc_activation(output);
         let (ops, length) = (self.facts.ops, self.length(output));
         match *op {
             FusedOp::Relu { input, .. } => {

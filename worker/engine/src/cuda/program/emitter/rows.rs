@@ -56,8 +56,7 @@ impl<'a> GraphEmitter<'a> {
         let row_bytes = self.row_bytes(tensor);
         let at = self.alloc_bytes(plan.batch * side * row_bytes, Content::OfRows);
         self.take_in(phase, input, at);
-        let own = self.alloc(tensor, Content::Activation);
-        self.activations[tensor] = Some(own);
+        let own = self.alloc_activation(tensor);
         let whole = Lines { at, rows: 0..side as isize, row_bytes };
         let own = self.lines(tensor, own)?;
         self.take_rows(&whole, &own, 0.0);
@@ -72,8 +71,7 @@ impl<'a> GraphEmitter<'a> {
         output: TensorId,
         lowest: bool,
     ) -> Result<(), EngineError> {
-        let (x, y) = (self.activation(input)?, self.alloc(output, Content::Activation));
-        self.activations[output] = Some(y);
+        let (x, y) = (self.activation(input)?, self.alloc_activation(output));
         let (x, y, halo) = (self.lines(input, x)?, self.lines(output, y)?, self.halo(input, output)?);
         self.take_rows(&x, &y, if lowest { f32::NEG_INFINITY } else { 0.0 });
         let (mut gives, mut takes) = (Vec::new(), Vec::new());
@@ -81,7 +79,7 @@ impl<'a> GraphEmitter<'a> {
             gives.extend(x.pieces(peer, &given, self.plan.batch));
             takes.extend(y.pieces(peer, &taken, self.plan.batch));
         }
-        self.exchange(gives, takes);
+        self.exchange_rows(gives, takes);
         Ok(())
     }
 
@@ -121,7 +119,7 @@ impl<'a> GraphEmitter<'a> {
                 parts.push(part);
             }
         }
-        self.exchange(gives, takes);
+        self.exchange_rows(gives, takes);
         for part in parts {
             let add = ops::AddRows {
                 part: part.operand(batch),
@@ -146,8 +144,7 @@ impl<'a> GraphEmitter<'a> {
         input: TensorId,
         output: TensorId,
     ) -> Result<(), EngineError> {
-        let (x, y) = (self.activation(input)?, self.alloc(output, Content::Activation));
-        self.activations[output] = Some(y);
+        let (x, y) = (self.activation(input)?, self.alloc_activation(output));
         let (dtype, values) = (self.plan.dtype, self.plan.batch * self.plan.values(input));
         let share = self.plan.network.share_of_rows(input);
         self.main(self.facts.ops.scale_values([x, y].map(Allocation::operand), values as u64, share));
@@ -213,11 +210,9 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Exchanges rows with other ranks, if there are any to exchange.
-    fn exchange(&mut self, gives: Vec<(u32, Operand)>, takes: Vec<(u32, Operand)>) {
-        if gives.is_empty() && takes.is_empty() {
-            return;
+    fn exchange_rows(&mut self, gives: Messages, takes: Messages) {
+        if !gives.is_empty() || !takes.is_empty() {
+            self.exchange(Group::Height, gives, takes, self.plan.dtype);
         }
-        let (stream, group, dtype) = (StreamId::Main, Group::Height, self.plan.dtype);
-        self.commands.push(Command::Exchange { stream, group, gives, takes, dtype });
     }
 }

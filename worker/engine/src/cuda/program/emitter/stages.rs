@@ -10,10 +10,10 @@ impl GraphEmitter<'_> {
     pub(super) fn receive_input(&mut self, phase: Phase) {
         self.fetch(phase);
         let input = self.plan.network.input();
-        let x = self.alloc(input, Content::Activation);
-        self.activations[input] = Some(x);
+        let x = self.alloc_activation(input);
         let from = self.plan.network.stage().0 - 1;
-        self.exchange_stages(Vec::new(), vec![(from as u32, self.values_at(input, x))], self.plan.dtype);
+        let takes = vec![(from as u32, self.values_at(input, x))];
+        self.exchange(Group::Stage, Vec::new(), takes, self.plan.dtype);
         if phase.pass().is_some_and(|pass| !pass.is_backward && pass.sends_gradient) {
             self.send_input_gradient();
         }
@@ -27,7 +27,8 @@ impl GraphEmitter<'_> {
         }
         let (output, to) = (network.logits(), network.stage().0 + 1);
         let y = self.activation(output)?;
-        self.exchange_stages(vec![(to as u32, self.values_at(output, y))], Vec::new(), self.plan.dtype);
+        let gives = vec![(to as u32, self.values_at(output, y))];
+        self.exchange(Group::Stage, gives, Vec::new(), self.plan.dtype);
         // Only an unfused ReLU reads its output in the backward pass.
         if self.readers[output] == 0 {
             self.drop_activation(output);
@@ -39,7 +40,8 @@ impl GraphEmitter<'_> {
     pub(super) fn receive_gradient(&mut self) {
         let (output, from) = (self.plan.network.logits(), self.plan.network.stage().0 + 1);
         let dy = self.alloc(output, Content::Gradient);
-        self.exchange_stages(Vec::new(), vec![(from as u32, self.values_at(output, dy))], self.plan.dtype);
+        let takes = vec![(from as u32, self.values_at(output, dy))];
+        self.exchange(Group::Stage, Vec::new(), takes, self.plan.dtype);
         self.gradients[output].push(Gradient::Whole(dy));
     }
 
@@ -65,7 +67,7 @@ impl GraphEmitter<'_> {
     /// Sends the gradient of the newest backward pass to the preceding stage.
     pub(super) fn send_input_gradient(&mut self) {
         let to = self.plan.network.stage().0 - 1;
-        self.exchange_stages(vec![(to as u32, self.input_gradient())], Vec::new(), self.plan.dtype);
+        self.exchange(Group::Stage, vec![(to as u32, self.input_gradient())], Vec::new(), self.plan.dtype);
     }
 
     /// Before the update: exchanges the sum of squares (f64) of each stage's gradients, and sends the last stage's loss to all stages. `None`
@@ -86,14 +88,8 @@ impl GraphEmitter<'_> {
         } else {
             takes.push((stages as u32 - 1, rings::TOTALS));
         }
-        self.exchange_stages(gives, takes, DType::F32);
+        self.exchange(Group::Stage, gives, takes, DType::F32);
         Some(Squares { at, count: stages })
-    }
-
-    /// Exchanges messages between ranks with the same coordinates in different stages. Messages name the other rank by its stage.
-    fn exchange_stages(&mut self, gives: Vec<(u32, Operand)>, takes: Vec<(u32, Operand)>, dtype: DType) {
-        let (stream, group) = (StreamId::Main, Group::Stage);
-        self.commands.push(Command::Exchange { stream, group, gives, takes, dtype });
     }
 
     fn input_gradient(&self) -> Operand {

@@ -9,9 +9,10 @@ use crate::{
         program::text::text,
     },
     net::resnet,
+    plan::{self, Mesh, Plan},
 };
 use lockstep_comm::DataType;
-use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
+use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, ShardSpec, Split, Stem};
 use std::path::Path;
 
 mod channels;
@@ -27,6 +28,26 @@ const STAGED: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 
 fn build(arch: Arch, stem: Stem, side: usize, classes: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, classes).unwrap())
+}
+
+/// The part of a network that rank `rank` has on a mesh of `[stage, height, model]` ranks.
+fn part(network: &Network, mesh: [usize; 3], rank: usize, shards: &[(&str, Split)]) -> Arc<Network> {
+    let shard = |(pattern, split): &(&str, Split)| ShardSpec { pattern: (*pattern).into(), split: *split };
+    let [stage, height, model] = mesh;
+    let plan = Plan::on(Mesh { stage, data: 1, height, model }, shards.iter().map(shard).collect());
+    Arc::new(plan::lower(network, &plan, rank).unwrap())
+}
+
+/// The parts of all ranks.
+fn parts(network: &Network, mesh: [usize; 3]) -> Vec<Arc<Network>> {
+    let ranks: usize = mesh.iter().product();
+    (0..ranks).map(|rank| part(network, mesh, rank, &[])).collect()
+}
+
+/// The commands of a part of a list.
+fn of_part(commands: &[Command], part: Part) -> impl Iterator<Item = &Command> {
+    let begin = commands.iter().position(|c| *c == Command::Part(part)).unwrap() + 1;
+    commands[begin..].iter().take_while(|c| !matches!(c, Command::Part(_)))
 }
 
 fn plan(network: &Arc<Network>, batch: usize, dtype: DType, capability: u32) -> StepPlan {
@@ -113,6 +134,7 @@ impl Setting {
         (emitted, checked)
     }
 
+    /// Emits the commands, and checks them and the arguments of their kernels.
     fn sound(&self, phase: Phase, side_stream: bool) -> Emitted {
         let (emitted, checked) = self.emit(phase, side_stream);
         let name = &self.plan.network.arch;
@@ -121,6 +143,11 @@ impl Setting {
         let has_logits = phase == Phase::Evaluate && self.plan.network.is_last_stage();
         let left: &[Content] = if has_logits { &[logits] } else { &[] };
         assert_eq!(live(&emitted.commands), left, "{name}, {phase:?}");
+        for command in &emitted.commands {
+            if let Command::Kernel { kernel, .. } = command {
+                signatures::check(kernel);
+            }
+        }
         emitted
     }
 
@@ -142,9 +169,9 @@ fn live(commands: &[Command]) -> Vec<Content> {
     live.into_iter().map(|(_, content)| content).collect()
 }
 
-/// Checks lists in every number format, on GPUs with and without matrix kernels, of a single rank and of groups: memory that is read has been
-/// written and is not freed, and streams wait for each other where necessary.
-fn commands_are_sound(networks: &[Arc<Network>]) {
+/// Checks lists of commands in every number format, on GPUs with and without matrix kernels, for one rank and for groups. Memory that is read
+/// must be written before and not freed, and streams must wait for each other where necessary.
+fn check_commands(networks: &[Arc<Network>]) {
     for network in networks {
         for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 90), (DType::F16, 80)] {
             for ranks in [Ranks::Single, Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
@@ -168,9 +195,9 @@ fn commands_are_sound(networks: &[Arc<Network>]) {
 
 /// A CifarNet has GELUs, an unfused bias, poolings before batch norms, and untrained weights, whose gradients are zero.
 #[test]
-fn the_commands_of_a_cifarnet_are_sound() {
+fn the_commands_of_a_cifarnet_are_valid() {
     let network = cifarnet();
-    commands_are_sound(std::slice::from_ref(&network));
+    check_commands(std::slice::from_ref(&network));
     let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Single);
     let commands = setting.sound(Phase::Train(ONLY), true).commands;
     assert_eq!((count(&commands, "zero_gradient"), count(&commands, "row_sums")), (1, 1));
@@ -184,25 +211,25 @@ fn cifarnet() -> Arc<Network> {
 }
 
 #[test]
-fn the_commands_of_a_bottleneck_network_are_sound() {
-    commands_are_sound(&[build(Arch::ResNet50, Stem::Cifar, 32, 10)]);
+fn the_commands_of_a_bottleneck_network_are_valid() {
+    check_commands(&[build(Arch::ResNet50, Stem::Cifar, 32, 10)]);
 }
 
 mod full {
     use super::*;
 
     #[test]
-    fn the_commands_of_every_other_network_are_sound() {
+    fn the_commands_of_every_other_network_are_valid() {
         let mut networks = crate::cuda::tests::operations();
         networks.extend(crate::unfused::networks());
         networks.push(build(Arch::ResNet18, Stem::Imagenet, 224, 1000));
         networks.push(build(Arch::ResNeXt50_32x4d, Stem::Cifar, 32, 10));
-        commands_are_sound(&networks);
+        check_commands(&networks);
     }
 }
 
 #[test]
-fn every_optimizer_s_update_is_sound() {
+fn every_optimizer_s_update_is_valid() {
     let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
     use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Muon, Nesterov};
     for (optimizer, kernel) in [
@@ -284,17 +311,17 @@ fn check_frozen(setting: &Setting, commands: &[Command]) {
 
 /// A rank whose last batch is not full calls the same collectives and exchanges in the same order as ranks with a full batch.
 #[test]
-fn ranks_with_fewer_pictures_meet_the_others() {
+fn ranks_with_fewer_pictures_call_the_same_collectives() {
     for network in [build(Arch::ResNet50, Stem::Cifar, 64, 10), build(Arch::ResNet18, Stem::Imagenet, 64, 10)]
     {
         for ranks in [Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
             let setting = Setting { sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
-            let met = |whole: bool| {
+            let collectives = |whole: bool| {
                 let emitted = setting.sound(Phase::Train(MicroBatch { whole, ..ONLY }), true);
                 meetings(&emitted.commands)
             };
-            let all = met(true);
-            assert_eq!(all, met(false), "{ranks:?}");
+            let all = collectives(true);
+            assert_eq!(all, collectives(false), "{ranks:?}");
             // Each batch norm has an exchange in both directions. Gradients are reduced in buckets, and the gradients of vectors last.
             let norms = if ranks == Ranks::Apart { 0 } else { 2 * setting.norms.len() };
             assert_eq!(all.len(), norms + setting.layout.buckets.len() + 1, "{ranks:?}");
@@ -326,7 +353,7 @@ fn two_batch_norms_of_one_convolution_do_not_share_its_sums() {
 /// batch of 256, on Hopper, for each number format. After an intended change, rewrite these files with
 /// `LOCKSTEP_WRITE_PLANS=1 cargo test -p lockstep-engine --lib the_plans_of_resnet50`, and review the difference.
 #[test]
-fn the_plans_of_resnet50_are_the_ones_on_disk() {
+fn the_plans_of_resnet50_match_the_files() {
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
         check_plan(dtype);
     }
@@ -337,14 +364,14 @@ fn check_plan(dtype: DType) {
     let setting = Setting::new(&network, 256, dtype, 90, Ranks::Single);
     let format = DataType::from(dtype).name();
     let training = setting.sound(Phase::Train(ONLY), true);
-    let alone = setting.sound(Phase::Train(ONLY), false);
+    let one_stream = setting.sound(Phase::Train(ONLY), false);
     let evaluation = setting.sound(Phase::Evaluate, true);
-    let peaks = [&training, &alone, &evaluation].map(|emitted| emitted.arena_bytes);
+    let peaks = [&training, &one_stream, &evaluation].map(|emitted| emitted.arena_bytes);
     assert_eq!(
         setting.with_facts(|facts| arena_bytes(facts, true)).unwrap(),
         peaks.into_iter().max().unwrap()
     );
-    let [trains, alone, evaluates] = peaks.map(|bytes| bytes >> 20);
+    let [trains, one_stream, evaluates] = peaks.map(|bytes| bytes >> 20);
     let text = format!(
         "ResNet-50, pictures of 224x224, 1000 classes, a batch of 256, {format}, compute capability 9.0, 132 multiprocessors.\n\
          \n\
@@ -354,7 +381,7 @@ fn check_plan(dtype: DType) {
          pass leaves the gradient of its input where that was. What weight gradients read is freed when the main stream has\n\
          waited for them.\n\
          \n\
-         Memory: {trains} MiB to train, {alone} MiB without a side stream, {evaluates} MiB to evaluate.\n\
+         Memory: {trains} MiB to train, {one_stream} MiB without a side stream, {evaluates} MiB to evaluate.\n\
          \n\
          # A training step\n{}\n# An evaluation\n{}",
         setting.text(&training),
@@ -379,7 +406,7 @@ fn check_plan(dtype: DType) {
 }
 
 #[test]
-fn networks_that_it_does_not_run_are_refused_with_the_layer() {
+fn errors_for_unsupported_networks_name_the_layer() {
     let refused = |network: Network| {
         let plan = StepPlan::new(Arc::new(network), 8, DType::F32, capabilities(false));
         plan.unwrap_err().to_string()
@@ -405,5 +432,5 @@ fn networks_that_it_does_not_run_are_refused_with_the_layer() {
     let x = net.conv("conv1", x, 8, 3, 1);
     let x = net.global_average_pool(x);
     net.linear("fc", x, 8);
-    assert!(refused(net).contains("early, in which something else than a convolution reads the pictures"));
+    assert!(refused(net).contains("early, in which something other than a convolution reads the pictures"));
 }

@@ -1,8 +1,8 @@
 //! Operators that the ranks of a model group split.
 
-use super::{signatures, split_head::part, *};
+use super::*;
 use crate::{cuda::command::Arg, net::Placement};
-use lockstep_protocol::spec::Split::{self, Groups, In, Out};
+use Split::{Groups, In, Out};
 use std::collections::BTreeSet;
 
 const PICTURES: usize = 2;
@@ -49,7 +49,6 @@ const STRATEGIES: [Shards; 7] = [
 /// ranks meet in the same order.
 #[test]
 fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
-    let declared = signatures::declared();
     let small = network();
     let large = [
         (
@@ -67,17 +66,12 @@ fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
         {
             for phase in [Phase::Train(ONLY), Phase::Evaluate] {
                 let met = |rank: usize| {
-                    let part = part(network, model, rank, shards);
+                    let part = part(network, [1, 1, model], rank, shards);
                     let setting = Setting::new(&part, PICTURES, dtype, 90, Ranks::ByNccl);
                     let setting = Setting { accumulates, data_ranks, sums: true, ..setting };
                     assert!(setting.plan.splits_operators);
                     setting.sound(phase, false);
                     let commands = setting.sound(phase, true).commands;
-                    for command in &commands {
-                        if let Command::Kernel { kernel, .. } = command {
-                            signatures::check(kernel, &declared);
-                        }
-                    }
                     // Between copies of the network, each rank adds its own part.
                     let is_shared = |meeting: &String| !meeting.contains(" Data ");
                     meetings(&commands).into_iter().filter(is_shared).collect::<Vec<_>>()
@@ -220,7 +214,8 @@ fn activations_and_gradients_change_their_placement() {
     for (shards, model) in STRATEGIES.iter().flat_map(|shards| [(*shards, 2), (*shards, 3)]) {
         let settings: Vec<Setting> = (0..model)
             .map(|rank| {
-                Setting::new(&part(&network(), model, rank, shards), PICTURES, DType::F32, 90, Ranks::ByNccl)
+                let part = part(&network(), [1, 1, model], rank, shards);
+                Setting::new(&part, PICTURES, DType::F32, 90, Ranks::ByNccl)
             })
             .collect();
         let emitted: Vec<Emitted> =
@@ -237,13 +232,9 @@ fn activations_and_gradients_change_their_placement() {
                 let lists: Vec<Vec<&Command>> = emitted
                     .iter()
                     .map(|emitted| {
-                        let begin =
-                            emitted.commands.iter().position(|c| *c == Command::Part(part)).unwrap() + 1;
-                        let inside = emitted.commands[begin..].iter();
                         let starts =
                             |c: &&Command| c.stream().is_some() && !matches!(c, Command::Wait { .. });
-                        inside
-                            .take_while(|c| !matches!(c, Command::Part(_)))
+                        of_part(&emitted.commands, part)
                             .filter(|c| starts(c) || matches!(c, Command::Alloc { .. }))
                             .collect()
                     })
@@ -308,16 +299,14 @@ fn splits_that_gpus_do_not_compute_are_refused_with_what_to_do() {
         plan.unwrap_err().to_string()
     };
     let narrow = build(Arch::ResNet20, Stem::Cifar, 32, 10);
-    let error = refused(&part(&narrow, 4, 0, &[("layer1.0.conv1", Out)]));
+    let error = refused(&part(&narrow, [1, 1, 4], 0, &[("layer1.0.conv1", Out)]));
     assert!(error.contains("layer1.0.conv1 is split") && error.contains("while a rank has 4"), "{error}");
-    let split = part(&network, 2, 0, &[("layer4.0.conv1", Out)]);
+    let split = part(&network, [1, 1, 2], 0, &[("layer4.0.conv1", Out)]);
     let error = refused(&Network { frozen_norm: true, ..Network::clone(&split) });
     assert!(error.contains("layer4.0.conv1 is split") && error.contains("model.freeze_norm"), "{error}");
-    let mesh = crate::plan::Mesh { stage: 1, data: 1, height: 2, model: 2 };
-    let shard = lockstep_protocol::spec::ShardSpec { pattern: "fc".into(), split: In };
-    let plan = crate::plan::Plan::on(mesh, vec![shard]);
-    let error = refused(&crate::plan::lower(&network, &plan, 0).unwrap());
+    let error = refused(&part(&network, [1, 2, 2], 0, &[("fc", In)]));
     assert!(error.contains("fc is split") && error.contains("parallel.height"), "{error}");
     // The split of the last layer over its classes is that of a plan without strategies.
-    assert_eq!(part(&network, 2, 0, &[("fc", Out)]), part(&network, 2, 0, &[]));
+    let mesh = [1, 1, 2];
+    assert_eq!(part(&network, mesh, 0, &[("fc", Out)]), part(&network, mesh, 0, &[]));
 }

@@ -1,4 +1,4 @@
-//! The verification refuses lists that a test has damaged.
+//! The verification refuses lists of commands that a test has damaged.
 
 use super::*;
 use crate::cuda::command::Access;
@@ -13,7 +13,7 @@ fn settings() -> Vec<Setting> {
 }
 
 /// The valid list of a step.
-fn sound(setting: &Setting) -> Vec<Command> {
+fn valid_commands(setting: &Setting) -> Vec<Command> {
     setting.sound(Phase::Train(ONLY), true).commands
 }
 
@@ -32,24 +32,24 @@ fn numbers(commands: &[Command], wanted: impl Fn(&Command) -> bool) -> Vec<usize
 }
 
 /// Every wait is needed, except waits that another wait implies: a weight gradient whose inputs existed at an earlier weight gradient, and in
-/// groups a wait of a collective for which another command waits. A needed wait without its recorded event is refused, too.
+/// groups a wait of a collective for which another command waits. A needed wait is also refused without its recorded event.
 #[test]
 fn a_missing_wait_is_refused() {
     for setting in settings() {
-        let commands = sound(&setting);
+        let commands = valid_commands(&setting);
         let waits = numbers(&commands, |c| matches!(c, Command::Wait { .. }));
         let (needed, others): (Vec<usize>, Vec<usize>) =
             waits.iter().partition(|number| refusal(&without(&commands, **number)).is_some());
         assert!(needed.len() > 4 * others.len(), "{} of {}", needed.len(), waits.len());
         for number in others {
             let Command::Wait { event, .. } = commands[number] else { unreachable!() };
-            let alone = setting.statistics.is_none();
-            assert!(event == EventId::SideBegin || !alone, "{event:?} is not missed");
-            assert!(event != EventId::CollectivesDone, "the sums are not waited for");
+            let is_single = setting.statistics.is_none();
+            assert!(event == EventId::SideBegin || !is_single, "{event:?} is not needed");
+            assert!(event != EventId::CollectivesDone, "nothing waits for the sums");
         }
         for number in needed {
             let Command::Wait { event, .. } = commands[number] else { unreachable!() };
-            let records = |c: &Command| matches!(c, Command::Record { event: of, .. } if *of == event);
+            let records = |c: &Command| matches!(c, Command::Record { event: other, .. } if *other == event);
             let recorded = commands[..number].iter().rposition(records).unwrap();
             assert!(refusal(&without(&commands, recorded)).is_some(), "{event:?} is not recorded");
         }
@@ -60,11 +60,12 @@ fn a_missing_wait_is_refused() {
 #[test]
 fn a_missing_command_of_the_forward_pass_is_refused() {
     for setting in settings() {
-        let commands = sound(&setting);
+        let commands = valid_commands(&setting);
         let end = commands.iter().position(|c| *c == Command::Part(Part::Loss)).unwrap();
-        let lasts = |operand: &Operand| matches!(operand.region, Region::Arena | Region::NormValues);
-        let makes = |c: &Command| c.accesses().iter().any(|(o, access)| *access == Access::Write && lasts(o));
-        let all = numbers(&commands[..end], makes);
+        let is_kept = |operand: &Operand| matches!(operand.region, Region::Arena | Region::NormValues);
+        let writes =
+            |c: &Command| c.accesses().iter().any(|(o, access)| *access == Access::Write && is_kept(o));
+        let all = numbers(&commands[..end], writes);
         assert!(all.len() > 50, "{} commands", all.len());
         for number in all {
             assert!(refusal(&without(&commands, number)).is_some(), "{:?}", commands[number]);
@@ -75,7 +76,7 @@ fn a_missing_command_of_the_forward_pass_is_refused() {
 #[test]
 fn an_allocation_that_is_moved_is_refused() {
     for setting in settings().into_iter().step_by(3) {
-        let commands = sound(&setting);
+        let commands = valid_commands(&setting);
         for number in numbers(&commands, |c| matches!(c, Command::Alloc { .. })) {
             let mut moved = commands.clone();
             let Command::Alloc { at, .. } = &mut moved[number] else { continue };
@@ -85,10 +86,10 @@ fn an_allocation_that_is_moved_is_refused() {
     }
 }
 
-/// Two tensors at the same offset, each of which is used as if the other did not exist.
+/// Two tensors that are live at the same time are allocated at the same offset.
 #[test]
 fn allocations_that_overlap_are_refused() {
-    let commands = sound(&settings()[0]);
+    let commands = valid_commands(&settings()[0]);
     let allocs = numbers(&commands, |c| matches!(c, Command::Alloc { .. }));
     for pair in allocs.windows(2) {
         let (Command::Alloc { at: first, .. }, Command::Alloc { at: second, .. }) =
@@ -102,15 +103,15 @@ fn allocations_that_overlap_are_refused() {
         }
         let moved =
             Command::Alloc { content: Content::Argmax(0), at: Operand { offset: first.offset, ..*second } };
-        let spoilt = [&commands[..pair[1]], &[moved], &commands[pair[1] + 1..]].concat();
-        assert!(refusal(&spoilt).unwrap().contains("is allocated"));
+        let damaged = [&commands[..pair[1]], &[moved], &commands[pair[1] + 1..]].concat();
+        assert!(refusal(&damaged).unwrap().contains("is allocated"));
     }
 }
 
 #[test]
 fn memory_that_is_freed_too_early_or_twice_is_refused() {
     for setting in settings().into_iter().step_by(3) {
-        let commands = sound(&setting);
+        let commands = valid_commands(&setting);
         for number in numbers(&commands, |c| matches!(c, Command::Free { .. })) {
             let Command::Free { at } = commands[number] else { continue };
             let touches = |c: &Command| c.accesses().iter().any(|(operand, _)| *operand == at);
@@ -125,7 +126,7 @@ fn memory_that_is_freed_too_early_or_twice_is_refused() {
     }
 }
 
-/// One group of ranks must not be used from two streams at once.
+/// A group of ranks must not be used from two streams at the same time.
 #[test]
 fn collectives_on_two_streams_are_ordered() {
     let reduce = |stream: StreamId, region: Region| {
@@ -151,7 +152,7 @@ fn collectives_on_two_streams_are_ordered() {
 
 /// Two streams must wait for each other only if they use the same part of a region.
 #[test]
-fn ranges_of_a_region_are_told_apart() {
+fn ranges_of_a_region_are_distinguished() {
     let stamp = |stream: StreamId, offset: usize| Command::Kernel {
         stream,
         kernel: Ops::new(DType::F32, 132, 90).stamp(Operand::new(Region::Stamps, offset, 8), Operand::NONE),
@@ -173,13 +174,15 @@ fn ranges_of_a_region_are_told_apart() {
     }
 }
 
-/// The host can stop the update by a word that the step reads after the last collective and before the first weight changes.
+/// The host can stop the update: the step reads a word in its memory after the last collective and before the first weight changes.
 #[test]
-fn an_update_that_the_host_could_not_hold_is_refused() {
+fn an_update_that_the_host_could_not_stop_is_refused() {
     for setting in settings() {
-        let commands = sound(&setting);
-        let told = |c: &Command| c.accesses().contains(&(UPDATING, Access::Write));
-        let [at] = numbers(&commands, told)[..] else { panic!("it is told once") };
+        let commands = valid_commands(&setting);
+        let announces_update = |c: &Command| c.accesses().contains(&(UPDATING, Access::Write));
+        let [at] = numbers(&commands, announces_update)[..] else {
+            panic!("a step announces its update once")
+        };
         assert!(refusal(&without(&commands, at)).unwrap().contains("does not know that it changes weights"));
         let Some(last) = commands.iter().rposition(|c| matches!(c, Command::Collective { .. })) else {
             continue;
@@ -198,7 +201,7 @@ fn an_update_that_the_host_could_not_hold_is_refused() {
 
 /// Running statistics are copied once per step, before any command changes them.
 #[test]
-fn a_step_keeps_what_its_forward_pass_changes() {
+fn a_step_saves_running_statistics_before_they_change() {
     for setting in settings() {
         let changes = |c: &Command, wanted: Region| {
             c.accesses().iter().any(|(o, access)| o.region == wanted && *access != Access::Read)
@@ -225,7 +228,7 @@ fn a_step_keeps_what_its_forward_pass_changes() {
 
 /// The gradients to which a micro-batch adds must come from an earlier micro-batch.
 #[test]
-fn gradients_that_are_not_there_are_not_added_to() {
+fn adding_to_gradients_that_do_not_exist_is_refused() {
     for setting in settings() {
         let setting = Setting { accumulates: true, ..setting };
         let later = setting.sound(Phase::Train(MicroBatch { first: false, ..ONLY }), true).commands;

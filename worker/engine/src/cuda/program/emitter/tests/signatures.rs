@@ -1,17 +1,17 @@
-//! Every launch has the arguments that its kernel declares: as many, of its types, and what is written is not `const`. Its blocks have
-//! no more threads than the kernel is compiled for (`__launch_bounds__`).
+//! Every launch has the arguments that its kernel declares: their number and types match, and written memory is not `const`. Blocks have
+//! at most as many threads as the kernel is compiled for (`__launch_bounds__`).
 
 use super::*;
 use crate::cuda::{command::Arg, kernels::SOURCE};
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::LazyLock};
 
-/// Kernels with parameters that they only read although these are not `const`.
+/// Kernels and the numbers of their parameters that are only read, but are not `const`.
 const READS: [(&str, usize); 2] = [("lamb", 2), ("lamb", 3)];
 
-/// Threads of a block of a kernel that declares no bound.
-const MOST_THREADS: u32 = 1024;
+/// Maximum number of threads in a block of a kernel that declares no bound.
+const MAX_THREADS: u32 = 1024;
 
-/// What a kernel declares of an argument.
+/// A kernel's declaration of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Declared {
     Pointer { constant: bool },
@@ -19,15 +19,17 @@ enum Declared {
 }
 
 /// What a kernel declares.
-pub(super) struct Signature {
+struct Signature {
     parameters: Vec<Declared>,
-    /// Most threads of a block.
+    /// Maximum number of threads in a block.
     threads: u32,
 }
 
-/// What each kernel declares, by its name, from the source: macros that stand for parameters are put in, and those that
-/// define kernels are followed.
-pub(super) fn declared() -> BTreeMap<String, Signature> {
+/// What each kernel declares, by its name.
+static DECLARED: LazyLock<BTreeMap<String, Signature>> = LazyLock::new(declared);
+
+/// Reads the source: macros that stand for parameters are put in, and those that define kernels are followed.
+fn declared() -> BTreeMap<String, Signature> {
     let source: String = SOURCE.replace("\\\n", " ");
     let lines: Vec<&str> = source.lines().map(|line| line.split("//").next().unwrap_or("")).collect();
     let defines = || lines.iter().filter_map(|line| line.trim_start().strip_prefix("#define "));
@@ -35,7 +37,7 @@ pub(super) fn declared() -> BTreeMap<String, Signature> {
         .filter_map(|define| define.split_once(char::is_whitespace))
         .filter(|(name, _)| name.ends_with("_PARAMETERS"))
         .collect();
-    // One name may be the end of another.
+    // Longer names first, since a name may be the end of another name.
     parameters.sort_by_key(|(name, _)| std::cmp::Reverse(name.len()));
     let mut all = BTreeMap::new();
     let mut add = |name: &str, list: &str, threads: u32| {
@@ -64,13 +66,13 @@ pub(super) fn declared() -> BTreeMap<String, Signature> {
     all
 }
 
-/// Name, parameters and most threads of a block of each `__global__` function of a text without line breaks.
+/// Name, parameters and maximum number of threads in a block of each `__global__` function in a text without line breaks.
 fn kernels_in(text: &str) -> Vec<(String, String, u32)> {
     let after = text.split("__global__").skip(1);
     after
         .map(|text| {
-            let mut threads = MOST_THREADS;
-            // The bounds of a launch have parentheses of their own.
+            let mut threads = MAX_THREADS;
+            // Launch bounds may contain parentheses.
             let text = match text.split_once("__launch_bounds__") {
                 Some((before, rest)) if !before.contains('(') => {
                     let mut depth = 0;
@@ -123,10 +125,10 @@ fn fits(kernel: &Kernel, number: usize, declared: Declared) -> bool {
     }
 }
 
-pub(super) fn check(kernel: &Kernel, declared: &BTreeMap<String, Signature>) {
-    let Signature { parameters: wanted, threads } = &declared[kernel.name];
+pub(super) fn check(kernel: &Kernel) {
+    let Signature { parameters: wanted, threads } = &DECLARED[kernel.name];
     let block: u32 = kernel.geometry.block.iter().product();
-    assert!(block <= *threads, "{}: {block} threads a block, compiled for {threads}", kernel.name);
+    assert!(block <= *threads, "{}: {block} threads in a block, compiled for {threads}", kernel.name);
     assert_eq!(kernel.args.len(), wanted.len(), "{}", kernel.name);
     for (number, declared) in wanted.iter().enumerate() {
         assert!(fits(kernel, number, *declared), "{} {number}: {:?}", kernel.name, kernel.args[number]);
@@ -136,7 +138,6 @@ pub(super) fn check(kernel: &Kernel, declared: &BTreeMap<String, Signature>) {
 /// Pictures of a dataset on the GPU, scaled or not, mixed or not.
 #[test]
 fn every_way_to_gather_pictures_is_sound() {
-    let declared = declared();
     let network = build(Arch::ResNet18, Stem::Imagenet, 224, 10);
     let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Single);
     let table = ops::ScaleTable::new(32, 224);
@@ -171,14 +172,13 @@ fn every_way_to_gather_pictures_is_sound() {
             })
             .collect();
         assert_eq!(gathers.iter().map(|kernel| kernel.name).collect::<Vec<_>>(), [name]);
-        check(gathers[0], &declared);
+        check(gathers[0]);
         assert!(gathers[0].geometry.shared_bytes <= 44 << 10, "{name}");
     }
 }
 
 #[test]
 fn every_launch_has_the_arguments_that_its_kernel_declares() {
-    let declared = declared();
     let mut networks = crate::cuda::tests::operations();
     networks.extend(crate::unfused::networks());
     networks.push(build(Arch::ResNet50, Stem::Imagenet, 224, 1000));
@@ -207,7 +207,6 @@ fn every_launch_has_the_arguments_that_its_kernel_declares() {
                     for phase in [Phase::Train(ONLY), Phase::Evaluate] {
                         for command in setting.sound(phase, true).commands {
                             let Command::Kernel { kernel, .. } = command else { continue };
-                            check(&kernel, &declared);
                             *launched.entry(kernel.name).or_default() += 1;
                         }
                     }
@@ -215,6 +214,6 @@ fn every_launch_has_the_arguments_that_its_kernel_declares() {
             }
         }
     }
-    // Those of a step; others are launched by the decoder and between steps.
+    // These are the kernels of a step. Other kernels are launched by the decoder and between steps.
     assert!(launched.len() >= 60, "{} kernels: {launched:?}", launched.len());
 }

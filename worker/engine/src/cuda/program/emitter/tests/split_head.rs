@@ -1,24 +1,12 @@
 //! The last layer split over its classes.
 
 use super::*;
-use crate::{
-    LossConfig, Margin,
-    net::init,
-    plan::{self, Mesh, Plan},
-};
-use lockstep_protocol::spec::{LossKind, LossSpec, ShardSpec, Split};
+use crate::{LossConfig, Margin, net::init};
+use lockstep_protocol::spec::{LossKind, LossSpec};
 
-/// What a rank of `model` has of a network.
-pub(super) fn part(network: &Network, model: usize, rank: usize, shards: &[(&str, Split)]) -> Arc<Network> {
-    let shard = |(pattern, split): &(&str, Split)| ShardSpec { pattern: (*pattern).into(), split: *split };
-    let mesh = Mesh { stage: 1, data: 1, height: 1, model };
-    let plan = Plan::on(mesh, shards.iter().map(shard).collect());
-    Arc::new(plan::lower(network, &plan, rank).unwrap())
-}
-
-/// Uneven classes, in one chunk and in several; alone and with other copies of the network.
+/// Uneven parts of the classes, in one chunk and in several; with one copy of the network and with two.
 #[test]
-fn its_commands_are_sound_and_meet_those_of_the_other_ranks() {
+fn commands_are_valid_and_match_those_of_the_other_ranks() {
     for (classes, model, chunks) in [(10, 2, 1), (7, 4, 1), (1001, 2, 63)] {
         let network = build(Arch::ResNet50, Stem::Cifar, 32, classes);
         for (dtype, ranks) in
@@ -26,7 +14,7 @@ fn its_commands_are_sound_and_meet_those_of_the_other_ranks() {
         {
             for (data_ranks, accumulates) in [(1, false), (2, false), (2, true)] {
                 let met = |rank: usize, whole: bool| {
-                    let part = part(&network, model, rank, &[]);
+                    let part = part(&network, [1, 1, model], rank, &[]);
                     let setting =
                         Setting { data_ranks, accumulates, ..Setting::new(&part, 32, dtype, 90, ranks) };
                     let head = setting.plan.head.as_ref().unwrap();
@@ -53,19 +41,19 @@ fn its_commands_are_sound_and_meet_those_of_the_other_ranks() {
                     }
                     all
                 };
-                let first = met(0, true);
+                let first = collectives(0, true);
                 for rank in 0..model {
-                    assert_eq!(first, met(rank, rank == 0), "{classes} classes, rank {rank}");
+                    assert_eq!(first, collectives(rank, rank == 0), "{classes} classes, rank {rank}");
                 }
             }
         }
     }
 }
 
-/// Whatever a rank gets from the others is used.
+/// A rank uses everything that it receives.
 #[test]
 fn a_missing_exchange_is_refused() {
-    let part = part(&build(Arch::ResNet18, Stem::Cifar, 32, 1001), 2, 1, &[]);
+    let part = part(&build(Arch::ResNet18, Stem::Cifar, 32, 1001), [1, 1, 2], 1, &[]);
     let setting = Setting::new(&part, 32, DType::Bf16, 90, Ranks::Exchanged);
     let commands = setting.sound(Phase::Train(ONLY), true).commands;
     let exchanges = |c: &Command| matches!(c, Command::Collective { group: Group::Model, .. });
@@ -96,18 +84,18 @@ fn backbone(commands: &[Command], ops: usize) -> Vec<String> {
 }
 
 #[test]
-fn the_backbone_is_that_of_data_parallel() {
+fn the_backbone_equals_that_of_data_parallelism() {
     let network = build(Arch::ResNet50, Stem::Imagenet, 224, 1000);
     let emitted = |network: &Arc<Network>| {
         let setting = Setting::new(network, 256, DType::Bf16, 90, Ranks::Exchanged);
         (setting.sound(Phase::Train(ONLY), true), setting)
     };
     let (whole, setting) = emitted(&network);
-    let (split, of_split) = emitted(&part(&network, 2, 0, &[]));
+    let (split, of_split) = emitted(&part(&network, [1, 1, 2], 0, &[]));
     let ops = setting.plan.ops.len() - 1;
     let [whole_backbone, split_backbone] = [&whole, &split].map(|emitted| backbone(&emitted.commands, ops));
     assert!(whole_backbone.len() > 200 && whole_backbone == split_backbone);
-    // The logits are there once.
+    // The logits are allocated once.
     let logits = of_split.plan.network.logits();
     let of_logits = |content: &Content| matches!(content, Content::Activation(tensor) | Content::Gradient(tensor) if *tensor == logits);
     let allocated = |c: &&Command| matches!(c, Command::Alloc { content, .. } if of_logits(content));
@@ -116,8 +104,7 @@ fn the_backbone_is_that_of_data_parallel() {
 
 #[test]
 fn its_kernels_have_the_arguments_that_they_declare() {
-    let declared = signatures::declared();
-    let part = part(&build(Arch::ResNet18, Stem::Cifar, 32, 1001), 2, 1, &[]);
+    let part = part(&build(Arch::ResNet18, Stem::Cifar, 32, 1001), [1, 1, 2], 1, &[]);
     let mut launched = 0;
     use OptimizerKind::{AdamW, Momentum, Nesterov};
     for (dtype, optimizer) in [
@@ -131,7 +118,6 @@ fn its_kernels_have_the_arguments_that_they_declare() {
         for phase in [Phase::Train(ONLY), Phase::Evaluate] {
             for command in setting.sound(phase, true).commands {
                 let Command::Kernel { kernel, .. } = command else { continue };
-                signatures::check(&kernel, &declared);
                 launched += usize::from(kernel.name.starts_with("class_") || kernel.name.contains("parts"));
             }
         }
@@ -139,10 +125,9 @@ fn its_kernels_have_the_arguments_that_they_declare() {
     assert!(launched >= 5 * (4 + 2 + 3), "{launched}");
 }
 
-/// With sampled classes, whose rows are less or more than this rank's classes.
+/// The rows of a sample may be fewer or more than this rank's classes.
 #[test]
 fn rows_of_sampled_classes_are_gathered_and_put_back() {
-    let declared = signatures::declared();
     use OptimizerKind::{AdamW, Momentum, Nesterov};
     for (classes, chunks) in [(1001, 6), (7, 5)] {
         let network = build(Arch::ResNet18, Stem::Cifar, 32, classes);
@@ -153,7 +138,7 @@ fn rows_of_sampled_classes_are_gathered_and_put_back() {
             (DType::Bf16, AdamW, 2),
         ] {
             let met = |rank: usize| {
-                let part = part(&network, 2, rank, &[]);
+                let part = part(&network, [1, 1, 2], rank, &[]);
                 let mut setting =
                     Setting { optimizer, ..Setting::new(&part, 32, dtype, 90, Ranks::Exchanged) };
                 let loss = LossConfig { sample_share: 0.1, ..LossConfig::default() };
@@ -161,11 +146,6 @@ fn rows_of_sampled_classes_are_gathered_and_put_back() {
                 assert_eq!(setting.plan.sampled().unwrap().chunks, chunks);
                 for side_stream in [false, true] {
                     let commands = setting.sound(Phase::Train(ONLY), side_stream).commands;
-                    for command in &commands {
-                        if let Command::Kernel { kernel, .. } = command {
-                            signatures::check(kernel, &declared);
-                        }
-                    }
                     // Of the matrix: weights, what is computed with, and what the optimizer keeps.
                     let copies = if dtype == DType::F32 { 1 } else { 2 };
                     for (name, wanted) in [
@@ -182,21 +162,20 @@ fn rows_of_sampled_classes_are_gathered_and_put_back() {
                 assert_eq!(count(&evaluated, "sample_classes"), 0);
                 [meetings(&setting.sound(Phase::Train(ONLY), true).commands), meetings(&evaluated)]
             };
-            assert_eq!(met(0), met(1));
+            assert_eq!(collectives(0), collectives(1));
         }
     }
 }
 
-/// Of a whole head, a split one with and without a stored gradient, and a sampled one.
+/// For a whole head, a split head with and without a stored gradient, and a sampled head.
 #[test]
 fn a_margin_changes_labels_logits_and_gradients_of_features_and_weights() {
-    let declared = signatures::declared();
     let network = build(Arch::ResNet18, Stem::Cifar, 32, 1001);
     let margin = Margin::of(&LossSpec { kind: LossKind::ArcFace, ..LossSpec::default() });
     for (model, accumulates, sample_share) in
         [(1, false, 1.0), (2, false, 1.0), (2, true, 1.0), (2, false, 0.1)]
     {
-        let part = if model == 1 { network.clone() } else { part(&network, model, 1, &[]) };
+        let part = if model == 1 { network.clone() } else { part(&network, [1, 1, model], 1, &[]) };
         for (dtype, ranks) in
             [(DType::F32, Ranks::ByNccl), (DType::F16, Ranks::Apart), (DType::Bf16, Ranks::Exchanged)]
         {
@@ -206,15 +185,10 @@ fn a_margin_changes_labels_logits_and_gradients_of_features_and_weights() {
             for side_stream in [false, true] {
                 for (phase, wanted) in [(Phase::Train(ONLY), [2, 2, 1]), (Phase::Evaluate, [2, 1, 0])] {
                     let commands = setting.sound(phase, side_stream).commands;
-                    for command in &commands {
-                        if let Command::Kernel { kernel, .. } = command {
-                            signatures::check(kernel, &declared);
-                        }
-                    }
                     let found =
                         ["row_factors", "scale_cosines", "put_margin"].map(|name| count(&commands, name));
                     assert_eq!(found, wanted, "{model} {dtype:?} {phase:?}");
-                    // A gradient that is computed twice is corrected twice, a chunk at a time.
+                    // A gradient that is computed twice is corrected twice, chunk by chunk.
                     let corrected = match phase {
                         Phase::Evaluate => 0,
                         Phase::Train(_) if setting.plan.recomputes(accumulates, 1) => {
@@ -236,21 +210,21 @@ fn parameters_of_all_ranks_add_up_to_the_network_s() {
     initial.retain(|name, _| !name.contains("running"));
     let mut sum: Vec<f32> = vec![0.0; 11 * 64];
     for rank in 0..4 {
-        let part = part(&network, 4, rank, &[]);
+        let part = part(&network, [1, 1, 4], rank, &[]);
         let setting = Setting::new(&part, 8, DType::F32, 90, Ranks::Apart);
         let layout = &setting.layout;
-        let flat = layout.import(None, &initial).unwrap();
+        let flat = layout.flat(None, &initial).unwrap();
         let mut back = Default::default();
         layout.export(None, &flat, &mut back);
         assert!(back.keys().eq(initial.keys()));
         assert!(back["conv1.weight"] == initial["conv1.weight"]);
         assert_eq!(back["fc.weight"].shape, [11, 64]);
         sum.iter_mut().zip(&back["fc.weight"].values).for_each(|(sum, value)| *sum += value);
-        // Of three, three, three and two classes, padded to eight.
+        // The ranks have three, three, three and two classes, padded to eight.
         let [split, whole] = layout.split_and_whole();
         assert_eq!((split[0].clone(), split[1].len()), (0..1024, 1024));
         assert_eq!(whole[0].start, 1024);
-        assert!(layout.buckets[0].start == 1024, "the first bucket is of parameters that every rank has");
+        assert!(layout.buckets[0].start == 1024, "the first bucket has the parameters that every rank has");
     }
     assert_eq!(sum, initial["fc.weight"].values);
 }

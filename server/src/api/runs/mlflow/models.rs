@@ -1,0 +1,66 @@
+//! Logged models of MLflow 3 (`LoggedModel` in `mlflow/protos/service.proto`). A logged model is a folder of its run's files, as a model of
+//! MLflow 2 is. Its id is `m-`, the run's id, `-` and the folder's name. Its parameters and tags are not kept.
+
+use super::{Asked, Parts, Result, artifacts, check_own, id_of, invalid, no_call, refuse, seen_run};
+use crate::{api::runs::files, http::error::Error};
+use axum::http::Method;
+use lockstep_protocol::job::Job;
+use percent_encoding::percent_decode_str;
+use serde_json::{Value, json};
+
+/// The path of the calls for one model, without its id.
+pub(super) const PREFIX: &str = "logged-models/";
+const DEFAULT_NAME: &str = "model";
+
+fn model(job: &Job, name: &str) -> Value {
+    let (id, at) = (format!("m-{}-{name}", job.id), job.created_at.as_millisecond());
+    json!({"model": {"info": {
+        "model_id": id, "experiment_id": id_of(&job.project), "name": name, "source_run_id": job.id, "status": "LOGGED_MODEL_READY",
+        "artifact_uri": format!("{}/{name}", artifacts::uri(job)), "creation_timestamp_ms": at, "last_updated_timestamp_ms": at,
+    }}})
+}
+
+impl Parts {
+    pub(super) async fn create_model(&self, asked: &Asked) -> Result<Value> {
+        let name = asked.text("name")?.unwrap_or(DEFAULT_NAME);
+        let run = asked.text("source_run_id")?;
+        let run = run.ok_or_else(|| {
+            invalid("a model needs a run, which keeps its files: call mlflow.start_run before log_model")
+        })?;
+        let job = seen_run(&self.scheduler, &self.caller, run).await?;
+        check_own(&self.auth, &self.caller, &job)?;
+        if name.contains('/') || files::of(&self.config, &job.id).place(name).is_err() {
+            return Err(invalid(format!(
+                "a model cannot have the name {name:?}: its files are in a folder with this name"
+            )));
+        }
+        Ok(model(&job, name))
+    }
+
+    /// Handles a call for the model whose id begins `address`.
+    pub(super) async fn model(&self, method: &Method, address: &str) -> Result<Value> {
+        let decoded = percent_decode_str(address).decode_utf8_lossy().into_owned();
+        let (id, part) = decoded.split_once('/').unwrap_or((decoded.as_str(), ""));
+        let Some((run, name)) = id.strip_prefix("m-").and_then(|rest| rest.split_once('-')) else {
+            return Err(refuse("RESOURCE_DOES_NOT_EXIST", format!("Logged model with ID '{id}' not found.")));
+        };
+        let job = seen_run(&self.scheduler, &self.caller, run).await?;
+        if method != Method::GET {
+            check_own(&self.auth, &self.caller, &job)?;
+        }
+        let part = part.split('/').next().unwrap_or_default();
+        match (method.as_str(), part) {
+            // PATCH says that all files are uploaded.
+            ("GET" | "PATCH", "") => Ok(model(&job, name)),
+            ("DELETE", "") => {
+                match files::removed(files::of(&self.config, &job.id), name.to_owned()).await {
+                    // A model without files exists, too.
+                    Ok(()) | Err(Error::NotFound(_)) => Ok(json!({})),
+                    Err(error) => Err(error.into()),
+                }
+            }
+            ("POST", "params") | ("PATCH" | "DELETE", "tags") => Ok(json!({})),
+            _ => Err(no_call(method, PREFIX)),
+        }
+    }
+}

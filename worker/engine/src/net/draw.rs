@@ -1,0 +1,25 @@
+//! How the initial values of a parameter are drawn.
+
+use lockstep_kernels::draws::{normal, uniform};
+
+/// The values of one parameter.
+pub(super) enum Draw {
+    Constant(f32),
+    /// From a stream with this key, within this bound.
+    Uniform(u64, f64),
+    /// From a stream with this key, with this standard deviation.
+    Normal(u64, f64),
+    Given(Vec<f32>),
+}
+
+impl Draw {
+    /// Fills `to` with the values from value `from` on.
+    pub(super) fn fill(&self, from: usize, to: &mut [f32]) {
+        match self {
+            Self::Constant(value) => to.fill(*value),
+            Self::Uniform(key, bound) => uniform(*key, from, to, *bound),
+            Self::Normal(key, std) => normal(*key, from, to, *std),
+            Self::Given(values) => to.copy_from_slice(&values[from..from + to.len()]),
+        }
+    }
+}

@@ -20,7 +20,7 @@ function tell(doing, secs = "") {
 }
 
 export class Evaluation {
-  #asked = 0;
+  #requests = 0;
 
   constructor(job, checkpoints) {
     Object.assign(this, { job, checkpoints });
@@ -41,20 +41,20 @@ export class Evaluation {
   choose(id) { this.choice.value = id; write({ checkpoint: id }); return this.load(); }
 
   async load() {
-    const mine = ++this.#asked, out = byId("evaluation-out"), began = Date.now();
+    const mine = ++this.#requests, out = byId("evaluation-out"), began = Date.now();
     out.hidden = true;
     text(byId("neighbours-sum"), "");
     if (!this.choice.value) return tell("No checkpoint yet. The first one can be evaluated here.");
-    const found = await this.#answer("evaluation", "Evaluating on the validation pictures …", (doing) => tell(doing, `${Math.round((Date.now() - began) / 1000)} s`));
+    const found = await this.#request("evaluation", "Evaluating on the validation pictures …", (doing) => tell(doing, `${Math.round((Date.now() - began) / 1000)} s`));
     if (found) this.#show(found);
-    else if (mine === this.#asked) tell(byId("evaluation-status").textContent);
+    else if (mine === this.#requests) tell(byId("evaluation-status").textContent);
   }
 
   /** Shows how often the nearest training pictures have the right class. */
   async neighbours() {
     if (!this.choice.value) return;
     const sum = byId("neighbours-sum");
-    const found = await this.#answer("evaluation/neighbours", "Embedding the pictures …", (doing) => text(sum, doing));
+    const found = await this.#request("evaluation/neighbours", "Embedding the pictures …", (doing) => text(sum, doing));
     if (found) text(sum, `${accuracyOf(found.weighted, found.samples, 2)} right by ${found.k} nearest neighbours among ${count(found.gallery)} training pictures; ${percent(found.majority, 2)} without weights`);
   }
 
@@ -62,21 +62,21 @@ export class Evaluation {
    * Requests a result for the chosen checkpoint until it is available. Returns nothing if another checkpoint is chosen meanwhile, or after
    * a problem, which is shown.
    */
-  async #answer(what, doing, say) {
-    const mine = this.#asked;
+  async #request(what, doing, say) {
+    const mine = this.#requests;
     for (;;) {
       say(doing);
       let found;
       try { found = await ask(`/api/v1/jobs/${this.job}/${what}?checkpoint=${encodeURIComponent(this.choice.value)}`); } catch (error) {
-        if (mine !== this.#asked) return null;
+        if (mine !== this.#requests) return null;
         doing = errorText(error);
         if (error instanceof Problem && error.status !== 503) { say(doing); return null; }
       }
-      if (mine !== this.#asked) return null;
+      if (mine !== this.#requests) return null;
       if (found && !found.detail) return found;
       if (found?.detail) doing = found.detail.replace("; ask again", " …");
       await new Promise((done) => setTimeout(done, ASK_AGAIN_MS));
-      if (mine !== this.#asked) return null;
+      if (mine !== this.#requests) return null;
     }
   }
 
